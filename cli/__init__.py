@@ -1,0 +1,1 @@
+"""The commands: `refitd` runs the daemon and the coordinator, `refitctl` is the operator's hand."""

@@ -1,0 +1,229 @@
+"""What `refitctl doctor` looks at on this machine. Changes nothing, imports neither torch nor transports."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from refitd.config import default_runtime_dir
+from refitd.errors import RefitdError
+from refitd_cli.output import size
+from refitd_cli.session import Control
+
+# Descriptors a daemon may need: two per arena and a few per client.
+WANTED_DESCRIPTORS = 4096
+
+# What each way of copying needs: (name, distribution, module); the first is part of refitd itself.
+BACKENDS = (
+    ("gloo", "torch", "torch"),
+    ("nccl", "nvidia-nccl-cu12", "nvidia.nccl"),
+    ("nccl", "nvidia-nccl-cu13", "nvidia.nccl"),
+    ("nvshmem", "nvshmem4py-cu12", "nvshmem"),
+    ("nvshmem", "nvshmem4py-cu13", "nvshmem"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found. `state`: "ok", "warn" (works, but slower) or "fail" (refitd cannot work)."""
+
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def all_findings(connect: Callable[[], Control], address: str | None) -> Iterator[Finding]:
+    """Run every check, cheapest first."""
+    yield python()
+    yield torch()
+    yield sealed_memory()
+    yield memory(_read("/proc/meminfo"))
+    yield huge_pages(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), _read("/proc/meminfo"))
+    yield ptrace(_read("/proc/sys/kernel/yama/ptrace_scope"))
+    yield descriptors()
+    yield from backends()
+    yield runtime_dir(Path(address) if address else default_runtime_dir())
+    yield daemon(connect)
+
+
+def python() -> Finding:
+    """Which interpreter."""
+    return Finding("python", "ok", f"{platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs")
+
+
+def torch() -> Finding:
+    """Which torch, by its metadata: importing it takes seconds."""
+    found = _version("torch")
+    if found is None:
+        return Finding("torch", "fail", "not installed", "install refitd again: torch is one of its requirements")
+    return Finding("torch", "ok", found)
+
+
+def sealed_memory() -> Finding:
+    """Whether memory can be handed out that nobody can shrink under its users."""
+    name = "sealed memfd"
+    try:
+        descriptor = os.memfd_create("refitd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as exc:
+        return Finding(
+            name,
+            "fail",
+            f"memfd_create: {exc.strerror}",
+            "refitd needs Linux 3.17 and a seccomp profile with memfd",
+        )
+    try:
+        os.ftruncate(descriptor, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        try:
+            os.ftruncate(descriptor, 0)
+        except PermissionError:
+            return Finding(name, "ok", "created, sealed, cannot be truncated")
+        return Finding(name, "fail", "the seal did not hold", "a peer could truncate an arena; use another kernel")
+    except OSError as exc:
+        return Finding(name, "fail", f"sealing: {exc.strerror}", "allow fcntl(F_ADD_SEALS) in the sandbox this runs in")
+    finally:
+        os.close(descriptor)
+
+
+def memory(meminfo: str) -> Finding:
+    """How much memory arenas could take, within the control group if there is one."""
+    fields = _meminfo(meminfo)
+    if "MemAvailable" not in fields:
+        return Finding("memory", "warn", "unknown", "no MemAvailable in /proc/meminfo")
+    free = fields["MemAvailable"]
+    found = f"{size(free)} of {size(fields.get('MemTotal', 0))} available"
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdigit():
+        left = int(limit) - int(_read("/sys/fs/cgroup/memory.current").strip() or 0)
+        free = min(free, left)
+        found += f", {size(max(left, 0))} left in this control group"
+    if free < 1 << 30:
+        return Finding("memory", "warn", found, "arenas hold each source shard twice and each target shard once")
+    return Finding("memory", "ok", found)
+
+
+def huge_pages(shmem_enabled: str, meminfo: str) -> Finding:
+    """Whether arenas can have large pages; without them first use and copies are slower."""
+    pool = _meminfo(meminfo).get("HugePages_Total", 0)
+    mode = shmem_enabled.partition("[")[2].partition("]")[0] or "unknown"
+    found = f"pool of {pool} pages, shmem_enabled={mode}"
+    if pool or mode in ("always", "within_size", "advise", "force"):
+        return Finding("huge pages", "ok", found)
+    advice = "4 KiB pages work; larger ones are faster: write advise to transparent_hugepage/shmem_enabled"
+    return Finding("huge pages", "warn", found, advice)
+
+
+def ptrace(scope: str) -> Finding:
+    """Whether a worker may read the memory a trainer lends out of its own heap."""
+    name = "ptrace scope"
+    value = scope.strip()
+    if value in ("", "0"):
+        return Finding(name, "ok", f"{value or 'no Yama'}: workers may read memory a client lends")
+    if os.geteuid() == 0:
+        return Finding(name, "ok", f"{value}, running as root")
+    advice = "snapshots (publish) and arenas (allocate) work; lending a trainer's own tensors needs ptrace_scope 0"
+    return Finding(name, "warn", value, advice)
+
+
+def descriptors() -> Finding:
+    """How many files a daemon started from here may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} (hard limit {hard})"
+    if soft != resource.RLIM_INFINITY and soft < WANTED_DESCRIPTORS:
+        return Finding(
+            "open files",
+            "warn",
+            found,
+            f"ulimit -n {WANTED_DESCRIPTORS}, for nodes with many tensors or clients",
+        )
+    return Finding("open files", "ok", found)
+
+
+def backends() -> Iterator[Finding]:
+    """Which ways of copying are installed."""
+    yield Finding("backend shm", "ok", "part of refitd")
+    found: dict[str, list[str]] = {}
+    for name, distribution, module in BACKENDS:
+        version = _version(distribution)
+        if version is not None and _is_importable(module):
+            found.setdefault(name, []).append(f"{distribution} {version}")
+    for name in dict.fromkeys(name for name, _, _ in BACKENDS):
+        installed = found.get(name, [])
+        if len(installed) > 1:
+            advice = "their wheels overwrite each other's files: uninstall the one torch does not use"
+            yield Finding(f"backend {name}", "warn", " and ".join(installed), advice)
+        else:
+            yield Finding(
+                f"backend {name}",
+                "ok",
+                f"{installed[0]}; nothing here uses it yet" if installed else "not installed (optional)",
+            )
+
+
+def runtime_dir(path: Path) -> Finding:
+    """Whether the sockets' directory belongs to its user alone."""
+    name = "runtime directory"
+    try:
+        found = path.stat()
+    except OSError as exc:
+        return Finding(name, "warn", f"{path}: {exc.strerror}", "the daemon creates it")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        return Finding(name, "fail", f"{path}: mode {mode:04o}", f"others may enter it: chmod 0700 {path}")
+    return Finding(name, "ok", f"{path}: mode {mode:04o}, uid {found.st_uid}")
+
+
+def daemon(connect: Callable[[], Control]) -> Finding:
+    """Whether a daemon answers, and a coordinator behind it."""
+    try:
+        client = connect()
+        try:
+            report = client.status()
+        finally:
+            client.close()
+    except RefitdError as exc:
+        return Finding("daemon", "fail", str(exc))
+    nodes = ", ".join(f"{node.node} (pid {node.pid}, {len(node.workers)} workers)" for node in report.nodes)
+    return Finding("daemon", "ok", f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _meminfo(text: str) -> dict[str, int]:
+    """Return the fields in bytes; counts, which have no unit, as they are."""
+    fields = {}
+    for line in text.splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            fields[key] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+    return fields
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_importable(module: str) -> bool:
+    """Find a module; of a dotted one only the namespace it is in is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False

@@ -1,0 +1,21 @@
+"""refitctl demo: train, refit and check, with real processes."""
+
+from __future__ import annotations
+
+import click
+
+from refitd_cli.session import json_option
+
+
+@click.command()
+@json_option
+@click.pass_context
+def demo(ctx: click.Context, as_json: bool) -> None:
+    """Train a small sharded model and refit two running engines with it.
+
+    Starts a daemon of its own in a temporary directory and stops it afterwards. Exit 0 only if every weight
+    of every engine equals the trainer's at the end.
+    """
+    from refitd_cli.demo.run import main
+
+    ctx.exit(main(as_json))

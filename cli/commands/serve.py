@@ -1,0 +1,34 @@
+"""refitd serve: run this node's daemon."""
+
+from __future__ import annotations
+
+import click
+
+from refitd_cli import settings
+
+
+@click.command()
+@settings.config_options
+@click.option("--workers", type=int, help="Over node.workers: how many sidecars copy.")
+@click.option("--standalone", is_flag=True, help="Run the coordinator beside the daemon.")
+@click.option(
+    "--ready-fd",
+    type=int,
+    metavar="N",
+    help='Write "ready" and a newline to descriptor N once clients can connect.',
+)
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    path: str | None,
+    runtime_dir: str | None,
+    log_level: str | None,
+    workers: int | None,
+    standalone: bool,
+    ready_fd: int | None,
+) -> None:
+    """Run this node's daemon until SIGTERM or SIGINT. It logs to stderr."""
+    config = settings.load(path, node__runtime_dir=runtime_dir, node__workers=workers, log__level=log_level)
+    from refitd import daemon
+
+    ctx.exit(daemon.run(config, standalone=standalone, ready_fd=ready_fd))

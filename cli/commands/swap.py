@@ -1,0 +1,108 @@
+"""refitctl swap: make a version live everywhere, or say who kept it from that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from refitd.errors import RefitFailed
+from refitd.protocol.reports import MemberReport, SwapReport
+from refitd_cli.group import EXIT_FAILED, error_object
+from refitd_cli.output import duration, print_json, print_table, rate, size, to_json, version
+from refitd_cli.progress import swap_bar
+from refitd_cli.session import Session, address_option, json_option
+
+COMMITTED = "committed"
+EXIT_INTERRUPTED = 130
+
+
+@click.command()
+@click.argument("model")
+@click.option("--version", "number", type=click.IntRange(min=0), help="Which one.  [default: the newest complete one]")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@address_option
+@json_option
+@click.pass_context
+def swap(
+    ctx: click.Context,
+    model: str,
+    number: int | None,
+    timeout: float | None,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Bring a published version of MODEL into every replica: all of them or none.
+
+    Exit 0 only if every rank of every replica serves the version that is printed.
+    """
+    session: Session = ctx.obj
+    error: RefitFailed | None = None
+    with session.client(address) as client, swap_bar(model) as on_progress:
+        try:
+            report = client.swap(model, number, timeout=timeout, on_progress=on_progress)
+        except RefitFailed as exc:
+            found = getattr(exc, "report", None)
+            if not isinstance(found, SwapReport):
+                raise
+            report, error = found, exc
+        except KeyboardInterrupt:
+            click.echo(f"no longer watching; see refitctl status, or stop the swap: refitctl abort {model}", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+    if as_json:
+        print_json(_as_object(report, error))
+    else:
+        _show(report)
+    ctx.exit(0 if report.outcome == COMMITTED and error is None else EXIT_FAILED)
+
+
+def culprits(report: SwapReport) -> list[str]:
+    """Return who kept the swap from committing: rank, host, phase and reason, one line each."""
+    blamed = [member for member in report.members if member.state in ("lost", "failed", "late")]
+    blamed = blamed or [member for member in report.members if member.reason]
+    phase = report.phase or "swap"
+    if not blamed:
+        return [f"{phase}: {report.reason or 'no reason was given; the coordinator log has it'}"]
+    return [
+        f"rank {member.rank} of replica {member.replica} on node {member.node} "
+        f"(host {member.host}, pid {member.pid}), "
+        f"phase {phase}: {member.state}: {member.reason or report.reason}"
+        for member in blamed
+    ]
+
+
+def _as_object(report: SwapReport, error: RefitFailed | None) -> dict[str, Any]:
+    found = to_json(report)
+    if report.outcome != COMMITTED or error is not None:
+        found |= error_object(error or RefitFailed("\n".join(culprits(report))))
+    return found
+
+
+def _show(report: SwapReport) -> None:
+    if report.members:
+        columns = ("replica", ">rank", "node", "state", ">serves", ">paused", "reason")
+        print_table("", columns, (_row(member) for member in report.members))
+    if report.outcome == COMMITTED:
+        click.echo(
+            f"{report.model}: version {version(report.version)} is live on {len(report.members)} ranks: "
+            f"{size(report.bytes)} in {report.copies} copies, {report.digests} digests verified; "
+            f"plan {duration(report.plan_s)}, stage {duration(report.stage_s)} "
+            f"({rate(report.bytes, report.stage_s)}), commit {duration(report.commit_s)}, "
+            f"total {duration(report.total_s)}"
+        )
+        return
+    click.echo(f"{report.model}: version {version(report.version)} did not go live: {report.outcome}", err=True)
+    for line in culprits(report):
+        click.echo(f"  {line}", err=True)
+
+
+def _row(member: MemberReport) -> tuple[str, ...]:
+    return (
+        member.replica,
+        str(member.rank),
+        member.node,
+        member.state,
+        version(member.version),
+        duration(member.paused_s) if member.paused_s else "-",
+        member.reason,
+    )

@@ -1,0 +1,31 @@
+"""refitctl: the operator's program."""
+
+from __future__ import annotations
+
+import click
+
+from refitd_cli.group import Commands
+from refitd_cli.session import Session
+
+COMMANDS = {
+    "swap": "refitd_cli.commands.swap:swap",
+    "status": "refitd_cli.commands.status:status",
+    "models": "refitd_cli.commands.models:models",
+    "plan": "refitd_cli.commands.plan:plan",
+    "abort": "refitd_cli.commands.abort:abort",
+    "doctor": "refitd_cli.commands.doctor:doctor",
+    "demo": "refitd_cli.commands.demo:demo",
+}
+
+
+@click.group(cls=Commands, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="refitd")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Look at and steer the weights a refitd cluster serves."""
+    if ctx.obj is None:
+        ctx.obj = Session()
+
+
+if __name__ == "__main__":
+    main(prog_name="refitctl")

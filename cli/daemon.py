@@ -1,0 +1,22 @@
+"""refitd: the program that runs the processes of a node."""
+
+from __future__ import annotations
+
+import click
+
+from refitd_cli.group import Commands
+
+COMMANDS = {
+    "serve": "refitd_cli.commands.serve:serve",
+    "coordinator": "refitd_cli.commands.coordinator:coordinator",
+}
+
+
+@click.group(cls=Commands, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="refitd")
+def main() -> None:
+    """Keep a node's weights, and bring new ones into its engines."""
+
+
+if __name__ == "__main__":
+    main(prog_name="refitd")

@@ -1,0 +1,159 @@
+"""One process of an inference engine: it generates text all the time and takes new weights between two tokens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import refitd
+from refitd_cli.demo import data
+from refitd_cli.demo.channel import Channel, reporting
+from refitd_cli.demo.generate import Generator, Pipeline
+from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, write_state
+from refitd_cli.demo.model import DemoModel, initialise, tensors_of
+
+GO_ON, SETTLE = 0, 1
+NICENESS = 5  # the trainer goes first where cores are few
+
+Fingerprint = dict[str, tuple[Any, ...]]
+
+
+def fingerprint(model: torch.nn.Module) -> Fingerprint:
+    """Return where every tensor lies; a captured graph would break if any of this changed."""
+    return {
+        name: (
+            tensor.data_ptr(),
+            tensor.untyped_storage().data_ptr(),
+            tensor.untyped_storage().nbytes(),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
+        for name, tensor in tensors_of(model).items()
+    }
+
+
+def move_into_arena(model: DemoModel, client: refitd.Client) -> None:
+    """Give every tensor of the model a place in memory that the daemon owns, keeping its attributes."""
+    old = tensors_of(model)
+    placed = client.allocate({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in old.items()})
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            tensor = placed[prefix + name].copy_(parameter.detach())
+            fresh = torch.nn.Parameter(tensor, requires_grad=False)
+            fresh.__dict__.update(parameter.__dict__)
+            setattr(module, name, fresh)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            tensor = placed[prefix + name].copy_(buffer)
+            tensor.__dict__.update(buffer.__dict__)
+            setattr(module, name, tensor)
+
+
+class Engine:
+    """This rank's model, its registration, and the text it is generating."""
+
+    def __init__(self, member: Member, client: refitd.Client) -> None:
+        self.member, self.layout, self.channel = member, member.layout, member.channel
+        self.model = DemoModel(member.config, member.layout, member.comm).requires_grad_(False)
+        initialise(self.model, member.seed)
+        if member.memory == "arena":
+            move_into_arena(self.model, client)
+        self.target = client.register_target(
+            MODEL_NAME,
+            self.model,
+            replica=member.name,
+            rank=self.layout.rank,
+            world_size=self.layout.world_size,
+        )
+        self.places = fingerprint(self.model)
+        self.generator = Generator(Pipeline(self.model), member.seed)
+        self.tokens = 0
+
+    def serve(self) -> None:
+        """Generate until the launcher wants quiet. All ranks flip, and stop, before the same token."""
+        while True:
+            if self.target.poll(agree=self._agree) is not None:
+                self._flipped()
+            token = self.generator.step()
+            control = GO_ON
+            if self.layout.rank == self.layout.leader and self.channel.poll() is not None:
+                control = SETTLE
+            word = torch.tensor([token, control])
+            dist.broadcast(word, src=self.layout.leader)
+            token, control = word.tolist()
+            self.tokens += 1
+            if self.generator.append(token):
+                self._finished()
+            if control == SETTLE:
+                self.channel.emit("settled", tokens=self.tokens)
+                return
+
+    def _agree(self, pending: int) -> int:
+        everyone = torch.tensor([pending])
+        dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
+        return int(everyone.item())
+
+    def _flipped(self) -> None:
+        text = self.generator.text
+        # Keys and values in the cache were computed by the old weights.
+        self.generator.restart()
+        self.channel.emit(
+            "flip",
+            version=self.target.version,
+            token=self.tokens,
+            paused_s=self.target.last_pause_s,
+            places_unchanged=fingerprint(self.model) == self.places,
+            before=text,
+        )
+
+    def _finished(self) -> None:
+        if self.layout.rank == self.layout.leader:
+            self.channel.emit(
+                "sample", version=self.target.version, text=self.generator.text, tokens=self.tokens
+            )
+        self.generator.restart()
+
+
+def main(argv: list[str], channel: Channel) -> None:
+    """Register with the daemon, generate, and check at the end."""
+    os.nice(NICENESS)
+    member = join(argv, channel)
+    corpus = data.load()
+    with torch.no_grad(), refitd.connect(
+        member.runtime_dir, name=f"{member.name}-{member.layout.rank}"
+    ) as client:
+        engine = Engine(member, client)
+        channel.emit("ready", tensors=len(engine.places))
+        engine.serve()
+        while True:
+            command = channel.next(COMMAND_TIMEOUT_S)
+            match command["command"]:
+                case "settle":
+                    pass  # a rank that does not lead is told twice
+                case "check":
+                    write_state(command["state"], engine.model)
+                    text = torch.from_numpy(corpus.held_out_batch(command["size"], command["length"]))
+                    logits = Pipeline(engine.model).run(text[:, :-1], dtype=torch.float32)
+                    if logits is not None and engine.layout.rank == engine.layout.leader:
+                        np.save(command["logits"], logits.numpy())
+                    same = fingerprint(engine.model) == engine.places
+                    channel.emit("checked", version=engine.target.version, places_unchanged=same)
+                case "exit":
+                    break
+                case unknown:
+                    raise ValueError(f"unknown command {unknown!r}")
+        engine.target.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    events = Channel()
+    with reporting(events):
+        main(sys.argv[1:], events)

@@ -1,0 +1,81 @@
+"""What every trainer and engine process does before its own job: arguments, threads, process groups."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from refitd_cli.demo.channel import Channel
+from refitd_cli.demo.layout import Layout, ModelConfig
+from refitd_cli.demo.model import tensors_of
+from refitd_cli.demo.parallel import Comm, Gloo, Solo
+
+COLLECTIVE_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 120.0
+MODEL_NAME = "policy"
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process: what it was told, where it stands, whom it talks to."""
+
+    name: str
+    runtime_dir: Path
+    seed: int
+    memory: str  # "private": its own tensors; "arena": tensors the daemon owns
+    layout: Layout
+    config: ModelConfig
+    comm: Comm
+    channel: Channel
+
+
+def join(argv: list[str], channel: Channel) -> Member:
+    """Parse the command line and meet the other processes of the same trainer or replica."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--store", type=Path, required=True, help="file where the processes meet")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--tp", type=int, required=True)
+    parser.add_argument("--pp", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--memory", choices=("private", "arena"), default="private")
+    args = parser.parse_args(argv)
+
+    torch.set_num_threads(1)  # more processes than cores: a second thread only takes turns with the first
+    layout = Layout.of_rank(args.rank, args.tp, args.pp)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(args.store), layout.world_size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=args.rank,
+        world_size=layout.world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    comm: Comm = Solo()
+    for stage in range(args.pp):
+        if args.tp > 1:
+            group = dist.new_group([stage * args.tp + rank for rank in range(args.tp)])
+            if stage == layout.pp_stage:
+                comm = Gloo(group)
+    return Member(
+        args.name, args.runtime_dir, args.seed, args.memory, layout, ModelConfig(), comm, channel
+    )
+
+
+def write_state(path: str, model: torch.nn.Module) -> None:
+    """Write every parameter and persistent buffer as it is, bf16 as the integers of its bits."""
+    arrays: dict[str, Any] = {}
+    for name, tensor in tensors_of(model).items():
+        bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+        arrays[name] = bits.contiguous().numpy()
+    np.savez(path, **arrays)

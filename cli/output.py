@@ -1,0 +1,99 @@
+"""How results are printed: JSON for programs, tables and units for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 200  # a table in a file or a pipe is not cut to a terminal's 80 columns
+
+STYLES = {
+    "committed": "green",
+    "serving": "green",
+    "ok": "green",
+    "staged": "yellow",
+    "behind": "yellow",
+    "late": "yellow",
+    "warn": "yellow",
+    "aborted": "yellow",
+    "incomplete": "red",
+    "lost": "red",
+    "failed": "red",
+    "fail": "red",
+}
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """Return a report as plain dictionaries, lists, strings and numbers."""
+    found: dict[str, Any] = msgspec.to_builtins(value)
+    return found
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one object on one line of stdout."""
+    click.echo(json.dumps(value))
+
+
+def console() -> Console:
+    """Return a console on stdout that prints text as it is: reasons may hold brackets."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table. A column named ">..." holds numbers; words that are states get their colour."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    console().print(table)
+
+
+def size(nbytes: float) -> str:
+    """Return bytes for people, in powers of 1000 like every rate here: 1.07 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:  # what rounds to 1000 belongs to the next unit
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.2f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people: 850 us, 12.3 ms, 1.23 s, 75 s."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"
+
+
+def rate(nbytes: float, seconds: float) -> str:
+    """Return bytes per second for people; "-" where no time was measured."""
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
+
+
+def version(number: int | None) -> str:
+    """Return a version, or "-" where there is none."""
+    return "-" if number is None else str(number)
+
+
+def versions(numbers: Iterable[int]) -> str:
+    """Return versions as a list, or "-" where there is none."""
+    return ", ".join(map(str, numbers)) or "-"

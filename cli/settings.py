@@ -1,0 +1,28 @@
+"""The options `refitd serve` and `refitd coordinator` share: a configuration file and what overrides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from refitd import config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_options(function: F) -> F:
+    """Add --config and the flags that stand above the environment and the file."""
+    for option in (
+        click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Over log.level."),
+        click.option("--runtime-dir", metavar="DIR", help="Over node.runtime_dir: where the sockets are."),
+        click.option("--config", "path", metavar="FILE", help="TOML; without one, defaults that suit a laptop."),
+    ):
+        function = option(function)
+    return function
+
+
+def load(path: str | None, **flags: Any) -> config.Config:
+    """Read the configuration; a flag is named "section__key" and counts if it is not None."""
+    return config.load(path, **{name.replace("__", "."): value for name, value in flags.items()})

@@ -1,0 +1,110 @@
+"""Datagrams with descriptors between processes of one machine, and who is on the other end."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from refitd.errors import PeerLost, ProtocolError, RefusedError
+
+# One datagram: a small message. Plans travel as memory files beside it.
+MAX_DATAGRAM = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who the kernel says connected."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen for clients on a 0600 SEQPACKET socket.
+
+    Raises:
+        RefusedError: something listens there already; a dead leftover is replaced.
+    """
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        probe.connect(str(path))
+    except FileNotFoundError:
+        pass
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    else:
+        raise RefusedError(
+            f"{path}: a refitd daemon is already listening here; stop it, or choose another node.runtime_dir"
+        )
+    finally:
+        probe.close()
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    old = os.umask(0o177)
+    try:
+        server.bind(str(path))
+    except OSError as exc:
+        server.close()
+        raise RefusedError(f"{path}: cannot listen here: {exc.strerror}; check node.runtime_dir") from exc
+    finally:
+        os.umask(old)
+    server.listen(256)
+    server.setblocking(False)
+    return server
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the credentials of the process at the other end (SO_PEERCRED)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return Peer(*struct.unpack("3i", raw))
+
+
+def send(connection: socket.socket, data: bytes, fds: tuple[int, ...] = ()) -> None:
+    """Send one datagram with descriptors.
+
+    Raises:
+        PeerLost: the other end is gone or does not read.
+    """
+    if len(data) > MAX_DATAGRAM:
+        raise ProtocolError(f"datagram of {len(data)} bytes: the limit is {MAX_DATAGRAM}")
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+    except (BrokenPipeError, ConnectionResetError, BlockingIOError, TimeoutError) as exc:
+        raise PeerLost(f"the peer is gone or does not read: {exc.strerror or exc}") from exc
+
+
+def receive(connection: socket.socket, max_fds: int = 1) -> tuple[bytes, tuple[int, ...]]:
+    """Return one datagram and its descriptors, which are the caller's to close.
+
+    Raises:
+        PeerLost: the connection has ended.
+        ProtocolError: the datagram was longer than MAX_DATAGRAM or carried more descriptors than allowed.
+    """
+    fds = array.array("i")
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(
+            MAX_DATAGRAM, socket.CMSG_SPACE(max(1, max_fds) * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError as exc:
+        raise PeerLost("the peer closed the connection") from exc
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > max_fds:
+        close_all(tuple(fds))
+        raise ProtocolError("a datagram was longer, or carried more descriptors, than this socket allows")
+    if not data:
+        close_all(tuple(fds))
+        raise PeerLost("the peer closed the connection")
+    return data, tuple(fds)
+
+
+def close_all(fds: tuple[int, ...]) -> None:
+    """Close descriptors that came with a datagram nobody wants."""
+    for fd in fds:
+        os.close(fd)

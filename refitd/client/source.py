@@ -1,0 +1,150 @@
+"""What a trainer holds: publish versions of its tensors, by snapshot or by lending them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from refitd.buffers.arena import MappedArena
+from refitd.client.connection import Connection
+from refitd.client.tensors import TensorSet, allow_reader
+from refitd.errors import DeadlineExceeded, RefusedError, from_code
+from refitd.protocol import local
+from refitd.protocol.base import Message
+
+
+class Source:
+    """This rank's shard of a model, registered. Made by `Client.register_source`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        model: str,
+        tensors: TensorSet,
+        registered: local.SourceRegistered,
+        slots: tuple[MappedArena, ...],
+    ) -> None:
+        self._connection = connection
+        self._tensors = tensors
+        self._slots = slots
+        self._leases: dict[int, Lease] = {}
+        self.model = model
+        self.member = registered.member
+        connection.listen(self.member, self._notified)
+
+    def publish(self, version: int, *, lend: bool = False, timeout: float = 60.0) -> None:
+        """Make the tensors' present values version `version`; return once they may be mutated again.
+
+        By default they are copied into a snapshot slot, which takes about as long as a memcpy. With `lend`, and
+        for tensors that live in an arena, nothing is copied and this returns when a swap has read them.
+
+        Raises:
+            RefusedError: the version is not newer than the last one.
+            DeadlineExceeded: every snapshot slot is still being read, or nobody swapped the lent version in time.
+        """
+        if lend or not self._slots:
+            with self.lend(version, timeout=timeout) as lease:
+                lease.wait(timeout)
+            return
+        deadline = time.monotonic() + timeout
+        begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
+        # the daemon answers at its deadline; ours is a little later so that its reason arrives
+        granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
+        self._tensors.write_to(self._slots[granted.slot])
+        done = local.Publish(member=self.member, version=version, slot=granted.slot)
+        self._connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
+
+    def lend(self, version: int, *, timeout: float = 60.0) -> Lease:
+        """Publish the live tensors themselves; they must not change until the lease has ended.
+
+        Use it as a context manager around the swap, or `wait` for somebody else's; leaving the context takes the
+        version back.
+        """
+        addresses: tuple[int, ...] = ()
+        if not self._tensors.arena_places:
+            addresses = self._tensors.addresses()
+            allow_reader(self._connection.daemon.pid)
+        lease = Lease(self, version)
+        self._leases[version] = lease
+        try:
+            message = local.Lend(member=self.member, version=version, addresses=addresses)
+            self._connection.request(message, local.Done, timeout)
+        except BaseException:
+            del self._leases[version]
+            raise
+        return lease
+
+    def close(self) -> None:
+        """Take the registration and every version of it back."""
+        self._connection.unlisten(self.member)
+        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+
+    def _withdraw(self, version: int) -> None:
+        self._leases.pop(version, None)
+        self._connection.request(local.Withdraw(member=self.member, version=version), local.Done, 10.0)
+
+    def _notified(self, message: Message) -> None:
+        match message:
+            case local.LeaseEnded(_, version, _):
+                lease = self._leases.pop(version, None)
+                if lease is not None:
+                    lease._end(None)
+            case local.Failure():
+                for lease in list(self._leases.values()):
+                    lease._end(message)
+
+
+class Lease:
+    """Live tensors lent as a version; they may be mutated once it has ended."""
+
+    def __init__(self, source: Source, version: int) -> None:
+        self._source = source
+        self._ended = threading.Event()
+        self._failure: local.Failure | None = None
+        self.version = version
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the tensors may be mutated again."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float) -> None:
+        """Return when a swap has read the tensors.
+
+        Raises:
+            DeadlineExceeded: no swap read them in time; the lease goes on.
+        """
+        if not self._ended.wait(timeout):
+            raise DeadlineExceeded(
+                f"model {self._source.model!r} version {self.version} was lent, and no swap read it within "
+                f"{timeout:.1f} s; start one (`refitctl swap`), set auto_swap, or publish a snapshot"
+            )
+        if self._failure is not None:
+            raise from_code(self._failure.code, self._failure.message)
+
+    def withdraw(self) -> None:
+        """End the lease now; a swap that is reading the tensors is aborted first."""
+        if not self._ended.is_set():
+            self._source._withdraw(self.version)
+            self._ended.set()
+
+    def _end(self, failure: local.Failure | None) -> None:
+        self._failure = failure
+        self._ended.set()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._failure is None:
+            self.withdraw()
+
+
+def check_slots(slots: int) -> int:
+    """Return the number of snapshot slots; raises RefusedError when it is not 1..16."""
+    if not 1 <= slots <= 16:
+        raise RefusedError(f"slots must be 1..16, found {slots}; each takes the size of the shard")
+    return slots

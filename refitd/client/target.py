@@ -1,0 +1,208 @@
+"""What an engine holds: tensors that become a new version at commit points of its own choosing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from refitd.buffers.arena import MappedArena
+from refitd.client.connection import Connection
+from refitd.client.tensors import TensorSet
+from refitd.errors import CommitError, DeadlineExceeded, RefitdError, from_code
+from refitd.protocol import local
+from refitd.protocol.base import Message
+
+NOTHING_PENDING = -1
+
+# How long a paused engine waits for the worker's copy of a few GB before it gives up and serves no version.
+APPLY_TIMEOUT_S = 60.0
+
+
+class Commit:
+    """A decided version, handed to an `on_commit` callback."""
+
+    def __init__(self, target: Target, prepare: local.PrepareCommit) -> None:
+        self._target = target
+        self._prepare = prepare
+        self.version = prepare.version
+
+    def apply(self) -> int:
+        """Take the version over now; no forward pass may run meanwhile. Return the version."""
+        return self._target._apply(self._prepare)
+
+
+class Target:
+    """This rank's shard of one replica, registered. Made by `Client.register_target`.
+
+    One thread polls or waits at a time; `version`, `pending` and `last_pause_s` may be read from any.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        model: str,
+        replica: str,
+        tensors: TensorSet,
+        registered: local.TargetRegistered,
+        staging: MappedArena | None,
+        on_commit: Callable[[Commit], object] | None,
+    ) -> None:
+        self._connection = connection
+        self._tensors = tensors
+        self._staging = staging
+        self._changed = threading.Condition()
+        self._prepare: local.PrepareCommit | None = None
+        self._applied: local.CommitApplied | None = None
+        self._failure: local.Failure | None = None
+        self._version: int | None = None
+        self._closed = False
+        self.model = model
+        self.replica = replica
+        self.member = registered.member
+        self.last_pause_s = 0.0
+        self.error: RefitdError | None = None  # what a callback's commit failed with
+        connection.listen(self.member, self._notified)
+        if on_commit is not None:
+            thread = threading.Thread(target=self._call_back, args=(on_commit,), name="refitd-commit", daemon=True)
+            thread.start()
+
+    @property
+    def version(self) -> int | None:
+        """The version these tensors hold; None before the first, and after a commit that failed."""
+        return self._version
+
+    @property
+    def pending(self) -> int | None:
+        """The version that is decided and waits for this rank's commit point."""
+        prepare = self._prepare
+        return None if prepare is None else prepare.version
+
+    def poll(self, agree: Callable[[int], int] | None = None) -> int | None:
+        """A commit point: take a pending version over, in place, and return it; None when there is none.
+
+        `agree` is for replicas of several ranks that must flip between the same two tokens: it is called at every
+        poll with this rank's pending version (-1: none) and returns what all ranks agree on, for instance an
+        all_reduce MIN of it; the commit happens if that is the pending version.
+
+        Raises:
+            CommitError: the version could not be taken over; this rank then serves none.
+            PeerLost: the daemon has ended (the tensors keep their version).
+        """
+        prepare = self._prepare
+        if agree is not None:
+            agreed = agree(NOTHING_PENDING if prepare is None else prepare.version)
+            if prepare is None or agreed != prepare.version:
+                self._check_connected()
+                return None
+        if prepare is None:
+            self._check_connected()
+            return None
+        return self._apply(prepare)
+
+    def wait(self, version: int, timeout: float = 60.0) -> int:
+        """Block until `version` or a newer one is live here, committing meanwhile; return what is live.
+
+        Raises:
+            DeadlineExceeded: it did not become live in time.
+            CommitError, PeerLost: as in `poll`.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if self._version is not None and self._version >= version:
+                    return self._version
+                self._check_connected()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"model {self.model!r} replica {self.replica!r}: version {version} is not live after "
+                        f"{timeout:.1f} s (live: {self._version}); look at `refitctl status` for the last swap"
+                    )
+                if self._prepare is None:
+                    self._changed.wait(left)
+                prepare = self._prepare
+            if prepare is not None:
+                self._apply(prepare)
+
+    def close(self) -> None:
+        """Take the registration back; the tensors keep what they hold."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._connection.unlisten(self.member)
+        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+
+    def _apply(self, prepare: local.PrepareCommit) -> int:
+        started = time.perf_counter()
+        try:
+            self._tensors.check_unmoved()
+            if prepare.by_worker:
+                self._let_worker_write(prepare)
+            else:
+                assert self._staging is not None
+                self._tensors.read_from(self._staging)
+        except Exception as exc:
+            self._version = None
+            self._settle()
+            failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(exc))
+            self._connection.tell(failed)
+            if isinstance(exc, CommitError):
+                raise
+            raise CommitError(f"version {prepare.version} could not be taken over: {exc}") from exc
+        self.last_pause_s = time.perf_counter() - started
+        self._version = prepare.version
+        self._settle()
+        done = local.CommitDone(swap=prepare.swap, member=self.member, paused_s=self.last_pause_s)
+        self._connection.tell(done)
+        return prepare.version
+
+    def _let_worker_write(self, prepare: local.PrepareCommit) -> None:
+        self._applied = None
+        self._connection.tell(local.CommitQuiet(swap=prepare.swap, member=self.member))
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._applied or self._failure, APPLY_TIMEOUT_S)
+        if not done:
+            raise CommitError(f"the worker did not write the live tensors within {APPLY_TIMEOUT_S:.0f} s")
+        if self._applied is None:
+            self._check_connected()
+        elif self._applied.reason:
+            raise CommitError(self._applied.reason)
+
+    def _settle(self) -> None:
+        with self._changed:
+            self._prepare = None
+            self._changed.notify_all()
+
+    def _check_connected(self) -> None:
+        if self._failure is not None:
+            raise from_code(self._failure.code, self._failure.message)
+
+    def _notified(self, message: Message) -> None:
+        with self._changed:
+            match message:
+                case local.PrepareCommit():
+                    self._prepare = message
+                case local.CommitApplied():
+                    self._applied = message
+                case local.Failure():
+                    self._failure = message
+            self._changed.notify_all()
+
+    def _call_back(self, on_commit: Callable[[Commit], object]) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._prepare or self._failure or self._closed)
+                prepare = self._prepare
+                if self._closed or prepare is None:
+                    return
+            try:
+                on_commit(Commit(self, prepare))
+                if self._prepare is prepare:
+                    raise CommitError("the on_commit callback returned without calling commit.apply()")
+            except Exception as exc:
+                self.error = exc if isinstance(exc, RefitdError) else CommitError(f"on_commit raised {exc!r}")
+                if self._prepare is prepare:
+                    self._settle()
+                    failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(self.error))
+                    self._connection.tell(failed)

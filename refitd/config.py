@@ -1,0 +1,160 @@
+"""Configuration, read once: a TOML file, over it the environment, over that the command line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from refitd.errors import ConfigError
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file; a key that it does not know is refused."""
+
+
+class NodeConfig(Section, frozen=True):
+    """The daemon of one node."""
+
+    name: Annotated[str, msgspec.Meta(max_length=200)] = ""  # "" means the host's name
+    runtime_dir: str = ""  # "" means default_runtime_dir(); sockets live here, mode 0700
+    workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    threads_per_worker: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    allowed_uids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # besides the daemon's own user
+    max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
+
+
+class CoordinatorConfig(Section, frozen=True):
+    """The coordinator, and how daemons reach it."""
+
+    endpoint: str = ""  # "" means ipc in the runtime directory; tcp must be on loopback
+    journal: str = ""  # "" means journal.sqlite in the runtime directory
+
+
+class Deadlines(Section, frozen=True):
+    """How long each phase of a swap, and each wait for a peer, may take. Seconds."""
+
+    plan_s: Positive = 60.0
+    stage_s: Positive = 300.0
+    commit_s: Positive = 60.0
+    connect_s: Positive = 10.0
+    request_s: Positive = 120.0
+
+
+class ModelConfig(Section, frozen=True):
+    """What holds for one model."""
+
+    auto_swap: bool = False  # swap as soon as a version is complete
+
+
+class LogConfig(Section, frozen=True):
+    """Where log lines go is the service manager's business (stderr); this is how many."""
+
+    level: Annotated[str, msgspec.Meta(pattern="^(debug|info|warning|error)$")] = "info"
+
+
+class Config(Section, frozen=True):
+    """Everything."""
+
+    node: NodeConfig = NodeConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    deadlines: Deadlines = Deadlines()
+    models: dict[str, ModelConfig] = {}
+    log: LogConfig = LogConfig()
+
+    @property
+    def node_name(self) -> str:
+        """The node's name; the host's where none is configured."""
+        return self.node.name or socket.gethostname()
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The directory of the sockets."""
+        return Path(self.node.runtime_dir) if self.node.runtime_dir else default_runtime_dir()
+
+    @property
+    def coordinator_endpoint(self) -> str:
+        """The ZeroMQ endpoint of the coordinator."""
+        return self.coordinator.endpoint or f"ipc://{self.runtime_dir / 'coordinator.sock'}"
+
+    @property
+    def journal_path(self) -> Path:
+        """Where decisions are journalled."""
+        return Path(self.coordinator.journal or self.runtime_dir / "journal.sqlite")
+
+
+def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where a daemon without configuration puts its sockets, and clients look for them."""
+    if found := environ.get("REFITD_RUNTIME_DIR"):
+        return Path(found)
+    if base := environ.get("XDG_RUNTIME_DIR"):
+        return Path(base) / "refitd"
+    return Path(f"/tmp/refitd-{os.getuid()}")
+
+
+def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **flags: Any) -> Config:
+    """Read `path` (None: defaults), then REFITD_NODE__WORKERS=4 style variables, then `flags` ("node.workers": 4).
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a bad value.
+    """
+    values: dict[str, Any] = {}
+    where = "configuration"
+    if path is not None:
+        where = str(path)
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except OSError as exc:
+            raise ConfigError(f"{path}: cannot be read: {exc.strerror}; pass --config FILE") from exc
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path}: not TOML: {exc}") from exc
+    for variable, text in environ.items():
+        section, _, key = variable.removeprefix("REFITD_").lower().partition("__")
+        if variable.startswith("REFITD_") and key:
+            _set(values, section, key, _parse(text), variable)
+    for dotted, value in flags.items():
+        if value is not None:
+            section, _, key = dotted.partition(".")
+            _set(values, section, key, value, dotted)
+    try:
+        config = msgspec.convert(values, Config, strict=True)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{where}: {exc}; configs/ has commented examples with every key") from exc
+    _check(config, where)
+    return config
+
+
+def _set(values: dict[str, Any], section: str, key: str, value: Any, origin: str) -> None:
+    table = values.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origin}: [{section}] is not a table")
+    table[key] = value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _check(config: Config, where: str) -> None:
+    endpoint = config.coordinator_endpoint
+    if not endpoint.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")):
+        raise ConfigError(
+            f"{where}: coordinator.endpoint {endpoint!r} is not ipc:// and not loopback; without keys refitd "
+            "only listens on this machine"
+        )
+    limit = 100  # sun_path holds 108 bytes
+    if len(str(config.runtime_dir)) + len("/coordinator.sock") > limit:
+        raise ConfigError(
+            f"{where}: node.runtime_dir {config.runtime_dir} is too long for a socket path "
+            f"(at most {limit - len('/coordinator.sock')} characters)"
+        )

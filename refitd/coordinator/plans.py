@@ -1,0 +1,85 @@
+"""Plans as the coordinator keeps them: made once per membership, sent once per node, shown to people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from refitd.coordinator.fleet import Model
+from refitd.describe.roster import Roster
+from refitd.plan.build import plan_copies
+from refitd.plan.table import CopyTable
+from refitd.protocol.cluster import LoadPlan
+from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
+
+
+@dataclass(slots=True)
+class LoadedPlan:
+    """A validated plan, the ranks it was made for, and which nodes have it."""
+
+    id: str  # digest of the rosters
+    table: CopyTable
+    unused_sources: tuple[str, ...]
+    plan_s: float
+    members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
+    loaded_on: set[str] = field(default_factory=set)
+
+    def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
+        """Return the part of the plan that `node` performs: everything its targets receive."""
+        here = [self.members[m.id] for m in fleet.targets.values() if m.node == node]
+        table = self.table.select(np.isin(self.table.dst_rank, here))
+        ranks = {rank: member for member, rank in self.members.items()}
+        return LoadPlan(
+            plan=self.id, model=model, ranks=tuple(ranks), members=tuple(ranks.values()), table=table.to_wire()
+        )
+
+    def crossing(self, fleet: Model) -> tuple[str, str] | None:
+        """Return one (source, target) pair that exchanges bytes between nodes, described; None if there is none."""
+        by_rank = {self.members[m.id]: m for m in fleet.members()}
+        pairs = np.unique(np.stack([self.table.src_rank, self.table.dst_rank], axis=1), axis=0)
+        for src, dst in pairs.tolist():
+            if by_rank[src].node != by_rank[dst].node:
+                return by_rank[src].describe(), by_rank[dst].describe()
+        return None
+
+
+def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
+    """Plan these rosters; raises PlanError with everything that is wrong with them."""
+    started = time.perf_counter()
+    plan = plan_copies(rosters)
+    return LoadedPlan(plan.digest, plan.table, plan.unused_sources, time.perf_counter() - started)
+
+
+def plan_report(fleet: Model, plan: LoadedPlan) -> PlanReport:
+    """Return what a swap would move, per pair of ranks and per parameter, largest first."""
+    table, nbytes = plan.table, plan.table.row_bytes
+    names = {
+        plan.members[m.id]: (
+            f"source rank {m.added.rank}" if m.added.role == "source" else f"{m.added.replica} rank {m.added.rank}"
+        )
+        for m in fleet.members()
+    }
+    pairs, which = np.unique(np.stack([table.src_rank, table.dst_rank], axis=1), axis=0, return_inverse=True)
+    pair_bytes = np.bincount(which.reshape(-1), weights=nbytes, minlength=len(pairs)).astype(np.int64)
+    pair_copies = np.bincount(which.reshape(-1), minlength=len(pairs))
+    tensor_bytes = np.bincount(table.tensor, weights=nbytes, minlength=len(table.tensors)).astype(np.int64)
+    tensor_copies = np.bincount(table.tensor, minlength=len(table.tensors))
+    return PlanReport(
+        model=fleet.name,
+        digest=plan.id,
+        bytes=table.total_bytes,
+        copies=len(table),
+        plan_s=plan.plan_s,
+        pairs=tuple(
+            PairTraffic(source=names[src], target=names[dst], bytes=int(pair_bytes[i]), copies=int(pair_copies[i]))
+            for i, (src, dst) in enumerate(pairs.tolist())
+        ),
+        parameters=tuple(
+            ParameterTraffic(name=table.tensors[i], bytes=int(tensor_bytes[i]), copies=int(tensor_copies[i]))
+            for i in np.argsort(-tensor_bytes, kind="stable").tolist()
+        ),
+        unused_sources=plan.unused_sources,
+    )

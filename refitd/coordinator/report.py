@@ -1,0 +1,86 @@
+"""What a swap's state looks like to the people who wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from refitd.commit.machine import Phase, Swap
+from refitd.coordinator.fleet import Member
+from refitd.protocol.reports import MemberReport, SwapProgress, SwapReport
+
+_PHASES = {Phase.IDLE: "plan", Phase.PLANNED: "plan", Phase.STAGING: "stage", Phase.STAGED: "commit"}
+
+
+def swap_progress(swap: Swap) -> SwapProgress | None:
+    """Return what a progress bar shows; None once the swap is over."""
+    if swap.phase.is_final:
+        return None
+    committed = len(swap.members) - len(swap.waiting) if swap.phase is Phase.COMMITTING else 0
+    return SwapProgress(
+        swap=swap.swap,
+        model=swap.model,
+        version=swap.version,
+        phase=_PHASES.get(swap.phase, "commit"),
+        bytes_done=min(swap.bytes_done, swap.bytes_total),
+        bytes_total=swap.bytes_total,
+        members_done=committed,
+        members_total=len(swap.members),
+    )
+
+
+def swap_report(swap: Swap, members: Mapping[str, Member], now: float) -> SwapReport:
+    """Return how a finished swap ended. Member ids in reasons are replaced by rank, host and pid."""
+    outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
+    reason = swap.reason
+    for member_id, member in members.items():
+        reason = reason.replace(member_id, member.describe())
+    at = swap.entered
+
+    def spent(first: Phase, last: Phase) -> float:
+        start = at.get(first.value)
+        return 0.0 if start is None else max(0.0, at.get(last.value, now) - start)
+
+    return SwapReport(
+        swap=swap.swap,
+        model=swap.model,
+        version=swap.version,
+        outcome=outcome,
+        phase="" if outcome == "committed" else _PHASES_BY_VALUE.get(swap.failed_phase, "commit"),
+        reason=reason,
+        bytes=swap.bytes_done,
+        copies=swap.copies,
+        digests=swap.copies,
+        plan_s=spent(Phase.IDLE, Phase.STAGING),
+        stage_s=spent(Phase.STAGING, Phase.STAGED),
+        commit_s=spent(Phase.STAGED, swap.phase) if Phase.STAGED.value in at else 0.0,
+        total_s=max(0.0, now - swap.started),
+        members=tuple(
+            _member_report(swap, member)
+            for member_id, member in members.items()
+            if member.added.role == "target" and (member_id in swap.members or not swap.members)
+        ),
+    )
+
+
+_PHASES_BY_VALUE = {phase.value: name for phase, name in _PHASES.items()}
+
+
+def _member_report(swap: Swap, member: Member) -> MemberReport:
+    state, reason = "aborted", ""
+    if member.id in swap.paused:
+        state = "committed"
+    elif member.id in swap.failed:
+        state, reason = "failed", swap.failed[member.id]
+    elif member.id in swap.culprit:
+        state, reason = "failed", swap.reason
+    return MemberReport(
+        replica=member.added.replica,
+        rank=member.added.rank,
+        node=member.node,
+        host=member.host,
+        pid=member.added.pid,
+        state=state,
+        version=member.version,
+        paused_s=swap.paused.get(member.id, 0.0),
+        reason=reason,
+    )

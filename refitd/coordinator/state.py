@@ -1,0 +1,610 @@
+"""The coordinator without sockets: events in, instructions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+
+from refitd.commit import machine
+from refitd.commit.journal import Record
+from refitd.commit.machine import Limits, Phase, Swap
+from refitd.config import Config, ModelConfig
+from refitd.coordinator.fleet import Member, Model, Node
+from refitd.coordinator.plans import LoadedPlan, plan_report
+from refitd.coordinator.report import swap_progress, swap_report
+from refitd.describe.roster import Roster
+from refitd.dtypes import ELEMENT_SIZES
+from refitd.errors import IllegalTransition, ProtocolError, RefitdError, RefusedError
+from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol.reports import ModelStatus, StatusReport, SwapReport
+
+# A daemon says something every second; this long without a word and its members count as lost.
+NODE_SILENCE_S = 10.0
+
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromNode:
+    """A daemon said something."""
+
+    identity: bytes
+    request: int
+    message: cluster.NodeMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan asked for with this ticket, or why there is none."""
+
+    ticket: int
+    plan: LoadedPlan | None
+    error: RefitdError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JournalWritten:
+    """The decision is durable (or `error` says why not)."""
+
+    swap: str
+    error: RefitdError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = FromNode | Planned | JournalWritten | Tick
+
+
+# --- instructions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a daemon."""
+
+    identity: bytes
+    request: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """Plan, then feed Planned."""
+
+    ticket: int
+    rosters: list[Roster]
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Journal this decision durably, then feed JournalWritten."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Journal how a swap ended."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Write one line."""
+
+    event: str
+    fields: dict[str, object]
+
+
+Instruction = Send | MakePlan | Decide | Remember | Log
+
+
+@dataclass(slots=True)
+class _Running:
+    """A swap under way and who waits for it."""
+
+    swap: Swap
+    version: int
+    waiters: list[tuple[bytes, int]]
+    plan: LoadedPlan | None = None
+
+
+@dataclass(slots=True)
+class _ModelState:
+    fleet: Model
+    plan: LoadedPlan | None = None  # of the present members; None after any change
+    running: _Running | None = None
+    last: SwapReport | None = None
+
+
+@dataclass(slots=True)
+class _PlanRequest:
+    """Why a plan was asked for: a swap of the model, or an operator who wants to see it."""
+
+    model: str
+    swap: str | None = None
+    viewer: tuple[bytes, int] | None = None
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """All of the coordinator's knowledge. `decided` answers from the journal of earlier lives."""
+
+    config: Config
+    boot: str
+    pid: int
+    started: float
+    new_swap_id: Callable[[], str]
+    wall_clock: Callable[[], float]
+    decided: Callable[[str], Record | None]
+    nodes: dict[str, Node] = field(default_factory=dict)
+    models: dict[str, _ModelState] = field(default_factory=dict)
+    _members: dict[str, Member] = field(default_factory=dict)
+    _plan_requests: dict[int, _PlanRequest] = field(default_factory=dict)
+    _tickets: int = 0
+    _out: list[Instruction] = field(default_factory=list)
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take an event, return what is to be done. A refused request changes nothing but its reply."""
+        match event:
+            case FromNode(identity, request, message):
+                self._from_node(identity, request, message, now)
+            case Planned():
+                self._planned(event, now)
+            case JournalWritten(swap, error):
+                self._journalled(swap, error, now)
+            case Tick():
+                self._tick(now)
+        done, self._out = self._out, []
+        return done
+
+    # --- daemons ------------------------------------------------------------------------------------------
+
+    def _from_node(self, identity: bytes, request: int, message: cluster.NodeMessage, now: float) -> None:
+        if isinstance(message, cluster.NodeHello):
+            self._hello(identity, request, message, now)
+            return
+        node = next((n for n in self.nodes.values() if n.identity == identity), None)
+        if node is None:
+            # this coordinator is younger than the daemon's connection: have it introduce itself again
+            failure = local.Failure(code="unknown-node", message="say NodeHello first")
+            self._send(identity, request, failure)
+            return
+        node.last_heard = now
+        try:
+            self._from_known(node, request, message, now)
+        except RefitdError as exc:
+            self._log("refused", node=node.status.node, message=type(message).__name__, reason=str(exc))
+            self._send(identity, request, local.Failure(code=exc.code, message=str(exc)))
+
+    def _hello(self, identity: bytes, request: int, message: cluster.NodeHello, now: float) -> None:
+        name = message.status.node
+        if message.protocol != PROTOCOL_VERSION:
+            error = f"node {name} speaks protocol {message.protocol}, this coordinator {PROTOCOL_VERSION}; upgrade one"
+            self._send(identity, request, local.Failure(code=ProtocolError.code, message=error))
+            return
+        old = self.nodes.get(name)
+        if old is not None and old.status.pid != message.status.pid and now - old.last_heard < NODE_SILENCE_S / 2:
+            error = (
+                f"node name {name!r} is in use by the daemon with pid {old.status.pid} on {old.status.host}; "
+                "set node.name"
+            )
+            self._send(identity, request, local.Failure(code=RefusedError.code, message=error))
+            return
+        if old is not None:
+            self._forget_node(name, "its daemon has started again", now)
+        self.nodes[name] = Node(identity, message.status, now)
+        self._log("node", node=name, pid=message.status.pid, host=message.status.host)
+        self._send(identity, request, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self.boot))
+
+    def _from_known(self, node: Node, request: int, message: cluster.NodeMessage, now: float) -> None:
+        reply: Message | None = None
+        match message:
+            case cluster.NodeUpdate(status):
+                node.status = status
+                reply = local.Done()
+            case cluster.AddShard():
+                self._add(node, message, now)
+                reply = local.Done()
+            case cluster.RemoveShard(member, reason):
+                self._remove(member, reason, now)
+            case cluster.DetachShard(member, reason):
+                self._detach(member, reason)
+            case cluster.ShardPublished(member, version):
+                self._published(member, version, now)
+                reply = local.Done()
+            case cluster.ShardWithdrawn(member, version):
+                self._withdrawn(member, version, now)
+            case local.StartSwap(model, version, timeout_s):
+                self._start(model, version, timeout_s, (node.identity, request), now)
+            case local.AbortSwap(model, reason):
+                self._abort(model, reason, now)
+                reply = local.Done()
+            case local.GetStatus():
+                reply = self._status(now)
+            case local.GetPlan(model):
+                self._show_plan(model, (node.identity, request), now)
+            case _:
+                self._swap_event(node, message, now)
+        if reply is not None:
+            self._send(node.identity, request, reply)
+
+    def _swap_event(self, node: Node, message: cluster.NodeMessage, now: float) -> None:
+        name = node.status.node
+        match message:
+            case cluster.PlanLoaded(plan):
+                for state in self.models.values():
+                    if state.running and state.running.plan and state.running.plan.id == plan:
+                        state.running.plan.loaded_on.add(name)
+                        self._step(state, machine.NodeLoaded(name), now)
+            case cluster.StageProgress(swap, bytes_done):
+                self._step_swap(swap, machine.NodeProgress(name, bytes_done), now)
+            case cluster.StageDone(swap, copies, nbytes, _):
+                self._step_swap(swap, machine.NodeStaged(name, copies, nbytes), now)
+            case cluster.StageFailed(swap, where, reason):
+                self._step_swap(swap, machine.NodeFailed(name, where, reason), now)
+            case cluster.MemberCommitted(swap, member, paused_s):
+                self._member_committed(swap, member, paused_s, now)
+            case cluster.MemberCommitFailed(swap, member, reason):
+                self._step_swap(swap, machine.MemberFailed(member, reason), now)
+
+    def _forget_node(self, name: str, reason: str, now: float) -> None:
+        node = self.nodes.pop(name)
+        self._log("node-lost", node=name, pid=node.status.pid, reason=reason)
+        for member in [m for m in self._members.values() if m.node == name]:
+            self._remove(member.id, f"node {name}: {reason}", now)
+
+    # --- members ------------------------------------------------------------------------------------------
+
+    def _add(self, node: Node, added: cluster.AddShard, now: float) -> None:
+        if added.rank >= added.world_size:
+            raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
+        state = self.models.get(added.model)
+        if state is None:
+            auto = self.config.models.get(added.model, ModelConfig()).auto_swap
+            state = _ModelState(Model(added.model, auto))
+        nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in added.shard.tensors)
+        member = Member(
+            added,
+            node.status.node,
+            node.status.host,
+            nbytes,
+            attached=added.attached,
+            versions=set(added.versions),
+            version=added.version,
+            staged=added.staged,
+        )
+        replaced = state.fleet.add(member)
+        if replaced is not None:
+            self._members.pop(replaced.id, None)
+        self.models[added.model] = state
+        self._members[member.id] = member
+        self._changed(state)
+        self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)
+        if added.staged is not None:
+            self._settle(node, member, added.staged)
+
+    def _settle(self, node: Node, member: Member, swap: str) -> None:
+        """Finish or undo a swap that an earlier life of this coordinator left behind."""
+        record = self.decided(swap)
+        if record is not None:
+            self._send(node.identity, 0, cluster.Commit(swap=swap, version=record.version))
+            return
+        member.staged = None
+        self._send(node.identity, 0, cluster.Abort(swap=swap, reason="the coordinator restarted before deciding"))
+
+    def _remove(self, member_id: str, reason: str, now: float) -> None:
+        member = self._members.pop(member_id, None)
+        if member is None:
+            return
+        state = self.models[member.added.model]
+        self._log("left", model=state.fleet.name, member=member_id, who=member.describe(), reason=reason)
+        takes_part = self._takes_part(state, member)
+        state.fleet.remove(member)
+        self._changed(state)
+        if takes_part:
+            self._step(state, machine.MemberLost(member_id, reason), now, who=member)
+        if not state.fleet.members() and state.running is None:
+            del self.models[member.added.model]
+
+    def _takes_part(self, state: _ModelState, member: Member) -> bool:
+        if state.running is None:
+            return False
+        if member.added.role == "target":
+            return member.id in state.running.swap.members or state.running.swap.phase is Phase.IDLE
+        # once everything is staged nobody needs the source any more
+        return state.running.swap.phase in (Phase.IDLE, Phase.PLANNED, Phase.STAGING)
+
+    def _detach(self, member_id: str, reason: str) -> None:
+        member = self._members.get(member_id)
+        if member is not None:
+            member.attached = False
+            self._log("detached", model=member.added.model, member=member_id, reason=reason)
+
+    def _changed(self, state: _ModelState) -> None:
+        """Membership has changed: the next swap needs a new plan. A running one keeps its own."""
+        plan, state.plan = state.plan, None
+        if plan is not None and (state.running is None or state.running.plan is not plan):
+            self._drop(plan)
+
+    def _drop(self, plan: LoadedPlan) -> None:
+        for name in sorted(plan.loaded_on & self.nodes.keys()):
+            self._to_node(name, cluster.DropPlan(plan=plan.id))
+
+    def _published(self, member_id: str, version: int, now: float) -> None:
+        member = self._member(member_id)
+        member.versions.add(version)
+        state = self.models[member.added.model]
+        self._log("published", model=state.fleet.name, member=member_id, version=version)
+        self._auto(state, now)
+
+    def _auto(self, state: _ModelState, now: float) -> None:
+        """Start a swap where the model is configured so and a newer version is complete."""
+        if not state.fleet.auto_swap or state.running is not None:
+            return
+        complete = state.fleet.complete_versions()
+        behind = [
+            m for m in state.fleet.targets.values() if complete and (m.version is None or m.version < complete[-1])
+        ]
+        if not behind or (state.last and state.last.version == complete[-1]):
+            return
+        try:
+            self._begin(state, None, 0.0, [], now)
+        except RefusedError as exc:
+            self._log("auto-swap-refused", model=state.fleet.name, reason=str(exc))
+
+    def _withdrawn(self, member_id: str, version: int, now: float) -> None:
+        member = self._members.get(member_id)
+        if member is None:
+            return
+        member.versions.discard(version)
+        state = self.models[member.added.model]
+        running = state.running
+        if running is not None and running.version == version and self._takes_part(state, member):
+            lost = machine.MemberLost(member_id, f"it withdrew version {version} while it was being read")
+            self._step(state, lost, now, who=member)
+
+    def _member(self, member_id: str) -> Member:
+        member = self._members.get(member_id)
+        if member is None:
+            raise RefusedError(f"no member {member_id!r} is registered here; register again")
+        return member
+
+    # --- swaps --------------------------------------------------------------------------------------------
+
+    def _model(self, name: str) -> _ModelState:
+        state = self.models.get(name)
+        if state is None:
+            known = ", ".join(sorted(self.models)) or "none"
+            raise RefusedError(f"no model {name!r} is registered; registered models: {known}")
+        return state
+
+    def _start(self, model: str, version: int | None, timeout_s: float, waiter: tuple[bytes, int], now: float) -> None:
+        self._begin(self._model(model), version, timeout_s, [waiter], now)
+
+    def _begin(
+        self,
+        state: _ModelState,
+        wanted: int | None,
+        timeout_s: float,
+        waiters: list[tuple[bytes, int]],
+        now: float,
+    ) -> None:
+        if state.running is not None:
+            r = state.running.swap
+            raise RefusedError(
+                f"model {r.model!r}: swap {r.swap} to version {r.version} is running (phase {r.phase.value}); "
+                "wait for it, or abort it with `refitctl abort`"
+            )
+        version = state.fleet.version_to_swap(wanted)
+        d = self.config.deadlines
+        limits = Limits(d.plan_s, d.stage_s, d.commit_s, timeout_s or None)
+        swap = machine.begin(self.new_swap_id(), state.fleet.name, version, limits, now)
+        state.running = _Running(swap, version, waiters)
+        self._log("swap", swap=swap.swap, model=swap.model, version=version, phase=swap.phase.value)
+        if state.plan is not None:
+            self._plan_ready(state, state.plan, now)
+        else:
+            self._ask_plan(state, _PlanRequest(swap.model, swap=swap.swap))
+
+    def _ask_plan(self, state: _ModelState, request: _PlanRequest) -> None:
+        self._tickets += 1
+        self._plan_requests[self._tickets] = request
+        try:
+            self._out.append(MakePlan(self._tickets, state.fleet.rosters()))
+        except RefitdError:
+            del self._plan_requests[self._tickets]
+            raise
+
+    def _planned(self, event: Planned, now: float) -> None:
+        request = self._plan_requests.pop(event.ticket)
+        state = self.models.get(request.model)
+        if event.plan is not None and state is not None:
+            state.plan = event.plan
+            event.plan.members = state.fleet.ranks()
+        error = str(event.error) if event.error else ""
+        if request.viewer is not None:
+            identity, number = request.viewer
+            if event.plan is None or state is None:
+                self._send(identity, number, local.Failure(code="plan", message=error or "the model has left"))
+            else:
+                self._send(identity, number, plan_report(state.fleet, event.plan))
+        elif state is not None and state.running is not None and state.running.swap.swap == request.swap:
+            if event.plan is None:
+                self._step(state, machine.AbortAsked(f"the plan was refused: {error}"), now)
+            else:
+                self._plan_ready(state, event.plan, now)
+
+    def _plan_ready(self, state: _ModelState, plan: LoadedPlan, now: float) -> None:
+        assert state.running is not None
+        fleet = state.fleet
+        if crossing := plan.crossing(fleet):
+            self._step(
+                state,
+                machine.AbortAsked(
+                    f"{crossing[0]} and {crossing[1]} are on different nodes and the shm service does not cross "
+                    "nodes; run sources and targets on one node"
+                ),
+                now,
+            )
+            return
+        state.running.plan = plan
+        members = {m.id: m.node for m in fleet.targets.values()}
+        self._step(state, machine.PlanReady(members, frozenset(members.values()), plan.table.total_bytes), now)
+
+    def _step_swap(self, swap: str, event: machine.Event, now: float) -> None:
+        for state in self.models.values():
+            if state.running is not None and state.running.swap.swap == swap:
+                self._step(state, event, now)
+                return
+
+    def _step(self, state: _ModelState, event: machine.Event, now: float, who: Member | None = None) -> None:
+        """Feed the swap's machine and carry out what it says."""
+        running = state.running
+        if running is None:
+            return
+        before = running.swap.phase
+        try:
+            running.swap, instructions = machine.step(running.swap, event, now)
+        except IllegalTransition as exc:
+            self._log("illegal", reason=str(exc))
+            return
+        if running.swap.phase is not before:
+            s = running.swap
+            self._log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
+        progress = swap_progress(running.swap)
+        if progress is not None:
+            for identity, request in running.waiters:
+                self._send(identity, request, progress)
+        for instruction in instructions:
+            self._perform(state, running, instruction, who, now)
+
+    def _perform(
+        self, state: _ModelState, running: _Running, instruction: machine.Instruction, who: Member | None, now: float
+    ) -> None:
+        s = running.swap
+        match instruction:
+            case machine.LoadPlan(node):
+                assert running.plan is not None
+                if node in running.plan.loaded_on:
+                    self._step(state, machine.NodeLoaded(node), now)
+                else:
+                    self._to_node(node, running.plan.message(s.model, state.fleet, node))
+            case machine.StageOn(node):
+                assert running.plan is not None
+                self._to_node(node, cluster.Stage(swap=s.swap, plan=running.plan.id, version=s.version))
+            case machine.ReleaseSources():
+                for node in sorted({m.node for m in state.fleet.sources.values()}):
+                    self._to_node(node, cluster.EndSwap(swap=s.swap))
+            case machine.JournalDecision():
+                plan = running.plan.id if running.plan else ""
+                self._out.append(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", self.wall_clock())))
+            case machine.CommitOn(node):
+                for member in state.fleet.targets.values():
+                    if member.node == node:
+                        member.staged = s.swap
+                self._to_node(node, cluster.Commit(swap=s.swap, version=s.version))
+            case machine.AbortOn(node, reason):
+                self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
+            case machine.Finished():
+                self._finish(state, running, who, now)
+
+    def _journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
+        if error is None:
+            self._step_swap(swap, machine.Journalled(), now)
+        else:
+            self._step_swap(swap, machine.AbortAsked(f"the decision could not be journalled: {error}"), now)
+
+    def _member_committed(self, swap: str, member_id: str, paused_s: float, now: float) -> None:
+        member = self._members.get(member_id)
+        if member is not None and member.staged == swap:
+            member.staged = None
+            running = self.models[member.added.model].running
+            record = None if running and running.swap.swap == swap else self.decided(swap)
+            member.version = running.version if running and running.swap.swap == swap else record and record.version
+        self._step_swap(swap, machine.MemberCommitted(member_id, paused_s), now)
+
+    def _finish(self, state: _ModelState, running: _Running, who: Member | None, now: float) -> None:
+        s = running.swap
+        members = {m.id: m for m in state.fleet.members()} | ({who.id: who} if who else {})
+        report = swap_report(s, members, now)
+        state.running, state.last = None, report
+        if running.plan is not None and running.plan is not state.plan:
+            self._drop(running.plan)
+        outcome = "committed" if s.phase is Phase.COMMITTED else s.phase.value
+        self._out.append(Remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, self.wall_clock())))
+        for identity, request in running.waiters:
+            self._send(identity, request, report)
+        self._auto(state, now)
+
+    def _abort(self, model: str, reason: str, now: float) -> None:
+        state = self._model(model)
+        if state.running is None:
+            raise RefusedError(f"model {model!r}: no swap is running")
+        if state.running.swap.phase is Phase.COMMITTING:
+            raise RefusedError(
+                f"model {model!r}: swap {state.running.swap.swap} is decided and being committed; it cannot be aborted"
+            )
+        self._step(state, machine.AbortAsked(f"aborted on request: {reason or 'no reason given'}"), now)
+
+    # --- time and reports ---------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        for name, node in list(self.nodes.items()):
+            if now - node.last_heard > NODE_SILENCE_S:
+                self._forget_node(name, f"no word from it for {NODE_SILENCE_S:.0f} s", now)
+        for state in list(self.models.values()):
+            if state.running is not None:
+                self._step(state, machine.TimePassed(), now)
+
+    def next_deadline(self) -> float | None:
+        """Return when the next Tick is needed for a running swap, None when none runs."""
+        return min((s.running.swap.deadline for s in self.models.values() if s.running), default=None)
+
+    def _status(self, now: float) -> StatusReport:
+        return StatusReport(
+            coordinator_pid=self.pid,
+            uptime_s=max(0.0, now - self.started),
+            nodes=tuple(node.status for _, node in sorted(self.nodes.items())),
+            models=tuple(self._model_status(state) for _, state in sorted(self.models.items())),
+        )
+
+    def _model_status(self, state: _ModelState) -> ModelStatus:
+        fleet = state.fleet
+        return ModelStatus(
+            model=fleet.name,
+            source_world_size=fleet.source_world(),
+            complete_versions=tuple(fleet.complete_versions()),
+            auto_swap=fleet.auto_swap,
+            sources=fleet.source_status(),
+            targets=fleet.target_status(),
+            swap=swap_progress(state.running.swap) if state.running else None,
+            last_swap=state.last,
+        )
+
+    def _show_plan(self, model: str, viewer: tuple[bytes, int], now: float) -> None:
+        state = self._model(model)
+        if state.plan is not None:
+            self._send(*viewer, plan_report(state.fleet, state.plan))
+        else:
+            self._ask_plan(state, _PlanRequest(model, viewer=viewer))
+
+    # --- output -------------------------------------------------------------------------------------------
+
+    def _send(self, identity: bytes, request: int, message: Message) -> None:
+        self._out.append(Send(identity, request, message))
+
+    def _to_node(self, name: str, message: Message) -> None:
+        node = self.nodes.get(name)
+        if node is not None:
+            self._send(node.identity, 0, message)
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._out.append(Log(event, fields))

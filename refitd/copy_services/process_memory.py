@@ -1,0 +1,72 @@
+"""Reading another process's private memory, for sources that lend tensors outside arenas."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.errors import PeerLost, TransportError
+
+Bytes = npt.NDArray[np.uint8]
+_IOV_MAX = 1024
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+class RemoteChunk:
+    """A strided box at an address of another process."""
+
+    def __init__(self, pid: int, address: int, dims: Sequence[tuple[int, int]], element: int) -> None:
+        """`dims` are (count, stride in bytes), outermost first."""
+        run = element
+        outer = list(dims)
+        while outer and outer[-1][1] == run:
+            run *= outer.pop()[0]
+        starts = np.array([address], dtype=np.uint64)
+        for count, stride in outer:
+            steps = np.arange(count, dtype=np.uint64) * np.uint64(stride)
+            starts = (starts[:, None] + steps[None, :]).reshape(-1)
+        self.pid = pid
+        self.nbytes = run * len(starts)
+        # struct iovec { void *base; size_t len; }
+        self._remote = np.empty((len(starts), 2), dtype=np.uint64)
+        self._remote[:, 0] = starts
+        self._remote[:, 1] = run
+        self._run = run
+
+    def read(self, scratch: Bytes) -> Bytes:
+        """Return the box's bytes, packed, in (a part of) `scratch`.
+
+        Raises:
+            PeerLost: the process is gone.
+            TransportError: the kernel does not let this process read there, or the memory is unmapped.
+        """
+        out = scratch[: self.nbytes]
+        for first in range(0, len(self._remote), _IOV_MAX):
+            part = self._remote[first : first + _IOV_MAX]
+            want = self._run * len(part)
+            local = np.array([out.ctypes.data + first * self._run, want], dtype=np.uint64)
+            got = _libc.process_vm_readv(
+                ctypes.c_int(self.pid),
+                ctypes.c_void_p(local.ctypes.data),
+                ctypes.c_ulong(1),
+                ctypes.c_void_p(part.ctypes.data),
+                ctypes.c_ulong(len(part)),
+                ctypes.c_ulong(0),
+            )
+            if got != want:
+                self._fail(got)
+        return out
+
+    def _fail(self, got: int) -> None:
+        reason = os.strerror(ctypes.get_errno()) if got < 0 else f"only {got} bytes came"
+        if got < 0 and not os.path.exists(f"/proc/{self.pid}"):
+            raise PeerLost(f"process {self.pid}, whose tensors are lent, is gone")
+        raise TransportError(
+            f"the memory of process {self.pid} cannot be read: {reason}; publish with a snapshot instead of lending, "
+            "or put the tensors into an arena (client.allocate)"
+        )

@@ -1,0 +1,157 @@
+"""What the daemon's state is told and what it wants done: events and instructions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from refitd.errors import RefitdError
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import Message
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A client has said hello; the kernel vouches for pid and uid."""
+
+    session: int
+    pid: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A client has closed its connection or died."""
+
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSaid:
+    """A client sent a message."""
+
+    session: int
+    request: int
+    message: local.ClientRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSaid:
+    """The coordinator sent a message."""
+
+    request: int
+    message: cluster.CoordinatorMessage
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    """A worker sent a message."""
+
+    worker: int
+    message: sidecar.FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """A worker process has ended by itself; a fresh one has been started in its place."""
+
+    worker: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenasMade:
+    """The arenas asked for with this ticket exist and are prefaulted."""
+
+    ticket: int
+    arenas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenasRefused:
+    """The arenas asked for with this ticket cannot be made."""
+
+    ticket: int
+    error: RefitdError
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    SessionOpened
+    | SessionClosed
+    | ClientSaid
+    | CoordinatorSaid
+    | WorkerSaid
+    | WorkerDied
+    | ArenasMade
+    | ArenasRefused
+    | Tick
+)
+
+# --- instructions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToClient:
+    """Send a message to a client."""
+
+    session: int
+    request: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToCoordinator:
+    """Send a message to the coordinator."""
+
+    request: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorker:
+    """Send a message to a worker, with an arena's descriptor or a block of bytes in a memory file."""
+
+    worker: int
+    message: Message
+    arena: int | None = None
+    block: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MakeArenas:
+    """Allocate arenas, away from the loop; then feed ArenasMade or ArenasRefused."""
+
+    ticket: int
+    wanted: tuple[tuple[int, str], ...]  # (bytes, label)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseArena:
+    """Close the daemon's descriptor of an arena."""
+
+    arena: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorker:
+    """Kill a worker, reap it, start a fresh one. Nothing it was doing goes on after this returns."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Write one line."""
+
+    event: str
+    fields: dict[str, object]
+
+
+Instruction = ToClient | ToCoordinator | ToWorker | MakeArenas | CloseArena | RestartWorker | Log

@@ -1,0 +1,158 @@
+"""The daemon's doors: who may come in, and descriptors for those who are."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from refitd.buffers import handoff
+from refitd.buffers.arena import read_only
+from refitd.errors import PeerLost, ProtocolError, RefitdError, RefusedError
+from refitd.protocol import sidecar
+from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.local import Failure
+
+MAX_SESSIONS = 4096
+
+
+@dataclass(slots=True)
+class _Visitor:
+    socket: socket.socket
+    peer: handoff.Peer
+    token: bytes
+    session: int
+    identity: bytes | None = None  # ZeroMQ's, once it has said hello
+
+
+class Gate:
+    """Accepts clients on the descriptor socket and ties their ZeroMQ identities to what the kernel says of them."""
+
+    def __init__(
+        self,
+        path: Path,
+        endpoint: str,
+        allowed_uids: frozenset[int],
+        on_change: Callable[[int, int], None],
+    ) -> None:
+        self._listener = handoff.listen(path)
+        self._path = path
+        self._endpoint = endpoint
+        self._allowed = allowed_uids
+        self._on_change = on_change
+        self._visitors: dict[int, _Visitor] = {}  # by descriptor
+        self._by_identity: dict[bytes, _Visitor] = {}
+        self._sessions = 0
+        self._decoder: Decoder[sidecar.FetchArena] = Decoder(sidecar.DescriptorRequest, handoff.MAX_DATAGRAM)
+        on_change(self._listener.fileno(), select.POLLIN)
+
+    @property
+    def listener_fd(self) -> int:
+        """The listening descriptor."""
+        return self._listener.fileno()
+
+    def owns(self, fd: int) -> bool:
+        """Whether a descriptor is a client's connection."""
+        return fd in self._visitors
+
+    def accept(self) -> str:
+        """Let a client in, or return why it was turned away."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return ""
+        connection.setblocking(False)
+        peer = handoff.peer_of(connection)
+        refusal = ""
+        if peer.uid not in self._allowed:
+            refusal = f"uid {peer.uid} (pid {peer.pid}) may not use this daemon; add it to node.allowed_uids"
+        elif len(self._visitors) >= MAX_SESSIONS:
+            refusal = f"this daemon has {MAX_SESSIONS} clients already"
+        try:
+            if refusal:
+                handoff.send(connection, encode(0, Failure(code=RefusedError.code, message=refusal)))
+                connection.close()
+                return refusal
+            self._sessions += 1
+            visitor = _Visitor(connection, peer, secrets.token_bytes(16), self._sessions)
+            handoff.send(connection, encode(0, sidecar.Session(token=visitor.token, endpoint=self._endpoint)))
+        except PeerLost:
+            connection.close()
+            return ""
+        self._visitors[connection.fileno()] = visitor
+        self._on_change(connection.fileno(), select.POLLIN)
+        return ""
+
+    def admit(self, identity: bytes, token: bytes) -> tuple[int, int]:
+        """Tie a ZeroMQ identity to the connection that was given this token; return (session, pid).
+
+        Raises:
+            RefusedError: nobody was given this token, or it has been used.
+        """
+        for visitor in self._visitors.values():
+            if secrets.compare_digest(visitor.token, token) and visitor.identity is None:
+                visitor.identity = identity
+                self._by_identity[identity] = visitor
+                return visitor.session, visitor.peer.pid
+        raise RefusedError("this token opens no session here; connect through refitd.connect()")
+
+    def session_of(self, identity: bytes) -> int | None:
+        """Return the session of an admitted identity."""
+        visitor = self._by_identity.get(identity)
+        return visitor.session if visitor else None
+
+    def identity_of(self, session: int) -> bytes | None:
+        """Return the ZeroMQ identity of a session, None when it is gone."""
+        return next((v.identity for v in self._visitors.values() if v.session == session), None)
+
+    def serve(self, fd: int, fetch: Callable[[int, int, bool], tuple[int, int, bool]]) -> int | None:
+        """Answer what a client asked on its connection; return its session if it has gone.
+
+        `fetch(session, arena, write)` returns (descriptor, bytes, may write) or raises RefusedError.
+        """
+        visitor = self._visitors[fd]
+        while True:
+            try:
+                data, fds = handoff.receive(visitor.socket, 1)
+                handoff.close_all(fds)
+                self._answer(visitor, data, fetch)
+            except BlockingIOError:
+                return None
+            except (PeerLost, ProtocolError):
+                self._leave(fd)
+                return visitor.session
+
+    def _answer(self, visitor: _Visitor, data: bytes, fetch: Callable[[int, int, bool], tuple[int, int, bool]]) -> None:
+        request, message = self._decoder.decode(data)
+        try:
+            fd, nbytes, _ = fetch(visitor.session, message.arena, message.write)
+        except RefitdError as exc:
+            handoff.send(visitor.socket, encode(request, Failure(code=exc.code, message=str(exc))))
+            return
+        reply = encode(request, sidecar.ArenaDescriptor(arena=message.arena, nbytes=nbytes))
+        if message.write:
+            handoff.send(visitor.socket, reply, (fd,))
+            return
+        narrowed = read_only(fd)
+        try:
+            handoff.send(visitor.socket, reply, (narrowed,))
+        finally:
+            handoff.close_all((narrowed,))
+
+    def _leave(self, fd: int) -> None:
+        visitor = self._visitors.pop(fd)
+        if visitor.identity is not None:
+            self._by_identity.pop(visitor.identity, None)
+        self._on_change(fd, 0)
+        visitor.socket.close()
+
+    def close(self) -> None:
+        """Close every connection and remove the socket file."""
+        for fd in list(self._visitors):
+            self._leave(fd)
+        self._on_change(self._listener.fileno(), 0)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,304 @@
+"""The daemon process: sockets, processes, memory and clock around `refitd.daemon.state`."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+
+import zmq
+
+from refitd.buffers import arena as memory
+from refitd.config import Config
+from refitd.daemon import actions as act
+from refitd.daemon.gate import Gate
+from refitd.daemon.state import Daemon
+from refitd.daemon.workers import Workers
+from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError
+from refitd.logs import EventLog, setup
+from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.channel import Dealer, Router, make_runtime_dir
+from refitd.protocol.codec import BadMessage, Decoder
+
+TICK_S = 1.0
+
+
+class DaemonShell:
+    """Performs what the state says and feeds the results back."""
+
+    def __init__(self, config: Config, context: zmq.Context[zmq.Socket[bytes]], log: EventLog) -> None:
+        """Open every socket and start the workers.
+
+        Raises:
+            RefusedError: a socket is in use.
+        """
+        self._log = log
+        self._host = socket.gethostname()
+        self._config = config
+        self._poller = zmq.Poller()
+        directory = config.runtime_dir
+        endpoint = f"ipc://{directory / 'refitd.sock'}"
+        allowed = frozenset({os.getuid(), *config.node.allowed_uids})
+        self._gate = Gate(directory / "refitd.fds", endpoint, allowed, self._watch)
+        self._router = Router(context, endpoint)
+        self._dealer = Dealer(context, config.coordinator_endpoint)
+        self._poller.register(self._router.socket, zmq.POLLIN)
+        self._poller.register(self._dealer.socket, zmq.POLLIN)
+        self._clients: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
+        self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
+        self._arena_fds: dict[int, int] = {}
+        self._arena_numbers = 0
+        self._maker = ThreadPoolExecutor(1, "arenas")
+        self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._watch(self._made_r, select.POLLIN)
+        self._making: dict[int, Future[list[int]]] = {}
+        self._workers = Workers(config.node.workers, config.node.threads_per_worker, self._watch)
+        self._state = Daemon(
+            config.node_name, self._host, os.getpid(), config.node.workers, config.node.max_arena_bytes
+        )
+
+    def serve(self, stop: list[int], wakeup: int, child: subprocess.Popen[bytes] | None, ready_fd: int | None) -> None:
+        """Work until `stop` holds a signal number; tell `ready_fd` when clients (and the child) can be used."""
+        self._watch(wakeup, select.POLLIN)
+        told = False
+        self._feed(act.Tick())
+        next_tick = time.monotonic() + TICK_S
+        while not stop:
+            if not told and (child is None or self._state.is_coordinated):
+                told = True
+                self._tell_ready(ready_fd)
+            wait_ms = max(0, int((next_tick - time.monotonic()) * 1000) + 1)
+            for ready, events in self._poller.poll(wait_ms):
+                self._serve_one(ready, events)
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK_S
+                self._feed(act.Tick())
+                if child is not None and child.poll() is not None:
+                    self._log("coordinator-ended", status=child.returncode)
+                    raise RefusedError(
+                        f"the coordinator beside this daemon ended with status {child.returncode}; its log says why"
+                    )
+
+    def _tell_ready(self, ready_fd: int | None) -> None:
+        self._log("ready", node=self._config.node_name, dir=str(self._config.runtime_dir), pid=os.getpid())
+        if ready_fd is not None:
+            os.write(ready_fd, b"ready\n")
+            os.close(ready_fd)
+
+    def _serve_one(self, ready: object, events: int) -> None:
+        if ready is self._router.socket:
+            while (received := self._router.receive()) is not None:
+                self._from_client(*received)
+        elif ready is self._dealer.socket:
+            while (frame := self._dealer.receive()) is not None:
+                self._from_coordinator(frame)
+        elif ready == self._gate.listener_fd:
+            if refusal := self._gate.accept():
+                self._log("turned-away", reason=refusal)
+        elif ready == self._made_r:
+            self._collect_arenas()
+        elif isinstance(ready, int) and self._gate.owns(ready):
+            gone = self._gate.serve(ready, self._fetch)
+            if gone is not None:
+                self._feed(act.SessionClosed(gone, "its process has ended or closed the connection"))
+        elif isinstance(ready, int) and (worker := self._workers.fds().get(ready)) is not None:
+            self._from_worker(worker, events)
+
+    def _from_worker(self, worker: int, events: int) -> None:
+        if events & select.POLLOUT:
+            self._workers.flush(worker)
+        if not events & ~select.POLLOUT:
+            return
+        said = self._workers.receive(worker)
+        if isinstance(said, str):
+            if self._workers.is_failing(worker):
+                raise RefusedError(f"worker {worker} dies as soon as it starts: it {said}; see its output above")
+            self._feed(act.WorkerDied(worker, said))
+            return
+        for message in said:
+            self._feed(act.WorkerSaid(worker, message))
+
+    def _from_client(self, identity: bytes, frame: bytes) -> None:
+        try:
+            request, message = self._clients.decode(frame)
+        except ProtocolError as exc:
+            number = exc.request_id if isinstance(exc, BadMessage) else 0
+            self._log("bad-message", session=self._gate.session_of(identity), reason=str(exc))
+            self._router.send(identity, number, local.Failure(code=exc.code, message=str(exc)))
+            return
+        if isinstance(message, local.Hello):
+            self._router.send(identity, request, self._hello(identity, message))
+            return
+        session = self._gate.session_of(identity)
+        if session is None:
+            failure = local.Failure(code=RefusedError.code, message="say Hello with a session token first")
+            self._router.send(identity, request, failure)
+            return
+        self._feed(act.ClientSaid(session, request, message))
+
+    def _hello(self, identity: bytes, hello: local.Hello) -> local.Welcome | local.Failure:
+        if hello.protocol != PROTOCOL_VERSION:
+            text = f"this client speaks protocol {hello.protocol}, the daemon {PROTOCOL_VERSION}; upgrade one of them"
+            return local.Failure(code=ProtocolError.code, message=text)
+        try:
+            session, pid = self._gate.admit(identity, hello.token)
+        except RefitdError as exc:
+            return local.Failure(code=exc.code, message=str(exc))
+        self._feed(act.SessionOpened(session, pid, hello.name))
+        return local.Welcome(
+            protocol=PROTOCOL_VERSION,
+            node=self._config.node_name,
+            host=self._host,
+            coordinator=self._state.is_coordinated,
+        )
+
+    def _from_coordinator(self, frame: bytes) -> None:
+        try:
+            request, message = self._cluster.decode(frame)
+        except ProtocolError as exc:
+            self._log("bad-message", peer="coordinator", reason=str(exc))
+            return
+        self._feed(act.CoordinatorSaid(request, message))
+
+    def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, bool]:
+        found = self._state.may_fetch(session, arena, write)
+        return self._arena_fds[arena], found.nbytes, found.write
+
+    def _feed(self, event: act.Event) -> None:
+        for instruction in self._state.handle(event, time.monotonic()):
+            self._perform(instruction)
+
+    def _perform(self, instruction: act.Instruction) -> None:
+        match instruction:
+            case act.ToClient(session, request, message):
+                identity = self._gate.identity_of(session)
+                if identity is not None:
+                    self._router.send(identity, request, message)
+            case act.ToCoordinator(request, message):
+                try:
+                    self._dealer.send(request, message)
+                except ProtocolError as exc:
+                    failure = local.Failure(code=exc.code, message=str(exc))
+                    self._feed(act.CoordinatorSaid(request, failure))
+            case act.ToWorker(worker, message, arena, block):
+                fd = self._arena_fds[arena] if arena is not None else None
+                self._workers.send(worker, message, fd, block)
+            case act.MakeArenas(ticket, wanted):
+                future = self._maker.submit(_make_arenas, wanted)
+                self._making[ticket] = future
+                future.add_done_callback(lambda _: os.write(self._made_w, b"."))
+            case act.CloseArena(arena):
+                os.close(self._arena_fds.pop(arena))
+            case act.RestartWorker(worker):
+                self._workers.restart(worker)
+            case act.Log(event, fields):
+                self._log(event, **fields)
+
+    def _collect_arenas(self) -> None:
+        os.read(self._made_r, 4096)
+        for ticket, future in list(self._making.items()):
+            if not future.done():
+                continue
+            del self._making[ticket]
+            error = future.exception()
+            if error is not None:
+                reason = error if isinstance(error, RefitdError) else ArenaError(f"arena: {error}")
+                self._feed(act.ArenasRefused(ticket, reason))
+                continue
+            numbers = []
+            for fd in future.result():
+                self._arena_numbers += 1
+                self._arena_fds[self._arena_numbers] = fd
+                numbers.append(self._arena_numbers)
+            self._feed(act.ArenasMade(ticket, tuple(numbers)))
+
+    def _watch(self, fd: int, events: int) -> None:
+        if events:
+            self._poller.register(fd, events)
+        elif fd in self._poller:
+            self._poller.unregister(fd)
+
+    def close(self) -> None:
+        """End the workers, close every socket, give the memory back."""
+        self._workers.close()
+        self._gate.close()
+        self._router.close()
+        self._dealer.close()
+        self._maker.shutdown(wait=True, cancel_futures=True)
+        for fd in self._arena_fds.values():
+            os.close(fd)
+
+
+def _make_arenas(wanted: tuple[tuple[int, str], ...]) -> list[int]:
+    """Make all of them or none."""
+    fds: list[int] = []
+    try:
+        for nbytes, label in wanted:
+            fds.append(memory.create(nbytes, label))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
+
+
+def run(config: Config, *, standalone: bool, config_path: str | None = None, ready_fd: int | None = None) -> int:
+    """Run the daemon until SIGTERM or SIGINT.
+
+    Args:
+        config: what to run.
+        standalone: also run a coordinator, as a process of its own beside this one.
+        config_path: the file that the coordinator process is to read.
+        ready_fd: a descriptor to write "ready" to, once clients can connect and a coordinator has answered.
+
+    Raises:
+        RefitdError: a socket is in use, the directory is unsafe, a worker or the coordinator cannot be kept alive.
+    """
+    setup(config.log.level)
+    log = EventLog("daemon")
+    make_runtime_dir(config.runtime_dir)
+    stop: list[int] = []
+    wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        stop.append(number)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        shell = DaemonShell(config, context, log)
+        try:
+            if standalone:
+                child = _start_coordinator(config, config_path)
+            shell.serve(stop, wakeup_r, child, ready_fd)
+        finally:
+            shell.close()
+    finally:
+        if child is not None and child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        context.destroy(linger=0)
+    log("stopped", signal=stop[0])
+    return 0
+
+
+def _start_coordinator(config: Config, config_path: str | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "refitd.coordinator", "--with-parent"]
+    if config_path is not None:
+        command += ["--config", config_path]
+    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(config.runtime_dir)}
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)

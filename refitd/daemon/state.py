@@ -1,0 +1,594 @@
+"""The daemon without sockets: sessions, registrations, arenas and published versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from refitd.daemon.actions import (
+    ArenasMade,
+    ArenasRefused,
+    ClientSaid,
+    CloseArena,
+    CoordinatorSaid,
+    Event,
+    Instruction,
+    Log,
+    MakeArenas,
+    RestartWorker,
+    SessionClosed,
+    SessionOpened,
+    Tick,
+    ToClient,
+    ToCoordinator,
+    ToWorker,
+    WorkerDied,
+    WorkerSaid,
+)
+from refitd.daemon.members import Arena, Lease, Member, Slot, WaitingPublish, lease_places, new_member
+from refitd.daemon.swaps import LocalSwaps
+from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError, TransportError
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol.reports import NodeStatus, SwapProgress
+
+# The coordinator answers every update (one a second); this long without a word and it counts as gone.
+COORDINATOR_SILENCE_S = 5.0
+
+
+@dataclass(slots=True)
+class Session:
+    """One connected client."""
+
+    id: int
+    pid: int
+    name: str
+    members: set[str] = field(default_factory=set)
+    arenas: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A request that waits for the coordinator. `then` is called with its reply."""
+
+    session: int
+    request: int
+    then: Callable[[Message], None]
+    streams: bool = False  # progress comes before the final reply
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocating:
+    """A request that waits for arenas."""
+
+    session: int
+    request: int
+    then: Callable[[tuple[int, ...]], None]
+    wanted: tuple[tuple[int, str], ...]
+
+
+class Daemon:
+    """All of one node's knowledge. `handle` takes an event and returns what is to be done."""
+
+    def __init__(self, node: str, host: str, pid: int, workers: int, max_arena_bytes: int) -> None:
+        self._node, self._host, self._pid = node, host, pid
+        self._max_arena_bytes = max_arena_bytes
+        self._worker_pids: dict[int, int] = {}
+        self._workers = workers
+        self._sessions: dict[int, Session] = {}
+        self.arenas: dict[int, Arena] = {}
+        self.members: dict[str, Member] = {}
+        self._allocating: dict[int, _Allocating] = {}
+        self._forwarded: dict[int, _Forwarded] = {}
+        self._numbers = 0
+        self._boot = ""  # of the coordinator; "" while none has welcomed us
+        self._coordinator_heard = -1e9
+        self._now = 0.0
+        self._out: list[Instruction] = []
+        self._swaps = LocalSwaps(node, workers, self.members, self._out.append, self._restart)
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take an event, return what is to be done. A refused request changes nothing but its reply."""
+        self._now = now
+        match event:
+            case ClientSaid(session, request, message):
+                if session in self._sessions:
+                    self._client(self._sessions[session], request, message)
+            case CoordinatorSaid(request, message):
+                self._coordinator(request, message)
+            case WorkerSaid(worker, message):
+                if isinstance(message, sidecar.WorkerReady):
+                    self._worker_pids[worker] = message.pid
+                else:
+                    self._swaps.worker_said(worker, message)
+            case WorkerDied(worker, how):
+                self._worker_died(worker, how)
+            case SessionOpened(session, pid, name):
+                self._sessions[session] = Session(session, pid, name)
+                self._log("session", session=session, pid=pid, name=name)
+            case SessionClosed(session, reason):
+                self._session_closed(session, reason)
+            case ArenasMade(ticket, arenas):
+                self._arenas_made(ticket, arenas)
+            case ArenasRefused(ticket, error):
+                waiting = self._allocating.pop(ticket)
+                self._fail(waiting.session, waiting.request, error)
+            case Tick():
+                self._tick()
+        done = self._out[:]
+        self._out.clear()
+        return done
+
+    @property
+    def is_coordinated(self) -> bool:
+        """Whether a coordinator has been heard lately."""
+        return bool(self._boot) and self._now - self._coordinator_heard < COORDINATOR_SILENCE_S
+
+    def may_fetch(self, session: int, arena: int, write: bool) -> Arena:
+        """Return the arena whose descriptor this session may have.
+
+        Raises:
+            RefusedError: it is not the session's, or only for reading.
+        """
+        found = self.arenas.get(arena)
+        if found is None or found.session != session:
+            raise RefusedError(f"arena {arena} is not one of this session's")
+        if write and not found.write:
+            raise RefusedError(f"arena {arena} ({found.label}) is handed out for reading only")
+        return found
+
+    def status(self) -> NodeStatus:
+        """Return this node's figures."""
+        return NodeStatus(
+            node=self._node,
+            host=self._host,
+            pid=self._pid,
+            workers=tuple(self._worker_pids.get(i, 0) for i in range(self._workers)),
+            clients=len(self._sessions),
+            arenas=len(self.arenas),
+            arena_bytes=sum(a.nbytes for a in self.arenas.values()),
+        )
+
+    # --- clients ------------------------------------------------------------------------------------------
+
+    def _client(self, session: Session, request: int, message: local.ClientRequest) -> None:
+        try:
+            self._client_request(session, request, message)
+        except RefitdError as exc:
+            self._log("refused", session=session.id, message=type(message).__name__, reason=str(exc))
+            self._fail(session.id, request, exc)
+
+    def _client_request(self, session: Session, request: int, message: local.ClientRequest) -> None:
+        match message:
+            case local.CreateArena(nbytes, label):
+                self._create_arena(session, request, nbytes, label)
+            case local.RegisterSource() | local.RegisterTarget():
+                self._register(session, request, message)
+            case local.Deregister(member):
+                self._drop_member(self._own(session, member), "its client has closed it")
+                self._reply(session.id, request, local.Done())
+            case local.BeginPublish(member, version, timeout_s):
+                self._begin_publish(self._own(session, member), session, request, version, timeout_s)
+            case local.Publish(member, version, slot):
+                self._publish(self._own(session, member), session, request, version, slot)
+            case local.Lend(member, version, addresses):
+                self._lend(self._own(session, member), session, request, version, addresses)
+            case local.Withdraw(member, version):
+                self._withdraw(self._own(session, member), version, "it was withdrawn")
+                self._reply(session.id, request, local.Done())
+            case local.CommitQuiet(swap, member):
+                self._swaps.quiet(swap, self._own(session, member))
+            case local.CommitDone(swap, member, paused_s):
+                self._swaps.committed(swap, self._own(session, member), paused_s)
+            case local.CommitFailed(swap, member, reason):
+                self._swaps.commit_failed(swap, self._own(session, member), reason)
+            case local.StartSwap() | local.AbortSwap() | local.GetStatus() | local.GetPlan():
+
+                def answer(reply: Message) -> None:
+                    self._reply(session.id, request, reply)
+
+                streams = isinstance(message, local.StartSwap)
+                self._forward(session.id, request, message, answer, streams=streams)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
+
+    def _own(self, session: Session, member_id: str) -> Member:
+        member = self.members.get(member_id)
+        if member is None or member.session != session.id:
+            raise RefusedError(f"{member_id!r} is not a registration of this session; register again")
+        return member
+
+    def _session_closed(self, session_id: int, reason: str) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return
+        self._log("session-closed", session=session_id, pid=session.pid, name=session.name, reason=reason)
+        for member_id in sorted(session.members):
+            member = self.members[member_id]
+            self._withdraw_leases(member)
+            if member.is_source and member.held():
+                # what was published outlives the trainer: the snapshot arenas are the daemon's
+                member.session = None
+                member.waiting.clear()
+                for slot in member.slots:
+                    slot.writing = None
+                    self.arenas[slot.arena].session = None
+                self._say(0, cluster.DetachShard(member=member_id, reason=reason))
+            else:
+                self._drop_member(member, reason)
+        for arena in sorted(session.arenas):
+            self._free({arena})
+
+    # --- arenas -------------------------------------------------------------------------------------------
+
+    def _create_arena(self, session: Session, request: int, nbytes: int, label: str) -> None:
+        def made(arenas: tuple[int, ...]) -> None:
+            self._own_arena(arenas[0], nbytes, label, session.id, write=True)
+            session.arenas.add(arenas[0])
+            self._map(arenas[0], write=True)
+            self._reply(session.id, request, local.ArenaCreated(arena=arenas[0], nbytes=nbytes))
+
+        self._allocate(session, request, ((nbytes, label or session.name or "client"),), made)
+
+    def _allocate(
+        self,
+        session: Session,
+        request: int,
+        wanted: tuple[tuple[int, str], ...],
+        then: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        used = sum(a.nbytes for a in self.arenas.values())
+        used += sum(nbytes for waiting in self._allocating.values() for nbytes, _ in waiting.wanted)
+        more = sum(nbytes for nbytes, _ in wanted)
+        if more <= 0 or used + more > self._max_arena_bytes:
+            raise ArenaError(
+                f"{more} bytes of arenas asked for, {used} are in use on node {self._node} and the limit is "
+                f"{self._max_arena_bytes} (node.max_arena_bytes)"
+            )
+        ticket = self._next()
+        self._allocating[ticket] = _Allocating(session.id, request, then, wanted)
+        self._out.append(MakeArenas(ticket, wanted))
+
+    def _arenas_made(self, ticket: int, arenas: tuple[int, ...]) -> None:
+        waiting = self._allocating.pop(ticket)
+        if waiting.session not in self._sessions:
+            for arena in arenas:  # the client died while they were being made
+                self._out.append(CloseArena(arena))
+            return
+        try:
+            waiting.then(arenas)
+        except RefitdError as exc:
+            self._fail(waiting.session, waiting.request, exc)
+
+    def _own_arena(self, arena: int, nbytes: int, label: str, session: int, *, write: bool) -> None:
+        self.arenas[arena] = Arena(arena, nbytes, label, session, write)
+
+    def _map(self, arena: int, *, write: bool, worker: int | None = None) -> None:
+        message = sidecar.MapArena(arena=arena, nbytes=self.arenas[arena].nbytes, write=write)
+        for index in range(self._workers) if worker is None else (worker,):
+            self._out.append(ToWorker(index, message, arena=arena))
+
+    def _free(self, arenas: set[int]) -> None:
+        arenas &= self.arenas.keys()
+        self._swaps.jobs.drop_arenas(arenas)
+        for arena in sorted(arenas):
+            for worker in range(self._workers):
+                self._out.append(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
+            del self.arenas[arena]
+            self._out.append(CloseArena(arena))
+
+    # --- registration -------------------------------------------------------------------------------------
+
+    def _register(self, session: Session, request: int, message: local.RegisterSource | local.RegisterTarget) -> None:
+        if not self.is_coordinated:
+            raise TransportError(f"node {self._node} has no coordinator at present; check that it runs, then try again")
+        source = isinstance(message, local.RegisterSource)
+        who = "source" if isinstance(message, local.RegisterSource) else message.replica
+        member_id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._next()}"
+        member, nbytes = new_member(member_id, session.id, session.pid, message, self.arenas)
+        if isinstance(message, local.RegisterSource):
+            if not message.live and not 1 <= message.slots <= 16:
+                raise RefusedError(f"model {message.model!r}: slots must be 1..16, found {message.slots}")
+            count = 0 if message.live else message.slots
+        else:
+            count = 1
+        labels = tuple((nbytes, f"{member_id}/{'slot' if source else 'staging'}{i}") for i in range(count))
+
+        def made(arenas: tuple[int, ...]) -> None:
+            for arena, (size, label) in zip(arenas, labels, strict=True):
+                self._own_arena(arena, size, label, session.id, write=source)
+                self._map(arena, write=not source)
+            self._introduce(session, request, member, arenas, nbytes)
+
+        if labels:
+            self._allocate(session, request, labels, made)
+        else:
+            made(())
+
+    def _introduce(self, session: Session, request: int, member: Member, arenas: tuple[int, ...], nbytes: int) -> None:
+        """Tell the coordinator of a new member; it exists once the coordinator has agreed."""
+        if member.is_source:
+            member.slots = [Slot(arena) for arena in arenas]
+        else:
+            member.staging = arenas[0]
+        self.members[member.id] = member
+        session.members.add(member.id)
+
+        def answer(reply: Message) -> None:
+            if not isinstance(reply, local.Done):
+                session.members.discard(member.id)
+                self.members.pop(member.id, None)
+                self._free(set(arenas))
+                self._reply(session.id, request, reply)
+                return
+            self._replace_detached(member)
+            done: Message
+            if member.is_source:
+                done = local.SourceRegistered(member=member.id, slots=arenas, nbytes=nbytes)
+            else:
+                done = local.TargetRegistered(member=member.id, staging=member.staging, nbytes=nbytes)
+            self._reply(session.id, request, done)
+
+        self._forward(session.id, request, self._add_shard(member), answer)
+
+    def _replace_detached(self, member: Member) -> None:
+        r = member.registration
+        for other in list(self.members.values()):
+            o = other.registration
+            same = (o.model, o.rank, other.replica) == (r.model, r.rank, member.replica)
+            if other is not member and other.session is None and same:
+                self._drop_member(other, "its rank has registered again", tell=False)
+
+    def _add_shard(self, member: Member) -> cluster.AddShard:
+        r = member.registration
+        return cluster.AddShard(
+            member=member.id,
+            model=r.model,
+            role="source" if member.is_source else "target",
+            replica=member.replica,
+            rank=r.rank,
+            world_size=r.world_size,
+            pid=member.pid,
+            shard=r.shard,
+            attached=member.session is not None,
+            versions=tuple(member.held()),
+            version=member.version,
+            staged=member.staged,
+        )
+
+    def _drop_member(self, member: Member, reason: str, *, tell: bool = True) -> None:
+        self.members.pop(member.id, None)
+        if member.session in self._sessions:
+            self._sessions[member.session].members.discard(member.id)
+        for waiting in member.waiting:
+            self._fail(waiting.session, waiting.request, RefusedError(f"{member.id}: {reason}"))
+        self._swaps.member_left(member, reason)
+        if tell:
+            self._say(0, cluster.RemoveShard(member=member.id, reason=reason))
+        self._free(set(member.arenas()))
+
+    # --- publishing ---------------------------------------------------------------------------------------
+
+    def _check_newer(self, member: Member, version: int) -> None:
+        if version <= member.newest:
+            raise RefusedError(
+                f"model {member.registration.model!r} source rank {member.registration.rank}: version {version} is "
+                f"not newer than {member.newest}, which was published before; versions only go up"
+            )
+
+    def _begin_publish(self, member: Member, session: Session, request: int, version: int, timeout_s: float) -> None:
+        self._check_newer(member, version)
+        if not member.slots:
+            raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
+        member.waiting.append(WaitingPublish(session.id, request, version, self._now + timeout_s))
+        self._grant(member)
+
+    def _grant(self, member: Member) -> None:
+        """Give the first waiting publish a slot, if one is free."""
+        while member.waiting:
+            index = member.free_slot()
+            if index is None:
+                return
+            waiting = member.waiting.pop(0)
+            slot = member.slots[index]
+            old, slot.version, slot.writing = slot.version, None, waiting.version
+            if old is not None:
+                self._say(0, cluster.ShardWithdrawn(member=member.id, version=old))
+            self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
+
+    def _publish(self, member: Member, session: Session, request: int, version: int, index: int) -> None:
+        slot = member.slots[index] if index < len(member.slots) else None
+        if slot is None or slot.writing != version:
+            raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
+        slot.writing = None
+        slot.version = version
+        member.newest = version
+        self._announce(member, session, request, version)
+
+    def _lend(self, member: Member, session: Session, request: int, version: int, addresses: tuple[int, ...]) -> None:
+        self._check_newer(member, version)
+        member.leases[version] = Lease(version, lease_places(member, addresses))
+        member.newest = version
+        self._announce(member, session, request, version)
+
+    def _announce(self, member: Member, session: Session, request: int, version: int) -> None:
+        def answer(reply: Message) -> None:
+            self._reply(session.id, request, reply)
+
+        self._forward(session.id, request, cluster.ShardPublished(member=member.id, version=version), answer)
+
+    def _withdraw(self, member: Member, version: int, reason: str) -> None:
+        lease = member.leases.get(version)
+        held = next((s for s in member.slots if s.version == version), None)
+        if lease is None and held is None:
+            return  # already over: withdrawing is idempotent
+        self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
+        # nothing may still be reading when the client gets its answer
+        self._swaps.stop_reading(member, version, reason)
+        if lease is not None:
+            del member.leases[version]
+        elif held is not None:
+            held.version = None
+        self._grant(member)
+
+    def _withdraw_leases(self, member: Member) -> None:
+        for version in list(member.leases):
+            self._withdraw(member, version, "its client is gone")
+
+    # --- coordinator --------------------------------------------------------------------------------------
+
+    def _coordinator(self, request: int, message: cluster.CoordinatorMessage) -> None:
+        self._coordinator_heard = self._now
+        match message:
+            case cluster.NodeWelcome(_, boot):
+                self._welcomed(boot)
+            case local.Failure(code, text) if code == "unknown-node":
+                self._boot = ""
+                self._fail_forwarded(f"the coordinator has restarted: {text}")
+                self._hello()
+            case _ if request in self._forwarded:
+                waiting = self._forwarded[request]
+                if not isinstance(message, SwapProgress):
+                    del self._forwarded[request]
+                waiting.then(message)
+            case local.Failure(_, text):
+                self._log("coordinator-refused", reason=text)
+            case cluster.LoadPlan():
+                self._swaps.load_plan(message)
+            case cluster.DropPlan(plan):
+                self._swaps.drop_plan(plan)
+            case cluster.Stage(swap, plan, version):
+                self._swaps.stage(swap, plan, version)
+            case cluster.Commit(swap, version):
+                self._swaps.commit(swap, version)
+            case cluster.Abort(swap, reason):
+                self._abort(swap, reason)
+            case cluster.EndSwap(swap):
+                self._release(swap)
+            case _:
+                pass  # the reply to a request whose client has gone
+
+    def _welcomed(self, boot: str) -> None:
+        known, self._boot = self._boot, boot
+        if known == boot:
+            return
+        self._log("coordinator", boot=boot)
+        for member in self.members.values():
+            self._forward(0, 0, self._add_shard(member), lambda reply, m=member: self._readded(m, reply))
+
+    def _readded(self, member: Member, reply: Message) -> None:
+        if isinstance(reply, local.Failure):
+            self._log("not-readmitted", member=member.id, reason=reply.message)
+
+    def _abort(self, swap: str, reason: str) -> None:
+        self._swaps.abort(swap)
+        self._release(swap)
+
+    def _release(self, swap: str) -> None:
+        """The swap reads nothing any more: slots may be overwritten, leases end."""
+        for member in list(self.members.values()):
+            for version, lease in list(member.leases.items()):
+                if swap in lease.readers:
+                    lease.readers.discard(swap)
+                    self._end_lease(member, version)
+            for slot in member.slots:
+                slot.readers.discard(swap)
+            self._grant(member)
+
+    def _end_lease(self, member: Member, version: int) -> None:
+        if member.leases[version].readers:
+            return
+        del member.leases[version]
+        self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
+        if member.session is not None:
+            self._reply(member.session, 0, local.LeaseEnded(member=member.id, version=version))
+
+    def _hello(self) -> None:
+        self._say(0, cluster.NodeHello(protocol=PROTOCOL_VERSION, status=self.status()))
+
+    def _fail_forwarded(self, reason: str) -> None:
+        waiting, self._forwarded = self._forwarded, {}
+        failure = local.Failure(code=TransportError.code, message=reason)
+        for forwarded in waiting.values():
+            forwarded.then(failure)
+
+    def _forward(
+        self,
+        session: int,
+        request: int,
+        message: Message,
+        then: Callable[[Message], None],
+        *,
+        streams: bool = False,
+    ) -> None:
+        if not self.is_coordinated:
+            then(
+                local.Failure(
+                    code=TransportError.code,
+                    message=f"node {self._node} has no coordinator at present; check that it runs, then try again",
+                )
+            )
+            return
+        number = self._next()
+        self._forwarded[number] = _Forwarded(session, request, then, streams)
+        self._say(number, message)
+
+    # --- workers and time ---------------------------------------------------------------------------------
+
+    def _worker_died(self, worker: int, how: str) -> None:
+        pid = self._worker_pids.pop(worker, 0)
+        self._log("worker-died", worker=worker, pid=pid, how=how)
+        self._remap(worker)
+        self._swaps.worker_died(worker, f"worker {worker} (pid {pid}) on node {self._node} (host {self._host})", how)
+
+    def _restart(self, worker: int) -> None:
+        """Replace a worker that is in the middle of something nobody wants any more."""
+        self._out.append(RestartWorker(worker))
+        self._remap(worker)
+
+    def _remap(self, worker: int) -> None:
+        """Have a fresh worker map every arena."""
+        staging = {m.staging for m in self.members.values()}
+        for arena in sorted(self.arenas):
+            own = arena not in {s.arena for m in self.members.values() for s in m.slots}
+            self._map(arena, write=arena in staging or own, worker=worker)
+
+    def _tick(self) -> None:
+        if self._boot:
+            self._say(0, cluster.NodeUpdate(status=self.status()))
+        else:
+            self._hello()
+        if self._boot and not self.is_coordinated:
+            self._log("coordinator-silent", seconds=self._now - self._coordinator_heard)
+            self._boot = ""
+            self._fail_forwarded(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
+        for member in self.members.values():
+            for waiting in [w for w in member.waiting if w.deadline <= self._now]:
+                member.waiting.remove(waiting)
+                reading = sorted({s for slot in member.slots for s in slot.readers})
+                self._fail(
+                    waiting.session,
+                    waiting.request,
+                    TransportError(
+                        f"{member.id}: no snapshot slot became free for version {waiting.version} in time; swaps "
+                        f"{reading} are still reading; wait for them, or register with more slots"
+                    ),
+                )
+
+    # --- output -------------------------------------------------------------------------------------------
+
+    def _say(self, request: int, message: Message) -> None:
+        self._out.append(ToCoordinator(request, message))
+
+    def _reply(self, session: int, request: int, message: Message) -> None:
+        self._out.append(ToClient(session, request, message))
+
+    def _fail(self, session: int, request: int, error: RefitdError) -> None:
+        self._reply(session, request, local.Failure(code=error.code, message=str(error)))
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._out.append(Log(event, fields))
+
+    def _next(self) -> int:
+        self._numbers += 1
+        return self._numbers

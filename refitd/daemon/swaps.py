@@ -1,0 +1,321 @@
+"""One node's part in swaps: staging runs, commits of its members, and what happens when a worker dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
+from refitd.daemon.jobs import JobTable, Run
+from refitd.daemon.members import Member
+from refitd.dtypes import ELEMENT_SIZES
+from refitd.execute.copies import CopyList, LocalTensor, address, whole_tensors
+from refitd.plan.table import CopyTable
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import Message
+
+# A commit copy that a dying worker left half done is done again; it is the same copy, so once more is harmless.
+COMMIT_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    id: str
+    members: dict[int, str]  # plan-wide rank -> member
+    table: CopyTable
+
+
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """Why a run is performed: to stage a swap."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Committing:
+    """Why a run is performed: to make a staged version live in a member's arena."""
+
+    swap: str
+    member: str
+    attempt: int
+
+
+@dataclass(slots=True)
+class _LocalSwap:
+    swap: str
+    plan: _Plan
+    version: int
+    started: float
+    outstanding: set[int] = field(default_factory=set)  # runs
+    progress: dict[int, int] = field(default_factory=dict)
+    copies: int = 0
+    seconds: float = 0.0
+    failed: bool = False
+
+
+class LocalSwaps:
+    """Stages and commits on this node. Instructions go to `out`; `restart` replaces a worker at once."""
+
+    def __init__(
+        self,
+        node: str,
+        workers: int,
+        members: dict[str, Member],
+        out: Callable[[Instruction], None],
+        restart: Callable[[int], None],
+    ) -> None:
+        self._node = node
+        self._members = members
+        self._out = out
+        self._restart = restart
+        self._plans: dict[str, _Plan] = {}
+        self._swaps: dict[str, _LocalSwap] = {}  # being staged
+        self._attempts: dict[str, _Committing] = {}  # latest commit copy, by member
+        self.jobs = JobTable(workers, out)
+
+    # --- plans --------------------------------------------------------------------------------------------
+
+    def load_plan(self, message: cluster.LoadPlan) -> None:
+        """Keep a plan until it is dropped."""
+        try:
+            table = CopyTable.from_wire(message.table)
+        except ValueError as exc:
+            self._log("bad-plan", plan=message.plan, reason=str(exc))
+            return  # the coordinator's deadline names this node
+        members = dict(zip(message.ranks, message.members, strict=True))
+        self._plans[message.plan] = _Plan(message.plan, members, table)
+        self._say(cluster.PlanLoaded(plan=message.plan))
+
+    def drop_plan(self, plan: str) -> None:
+        """Forget a plan and the jobs made from it."""
+        self._plans.pop(plan, None)
+        self.jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan))
+
+    # --- staging ------------------------------------------------------------------------------------------
+
+    def stage(self, swap: str, plan_id: str, version: int) -> None:
+        """Start copying a version into the staging arenas of this node's members."""
+        plan = self._plans.get(plan_id)
+        if plan is None:
+            self._stage_failed(swap, "", f"node {self._node} does not have plan {plan_id}")
+            return
+        sources: dict[tuple[int, str], LocalTensor] = {}
+        places_key: list[Hashable] = []
+        read: list[Member] = []
+        for rank in np.unique(plan.table.src_rank).tolist():
+            member = self._members.get(plan.members.get(rank, ""))
+            places = member.source_places(version) if member is not None else None
+            if member is None or places is None:
+                who = f"source rank {rank}"
+                self._stage_failed(swap, who, f"version {version} is no longer held on node {self._node}")
+                return
+            read.append(member)
+            sources |= {(rank, name): place for name, place in places.items()}
+            places_key.append((member.id, *{(p.arena, p.offset) for p in places.values() if p.arena < 0}))
+            places_key.append(next(iter(places.values())).arena)
+        destinations: dict[tuple[int, str], LocalTensor] = {}
+        for rank in np.unique(plan.table.dst_rank).tolist():
+            member = self._members.get(plan.members.get(rank, ""))
+            if member is None:
+                self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
+                return
+            member.staged, member.staged_version = None, version
+            destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
+        local_swap = _LocalSwap(swap, plan, version, 0.0)
+        self._swaps[swap] = local_swap
+        for member in read:
+            readers = member.readers_of(version)
+            if readers is not None:
+                readers.add(swap)
+
+        def make() -> CopyList:
+            return address(plan.table, sources, destinations)
+
+        runs = self.jobs.start(("stage", plan_id, *places_key), make, _Staging(swap), verify=True)
+        local_swap.outstanding = {run.number for run in runs}
+        if not runs:
+            self._staged(local_swap)
+
+    def _staged(self, local_swap: _LocalSwap) -> None:
+        del self._swaps[local_swap.swap]
+        for rank in np.unique(local_swap.plan.table.dst_rank).tolist():
+            member = self._members.get(local_swap.plan.members[rank])
+            if member is not None:
+                member.staged = local_swap.swap
+        self._say(
+            cluster.StageDone(
+                swap=local_swap.swap,
+                copies=len(local_swap.plan.table),
+                bytes=local_swap.plan.table.total_bytes,
+                seconds=local_swap.seconds,
+            )
+        )
+
+    def _stage_failed(self, swap: str, where: str, reason: str) -> None:
+        local_swap = self._swaps.get(swap)
+        if local_swap is not None:
+            if local_swap.failed:
+                return  # the first cause is the one to tell
+            local_swap.failed = True
+        self._log("stage-failed", swap=swap, where=where, reason=reason)
+        self._say(cluster.StageFailed(swap=swap, where=where or f"node {self._node}", reason=reason))
+
+    def abort(self, swap: str) -> None:
+        """Make sure that nothing is written for this swap any more, and forget it."""
+        for worker in sorted(self.jobs.busy_with(_Staging(swap))):
+            self.jobs.ended_by(worker)
+            self._restart(worker)
+        self._swaps.pop(swap, None)
+        for member in self._members.values():
+            if member.staged == swap:
+                member.staged = None
+
+    def stop_reading(self, member: Member, version: int, reason: str) -> None:
+        """A source takes a version back: end whatever reads it, now."""
+        readers = member.readers_of(version)
+        for swap in sorted(readers or ()):
+            self._stage_failed(swap, member.id, f"version {version} was taken back while it was read: {reason}")
+            self.abort(swap)
+        if readers is not None:
+            readers.clear()
+
+    # --- commit -------------------------------------------------------------------------------------------
+
+    def commit(self, swap: str, version: int) -> None:
+        """Tell every member that has this swap staged to take it over at its next commit point."""
+        for member in self._members.values():
+            if member.staged != swap or member.session is None:
+                continue
+            member.staged_version = version
+            by_worker = bool(member.live)
+            prepare = local.PrepareCommit(swap=swap, member=member.id, version=version, by_worker=by_worker)
+            self._out(ToClient(member.session, 0, prepare))
+
+    def quiet(self, swap: str, member: Member) -> None:
+        """The member stands still: a worker may write its live tensors."""
+        if member.staged == swap and member.live:
+            self._copy_live(swap, member, attempt=1)
+
+    def _copy_live(self, swap: str, member: Member, attempt: int) -> None:
+        staging = member.packed_places(member.staging)
+        shard = member.registration.shard
+
+        def make() -> CopyList:
+            pairs = zip(staging.values(), member.live, shard.tensors, strict=True)
+            return whole_tensors([(src, dst, ELEMENT_SIZES[tensor.dtype]) for src, dst, tensor in pairs])
+
+        purpose = _Committing(swap, member.id, attempt)
+        self._attempts[member.id] = purpose
+        if not self.jobs.start(("commit", member.id), make, purpose, verify=True):
+            self._applied(purpose, "")
+
+    def _applied(self, purpose: _Committing, reason: str) -> None:
+        member = self._members.get(purpose.member)
+        if member is not None and member.session is not None:
+            applied = local.CommitApplied(swap=purpose.swap, member=purpose.member, reason=reason)
+            self._out(ToClient(member.session, 0, applied))
+
+    def committed(self, swap: str, member: Member, paused_s: float) -> None:
+        """The member has the version live."""
+        if member.staged != swap:
+            return
+        member.version, member.staged = member.staged_version, None
+        self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))
+
+    def commit_failed(self, swap: str, member: Member, reason: str) -> None:
+        """The member could not take the version over; it serves none until a swap succeeds."""
+        if member.staged != swap:
+            return
+        member.version, member.staged = None, None
+        self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))
+
+    def member_left(self, member: Member, reason: str) -> None:
+        """A member is gone; its jobs are of no use."""
+        self._attempts.pop(member.id, None)
+        self.jobs.drop_keys(lambda key: key == ("commit", member.id))
+
+    # --- workers ------------------------------------------------------------------------------------------
+
+    def worker_said(self, worker: int, message: sidecar.FromWorker) -> None:
+        """Take a worker's word about a run."""
+        match message:
+            case sidecar.RunProgress(number, bytes_done):
+                run = self.jobs.run(number)
+                if run is not None and isinstance(run.purpose, _Staging):
+                    self._progress(run, run.purpose.swap, bytes_done)
+            case sidecar.RunDone(number, copies, _, seconds):
+                run = self.jobs.end(number)
+                if run is not None:
+                    self._run_done(run, copies, seconds)
+            case sidecar.RunFailed(number, reason, copy):
+                run = self.jobs.end(number)
+                if run is not None:
+                    self._run_failed(run, reason, copy, worker)
+            case _:
+                pass
+
+    def _progress(self, run: Run, swap: str, bytes_done: int) -> None:
+        local_swap = self._swaps.get(swap)
+        if local_swap is not None:
+            local_swap.progress[run.number] = bytes_done
+            self._say(cluster.StageProgress(swap=swap, bytes_done=sum(local_swap.progress.values())))
+
+    def _run_done(self, run: Run, copies: int, seconds: float) -> None:
+        if isinstance(run.purpose, _Committing):
+            self._commit_run_done(run.purpose)
+            return
+        if isinstance(run.purpose, _Staging) and (local_swap := self._swaps.get(run.purpose.swap)) is not None:
+            local_swap.outstanding.discard(run.number)
+            local_swap.copies += copies
+            local_swap.seconds = max(local_swap.seconds, seconds)
+            if not local_swap.outstanding and not local_swap.failed:
+                self._staged(local_swap)
+
+    def _commit_run_done(self, purpose: _Committing) -> None:
+        # a share of an attempt that was repeated says nothing; only the latest attempt counts
+        latest = self._attempts.get(purpose.member) == purpose
+        if latest and not self.jobs.busy_with(purpose):
+            self._applied(purpose, "")
+
+    def _run_failed(self, run: Run, reason: str, copy: int | None, worker: int) -> None:
+        if isinstance(run.purpose, _Committing):
+            self._applied(run.purpose, reason)
+        elif isinstance(run.purpose, _Staging):
+            local_swap = self._swaps.get(run.purpose.swap)
+            row = self.jobs.copy_origin(run, copy)
+            what = f"worker {worker} on node {self._node}"
+            if local_swap is not None and row is not None:
+                table = local_swap.plan.table
+                name = table.tensors[int(table.tensor[row])]
+                members = local_swap.plan.members
+                what = f"parameter {name!r} of {members[int(table.dst_rank[row])]} from {members[int(table.src_rank[row])]}"
+            self._stage_failed(run.purpose.swap, what, reason)
+
+    def worker_died(self, worker: int, who: str, how: str) -> None:
+        """Account for everything a dead worker was doing."""
+        for run in self.jobs.ended_by(worker):
+            if isinstance(run.purpose, _Staging):
+                self._stage_failed(run.purpose.swap, who, f"{how} while staging")
+            elif isinstance(run.purpose, _Committing):
+                self._commit_again(run.purpose, f"{who}: {how} while committing")
+
+    def _commit_again(self, purpose: _Committing, reason: str) -> None:
+        """Repeat a commit copy from the start: the shares of other workers that still run write the same bytes."""
+        member = self._members.get(purpose.member)
+        if member is None:
+            return
+        if purpose.attempt < COMMIT_ATTEMPTS:
+            self._copy_live(purpose.swap, member, purpose.attempt + 1)
+        else:
+            self._applied(purpose, f"{reason}; {COMMIT_ATTEMPTS} attempts failed")
+
+    # --- output -------------------------------------------------------------------------------------------
+
+    def _say(self, message: Message) -> None:
+        self._out(ToCoordinator(0, message))
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._out(Log(event, fields))

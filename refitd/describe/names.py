@@ -1,0 +1,186 @@
+"""Canonical names: the same weight has the same name on every rank and in every layout.
+
+Pipeline ranks number their layers from 0 and expert-parallel ranks number their experts from 0. Both numbers
+are local, so names are rewritten before anything is matched:
+
+    PP stage 1 of 2, 32 layers        decoder.layers.0.mlp...            -> decoder.layers.16.mlp...
+    EP rank 1 of 2, 8 experts         experts.linear_fc1.weight0         -> experts.linear_fc1.weight4
+    the same, one module per expert   experts.local_experts.0.linear_fc1.weight -> experts.linear_fc1.weight4
+
+The last two lines give one name on purpose: grouped and sequential experts hold the same weights. What is
+needed and not known raises PlanError; a name is never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.errors import PlanError
+
+# TEGroupedMLP: "...linear_fc1.weight3", "...linear_fc1.bias3"
+_GROUPED = re.compile(r"^(?P<stem>.*(?:^|\.)(?:weight|bias))(?P<index>\d+)$")
+# SequentialMLP: "...experts.local_experts.3.linear_fc1.weight"
+_SEQUENTIAL = re.compile(r"^(?P<head>.*?)(?:^|(?<=\.))local_experts\.(?P<index>\d+)\.(?P<tail>.+)$")
+
+
+def detect_expert_index(name: str) -> int | None:
+    """Return the local expert index that a parameter's name carries, or None when it carries none."""
+    found = _SEQUENTIAL.match(name) or _GROUPED.match(name)
+    return int(found["index"]) if found else None
+
+
+def with_expert_index(name: str, index: int) -> str:
+    """Return the canonical name of expert `index` for a name that carries an expert index.
+
+    Raises:
+        PlanError: the name carries none.
+    """
+    if found := _SEQUENTIAL.match(name):
+        if found["tail"].endswith(("weight", "bias")):
+            return f"{found['head']}{found['tail']}{index}"
+        # a digit behind any other name (w1, scale_2) would read as part of it
+        return f"{found['head']}local_experts.{index}.{found['tail']}"
+    if found := _GROUPED.match(name):
+        return f"{found['stem']}{index}"
+    raise PlanError(f"{name}: expected weightK, biasK or local_experts.K. in the name of an expert's tensor")
+
+
+def expert_range(num_experts: int, ep_size: int, ep_index: int) -> range:
+    """Return the global experts that position `ep_index` of an expert-parallel group holds.
+
+    Experts are dealt in order; where the group does not divide them, the first positions hold one more:
+
+        8 experts, EP3 -> [0, 1, 2] [3, 4, 5] [6, 7]
+    """
+    each, more = divmod(num_experts, ep_size)
+    start = ep_index * each + min(ep_index, more)
+    return range(start, start + each + (ep_index < more))
+
+
+def assign_ep_resolved_name_inplace(meta: ParameterMetadata, *, base_name: str | None = None) -> None:
+    """Set `meta.resolved_name`, and for an expert's tensor `meta.global_expert_index`.
+
+    Tensors that are not expert parallel, and expert-parallel tensors whose name carries no expert index (a
+    fused tensor, which says its experts with tiles), keep `base_name` and get no expert index.
+
+    Args:
+        meta: changed in place.
+        base_name: the name to start from; `meta.name` by default.
+
+    Raises:
+        PlanError: the index cannot be made global: no group, no expert count, or an index out of range.
+    """
+    base = meta.name if base_name is None else base_name
+    index = detect_expert_index(base)
+    meta.global_expert_index = None
+    if index is None or not meta.is_ep:
+        # experts that are not split: the local index is the global one, only the form is unified
+        meta.resolved_name = with_expert_index(base, index) if index is not None else base
+        return
+    index = _global_expert_index(meta, index)
+    meta.resolved_name = with_expert_index(base, index)
+    meta.global_expert_index = index
+
+
+def assign_resolved_name_inplace(
+    meta: ParameterMetadata,
+    *,
+    layer_module_prefix_map: Mapping[str, str] | None = None,
+    base_name: str | None = None,
+) -> None:
+    """Set `meta.resolved_name`: layer indices made global, then expert indices.
+
+    Args:
+        meta: changed in place.
+        layer_module_prefix_map: local layer prefix -> global one, from `layer_prefix_map`; None: names are global.
+        base_name: the name to start from; `meta.name` by default.
+
+    Raises:
+        PlanError: see `assign_ep_resolved_name_inplace`.
+    """
+    base = meta.name if base_name is None else base_name
+    if layer_module_prefix_map:
+        base = resolve_layer_prefix(base, layer_module_prefix_map)
+    assign_ep_resolved_name_inplace(meta, base_name=base)
+
+
+def layer_prefix_map(layers: Iterable[tuple[str, object]]) -> dict[str, str]:
+    """Map each local layer prefix to its global one.
+
+        [("decoder.layers.0", 17), ("decoder.layers.1", 18)]
+        -> {"decoder.layers.0": "decoder.layers.16", "decoder.layers.1": "decoder.layers.17"}
+
+    Args:
+        layers: (module name, its `layer_number` or None) for every module, parents before children. A layer
+            is a module whose name ends in an index and whose 1-indexed `layer_number` is an int; what lies
+            inside a layer is never one itself, whatever it carries.
+
+    Raises:
+        PlanError: a layer number below 1, or two layers with one global name.
+    """
+    found: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    problems = []
+    for name, number in layers:
+        parent, _, last = name.rpartition(".")
+        if isinstance(number, bool) or not isinstance(number, int) or not last.isdigit():
+            continue
+        if _mapped_prefix(parent, found):
+            continue
+        if number < 1:
+            problems.append(f"{name}: layer_number is {number}, expected 1 or more (it counts from 1)")
+            continue
+        target = f"{parent}.{number - 1}" if parent else str(number - 1)
+        if target in owner:
+            problems.append(
+                f"{name}: layer_number {number} is also that of {owner[target]}; check the pipeline offsets"
+            )
+            continue
+        found[name] = target
+        owner[target] = name
+    if problems:
+        raise PlanError(problems)
+    return found
+
+
+def resolve_layer_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Rewrite the longest mapped module prefix of a parameter's name; other names come back unchanged."""
+    prefix = _mapped_prefix(name, prefixes)
+    return prefixes[prefix] + name[len(prefix) :] if prefix else name
+
+
+def _mapped_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the longest dotted prefix of `name` that is a key of `prefixes`, or ""."""
+    while name and name not in prefixes:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _global_expert_index(meta: ParameterMetadata, index: int) -> int:
+    """Return the index in the whole model of local expert `index` of this rank."""
+    subject, group = f"{meta.name} on rank {meta.owner_rank}", meta.expert_parallel_group_ranks
+    if not group:
+        raise PlanError(
+            f"{subject}: an expert's tensor without an expert-parallel group; check pg_collection.ep"
+        )
+    if meta.owner_rank not in group:
+        raise PlanError(f"{subject}: its rank is not in its expert-parallel group {_short(group)}")
+    if meta.num_experts is None:
+        if len(group) == 1:
+            return index
+        raise PlanError(f"{subject}: the number of experts is not known; pass num_experts")
+    held = expert_range(meta.num_experts, len(group), group.index(meta.owner_rank))
+    if index >= len(held):
+        raise PlanError(
+            f"{subject}: local expert {index}, expected at most {len(held)} experts here "
+            f"({meta.num_experts} over EP{len(group)}); check num_experts"
+        )
+    return held[index]
+
+
+def _short(ranks: list[int]) -> str:
+    return (
+        str(ranks) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
+    )

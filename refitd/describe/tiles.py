@@ -1,0 +1,35 @@
+"""Tiles: which box of a canonical tensor lies where in a local tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The tile occurs `count` times: `step` elements further along canonical `dim`, `local_step` elements
+    further in the local tensor, each time."""
+
+    dim: int
+    count: int
+    step: int
+    local_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A box of a canonical tensor at a place of a local tensor. All numbers count elements.
+
+        TP2 rank 1 of a [8, 4] tensor, split on dim 0, local shape [4, 4]:
+        Tile("w", offset=(4, 0), size=(4, 4), local_offset=0, local_stride=(4, 1))
+
+    `local_offset` and `local_stride` address the local tensor row-major in its own shape, whatever its
+    strides in memory are; `local_stride` has one entry per canonical dimension.
+    """
+
+    tensor: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    local_offset: int
+    local_stride: tuple[int, ...]
+    repeat: Repeat | None = None

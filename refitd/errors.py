@@ -1,0 +1,124 @@
+"""The errors of refitd, one tree.
+
+    RefitdError
+     |- ConfigError            a configuration file or argument cannot be used
+     |- PlanError              rosters cannot be turned into an exact plan (carries every violation)
+     |- ArenaError             an arena cannot be made, sealed, mapped or handed out
+     |- TransportError         bytes did not arrive
+     |   |- PeerLost           a process on the other end is gone
+     |   `- DeadlineExceeded   a wait ended at its deadline
+     |- ProtocolError          a message is malformed, unexpected or of another protocol version
+     |- RefusedError           the request was understood and refused; nothing changed
+     |- CommitError            a version could not be made live
+     |   `- IllegalTransition  a state machine was given an event its state does not allow
+     `- RefitFailed            a swap ended without being live everywhere (carries who and why)
+
+A message names the subject, what was found, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from refitd.protocol.reports import SwapReport
+
+
+class RefitdError(Exception):
+    """Anything refitd raises on purpose."""
+
+    code = "error"
+
+
+class ConfigError(RefitdError):
+    """A configuration file or argument cannot be used."""
+
+    code = "config"
+
+
+class PlanError(RefitdError):
+    """The rosters cannot be turned into an exact plan; `violations` has every reason found."""
+
+    code = "plan"
+
+    def __init__(self, violations: Sequence[str] | str) -> None:
+        self.violations = (violations,) if isinstance(violations, str) else tuple(violations)
+        shown = list(self.violations[:20])
+        if len(self.violations) > len(shown):
+            shown.append(f"... and {len(self.violations) - len(shown)} more")
+        super().__init__("\n".join(shown))
+
+
+class ArenaError(RefitdError):
+    """An arena cannot be made, sealed, mapped or handed out."""
+
+    code = "arena"
+
+
+class TransportError(RefitdError):
+    """Bytes did not arrive."""
+
+    code = "transport"
+
+
+class PeerLost(TransportError):
+    """The process on the other end is gone."""
+
+    code = "peer-lost"
+
+
+class DeadlineExceeded(TransportError):
+    """A wait ended at its deadline."""
+
+    code = "deadline"
+
+
+class ProtocolError(RefitdError):
+    """A message is malformed, unexpected here, or of another protocol version."""
+
+    code = "protocol"
+
+
+class RefusedError(RefitdError):
+    """The request was understood and refused; nothing has changed."""
+
+    code = "refused"
+
+
+class CommitError(RefitdError):
+    """A version could not be made live."""
+
+    code = "commit"
+
+
+class IllegalTransition(CommitError):
+    """A state machine was given an event that its state does not allow; its state is as before."""
+
+    code = "illegal-transition"
+
+
+class RefitFailed(RefitdError):
+    """A swap ended without every replica serving the version; `causes` and `report` say who and why."""
+
+    code = "refit-failed"
+
+    def __init__(self, message: str, causes: Mapping[str, str] | None = None, report: SwapReport | None = None) -> None:
+        super().__init__(message)
+        self.causes = dict(causes or {})
+        self.report = report
+
+
+def from_code(code: str, message: str) -> RefitdError:
+    """Rebuild the error another process reported as (code, message)."""
+    for cls in _all_errors():
+        if cls.code == code:
+            return cls(message)
+    return RefitdError(message)
+
+
+def _all_errors() -> list[type[RefitdError]]:
+    found: list[type[RefitdError]] = [RefitdError]
+    for cls in found:
+        found.extend(cls.__subclasses__())
+    return found

@@ -1,0 +1,254 @@
+"""From a plan and the places of tensors to addressed copies, and how they are dealt to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.buffers.layout import row_major_strides
+from refitd.plan.table import CopyTable
+
+Int64 = npt.NDArray[np.int64]
+
+PROCESS_MEMORY = -1  # as `src_arena`: the source lies at an address of another process
+
+# A copy longer than this is cut, so that several workers can share one large tensor.
+SPLIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """Where a local tensor lies: `offset` bytes into `arena`, or at address `offset` of process `pid`."""
+
+    arena: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    pid: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CopyList:
+    """Addressed copies, one row each; offsets and strides in bytes, sizes in elements. All columns are int64."""
+
+    size: Int64  # [n, D]
+    element_size: Int64  # [n]
+    src_arena: Int64  # [n] arena id or PROCESS_MEMORY
+    src_pid: Int64  # [n] for PROCESS_MEMORY
+    src_offset: Int64  # [n]
+    src_stride: Int64  # [n, D]
+    dst_arena: Int64  # [n]
+    dst_offset: Int64  # [n]
+    dst_stride: Int64  # [n, D]
+    origin: Int64  # [n] row of the table this copy was cut from
+
+    def __len__(self) -> int:
+        return len(self.origin)
+
+    @property
+    def row_bytes(self) -> Int64:
+        """Bytes of each copy, shape [n]."""
+        return np.prod(self.size, axis=1, dtype=np.int64) * self.element_size
+
+    def select(self, rows: npt.NDArray[np.int64]) -> CopyList:
+        """Return these copies only."""
+        return CopyList(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def arenas(self) -> set[int]:
+        """Return the ids of all arenas the copies touch."""
+        found = set(np.unique(self.src_arena).tolist()) | set(np.unique(self.dst_arena).tolist())
+        return found - {PROCESS_MEMORY}
+
+    def to_bytes(self) -> bytes:
+        """Return the copies as one block: rows, dims, then the columns, little-endian int64."""
+        parts = [np.array(self.size.shape, dtype="<i8").tobytes()]
+        parts += [np.ascontiguousarray(getattr(self, f.name), dtype="<i8").tobytes() for f in fields(self)]
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CopyList:
+        """Rebuild the copies; raises ValueError when the block has another length than its head says."""
+        head = np.frombuffer(data[:16], dtype="<i8")
+        rows, dims = (int(head[0]), int(head[1])) if len(head) == 2 else (-1, -1)
+        widths = {f.name: dims if f.name in ("size", "src_stride", "dst_stride") else 1 for f in fields(cls)}
+        if rows < 0 or not 0 < dims <= 16 or len(data) != 16 + 8 * rows * sum(widths.values()):
+            raise ValueError(f"copy list of {len(data)} bytes does not hold {rows} rows of {dims} dimensions")
+        at, columns = 16, {}
+        for name, width in widths.items():
+            column = np.frombuffer(data, dtype="<i8", count=rows * width, offset=at)
+            columns[name] = column.reshape(rows, dims) if name in ("size", "src_stride", "dst_stride") else column
+            at += column.nbytes
+        return cls(**columns)
+
+
+def address(
+    table: CopyTable,
+    sources: Mapping[tuple[int, str], LocalTensor],
+    destinations: Mapping[tuple[int, str], LocalTensor],
+) -> CopyList:
+    """Give every row of a plan its addresses.
+
+    Args:
+        table: the rows to perform.
+        sources: (rank, local tensor name) -> place of the source tensors.
+        destinations: likewise for the tensors to be written.
+
+    Raises:
+        KeyError: a tensor that the plan names has no place.
+    """
+    src = _side(table, table.src_rank, table.src_local, table.src_offset, table.src_stride, sources)
+    dst = _side(table, table.dst_rank, table.dst_local, table.dst_offset, table.dst_stride, destinations)
+    copies = CopyList(
+        size=table.size.astype(np.int64),
+        element_size=table.element_size.astype(np.int64),
+        src_arena=src.arena,
+        src_pid=src.pid,
+        src_offset=src.offset,
+        src_stride=src.stride,
+        dst_arena=dst.arena,
+        dst_offset=dst.offset,
+        dst_stride=dst.stride,
+        origin=np.arange(len(table), dtype=np.int64),
+    )
+    return split_large(copies)
+
+
+def whole_tensors(pairs: Sequence[tuple[LocalTensor, LocalTensor, int]]) -> CopyList:
+    """Return copies of whole tensors of equal shape: (from, to, element size) each."""
+    dims = max((len(src.shape) for src, _, _ in pairs), default=1) or 1
+    n = len(pairs)
+    size = np.ones((n, dims), dtype=np.int64)
+    strides = {side: np.zeros((n, dims), dtype=np.int64) for side in ("src", "dst")}
+    for i, (src, dst, _) in enumerate(pairs):
+        d = len(src.shape)
+        if d:
+            size[i, dims - d :] = src.shape
+            strides["src"][i, dims - d :] = src.strides
+            strides["dst"][i, dims - d :] = dst.strides
+    keep = np.flatnonzero(np.prod(size, axis=1) > 0)
+
+    def column(values: list[int]) -> Int64:
+        return np.array(values, dtype=np.int64)
+
+    copies = CopyList(
+        size=size,
+        element_size=column([es for _, _, es in pairs]),
+        src_arena=column([s.arena for s, _, _ in pairs]),
+        src_pid=column([s.pid for s, _, _ in pairs]),
+        src_offset=column([s.offset for s, _, _ in pairs]),
+        src_stride=strides["src"],
+        dst_arena=column([d.arena for _, d, _ in pairs]),
+        dst_offset=column([d.offset for _, d, _ in pairs]),
+        dst_stride=strides["dst"],
+        origin=np.arange(n, dtype=np.int64),
+    )
+    return split_large(copies.select(keep))
+
+
+def split_large(copies: CopyList, limit: int = SPLIT_BYTES) -> CopyList:
+    """Cut copies of more than `limit` bytes along their outermost dimension of more than one element."""
+    large = np.flatnonzero(copies.row_bytes > limit)
+    if not len(large):
+        return copies
+    columns: dict[str, list[Int64]] = {f.name: [] for f in fields(copies)}
+    kept = np.setdiff1d(np.arange(len(copies)), large)
+    for name, column in columns.items():
+        column.append(getattr(copies, name)[kept])
+    for row in large.tolist():
+        size = copies.size[row]
+        dim = int(np.argmax(size > 1))
+        total = int(copies.row_bytes[row])
+        step = max(1, int(size[dim]) * limit // total)
+        starts = np.arange(0, int(size[dim]), step, dtype=np.int64)
+        piece = copies.select(np.full(len(starts), row, dtype=np.int64))
+        piece.size[:, dim] = np.minimum(step, size[dim] - starts)
+        piece.src_offset[:] += starts * copies.src_stride[row, dim]
+        piece.dst_offset[:] += starts * copies.dst_stride[row, dim]
+        for name, column in columns.items():
+            column.append(getattr(piece, name))
+    return CopyList(**{name: np.concatenate(column) for name, column in columns.items()})
+
+
+def deal(copies: CopyList, workers: int) -> list[Int64]:
+    """Return which copies each worker performs: contiguous runs in destination order, equal bytes each.
+
+    Neighbours in memory stay with one worker; a run is never empty unless there are fewer copies than workers.
+    """
+    order = np.lexsort((copies.dst_offset, copies.dst_arena))
+    done = np.cumsum(copies.row_bytes[order])
+    total = int(done[-1]) if len(done) else 0
+    # copy i goes to the worker in whose share of the bytes its middle lies
+    middle = done - copies.row_bytes[order] / 2
+    worker = np.minimum((middle * workers / max(1, total)).astype(np.int64), workers - 1)
+    return [order[worker == w] for w in range(workers)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    arena: Int64
+    pid: Int64
+    offset: Int64
+    stride: Int64
+
+
+def _side(
+    table: CopyTable,
+    ranks: npt.NDArray[np.int32],
+    local: npt.NDArray[np.int32],
+    offsets: Int64,
+    strides: Int64,
+    places: Mapping[tuple[int, str], LocalTensor],
+) -> _Side:
+    """Turn one end's row-major element addresses into byte addresses in memory."""
+    keys, which = np.unique(
+        ranks.astype(np.int64) * (len(table.locals) + 1) + local.astype(np.int64), return_inverse=True
+    )
+    found = [places[(int(k) // (len(table.locals) + 1), table.locals[int(k) % (len(table.locals) + 1)])] for k in keys]
+    es = table.element_size.astype(np.int64)
+    base = np.array([t.offset for t in found], dtype=np.int64)
+    offset = offsets * es + base[which] if found else offsets.copy()
+    stride = strides * es[:, None]
+    for index, tensor in enumerate(found):
+        rows = np.flatnonzero(which == index) if not _is_row_major(tensor, table, which, index) else ()
+        for row in rows:
+            offset[row], stride[row] = _in_memory(tensor, int(offsets[row]), strides[row], table.size[row])
+    return _Side(
+        arena=np.array([t.arena for t in found], dtype=np.int64)[which] if found else offsets.copy(),
+        pid=np.array([t.pid for t in found], dtype=np.int64)[which] if found else offsets.copy(),
+        offset=offset,
+        stride=stride,
+    )
+
+
+def _is_row_major(tensor: LocalTensor, table: CopyTable, which: Int64, index: int) -> bool:
+    es = int(table.element_size[int(np.argmax(which == index))])
+    want = row_major_strides(tensor.shape, es)
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, want, strict=True))
+
+
+def _in_memory(tensor: LocalTensor, offset: int, strides: Int64, size: Int64) -> tuple[int, Int64]:
+    """Translate one row-major address (elements) to the tensor's own strides (bytes).
+
+    A [4, 6] tensor stored transposed has strides (2, 8): row-major stride 6 means dimension 0, hence 2 bytes.
+    """
+    steps = row_major_strides(tensor.shape, 1)
+    place = tensor.offset
+    rest = offset
+    for step, stride in zip(steps, tensor.strides, strict=True):
+        place += rest // step * stride
+        rest %= step
+    moved = np.zeros_like(strides)
+    for k, (stride, count) in enumerate(zip(strides.tolist(), size.tolist(), strict=True)):
+        if count == 1:
+            continue
+        dim = max((d for d, step in enumerate(steps) if stride % step == 0), key=lambda d: steps[d], default=None)
+        if dim is None or (count - 1) * stride // steps[dim] >= tensor.shape[dim]:
+            raise ValueError(
+                f"a copy walks across dimensions of a tensor of shape {tensor.shape} that is not contiguous; "
+                "make it contiguous before registering it"
+            )
+        moved[k] = stride // steps[dim] * tensor.strides[dim]
+    return place, moved

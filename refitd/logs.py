@@ -1,0 +1,49 @@
+"""Structured log lines: one event a line, key=value, on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_QUOTED = set(' "=\n\t')
+
+
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "t": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "process": record.name,
+            "event": record.getMessage(),
+        } | getattr(record, "fields", {})
+        line = " ".join(f"{key}={_value(value)}" for key, value in fields.items() if value not in ("", None))
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def setup(level: str) -> None:
+    """Send every log line of this process to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LineFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class EventLog:
+    """Writes events of one process."""
+
+    def __init__(self, process: str) -> None:
+        self._log = logging.getLogger(process)
+
+    def __call__(self, event: str, *, level: int = logging.INFO, **fields: object) -> None:
+        """Write one line."""
+        self._log.log(level, event, extra={"fields": fields})
+
+    def error(self, event: str, **fields: object) -> None:
+        """Write one line with the current exception's traceback."""
+        self._log.error(event, extra={"fields": fields}, exc_info=True)
+
+
+def _value(value: object) -> str:
+    text = f"{value:.6f}" if isinstance(value, float) else str(value)
+    if not text or _QUOTED & set(text):
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return text

@@ -1,0 +1,62 @@
+"""Arithmetic on columns: expanding ranges, hashing rows, numbering what is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Expand ranges: [7, 3], [2, 1] -> owners [0, 0, 1], values [7, 8, 3]."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(counts) - counts
+    return owners, np.arange(len(owners)) + (starts - before)[owners]
+
+
+def offsets_of(sorted_keys: Ints, size: int) -> Ints:
+    """Return where each key 0..size-1 begins in a sorted column, with the end behind: shape [size + 1]."""
+    return np.searchsorted(sorted_keys, np.arange(size + 1))
+
+
+def mixed(values: npt.NDArray[Any]) -> Hashes:
+    """Hash each integer to 64 bits (the finaliser of splitmix64)."""
+    x = values.astype(np.uint64)
+    x += _GOLDEN
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def hashed(columns: Sequence[npt.NDArray[Any]]) -> Hashes:
+    """Hash each row of the columns to 64 bits; a column of shape [n, D] counts as D columns."""
+    result = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        for values in column.T if column.ndim > 1 else (column,):
+            result = mixed(result ^ values.astype(np.uint64))
+    return result
+
+
+def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+    """Number equal keys: returns (index of one row for each distinct key, number of each row's key)."""
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    return first.astype(np.int64), number.astype(np.int64)
+
+
+def find(sorted_keys: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Ints:
+    """Return the position of each key in a sorted column without repeats, -1 where it is missing."""
+    if not len(sorted_keys):
+        return np.full(len(keys), -1, np.int64)
+    at = np.searchsorted(sorted_keys, keys)
+    at[at == len(sorted_keys)] = 0
+    return np.where(sorted_keys[at] == keys, at, -1)

@@ -1,0 +1,96 @@
+"""Intersect the boxes that sources hold of a tensor with the boxes that destinations want of it.
+
+Works for any boxes: other dimensions, other strides, uneven sizes. Boxes are rows of two arrays, offset and
+size, of shape [n, D]. Sources are first cut along each other's edges, so that two replicas that hold different
+boxes (TP1 beside TP2) offer the same cells:
+
+    source A holds [0:8], B [0:4], C [4:8]     cells [0:4] from A or B, [4:8] from A or C
+    a destination wants [2:6]                  pieces [2:4] of the first cell, [4:6] of the second
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from refitd.plan.columns import Ints, ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Cells, any two of them disjoint, and which boxes they came from (rows i: box[i] contains cell[i])."""
+
+    offset: Ints  # [cells, D]
+    size: Ints  # [cells, D]
+    box: Ints
+    cell: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What of each wanted box lies in which cell."""
+
+    want: Ints
+    cell: Ints
+    offset: Ints  # [pieces, D], canonical
+    size: Ints  # [pieces, D]
+
+
+def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> tuple[Ints, Ints]:
+    """Return every pair (row of a, row of b) whose boxes share an element, by a sweep along one dimension."""
+    none = np.zeros(0, np.int64)
+    if not len(a_offset) or not len(b_offset):
+        return none, none
+    dim = max(range(a_offset.shape[1]), key=lambda d: len(np.unique(a_offset[:, d])))
+    order = np.argsort(a_offset[:, dim], kind="stable")
+    starts = a_offset[order, dim]
+    # sorted by start, no box before the first running end beyond b's start can reach into b
+    ends = np.maximum.accumulate(starts + a_size[order, dim])
+    first = np.searchsorted(ends, b_offset[:, dim], side="right")
+    last = np.searchsorted(starts, b_offset[:, dim] + b_size[:, dim], side="left")
+    b, position = ranges(first, np.maximum(last - first, 0))
+    a = order[position]
+    shared = (a_offset[a] < b_offset[b] + b_size[b]) & (b_offset[b] < a_offset[a] + a_size[a])
+    keep = shared.all(axis=1)
+    return a[keep], b[keep]
+
+
+def cut(offset: Ints, size: Ints) -> Cells:
+    """Cut distinct boxes into disjoint cells; boxes that overlap no other are cells as they are."""
+    a, b = overlapping(offset, size, offset, size)
+    crossed = np.unique(a[a != b])
+    whole = np.setdiff1d(np.arange(len(offset)), crossed)
+    if not len(crossed):
+        return Cells(offset, size, whole, whole)
+    edges = [
+        np.unique(np.concatenate([offset[crossed, d], offset[crossed, d] + size[crossed, d]]))
+        for d in range(offset.shape[1])
+    ]
+    numbers: dict[tuple[tuple[int, int], ...], int] = {}
+    boxes: list[int] = []
+    cells: list[int] = []
+    for box in crossed.tolist():
+        spans = []
+        for d, edge in enumerate(edges):
+            inside = edge[(edge >= offset[box, d]) & (edge <= offset[box, d] + size[box, d])].tolist()
+            spans.append([(low, high - low) for low, high in itertools.pairwise(inside)])
+        for cell in itertools.product(*spans):
+            boxes.append(box)
+            cells.append(len(whole) + numbers.setdefault(cell, len(numbers)))
+    made = np.array(list(numbers), np.int64).reshape(len(numbers), offset.shape[1], 2)
+    return Cells(
+        offset=np.concatenate([offset[whole], made[:, :, 0]]),
+        size=np.concatenate([size[whole], made[:, :, 1]]),
+        box=np.concatenate([whole, np.array(boxes, np.int64)]),
+        cell=np.concatenate([np.arange(len(whole)), np.array(cells, np.int64)]),
+    )
+
+
+def pieces_of(cells: Cells, offset: Ints, size: Ints) -> Pieces:
+    """Return what of each wanted box (offset, size) lies in which cell, in no particular order."""
+    cell, want = overlapping(cells.offset, cells.size, offset, size)
+    low = np.maximum(cells.offset[cell], offset[want])
+    high = np.minimum(cells.offset[cell] + cells.size[cell], offset[want] + size[want])
+    return Pieces(want, cell, low, high - low)

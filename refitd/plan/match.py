@@ -1,0 +1,324 @@
+"""Match what destinations want with what sources hold, once per layout class.
+
+Tensors whose source boxes and destination boxes are the same (one weight in 80 layers) are matched once: the
+result is a pattern, and every tensor refers to its pattern. What comes out are
+
+    holding   (source class, tensor, cell) and where the cell lies in the class's local tensor
+    piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor
+    set       the source classes that hold a cell: any of their ranks can send it
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from refitd.plan.columns import Hashes, Ints, find, hashed, mixed, numbered, offsets_of, ranges
+from refitd.plan.intersect import cut, pieces_of
+from refitd.plan.layouts import Layouts, Side
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """Cells held by source classes. `key` is sorted and unique: spot * classes + class."""
+
+    key: Ints
+    source_class: Ints
+    local: Ints
+    offset: Ints  # of the cell's first element in the local tensor
+    stride: Ints  # [holdings, D]
+
+
+@dataclass(frozen=True, eq=False)
+class WantedPieces:
+    """Pieces of destination classes, sorted by (class, set, tensor, local, place)."""
+
+    dst_class: Ints
+    set: Ints
+    spot: Ints  # (tensor, cell) as one number
+    tensor: Ints
+    local: Ints
+    element_size: Ints
+    origin: Ints  # [pieces, D] canonical
+    size: Ints  # [pieces, D]
+    shift: Ints  # [pieces, D] from the cell's first element to the piece's
+    offset: Ints  # in the destination's local tensor
+    stride: Ints  # [pieces, D]
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """All pieces, all holdings, and the source classes of each set (rows set_start[s]:set_start[s + 1])."""
+
+    holdings: Holdings
+    pieces: WantedPieces
+    set_start: Ints
+    set_class: Ints
+    unused: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Patterns:
+    """Cells of all patterns end to end, and how each pattern's boxes lie on them (sorted by key)."""
+
+    cell_offset: Ints
+    cell_size: Ints
+    held_key: Ints  # pattern * boxes + source box
+    held_cell: Ints
+    want_key: Ints  # pattern * boxes + destination box
+    want_cell: Ints
+    want_offset: Ints
+    want_size: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Spots:
+    """A spot is one cell of one tensor; `key` (tensor * cells + cell) is sorted and unique."""
+
+    key: Ints
+    set: Ints
+    set_start: Ints
+    set_class: Ints
+
+
+class _Tiles:
+    """The tiles of all classes of one side, as columns."""
+
+    def __init__(self, layouts: Layouts, side: Side) -> None:
+        entry, self.row = side.tiles(layouts.geometries)
+        self.layout_class = side.entry_class[entry]
+        self.tensor = side.entry_tensor[entry]
+        self.local = side.entry_local[entry]
+        self.geometry = side.entry_geometry[entry]
+        self.box = layouts.geometries.tile_box[self.row]
+
+
+def match(layouts: Layouts) -> tuple[Match, list[str]]:
+    """Return the match and every reason why it does not fill each destination exactly once."""
+    tensors, boxes = len(layouts.tensors), len(layouts.geometries.box_offset)
+    held, wanted = _Tiles(layouts, layouts.source), _Tiles(layouts, layouts.destination)
+    is_held, is_wanted = np.zeros(tensors, bool), np.zeros(tensors, bool)
+    is_held[held.tensor], is_wanted[wanted.tensor] = True, True
+    both = is_held & is_wanted
+    problems = [*_extent_problems(layouts, held, wanted, both), *_unsourced(layouts, wanted, is_held)]
+
+    held_boxes = np.unique((held.tensor * boxes + held.box)[both[held.tensor]])
+    wanted_boxes = np.unique((wanted.tensor * boxes + wanted.box)[both[wanted.tensor]])
+    kind = hashed(
+        [_sums(mixed(keys % boxes), keys // boxes, tensors) for keys in (held_boxes, wanted_boxes)] if boxes else [both]
+    )
+    pattern = np.full(tensors, -1, np.int64)
+    examples, pattern[both] = numbered(kind[both])
+    patterns, missing = _patterns(layouts, np.flatnonzero(both)[examples], held_boxes, wanted_boxes)
+    problems += _gaps(layouts, wanted, pattern, missing)
+    holdings, spots, doubled = _holdings(layouts, held, pattern, patterns)
+    problems += doubled
+    return Match(
+        holdings=holdings,
+        pieces=_wanted_pieces(layouts, wanted, pattern, patterns, spots),
+        set_start=spots.set_start,
+        set_class=spots.set_class,
+        unused=tuple(layouts.tensors[i] for i in np.flatnonzero(is_held & ~is_wanted).tolist()),
+    ), problems
+
+
+def _sums(values: Hashes, sorted_owner: Ints, size: int) -> Hashes:
+    """Sum the values of each owner, modulo 2**64."""
+    running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+    start = offsets_of(sorted_owner, size)
+    return running[start[1:]] - running[start[:-1]]
+
+
+def _patterns(
+    layouts: Layouts, examples: Ints, held_boxes: Ints, wanted_boxes: Ints
+) -> tuple[_Patterns, dict[int, int]]:
+    """Intersect the boxes of one tensor of each pattern.
+
+    Returns the patterns, and the number of elements that no source holds of each (pattern * boxes + box).
+    """
+    offset, size = layouts.geometries.box_offset, layouts.geometries.box_size
+    boxes, dims = offset.shape
+    columns: dict[str, list[Ints]] = defaultdict(list)
+    missing: dict[int, int] = {}
+    count = 0
+    for number, tensor in enumerate(examples.tolist()):
+        held, wanted = (
+            keys[np.searchsorted(keys, tensor * boxes) : np.searchsorted(keys, (tensor + 1) * boxes)] % boxes
+            for keys in (held_boxes, wanted_boxes)
+        )
+        cells = cut(offset[held], size[held])
+        pieces = pieces_of(cells, offset[wanted], size[wanted])
+        by_box, by_want = np.argsort(cells.box, kind="stable"), np.argsort(pieces.want, kind="stable")
+        lacking = np.prod(size[wanted], axis=1)
+        np.subtract.at(lacking, pieces.want, np.prod(pieces.size, axis=1))
+        for i in np.flatnonzero(lacking).tolist():
+            missing[number * boxes + int(wanted[i])] = int(lacking[i])
+        columns["cell_offset"].append(cells.offset)
+        columns["held_key"].append(number * boxes + held[cells.box[by_box]])
+        columns["held_cell"].append(count + cells.cell[by_box])
+        columns["want_key"].append(number * boxes + wanted[pieces.want[by_want]])
+        columns["want_cell"].append(count + pieces.cell[by_want])
+        columns["want_offset"].append(pieces.offset[by_want])
+        columns["want_size"].append(pieces.size[by_want])
+        count += len(cells.offset)
+    none = np.zeros(0, np.int64)
+    empty = {name: none.reshape(0, dims) for name in ("cell_offset", "want_offset", "want_size")}
+    names = ("cell_offset", "held_key", "held_cell", "want_key", "want_cell", "want_offset", "want_size")
+    joined = {name: np.concatenate([empty.get(name, none), *columns[name]]) for name in names}
+    return _Patterns(**joined), missing
+
+
+def _holdings(
+    layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
+) -> tuple[Holdings, _Spots, list[str]]:
+    """Spread the source classes' tiles over cells, and find who holds the same."""
+    geometries, classes = layouts.geometries, max(1, layouts.source.classes)
+    tile, at = _expanded(held, pattern, patterns.held_key, layouts)
+    cell, row = patterns.held_cell[at], held.row[tile]
+    stride = geometries.tile_stride[row]
+    inside = patterns.cell_offset[cell] - geometries.box_offset[held.box[tile]]
+    offset = geometries.tile_offset[row] + (inside * stride).sum(axis=1)
+    cells = max(1, len(patterns.cell_offset))
+    spot_key, spot = np.unique(held.tensor[tile] * cells + cell, return_inverse=True)
+    key = spot * classes + held.layout_class[tile]
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    repeated = np.flatnonzero(key[1:] == key[:-1])
+    problems = _ambiguities(layouts, held, tile[order], repeated)
+    order = np.delete(order, repeated)
+    key = np.delete(key, repeated)
+    source_class = key % classes
+    # spots held by the same classes have the same sum of hashes, and form one set
+    examples, set_of_spot = numbered(_sums(mixed(source_class), key // classes, len(spot_key)))
+    start = offsets_of(key // classes, len(spot_key))
+    _, members = ranges(start[examples], start[examples + 1] - start[examples])
+    set_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(start[examples + 1] - start[examples])])
+    holdings = Holdings(key, source_class, held.local[tile[order]], offset[order], stride[order])
+    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members]), problems
+
+
+def _wanted_pieces(
+    layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _Patterns, spots: _Spots
+) -> WantedPieces:
+    geometries = layouts.geometries
+    tile, at = _expanded(wanted, pattern, patterns.want_key, layouts)
+    cell, row = patterns.want_cell[at], wanted.row[tile]
+    tensor, origin, stride = wanted.tensor[tile], patterns.want_offset[at], geometries.tile_stride[row]
+    inside = origin - geometries.box_offset[wanted.box[tile]]
+    offset = geometries.tile_offset[row] + (inside * stride).sum(axis=1)
+    spot = find(spots.key, tensor * max(1, len(patterns.cell_offset)) + cell)
+    group, local, layout_class = spots.set[spot], wanted.local[tile], wanted.layout_class[tile]
+    order = np.lexsort((offset, local, tensor, group, layout_class))
+    return WantedPieces(
+        dst_class=layout_class[order],
+        set=group[order],
+        spot=spot[order],
+        tensor=tensor[order],
+        local=local[order],
+        element_size=geometries.element_size[wanted.geometry[tile]][order],
+        origin=origin[order],
+        size=patterns.want_size[at][order],
+        shift=(origin - patterns.cell_offset[cell])[order],
+        offset=offset[order],
+        stride=stride[order],
+    )
+
+
+def _expanded(tiles: _Tiles, pattern: Ints, sorted_key: Ints, layouts: Layouts) -> tuple[Ints, Ints]:
+    """Return (tile, row of the pattern columns) for every row that a tile's box has in its pattern."""
+    chosen = np.flatnonzero(pattern[tiles.tensor] >= 0)
+    key = pattern[tiles.tensor[chosen]] * len(layouts.geometries.box_offset) + tiles.box[chosen]
+    start = np.searchsorted(sorted_key, key, side="left")
+    owner, at = ranges(start, np.searchsorted(sorted_key, key, side="right") - start)
+    return chosen[owner], at
+
+
+def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: np.ndarray) -> list[str]:  # type: ignore[type-arg]
+    tensors, first = np.unique(wanted.tensor[~is_held[wanted.tensor]], return_index=True)
+    rows = np.flatnonzero(~is_held[wanted.tensor])[first]
+    return [
+        f"{layouts.tensors[tensor]}: {_who(layouts, layouts.destination, wanted, row)} wants it and no source has "
+        "it; check the names, or pipeline and expert numbering, of the source"
+        for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True)
+    ]
+
+
+def _gaps(layouts: Layouts, wanted: _Tiles, pattern: Ints, missing: dict[int, int]) -> list[str]:
+    if not missing:
+        return []
+    boxes = len(layouts.geometries.box_offset)
+    key = np.where(pattern[wanted.tensor] >= 0, pattern[wanted.tensor] * boxes + wanted.box, -1)
+    found, seen = [], set()
+    for row in np.flatnonzero(np.isin(key, list(missing))).tolist():
+        tensor = layouts.tensors[int(wanted.tensor[row])]
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        offset, size = (a[wanted.box[row]].tolist() for a in (layouts.geometries.box_offset, layouts.geometries.box_size))
+        place = ", ".join(f"{o}:{o + s}" for o, s in zip(offset, size, strict=True))
+        found.append(
+            f"{tensor}: {_who(layouts, layouts.destination, wanted, row)} wants [{place}], and no source holds "
+            f"{missing[int(key[row])]} of these {int(np.prod(size))} elements; check that every source rank has "
+            "registered and that its groups are right"
+        )
+    return found
+
+
+def _ambiguities(layouts: Layouts, held: _Tiles, tile: Ints, repeated: Ints) -> list[str]:
+    found = {}
+    for row in repeated.tolist():
+        tensor = layouts.tensors[int(held.tensor[tile[row]])]
+        names = [layouts.locals[int(held.local[tile[i]])] for i in (row, row + 1)]
+        found.setdefault(
+            tensor,
+            f"{tensor}: {_who(layouts, layouts.source, held, int(tile[row]))} holds the same elements twice, in "
+            f"{names[0]} and {names[1]}; give them different names, or register one of them",
+        )
+    return list(found.values())
+
+
+def _extent_problems(
+    layouts: Layouts, held: _Tiles, wanted: _Tiles, both: np.ndarray  # type: ignore[type-arg]
+) -> list[str]:
+    """Compare shapes where explicit tiles come without one: together they must reach as far as the other side.
+
+    Declared shapes have been compared before; and tiles never reach outside a shape that they declare.
+    """
+    geometries = layouts.geometries
+    declared = np.full(len(layouts.tensors), -1, np.int64)
+    reach, silent = [], []
+    for side, tiles in ((layouts.source, held), (layouts.destination, wanted)):
+        shape = geometries.global_shape[side.entry_geometry]
+        declared[side.entry_tensor[shape >= 0]] = shape[shape >= 0]
+        end = (geometries.box_offset + geometries.box_size)[tiles.box]
+        order = np.argsort(tiles.tensor, kind="stable")
+        present, start = np.unique(tiles.tensor[order], return_index=True)
+        ends = np.zeros((len(layouts.tensors), end.shape[1]), np.int64)
+        if len(present):
+            ends[present] = np.maximum.reduceat(end[order], start, axis=0)
+        reach.append(ends)
+        says = np.zeros(len(layouts.tensors), bool)
+        says[side.entry_tensor[shape >= 0]] = True
+        silent.append(~says)
+    problems = []
+    undecided = both & (silent[0] | silent[1])
+    for tensor in np.flatnonzero(undecided & ((reach[0] != reach[1]).any(axis=1))).tolist():
+        dims = len(geometries.shapes[declared[tensor]]) if declared[tensor] >= 0 else reach[0].shape[1]
+        ends = [tuple(r[tensor, r.shape[1] - dims :].tolist()) for r in reach]
+        if declared[tensor] >= 0 and all(
+            not quiet[tensor] or end == geometries.shapes[declared[tensor]]
+            for quiet, end in zip(silent, ends, strict=True)
+        ):
+            continue
+        problems.append(
+            f"{layouts.tensors[tensor]}: the sources' tiles reach to {ends[0]} and the destinations' to {ends[1]}; "
+            "they must agree, or declare global_shape where a part is meant"
+        )
+    return problems
+
+
+def _who(layouts: Layouts, side: Side, tiles: _Tiles, row: int) -> str:
+    ranks = layouts.members(side, int(tiles.layout_class[row]))
+    return f"{ranks} ({layouts.locals[int(tiles.local[row])]})"

@@ -1,0 +1,72 @@
+"""The plan as one rank reads it: which slices of its tensors go where, and which come from where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOp:
+    """One piece of one tensor, sent or received.
+
+    Attributes:
+        param_name: the tensor's name in this rank's own module.
+        peer_rank: the rank at the other end; this rank itself for a local copy.
+        is_send: whether this end reads (and the peer writes).
+        my_slice: the piece of this rank's local tensor, one slice per dimension.
+        peer_slice: the piece of the peer's local tensor; the same number of elements in the same order.
+        task_id: equal at both ends of the transfer, unique in the plan.
+    """
+
+    param_name: str
+    peer_rank: int
+    is_send: bool
+    my_slice: tuple[slice, ...]
+    peer_slice: tuple[slice, ...]
+    task_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingDescriptor:
+    """How one dimension of one parameter is split on the two sides.
+
+    Attributes:
+        name: the kind of parallelism, "tp".
+        dim: the dimension.
+        src_stride: interleaved parts per source rank along it.
+        dst_stride: the same for destination ranks.
+        src_dim_ranks: source ranks in shard order.
+        dst_dim_ranks: destination ranks in shard order.
+    """
+
+    name: str
+    dim: int
+    src_stride: int
+    dst_stride: int
+    src_dim_ranks: list[int]
+    dst_dim_ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """What one rank does: its sends and its receives.
+
+    Attributes:
+        send_ops: pieces this rank is read for, in plan order.
+        recv_ops: pieces this rank writes, in plan order.
+        transform: what changes on the way, if anything does.
+        buffer_dtypes: dtypes that destination buffers take over from the source, by name.
+    """
+
+    send_ops: Sequence[TransferOp]
+    recv_ops: Sequence[TransferOp]
+    transform: Any = None
+    buffer_dtypes: Mapping[str, torch.dtype] | None = None
+
+    def __str__(self) -> str:
+        return f"ReshardPlan(sends={len(self.send_ops)}, receives={len(self.recv_ops)})"

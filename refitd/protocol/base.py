@@ -1,0 +1,29 @@
+"""What every message is made of: the base type, bounded numbers and names, limits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+# A registration of a 100,000-tensor shard or the plan of a 10,000-rank node fits several times over.
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_ITEMS = 1 << 20
+MAX_TEXT_BYTES = 1 << 16
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
+Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 20))]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Label = Annotated[str, msgspec.Meta(max_length=512)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_BYTES)]
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message. Unknown fields are refused; new ones need defaults; none is ever retyped."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
+    """One message. Its class name travels as `type` and selects the handler."""

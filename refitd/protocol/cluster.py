@@ -1,0 +1,207 @@
+"""Messages between a node's daemon and the coordinator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
+from refitd.protocol.local import AbortSwap, Done, Failure, GetPlan, GetStatus, StartSwap
+from refitd.protocol.reports import NodeStatus, PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.shards import Shard
+
+# --- daemon to coordinator --------------------------------------------------------------------------------
+
+
+class NodeHello(Message, frozen=True):
+    """First message of a daemon, and again after the coordinator has restarted."""
+
+    protocol: Small
+    status: NodeStatus
+
+
+class NodeUpdate(Message, frozen=True):
+    """The daemon's figures have changed; also its sign of life."""
+
+    status: NodeStatus
+
+
+class AddShard(Message, frozen=True):
+    """A client has registered. Reply: Done, or Failure and the registration is taken back."""
+
+    member: Name
+    model: Name
+    role: Literal["source", "target"]
+    replica: Label
+    rank: Small
+    world_size: Small
+    pid: Count
+    shard: Shard
+    attached: bool = True
+    versions: tuple[Count, ...] = ()  # source: published and held
+    version: Count | None = None  # target: served
+    staged: Name | None = None  # target: the swap whose staged bytes wait for commit
+
+
+class RemoveShard(Message, frozen=True):
+    """A client has left or died."""
+
+    member: Name
+    reason: Text
+
+
+class DetachShard(Message, frozen=True):
+    """A source's client is gone; what it had published is still held."""
+
+    member: Name
+    reason: Text
+
+
+class ShardPublished(Message, frozen=True):
+    """A source rank holds this version. Reply: Done or Failure."""
+
+    member: Name
+    version: Count
+
+
+class ShardWithdrawn(Message, frozen=True):
+    """A source rank no longer holds this version."""
+
+    member: Name
+    version: Count
+
+
+class PlanLoaded(Message, frozen=True):
+    """Workers have the plan mapped and ready."""
+
+    plan: Name
+
+
+class StageProgress(Message, frozen=True):
+    """Bytes written so far on this node."""
+
+    swap: Name
+    bytes_done: Count
+
+
+class StageDone(Message, frozen=True):
+    """Everything this node receives is staged and every digest matched."""
+
+    swap: Name
+    copies: Count
+    bytes: Count
+    seconds: Seconds
+
+
+class StageFailed(Message, frozen=True):
+    """Staging on this node has failed; `where` says which process and rank."""
+
+    swap: Name
+    where: Text
+    reason: Text
+
+
+class MemberCommitted(Message, frozen=True):
+    """The version is live in this member's tensors."""
+
+    swap: Name
+    member: Name
+    paused_s: Seconds
+
+
+class MemberCommitFailed(Message, frozen=True):
+    """This member could not take over the version."""
+
+    swap: Name
+    member: Name
+    reason: Text
+
+
+# --- coordinator to daemon --------------------------------------------------------------------------------
+
+
+class NodeWelcome(Message, frozen=True):
+    """The coordinator has accepted the node. Another `boot` than before means: it has restarted, say all again."""
+
+    protocol: Small
+    boot: Name
+
+
+class LoadPlan(Message, frozen=True):
+    """The part of a plan that this node executes. `table` is CopyTable.to_wire(); `members[i]` has rank `ranks[i]`."""
+
+    plan: Name
+    model: Name
+    ranks: tuple[Count, ...]
+    members: tuple[Name, ...]
+    table: dict[str, int | bytes | list[str]]
+
+
+class DropPlan(Message, frozen=True):
+    """The plan will not be used again."""
+
+    plan: Name
+
+
+class Stage(Message, frozen=True):
+    """Copy `version` into the staging arenas and verify it."""
+
+    swap: Name
+    plan: Name
+    version: Count
+
+
+class Commit(Message, frozen=True):
+    """The decision is journalled: make the staged version live."""
+
+    swap: Name
+    version: Count
+
+
+class Abort(Message, frozen=True):
+    """Forget the swap; nothing may be written for it after this is handled."""
+
+    swap: Name
+    reason: Text
+
+
+class EndSwap(Message, frozen=True):
+    """The swap is over: its sources may be overwritten, leases end."""
+
+    swap: Name
+
+
+NodeMessage = (
+    NodeHello
+    | NodeUpdate
+    | AddShard
+    | RemoveShard
+    | DetachShard
+    | ShardPublished
+    | ShardWithdrawn
+    | PlanLoaded
+    | StageProgress
+    | StageDone
+    | StageFailed
+    | MemberCommitted
+    | MemberCommitFailed
+    | StartSwap
+    | AbortSwap
+    | GetStatus
+    | GetPlan
+)
+
+CoordinatorMessage = (
+    NodeWelcome
+    | Done
+    | Failure
+    | LoadPlan
+    | DropPlan
+    | Stage
+    | Commit
+    | Abort
+    | EndSwap
+    | SwapProgress
+    | SwapReport
+    | StatusReport
+    | PlanReport
+)

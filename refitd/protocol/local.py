@@ -1,0 +1,254 @@
+"""Messages between a client (trainer, engine, operator) and its node's daemon."""
+
+from __future__ import annotations
+
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
+from refitd.protocol.reports import PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.shards import Place, Shard
+
+# --- client to daemon -------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message. `token` came over the descriptor socket, whose peer the kernel has identified."""
+
+    protocol: Small
+    token: bytes
+    name: Label = ""
+
+
+class CreateArena(Message, frozen=True):
+    """Ask for an arena of the client's own, for live tensors. Reply: ArenaCreated."""
+
+    nbytes: Count
+    label: Label = ""
+
+
+class RegisterSource(Message, frozen=True):
+    """Offer a shard of `model`. `live` places its tensors, if they live in arenas; else it has `slots` snapshots."""
+
+    model: Name
+    rank: Small
+    world_size: Small
+    shard: Shard
+    slots: Small = 2
+    live: tuple[Place, ...] = ()
+
+
+class RegisterTarget(Message, frozen=True):
+    """Want a shard of `model`. With `live` places the worker writes at commit, otherwise the client does."""
+
+    model: Name
+    replica: Name
+    rank: Small
+    world_size: Small
+    shard: Shard
+    live: tuple[Place, ...] = ()
+    version: Count | None = None  # what it already serves
+
+
+class Deregister(Message, frozen=True):
+    """Take a registration back."""
+
+    member: Name
+
+
+class BeginPublish(Message, frozen=True):
+    """Ask for a snapshot slot to write `version` into; waits up to `timeout_s` for one that no swap is reading."""
+
+    member: Name
+    version: Count
+    timeout_s: Seconds
+
+
+class Publish(Message, frozen=True):
+    """The snapshot in `slot` is complete."""
+
+    member: Name
+    version: Count
+    slot: Small
+
+
+class Lend(Message, frozen=True):
+    """The live tensors are `version` and stay unchanged until LeaseEnded.
+
+    `addresses` are needed for tensors outside arenas: where each starts in this process.
+    """
+
+    member: Name
+    version: Count
+    addresses: tuple[Count, ...] = ()
+
+
+class Withdraw(Message, frozen=True):
+    """End a lease or drop a published version; a swap that is reading it is aborted."""
+
+    member: Name
+    version: Count
+
+
+class CommitQuiet(Message, frozen=True):
+    """This rank has paused at its commit point and stays so until CommitApplied."""
+
+    swap: Name
+    member: Name
+
+
+class CommitDone(Message, frozen=True):
+    """The version is live in this rank's tensors; `paused_s` is how long it stood still."""
+
+    swap: Name
+    member: Name
+    paused_s: Seconds
+
+
+class CommitFailed(Message, frozen=True):
+    """This rank could not take the version over."""
+
+    swap: Name
+    member: Name
+    reason: Text
+
+
+class StartSwap(Message, frozen=True):
+    """Make a version live everywhere. Replies: SwapProgress repeatedly, then SwapReport or Failure."""
+
+    model: Name
+    version: Count | None = None
+    timeout_s: Seconds = 0.0  # 0: the configured deadlines alone
+
+
+class AbortSwap(Message, frozen=True):
+    """Abort the running swap of a model, if it has not been decided yet."""
+
+    model: Name
+    reason: Text = ""
+
+
+class GetStatus(Message, frozen=True):
+    """Ask for StatusReport."""
+
+
+class GetPlan(Message, frozen=True):
+    """Ask for the PlanReport of a model."""
+
+    model: Name
+
+
+# --- daemon to client -------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The daemon has accepted the session."""
+
+    protocol: Small
+    node: Label
+    host: Label
+    coordinator: bool  # whether a coordinator is connected now
+
+
+class Done(Message, frozen=True):
+    """The request has been carried out."""
+
+
+class Failure(Message, frozen=True):
+    """The request has been refused or has failed; `code` names the class in refitd.errors."""
+
+    code: Label
+    message: Text
+
+
+class ArenaCreated(Message, frozen=True):
+    """The arena exists and is prefaulted; its descriptor is fetched over the descriptor socket."""
+
+    arena: Count
+    nbytes: Count
+
+
+class SourceRegistered(Message, frozen=True):
+    """`slots` are the snapshot arenas, laid out as refitd.buffers.layout says."""
+
+    member: Name
+    slots: tuple[Count, ...]
+    nbytes: Count
+
+
+class TargetRegistered(Message, frozen=True):
+    """`staging` is the arena that new versions are staged in, laid out as refitd.buffers.layout says."""
+
+    member: Name
+    staging: Count
+    nbytes: Count
+
+
+class SlotGranted(Message, frozen=True):
+    """The snapshot may be written into this slot."""
+
+    slot: Small
+
+
+class PrepareCommit(Message, frozen=True):
+    """A verified version is staged and decided: take it over at your next commit point.
+
+    `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone.
+    """
+
+    swap: Name
+    member: Name
+    version: Count
+    by_worker: bool
+
+
+class CommitApplied(Message, frozen=True):
+    """The worker has written the live tensors (or failed to, with a reason)."""
+
+    swap: Name
+    member: Name
+    reason: Text = ""
+
+
+class LeaseEnded(Message, frozen=True):
+    """Lent tensors may be mutated again."""
+
+    member: Name
+    version: Count
+    reason: Text = ""
+
+
+ClientRequest = (
+    Hello
+    | CreateArena
+    | RegisterSource
+    | RegisterTarget
+    | Deregister
+    | BeginPublish
+    | Publish
+    | Lend
+    | Withdraw
+    | CommitQuiet
+    | CommitDone
+    | CommitFailed
+    | StartSwap
+    | AbortSwap
+    | GetStatus
+    | GetPlan
+)
+
+OperatorRequest = StartSwap | AbortSwap | GetStatus | GetPlan
+
+ClientReply = (
+    Welcome
+    | Done
+    | Failure
+    | ArenaCreated
+    | SourceRegistered
+    | TargetRegistered
+    | SlotGranted
+    | PrepareCommit
+    | CommitApplied
+    | LeaseEnded
+    | SwapProgress
+    | SwapReport
+    | StatusReport
+    | PlanReport
+)

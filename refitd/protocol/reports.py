@@ -1,0 +1,144 @@
+"""What operators are shown: results of swaps, status, plans."""
+
+from __future__ import annotations
+
+from refitd.protocol.base import Count, Label, Message, Seconds, Small, Text, Value
+
+
+class MemberReport(Value, frozen=True):
+    """One target rank's part in a swap."""
+
+    replica: Label
+    rank: Small
+    node: Label
+    host: Label
+    pid: Count
+    state: Label  # "committed", "staged", "aborted", "lost", "failed", "late"
+    version: Count | None = None  # what this rank serves now
+    paused_s: Seconds = 0.0
+    reason: Text = ""
+
+
+class SwapReport(Message, frozen=True):
+    """How a swap ended. `outcome` is "committed" only if every member serves `version`."""
+
+    swap: Label
+    model: Label
+    version: Count | None
+    outcome: Label  # "committed", "aborted", "incomplete"
+    phase: Label = ""  # where it failed: "plan", "stage", "commit"
+    reason: Text = ""
+    bytes: Count = 0
+    copies: Count = 0
+    digests: Count = 0  # receive digests compared and found equal
+    plan_s: Seconds = 0.0
+    stage_s: Seconds = 0.0
+    commit_s: Seconds = 0.0
+    total_s: Seconds = 0.0
+    members: tuple[MemberReport, ...] = ()
+
+
+class SwapProgress(Message, frozen=True):
+    """A running swap, for the progress bar."""
+
+    swap: Label
+    model: Label
+    version: Count
+    phase: Label  # "plan", "stage", "commit"
+    bytes_done: Count = 0
+    bytes_total: Count = 0
+    members_done: Count = 0
+    members_total: Count = 0
+
+
+class SourceStatus(Value, frozen=True):
+    """One source rank."""
+
+    rank: Small
+    node: Label
+    host: Label
+    pid: Count
+    attached: bool  # False: the trainer is gone, its published versions are still held
+    tensors: Count
+    bytes: Count
+    versions: tuple[Count, ...]
+
+
+class TargetStatus(Value, frozen=True):
+    """One target rank."""
+
+    replica: Label
+    rank: Small
+    world_size: Small
+    node: Label
+    host: Label
+    pid: Count
+    tensors: Count
+    bytes: Count
+    state: Label  # "serving", "empty", "behind"
+    version: Count | None = None
+    staged: Count | None = None
+
+
+class ModelStatus(Value, frozen=True):
+    """One model: who has it, who wants it, what is going on."""
+
+    model: Label
+    source_world_size: Small
+    complete_versions: tuple[Count, ...]
+    auto_swap: bool
+    sources: tuple[SourceStatus, ...]
+    targets: tuple[TargetStatus, ...]
+    swap: SwapProgress | None = None
+    last_swap: SwapReport | None = None
+
+
+class NodeStatus(Value, frozen=True):
+    """One daemon."""
+
+    node: Label
+    host: Label
+    pid: Count
+    workers: tuple[Count, ...]  # pids
+    clients: Count
+    arenas: Count
+    arena_bytes: Count
+
+
+class StatusReport(Message, frozen=True):
+    """The whole cluster as the coordinator sees it."""
+
+    coordinator_pid: Count
+    uptime_s: Seconds
+    nodes: tuple[NodeStatus, ...]
+    models: tuple[ModelStatus, ...]
+
+
+class PairTraffic(Value, frozen=True):
+    """What one rank sends another."""
+
+    source: Label
+    target: Label
+    bytes: Count
+    copies: Count
+
+
+class ParameterTraffic(Value, frozen=True):
+    """What moves of one parameter, over all targets."""
+
+    name: Label
+    bytes: Count
+    copies: Count
+
+
+class PlanReport(Message, frozen=True):
+    """What a swap of this model would move."""
+
+    model: Label
+    digest: Label
+    bytes: Count
+    copies: Count
+    plan_s: Seconds
+    pairs: tuple[PairTraffic, ...]
+    parameters: tuple[ParameterTraffic, ...]
+    unused_sources: tuple[Label, ...] = ()

@@ -1,0 +1,161 @@
+"""How one rank's tensors travel: descriptions without repetition, and places in arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.tiles import Repeat, Tile
+from refitd.dtypes import ELEMENT_SIZES, dtype_name
+from refitd.errors import ProtocolError
+from refitd.protocol.base import Count, Name, Small, Value
+
+
+class WireRepeat(Value, frozen=True, array_like=True):
+    """`refitd.describe.Repeat` on the wire."""
+
+    dim: Small
+    count: Count
+    step: Count
+    local_step: Count
+
+
+class WireTile(Value, frozen=True, array_like=True):
+    """`refitd.describe.Tile` on the wire."""
+
+    tensor: Name
+    offset: tuple[Count, ...]
+    size: tuple[Count, ...]
+    local_offset: Count
+    local_stride: tuple[Count, ...]
+    repeat: WireRepeat | None = None
+
+
+class WireTensor(Value, frozen=True, omit_defaults=True):
+    """`ParameterMetadata` on the wire; groups are indices into `Shard.groups`."""
+
+    name: Name
+    shape: tuple[Count, ...]
+    dtype: Name
+    is_tp: bool = False
+    partition_dim: int = 0
+    partition_stride: Small = 1
+    partition_sizes: tuple[Count, ...] | None = None
+    is_ep: bool = False
+    num_experts: Small | None = None
+    tp_group: Small | None = None
+    ep_group: Small | None = None
+    dp_group: Small | None = None
+    pp_group: Small | None = None
+    resolved_name: Name | None = None
+    global_expert_index: Small | None = None
+    tiles: tuple[WireTile, ...] | None = None
+    global_shape: tuple[Count, ...] | None = None
+
+
+class Shard(Value, frozen=True):
+    """All tensors of one rank. `groups` holds every rank list once."""
+
+    tensors: tuple[WireTensor, ...]
+    groups: tuple[tuple[Count, ...], ...] = ()
+
+
+class Place(Value, frozen=True, array_like=True):
+    """Where a tensor's first element lies in an arena, and its strides there, in bytes."""
+
+    arena: Count
+    offset: Count
+    strides: tuple[Count, ...]
+
+
+def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
+    """Pack descriptions for the wire."""
+    groups: dict[tuple[int, ...], int] = {}
+
+    def group(ranks: Sequence[int] | None) -> int | None:
+        return None if ranks is None else groups.setdefault(tuple(ranks), len(groups))
+
+    tensors = tuple(
+        WireTensor(
+            name=m.name,
+            shape=tuple(m.shape),
+            dtype=dtype_name(m.dtype),
+            is_tp=m.is_tp,
+            partition_dim=m.partition_dim,
+            partition_stride=m.partition_stride,
+            partition_sizes=None if m.partition_sizes is None else tuple(m.partition_sizes),
+            is_ep=m.is_ep,
+            num_experts=m.num_experts,
+            tp_group=group(m.tensor_parallel_group_ranks),
+            ep_group=group(m.expert_parallel_group_ranks),
+            dp_group=group(m.data_parallel_group_ranks),
+            pp_group=group(m.pipeline_parallel_group_ranks),
+            resolved_name=m.resolved_name,
+            global_expert_index=m.global_expert_index,
+            tiles=None if m.tiles is None else tuple(_wire_tile(tile) for tile in m.tiles),
+            global_shape=m.global_shape,
+        )
+        for m in metadata
+    )
+    return Shard(tensors=tensors, groups=tuple(groups))
+
+
+def metadata_of(shard: Shard, owner_rank: int, rank_offset: int = 0) -> list[ParameterMetadata]:
+    """Unpack descriptions; ranks in groups move up by `rank_offset`.
+
+    Raises:
+        ProtocolError: a dtype is unknown, a group index points nowhere, or a name occurs twice.
+    """
+    lists = [[rank + rank_offset for rank in ranks] for ranks in shard.groups]
+
+    def group(tensor: WireTensor, index: int | None) -> list[int] | None:
+        if index is None:
+            return None
+        if index >= len(lists):
+            raise ProtocolError(f"{tensor.name}: group {index} is not among the {len(lists)} groups sent")
+        return lists[index]
+
+    names: set[str] = set()
+    found: list[ParameterMetadata] = []
+    for t in shard.tensors:
+        if t.dtype not in ELEMENT_SIZES:
+            raise ProtocolError(f"{t.name}: unknown dtype {t.dtype!r}; known: {', '.join(ELEMENT_SIZES)}")
+        if t.name in names:
+            raise ProtocolError(f"{t.name}: described twice in one shard; names must be unique")
+        names.add(t.name)
+        found.append(
+            ParameterMetadata(
+                name=t.name,
+                shape=t.shape,
+                dtype=t.dtype,
+                element_size=ELEMENT_SIZES[t.dtype],
+                is_tp=t.is_tp,
+                partition_dim=t.partition_dim,
+                partition_stride=t.partition_stride,
+                partition_sizes=None if t.partition_sizes is None else list(t.partition_sizes),
+                is_ep=t.is_ep,
+                num_experts=t.num_experts,
+                owner_rank=owner_rank,
+                tensor_parallel_group_ranks=group(t, t.tp_group),
+                expert_parallel_group_ranks=group(t, t.ep_group),
+                data_parallel_group_ranks=group(t, t.dp_group),
+                pipeline_parallel_group_ranks=group(t, t.pp_group),
+                resolved_name=t.resolved_name,
+                global_expert_index=t.global_expert_index,
+                tiles=None if t.tiles is None else tuple(_tile(tile) for tile in t.tiles),
+                global_shape=t.global_shape,
+            )
+        )
+    return found
+
+
+def _wire_tile(tile: Tile) -> WireTile:
+    r = tile.repeat
+    repeat = None if r is None else WireRepeat(r.dim, r.count, r.step, r.local_step)
+    return WireTile(tile.tensor, tile.offset, tile.size, tile.local_offset, tile.local_stride, repeat)
+
+
+def _tile(tile: WireTile) -> Tile:
+    r = tile.repeat
+    repeat = None if r is None else Repeat(r.dim, r.count, r.step, r.local_step)
+    return Tile(tile.tensor, tile.offset, tile.size, tile.local_offset, tile.local_stride, repeat)

@@ -1,0 +1,473 @@
+"""refitctl and refitd: exit statuses, JSON, errors a person can act on; against a client made of memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from click.testing import CliRunner
+
+from refitd.errors import ConfigError, PlanError, RefitdError, RefitFailed, RefusedError, TransportError
+from refitd.protocol.reports import (
+    MemberReport,
+    ModelStatus,
+    NodeStatus,
+    PairTraffic,
+    ParameterTraffic,
+    PlanReport,
+    SourceStatus,
+    StatusReport,
+    SwapProgress,
+    SwapReport,
+    TargetStatus,
+)
+from refitd_cli import checks, output
+from refitd_cli.control import COMMANDS
+from refitd_cli.control import main as refitctl
+from refitd_cli.daemon import main as refitd
+from refitd_cli.session import Session
+
+
+def member(replica: str, rank: int, state: str, **changed) -> MemberReport:
+    return MemberReport(
+        replica=replica, rank=rank, node="n0", host="box", pid=40 + rank, state=state, **changed
+    )
+
+
+COMMITTED = SwapReport(
+    swap="s1",
+    model="policy",
+    version=7,
+    outcome="committed",
+    bytes=2_000_000_000,
+    copies=300,
+    digests=250,
+    plan_s=0.002,
+    stage_s=0.25,
+    commit_s=0.1,
+    total_s=0.36,
+    members=(
+        member("a", 0, "committed", version=7, paused_s=0.05),
+        member("b", 1, "committed", version=7),
+    ),
+)
+ABORTED = SwapReport(
+    swap="s2",
+    model="policy",
+    version=8,
+    outcome="aborted",
+    phase="stage",
+    reason="worker lost",
+    members=(
+        member("a", 0, "aborted", version=7),
+        member("b", 1, "lost", version=7, reason="worker pid 99 was killed by signal 9 [SIGKILL]"),
+    ),
+)
+SOURCE = SourceStatus(
+    rank=0, node="n0", host="box", pid=10, attached=True, tensors=12, bytes=500_000_000, versions=(6, 7)
+)
+TARGET = TargetStatus(
+    replica="a",
+    rank=0,
+    world_size=1,
+    node="n0",
+    host="box",
+    pid=40,
+    tensors=12,
+    bytes=1_000_000_000,
+    state="serving",
+    version=7,
+)
+STATUS = StatusReport(
+    coordinator_pid=3,
+    uptime_s=75.0,
+    nodes=(NodeStatus("n0", "box", 2, workers=(4, 5), clients=3, arenas=6, arena_bytes=3_000_000_000),),
+    models=(
+        ModelStatus(
+            model="policy",
+            source_world_size=2,
+            complete_versions=(6, 7),
+            auto_swap=False,
+            sources=(SOURCE,),
+            targets=(TARGET,),
+            swap=SwapProgress("s3", "policy", 8, "stage", bytes_done=10**9, bytes_total=2 * 10**9),
+            last_swap=ABORTED,
+        ),
+    ),
+)
+PLAN = PlanReport(
+    model="policy",
+    digest="d1ce",
+    bytes=3000,
+    copies=3,
+    plan_s=0.004,
+    pairs=(
+        PairTraffic("trainer rank 0", "a rank 0", 1000, 1),
+        PairTraffic("trainer rank 1", "a rank 0", 2000, 2),
+    ),
+    parameters=(ParameterTraffic("small", 500, 1), ParameterTraffic("large", 2500, 2)),
+    unused_sources=("rotary.inv_freq",),
+)
+
+
+@dataclass
+class FakeClient:
+    """Answers from memory and remembers what it was asked."""
+
+    swap_result: SwapReport | RefitdError = COMMITTED
+    status_result: StatusReport | RefitdError = STATUS
+    plan_result: PlanReport | RefitdError = PLAN
+    abort_result: RefitdError | None = None
+    asked: list[tuple] = field(default_factory=list)
+    closed: bool = False
+
+    def swap(self, model, version=None, *, timeout=None, on_progress=None):
+        self.asked.append(("swap", model, version, timeout))
+        return _answer(self.swap_result)
+
+    def status(self):
+        return _answer(self.status_result)
+
+    def plan(self, model):
+        self.asked.append(("plan", model))
+        return _answer(self.plan_result)
+
+    def abort(self, model, reason=""):
+        self.asked.append(("abort", model, reason))
+        return _answer(self.abort_result)
+
+    def close(self):
+        self.closed = True
+
+
+def _answer(value):
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+@dataclass
+class Ran:
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def object(self) -> dict:
+        """The one JSON object on stdout."""
+        (line,) = self.stdout.splitlines()
+        return json.loads(line)
+
+
+def run(client: FakeClient | RefitdError, *arguments: str) -> Ran:
+    def factory(address: str | None) -> FakeClient:
+        if isinstance(client, FakeClient):
+            client.asked.append(("connect", address))
+        return _answer(client)
+
+    result = CliRunner().invoke(refitctl, arguments, obj=Session(factory), prog_name="refitctl")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def failed(report: SwapReport) -> RefitFailed:
+    error = RefitFailed("version 8 did not go live", {"b/1": "worker pid 99 was killed"})
+    error.report = report
+    return error
+
+
+COMMANDS_OF_THE_DAEMON: dict[str, tuple[str, ...]] = {
+    "swap": ("swap", "policy"),
+    "status": ("status",),
+    "models": ("models",),
+    "plan": ("plan", "policy"),
+    "abort": ("abort", "policy"),
+}
+ALL = pytest.mark.parametrize("arguments", COMMANDS_OF_THE_DAEMON.values(), ids=COMMANDS_OF_THE_DAEMON.keys())
+
+
+@ALL
+def test_success_exits_0_and_leaves_the_daemon(arguments):
+    client = FakeClient()
+    ran = run(client, *arguments)
+    assert (ran.status, ran.stderr, client.closed) == (0, "", True)
+    assert ran.stdout
+
+
+@ALL
+def test_json_is_one_object(arguments):
+    ran = run(FakeClient(), *arguments, "--json")
+    assert ran.status == 0
+    assert ran.object
+    assert "error" not in ran.object
+
+
+@ALL
+def test_address_reaches_the_client(arguments):
+    client = FakeClient()
+    run(client, *arguments, "--address", "/run/elsewhere")
+    assert ("connect", "/run/elsewhere") in client.asked
+
+
+@ALL
+def test_daemon_that_does_not_run_is_one_message_and_exit_1(arguments):
+    ran = run(TransportError("no daemon runs in /run/refitd; start one"), *arguments)
+    expected = "refitctl: no daemon runs in /run/refitd; start one\n"
+    assert (ran.status, ran.stdout, ran.stderr) == (1, "", expected)
+
+
+@ALL
+def test_daemon_that_does_not_run_is_an_error_object_in_json(arguments):
+    ran = run(TransportError("no daemon runs"), *arguments, "--json")
+    error = {"code": "transport", "message": "no daemon runs", "causes": {}}
+    assert (ran.status, ran.object, ran.stderr) == (1, {"error": error}, "")
+
+
+def test_swap_passes_version_and_timeout():
+    client = FakeClient()
+    run(client, "swap", "policy", "--version", "7", "--timeout", "2.5")
+    assert ("swap", "policy", 7, 2.5) in client.asked
+
+
+def test_swap_without_options_leaves_the_choice_to_the_coordinator():
+    client = FakeClient()
+    run(client, "swap", "policy")
+    assert ("swap", "policy", None, None) in client.asked
+
+
+def test_committed_swap_shows_members_and_the_summary():
+    ran = run(FakeClient(), "swap", "policy")
+    for expected in (
+        "version 7 is live on 2 ranks",
+        "2 GB in 300 copies",
+        "250 digests verified",
+        "8.00 GB/s",
+        "stage 250.0 ms",
+        "commit 100.0 ms",
+        "total 360.0 ms",
+        "50.0 ms",
+    ):
+        assert expected in ran.stdout
+
+
+@pytest.mark.parametrize("result", [failed(ABORTED), ABORTED], ids=["raised", "returned"])
+def test_failed_swap_exits_1_and_names_rank_host_phase_and_reason(result):
+    ran = run(FakeClient(swap_result=result), "swap", "policy")
+    assert ran.status == 1
+    (culprit,) = [line for line in ran.stderr.splitlines() if "rank" in line]
+    for expected in (
+        "rank 1 of replica b",
+        "node n0",
+        "host box",
+        "phase stage",
+        "killed by signal 9 [SIGKILL]",
+    ):
+        assert expected in culprit
+    assert "aborted" in ran.stdout
+
+
+@pytest.mark.parametrize("result", [failed(ABORTED), ABORTED], ids=["raised", "returned"])
+def test_failed_swap_in_json_has_the_report_and_the_error(result):
+    ran = run(FakeClient(swap_result=result), "swap", "policy", "--json")
+    assert ran.status == 1
+    assert ran.object["outcome"] == "aborted"
+    assert ran.object["members"][1]["state"] == "lost"
+    assert ran.object["error"]["code"] == "refit-failed"
+
+
+def test_failure_without_a_culprit_shows_the_reports_reason():
+    report = SwapReport("s", "policy", 8, "aborted", phase="plan", reason="no source holds 'lm_head.weight'")
+    ran = run(FakeClient(swap_result=failed(report)), "swap", "policy")
+    assert ran.status == 1
+    assert "plan: no source holds 'lm_head.weight'" in ran.stderr
+
+
+def test_failure_without_a_report_is_its_message():
+    ran = run(FakeClient(swap_result=RefitFailed("the coordinator is gone")), "swap", "policy")
+    assert (ran.status, ran.stderr) == (1, "refitctl: the coordinator is gone\n")
+
+
+def test_a_swap_that_raised_never_exits_0_whatever_its_report_says():
+    assert run(FakeClient(swap_result=failed(COMMITTED)), "swap", "policy").status == 1
+
+
+def test_refused_swap_carries_its_code():
+    ran = run(FakeClient(swap_result=RefusedError("no model 'p'; known: policy")), "swap", "p", "--json")
+    assert (ran.status, ran.object["error"]["code"]) == (1, "refused")
+
+
+def test_many_rank_failures_keep_who():
+    error = RefitFailed("two ranks failed", {"3": "peer lost", "5": "deadline"})
+    ran = run(FakeClient(swap_result=error), "swap", "policy", "--json")
+    assert ran.object["error"]["causes"] == {"3": "peer lost", "5": "deadline"}
+
+
+def test_every_violation_of_a_plan_is_a_cause():
+    ran = run(FakeClient(plan_result=PlanError(["a: missing", "b: twice"])), "plan", "policy", "--json")
+    assert list(ran.object["error"]["causes"].values()) == ["a: missing", "b: twice"]
+
+
+def test_configuration_errors_exit_2():
+    assert run(ConfigError("node.workers: 0"), "status").status == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("swap",),
+        ("swap", "policy", "--version", "-1"),
+        ("swap", "policy", "--timeout", "0"),
+        ("fly",),
+        ("plan", "p", "-z"),
+    ],
+)
+def test_wrong_command_lines_exit_2_in_words_and_in_json(arguments):
+    ran = run(FakeClient(), *arguments)
+    assert (ran.status, ran.stdout) == (2, "")
+    assert "Usage" in ran.stderr
+    ran = run(FakeClient(), *arguments, "--json")
+    assert (ran.status, ran.object["error"]["code"]) == (2, "usage")
+
+
+def test_status_shows_nodes_members_and_activity():
+    ran = run(FakeClient(), "status")
+    for expected in (
+        "pid 3",
+        "up 75 s",
+        "n0/box",
+        "serving",
+        "6, 7",
+        "swapping to 8: stage, 1 GB of 2 GB",
+        "worker lost",
+    ):
+        assert expected in ran.stdout
+
+
+def test_status_of_an_empty_cluster_says_so():
+    empty = StatusReport(coordinator_pid=3, uptime_s=0.1, nodes=(), models=())
+    assert "no models" in run(FakeClient(status_result=empty), "status").stdout
+    assert "no models" in run(FakeClient(status_result=empty), "models").stdout
+    assert run(FakeClient(status_result=empty), "models", "--json").object == {"models": []}
+
+
+def test_models_shows_what_each_replica_serves():
+    ran = run(FakeClient(), "models")
+    assert "a: 7" in ran.stdout
+    assert "1/2" in ran.stdout
+
+
+def test_plan_shows_largest_first_and_totals():
+    ran = run(FakeClient(), "plan", "policy")
+    assert ran.stdout.index("trainer rank 1") < ran.stdout.index("trainer rank 0")
+    assert ran.stdout.index("large") < ran.stdout.index("small")
+    assert "3 kB in 3 copies over 2 rank pairs, 2 parameters" in ran.stdout
+    assert "no target takes: rotary.inv_freq" in ran.stdout
+
+
+def test_plan_top_cuts_the_tables_but_not_the_json():
+    ran = run(FakeClient(), "plan", "policy", "--top", "1")
+    assert "trainer rank 0" not in ran.stdout
+    assert "the largest 1 of 2" in ran.stdout
+    assert len(run(FakeClient(), "plan", "policy", "--top", "1", "--json").object["pairs"]) == 2
+
+
+def test_abort_passes_the_reason():
+    client = FakeClient()
+    run(client, "abort", "policy", "--reason", "bad reward")
+    assert ("abort", "policy", "bad reward") in client.asked
+
+
+def test_doctor_without_a_daemon_fails_and_says_what_to_do():
+    ran = run(TransportError("no daemon runs; start one"), "doctor", "--json")
+    (daemon,) = [check for check in ran.object["checks"] if check["name"] == "daemon"]
+    assert (ran.status, ran.object["healthy"], daemon["state"]) == (1, False, "fail")
+    assert "start one" in daemon["found"]
+
+
+def test_doctor_reaches_the_daemon(tmp_path):
+    tmp_path.chmod(0o700)
+    ran = run(FakeClient(), "doctor", "--json", "--address", str(tmp_path))
+    (daemon,) = [check for check in ran.object["checks"] if check["name"] == "daemon"]
+    assert daemon["state"] == "ok"
+    assert "n0 (pid 2, 2 workers)" in daemon["found"]
+    assert run(FakeClient(), "doctor", "--address", str(tmp_path)).status == ran.status
+
+
+def test_runtime_directory_open_to_others_is_a_failure(tmp_path):
+    tmp_path.chmod(0o755)
+    assert checks.runtime_dir(tmp_path).state == "fail"
+    tmp_path.chmod(0o700)
+    assert checks.runtime_dir(tmp_path).state == "ok"
+    assert checks.runtime_dir(tmp_path / "none").state == "warn"
+
+
+@pytest.mark.parametrize(
+    ("shmem", "pool", "state"),
+    [
+        ("always within_size advise [never] deny force", 0, "warn"),
+        ("always [advise] never", 0, "ok"),
+        ("", 8, "ok"),
+        ("", 0, "warn"),
+    ],
+)
+def test_huge_pages_come_from_a_pool_or_from_shmem(shmem, pool, state):
+    assert checks.huge_pages(shmem, f"HugePages_Total:  {pool}\n").state == state
+
+
+def test_little_memory_is_a_warning():
+    assert checks.memory("MemTotal: 8000000 kB\nMemAvailable: 900000 kB\n").state == "warn"
+
+
+def test_every_command_has_help_and_json():
+    runner = CliRunner()
+    for name in COMMANDS:
+        result = runner.invoke(refitctl, [name, "--help"])
+        assert result.exit_code == 0, name
+        assert "--json" in result.stdout, name
+    listed = runner.invoke(refitctl, ["--help"]).stdout
+    assert all(f"\n  {name}" in listed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["serve", "coordinator"])
+@pytest.mark.parametrize(("text", "named"), [("[node]\nwrokers = 1\n", "wrokers"), (None, "cannot be read")])
+def test_refitd_with_a_bad_configuration_exits_2_and_names_it(tmp_path, command, text, named):
+    path = tmp_path / "refitd.toml"
+    if text is not None:
+        path.write_text(text)
+    result = CliRunner().invoke(refitd, [command, "--config", str(path)], prog_name="refitd")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert named in result.stderr
+    assert str(path) in result.stderr
+
+
+def test_refitd_flags_stand_above_the_file(tmp_path):
+    path = tmp_path / "refitd.toml"
+    path.write_text("[node]\nworkers = 2\n")
+    result = CliRunner().invoke(refitd, ["serve", "--config", str(path), "--workers", "65"])
+    assert result.exit_code == 2
+    assert "workers" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (output.size, 0, "0 B"),
+        (output.size, 999, "999 B"),
+        (output.size, 1_073_741_824, "1.07 GB"),
+        (output.size, 999_900_000, "1 GB"),
+        (output.size, 5 * 10**12, "5.00 TB"),
+        (output.duration, 0.00085, "850 us"),
+        (output.duration, 0.0123, "12.3 ms"),
+        (output.duration, 1.234, "1.23 s"),
+        (output.duration, 75.2, "75 s"),
+    ],
+)
+def test_units_are_readable(function: Callable[[float], str], value, text):
+    assert function(value) == text
+
+
+def test_no_time_has_no_rate():
+    assert output.rate(10, 0.0) == "-"

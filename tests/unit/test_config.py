@@ -1,0 +1,173 @@
+"""Configuration: the examples load, mistakes are named, and flag > environment > file > default."""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from refitd.config import Config, default_runtime_dir, load
+from refitd.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+EXAMPLES = sorted(CONFIGS.glob("*.toml"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "refitd.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_there_are_examples_for_a_laptop_a_node_and_a_coordinator():
+    assert [path.stem for path in EXAMPLES] == ["coordinator", "laptop", "node"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_loads(path):
+    assert isinstance(load(path, environ={}), Config)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_explains_every_key_it_sets(path):
+    lines = path.read_text().splitlines()
+    for above, line in itertools.pairwise(lines):
+        if re.match(r"\w+ = ", line):
+            assert above.startswith("# "), f"{path.name}: no comment above {line!r}"
+
+
+def test_laptop_example_has_every_key():
+    text = (CONFIGS / "laptop.toml").read_text()
+    config = load(CONFIGS / "laptop.toml", environ={})
+    sections = {field.name: getattr(config, field.name) for field in msgspec.structs.fields(Config)}
+    for name, section in sections.items():
+        struct = next(iter(section.values())) if name == "models" else section
+        table = text.partition(f"\n[{name}")[2].partition("\n[")[0]
+        for field in msgspec.structs.fields(struct):
+            assert re.search(rf"^{field.name} = ", table, re.MULTILINE), f"[{name}] lacks {field.name}"
+
+
+def test_laptop_example_holds_the_defaults_it_claims():
+    found = load(CONFIGS / "laptop.toml", environ={})
+    default = Config()
+    assert found.deadlines == default.deadlines
+    assert found.coordinator == default.coordinator
+    assert found.log == default.log
+    changed = {"name": "", "max_arena_bytes": default.node.max_arena_bytes}
+    assert msgspec.structs.replace(found.node, **changed) == default.node
+
+
+def test_node_and_coordinator_examples_meet_at_one_endpoint():
+    node, coordinator = (load(CONFIGS / f"{name}.toml", environ={}) for name in ("node", "coordinator"))
+    assert node.coordinator_endpoint == coordinator.coordinator_endpoint
+
+
+def test_service_unit_runs_a_command_that_exists():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(CONFIGS / "refitd.service")
+    program, *arguments = unit["Service"]["ExecStart"].split()
+    assert Path(program).name == "refitd"
+    assert arguments == ["serve", "--standalone", "--config", "/etc/refitd/node.toml"]
+    assert unit["Service"]["RuntimeDirectoryMode"] == "0700"
+
+
+def test_slurm_example_is_posix_sh_and_refuses_to_start_without_commands():
+    script = CONFIGS / "slurm-launch.sh"
+    subprocess.run(["sh", "-n", script], check=True)
+    environ = {"PATH": os.environ["PATH"]}
+    ended = subprocess.run(["sh", script], env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "TRAINER" in ended.stderr
+
+
+def test_no_file_means_defaults():
+    assert load(None, environ={}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[node]\nwrokers = 2\n", "wrokers"),
+        ("[nodes]\nworkers = 2\n", "nodes"),
+        ("[models.policy]\nauto = true\n", "auto"),
+        ("[node]\nworkers = 0\n", "workers"),
+        ('[node]\nworkers = "2"\n', "workers"),
+        ("[node]\nallowed_uids = [-1]\n", "allowed_uids"),
+        ("[deadlines]\nstage_s = 0\n", "stage_s"),
+        ('[log]\nlevel = "loud"\n', "level"),
+        ("[node\n", "not TOML"),
+        ("node = 3\n", "node"),
+    ],
+)
+def test_mistake_is_named_with_the_file(write, text, named):
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, environ={})
+    assert named in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.toml: cannot be read: No such file"):
+        load(tmp_path / "nothing.toml", environ={})
+
+
+def test_environment_stands_above_the_file_and_a_flag_above_both(write):
+    path = write("[node]\nworkers = 3\nthreads_per_worker = 3\n[deadlines]\nplan_s = 3\n")
+    environ = {"REFITD_NODE__WORKERS": "4", "REFITD_DEADLINES__PLAN_S": "4.5", "HOME": "/"}
+    config = load(path, environ=environ, **{"node.workers": 5, "log.level": None})
+    assert (config.node.workers, config.deadlines.plan_s, config.node.threads_per_worker) == (5, 4.5, 3)
+    assert config.log.level == "info"
+
+
+def test_environment_can_set_words_lists_and_models():
+    environ = {
+        "REFITD_NODE__RUNTIME_DIR": "/run/elsewhere",
+        "REFITD_NODE__ALLOWED_UIDS": "[7, 8]",
+        "REFITD_MODELS__POLICY": "{auto_swap = true}",
+    }
+    config = load(None, environ=environ)
+    assert str(config.runtime_dir) == "/run/elsewhere"
+    assert config.node.allowed_uids == (7, 8)
+    assert config.models["policy"].auto_swap
+
+
+def test_unknown_variable_is_named():
+    with pytest.raises(ConfigError, match="wrokers"):
+        load(None, environ={"REFITD_NODE__WROKERS": "2"})
+
+
+def test_variables_of_the_scripts_are_not_configuration():
+    assert load(None, environ={"REFITD_VENV": "/somewhere", "REFITD_RUNTIME_DIR": "/elsewhere"}) == Config()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:5555", "tcp://10.1.2.3:5555", "tcp://*:5555", "udp://127.0.0.1:1"]
+)
+def test_coordinator_does_not_listen_beyond_this_machine(endpoint):
+    with pytest.raises(ConfigError, match="loopback"):
+        load(None, environ={}, **{"coordinator.endpoint": endpoint})
+
+
+def test_runtime_dir_that_no_socket_path_can_hold_is_refused():
+    longest = "/" + "x" * 82
+    assert load(None, environ={}, **{"node.runtime_dir": longest}).node.runtime_dir == longest
+    with pytest.raises(ConfigError, match="too long"):
+        load(None, environ={}, **{"node.runtime_dir": longest + "x"})
+
+
+def test_default_runtime_dir_follows_the_environment():
+    assert default_runtime_dir({"REFITD_RUNTIME_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
+    assert default_runtime_dir({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/refitd")
+    assert default_runtime_dir({}) == Path(f"/tmp/refitd-{os.getuid()}")
