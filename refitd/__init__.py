@@ -74,7 +74,38 @@ _HOMES = {
     "select_src_metadata_balanced": "plan.replicas",
 }
 
-__all__ = sorted([*_HOMES, "__version__"])
+__all__ = [
+    "ArenaError",
+    "Client",
+    "CommitError",
+    "ConfigError",
+    "DeadlineExceeded",
+    "IllegalTransition",
+    "ParameterMetadata",
+    "PeerLost",
+    "PlanError",
+    "ProtocolError",
+    "RefitFailed",
+    "RefitdError",
+    "RefusedError",
+    "Repeat",
+    "ReshardPlan",
+    "Roster",
+    "ShardingDescriptor",
+    "Tile",
+    "TransferOp",
+    "TransportError",
+    "assign_ep_resolved_name_inplace",
+    "assign_resolved_name_inplace",
+    "connect",
+    "extract_param_metadata",
+    "get_refit_tensor_dict",
+    "invalidate_refit_tensor_cache",
+    "named_persistent_buffers",
+    "named_refit_tensors",
+    "plan_reshard",
+    "select_src_metadata_balanced",
+]
 
 
 def __getattr__(name: str) -> object:

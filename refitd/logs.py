@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 
 _QUOTED = set(' "=\n\t')
 
@@ -33,13 +34,13 @@ class EventLog:
     def __init__(self, process: str) -> None:
         self._log = logging.getLogger(process)
 
-    def __call__(self, event: str, *, level: int = logging.INFO, **fields: object) -> None:
+    def __call__(self, event: str, **fields: object) -> None:
         """Write one line."""
-        self._log.log(level, event, extra={"fields": fields})
+        self.write(event, fields)
 
-    def error(self, event: str, **fields: object) -> None:
-        """Write one line with the current exception's traceback."""
-        self._log.error(event, extra={"fields": fields}, exc_info=True)
+    def write(self, event: str, fields: Mapping[str, object]) -> None:
+        """Write one line."""
+        self._log.info(event, extra={"fields": dict(fields)})
 
 
 def _value(value: object) -> str:

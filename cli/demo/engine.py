@@ -79,14 +79,13 @@ class Engine:
     def serve(self) -> None:
         """Generate until the launcher wants quiet. All ranks flip, and stop, before the same token."""
         while True:
-            if self.target.poll(agree=self._agree) is not None:
+            if self.target.poll(agree=self.member.everyone.all_min) is not None:
                 self._flipped()
             token = self.generator.step()
             control = GO_ON
             if self.layout.rank == self.layout.leader and self.channel.poll() is not None:
                 control = SETTLE
-            word = torch.tensor([token, control])
-            dist.broadcast(word, src=self.layout.leader)
+            word = self.member.everyone.broadcast(torch.tensor([token, control]), self.layout.leader)
             token, control = word.tolist()
             self.tokens += 1
             if self.generator.append(token):
@@ -94,11 +93,6 @@ class Engine:
             if control == SETTLE:
                 self.channel.emit("settled", tokens=self.tokens)
                 return
-
-    def _agree(self, pending: int) -> int:
-        everyone = torch.tensor([pending])
-        dist.all_reduce(everyone, op=dist.ReduceOp.MIN)
-        return int(everyone.item())
 
     def _flipped(self) -> None:
         text = self.generator.text
@@ -126,9 +120,10 @@ def main(argv: list[str], channel: Channel) -> None:
     os.nice(NICENESS)
     member = join(argv, channel)
     corpus = data.load()
-    with torch.no_grad(), refitd.connect(
-        member.runtime_dir, name=f"{member.name}-{member.layout.rank}"
-    ) as client:
+    with (
+        torch.no_grad(),
+        refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}") as client,
+    ):
         engine = Engine(member, client)
         channel.emit("ready", tensors=len(engine.places))
         engine.serve()

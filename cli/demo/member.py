@@ -33,7 +33,8 @@ class Member:
     memory: str  # "private": its own tensors; "arena": tensors the daemon owns
     layout: Layout
     config: ModelConfig
-    comm: Comm
+    comm: Comm  # over the ranks that share this one's tensors
+    everyone: Gloo  # over the whole trainer or replica
     channel: Channel
 
 
@@ -61,14 +62,26 @@ def join(argv: list[str], channel: Channel) -> Member:
         world_size=layout.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    comm: Comm = Solo()
-    for stage in range(args.pp):
-        if args.tp > 1:
-            group = dist.new_group([stage * args.tp + rank for rank in range(args.tp)])
-            if stage == layout.pp_stage:
-                comm = Gloo(group)
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed made no process group")
+    everyone = Gloo(world)
+    comm: Comm = everyone
+    if args.tp == 1:
+        comm = Solo()
+    elif args.pp > 1:
+        stages = [[stage * args.tp + rank for rank in range(args.tp)] for stage in range(args.pp)]
+        comm = Gloo([dist.new_group(ranks) for ranks in stages][layout.pp_stage])
     return Member(
-        args.name, args.runtime_dir, args.seed, args.memory, layout, ModelConfig(), comm, channel
+        name=args.name,
+        runtime_dir=args.runtime_dir,
+        seed=args.seed,
+        memory=args.memory,
+        layout=layout,
+        config=ModelConfig(),
+        comm=comm,
+        everyone=everyone,
+        channel=channel,
     )
 
 

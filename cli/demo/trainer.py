@@ -26,7 +26,7 @@ class Trainer:
     """The model's shard of this rank, and what a step needs."""
 
     def __init__(self, member: Member, corpus: data.Corpus) -> None:
-        self.layout, self.comm = member.layout, member.comm
+        self.layout, self.comm, self.everyone = member.layout, member.comm, member.everyone
         self.corpus = corpus
         self.dtype = compute_dtype()
         self.model = DemoModel(member.config, member.layout, member.comm)
@@ -97,8 +97,7 @@ def train(trainer: Trainer, channel: Channel, command: Message) -> None:
             channel.emit("step", step=trainer.steps, loss=loss, seconds=time.monotonic() - begun)
         # Rank 0's clock decides for all, or they would stop at different steps.
         go_on = torch.tensor([left > 1 and time.monotonic() < deadline], dtype=torch.uint8)
-        dist.broadcast(go_on, src=0)
-        if not go_on.item():
+        if not trainer.everyone.broadcast(go_on, 0).item():
             break
     channel.emit("trained", steps=trainer.steps, loss=loss)
 

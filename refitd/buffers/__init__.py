@@ -1,0 +1,1 @@
+"""Persistent memory: arenas, their layout, and how descriptors are handed out."""

@@ -171,8 +171,8 @@ class Client:
         report = self._connection.request(message, SwapReport, wait, on_progress)
         if report.outcome != "committed":
             causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
-            text = f"swap of {model!r} to version {report.version} {report.outcome} in phase {report.phase}: {report.reason}"
-            raise RefitFailed(text, causes, report)
+            what = f"swap of {model!r} to version {report.version} {report.outcome} in phase {report.phase}"
+            raise RefitFailed(f"{what}: {report.reason}", causes, report)
         return report
 
     def status(self) -> StatusReport:

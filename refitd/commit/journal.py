@@ -73,7 +73,8 @@ class Journal:
         """Return the latest records, newest first."""
         where, values = ("WHERE model = ?", (model,)) if model else ("", ())
         rows = self._db.execute(
-            f"SELECT swap, model, version, state, plan, reason, at FROM swaps {where} ORDER BY at DESC, rowid DESC LIMIT ?",
+            f"SELECT swap, model, version, state, plan, reason, at FROM swaps {where} "
+            "ORDER BY at DESC, rowid DESC LIMIT ?",
             (*values, limit),
         )
         return [Record(*row) for row in rows]

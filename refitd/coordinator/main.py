@@ -98,7 +98,7 @@ class CoordinatorShell:
                     # the decision itself is on disk; how it ended is told by the members when they register
                     self._log("journal-failed", swap=record.swap, reason=str(exc))
             case st.Log(event, fields):
-                self._log(event, **fields)
+                self._log.write(event, fields)
         return None
 
 

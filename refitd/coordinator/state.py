@@ -527,8 +527,10 @@ class Coordinator:
         if member is not None and member.staged == swap:
             member.staged = None
             running = self.models[member.added.model].running
-            record = None if running and running.swap.swap == swap else self.decided(swap)
-            member.version = running.version if running and running.swap.swap == swap else record and record.version
+            if running is not None and running.swap.swap == swap:
+                member.version = running.version
+            elif (record := self.decided(swap)) is not None:
+                member.version = record.version  # it was late, or this coordinator has restarted since
         self._step_swap(swap, machine.MemberCommitted(member_id, paused_s), now)
 
     def _finish(self, state: _ModelState, running: _Running, who: Member | None, now: float) -> None:

@@ -1,0 +1,1 @@
+"""How bytes move: one file per backend, behind one small interface."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +136,9 @@ class _SharedMemoryJob(PreparedJob):
         self, chunks: Iterator[_Chunk], scratch: list[Bytes], verify: bool, on_progress: Callable[[int], None]
     ) -> None:
         done, next_report = 0, PROGRESS_BYTES
-        digest, copyto = xxhash.xxh3_64_intdigest, np.copyto
+        copyto = np.copyto
+        # numpy's arrays are buffers; its stubs do not say so
+        digest: Callable[[Any], int] = xxhash.xxh3_64_intdigest
         for chunk in chunks:
             source, destination = chunk.source, chunk.destination
             if isinstance(source, RemoteChunk):

@@ -199,7 +199,7 @@ class DaemonShell:
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
             case act.Log(event, fields):
-                self._log(event, **fields)
+                self._log.write(event, fields)
 
     def _collect_arenas(self) -> None:
         os.read(self._made_r, 4096)

@@ -187,6 +187,8 @@ class Daemon:
                 def answer(reply: Message) -> None:
                     self._reply(session.id, request, reply)
 
+                if isinstance(message, local.GetStatus):
+                    self._say(0, cluster.NodeUpdate(status=self.status()))  # the figures of now
                 streams = isinstance(message, local.StartSwap)
                 self._forward(session.id, request, message, answer, streams=streams)
             case _:
@@ -474,11 +476,14 @@ class Daemon:
             return
         self._log("coordinator", boot=boot)
         for member in self.members.values():
-            self._forward(0, 0, self._add_shard(member), lambda reply, m=member: self._readded(m, reply))
+            self._forward(0, 0, self._add_shard(member), self._readmitted(member.id))
 
-    def _readded(self, member: Member, reply: Message) -> None:
-        if isinstance(reply, local.Failure):
-            self._log("not-readmitted", member=member.id, reason=reply.message)
+    def _readmitted(self, member: str) -> Callable[[Message], None]:
+        def answer(reply: Message) -> None:
+            if isinstance(reply, local.Failure):
+                self._log("not-readmitted", member=member, reason=reply.message)
+
+        return answer
 
     def _abort(self, swap: str, reason: str) -> None:
         self._swaps.abort(swap)

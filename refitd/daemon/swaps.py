@@ -291,7 +291,8 @@ class LocalSwaps:
                 table = local_swap.plan.table
                 name = table.tensors[int(table.tensor[row])]
                 members = local_swap.plan.members
-                what = f"parameter {name!r} of {members[int(table.dst_rank[row])]} from {members[int(table.src_rank[row])]}"
+                src, dst = members[int(table.src_rank[row])], members[int(table.dst_rank[row])]
+                what = f"parameter {name!r} of {dst} from {src}"
             self._stage_failed(run.purpose.swap, what, reason)
 
     def worker_died(self, worker: int, who: str, how: str) -> None:

@@ -1,0 +1,1 @@
+"""From a plan to addressed copies that a worker performs."""

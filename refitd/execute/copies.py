@@ -51,7 +51,8 @@ class CopyList:
     @property
     def row_bytes(self) -> Int64:
         """Bytes of each copy, shape [n]."""
-        return np.prod(self.size, axis=1, dtype=np.int64) * self.element_size
+        elements: Int64 = np.prod(self.size, axis=1, dtype=np.int64)
+        return elements * self.element_size
 
     def select(self, rows: npt.NDArray[np.int64]) -> CopyList:
         """Return these copies only."""

@@ -1,26 +1,33 @@
-"""Rosters in, one exact plan out."""
+"""Rosters in, one exact plan out.
+
+    rosters -> layouts      names, geometries and layout classes as columns        (layouts.py)
+            -> match        pieces of each destination class, and who holds them   (match.py, intersect.py)
+            -> shares       which rank sends which pieces to which                 (replicas.py)
+            -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
+            -> table        one row per copy                                       (table.py)
+
+The work grows with the number of different layouts, not with the number of ranks, up to the last step.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
-from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
-from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
-from refitd.describe.tiles import Tile
-from refitd.dtypes import dtype_name
 from refitd.errors import PlanError
-from refitd.plan.ops import ReshardPlan, TransferOp
+from refitd.plan.coalesce import Rows, coalesced
+from refitd.plan.columns import Ints, find, mixed, numbered, offsets_of, ranges
+from refitd.plan.layouts import Layouts, Side, read_rosters
+from refitd.plan.match import Match, match
+from refitd.plan.replicas import Demands, Shares, choose_sources
+from refitd.plan.shared import SharedPlan
 from refitd.plan.table import CopyTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class GlobalPlan:
     """Every copy of a refit.
 
@@ -28,240 +35,121 @@ class GlobalPlan:
         table: one row per copy.
         unused_sources: canonical names that some rank offers and none wants.
         digest: identifies the plan's content.
+        shared: the same copies, rows that several ranks have in common once.
     """
 
     table: CopyTable
     unused_sources: tuple[str, ...]
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    rank: int
-    local: str
-    tensor: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    local_offset: int
-    local_stride: tuple[int, ...]
-    element_size: int
-
-
-def roster_digest(rosters: Sequence[Roster]) -> str:
-    """Return a digest of the rosters' content, the same in any order of rosters and tensors."""
-    parts = []
-    for roster in rosters:
-        sides = [
-            sorted(repr((m.name, tuple(m.shape), dtype_name(m.dtype), m.is_tp, m.partition_dim, m.partition_stride,
-                   m.partition_sizes, m.tensor_parallel_group_ranks, canonical_name(m), m.tiles, m.global_shape,
-                   m.owner_rank)) for m in side)
-            for side in (roster.source, roster.destination)
-        ]
-        parts.append(repr((roster.rank, roster.node, sides)))
-    return xxhash.xxh3_128_hexdigest("\n".join(sorted(parts)).encode())
+    shared: SharedPlan
 
 
 def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
-    """Plan every copy that fills every destination, each element once, from one chosen source.
+    """Plan the copies that fill every destination element exactly once, from one chosen source each.
+
+    The result depends on the rosters' content only, never on their order.
 
     Raises:
-        PlanError: with everything that stands in the way.
+        PlanError: with everything that stands in the way; nothing is planned in part.
     """
-    problems: list[str] = []
-    by_rank: dict[int, Roster] = {}
-    for roster in rosters:
-        if roster.rank in by_rank:
-            problems.append(f"rank {roster.rank} is in two rosters ({_label(by_rank[roster.rank])}, {_label(roster)})")
-        by_rank[roster.rank] = roster
-    ordered = [by_rank[rank] for rank in sorted(by_rank)]
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    dtypes: dict[str, tuple[str, str]] = {}
-    sources: dict[str, list[Box]] = defaultdict(list)
-    wanted: dict[str, list[Box]] = defaultdict(list)
-    for side, into in (("source", sources), ("destination", wanted)):
-        sizes: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
-        for roster in ordered:
-            for m in getattr(roster, side):
-                if is_sharded(m) and isinstance(m.partition_dim, int) and 0 <= m.partition_dim < len(m.shape):
-                    sizes[canonical_name(m), tuple(m.tensor_parallel_group_ranks or ())][roster.rank] = m.shape[m.partition_dim]
-        for roster in ordered:
-            seen = set()
-            for m in getattr(roster, side):
-                where = f"{_label(roster)} {side}"
-                if m.name in seen:
-                    problems.append(f"{where}: {m.name} is listed twice")
-                seen.add(m.name)
-                if m.owner_rank is None:
-                    m = replace(m, owner_rank=roster.rank)
-                if m.owner_rank != roster.rank:
-                    problems.append(f"{where}: {m.name} says it belongs to rank {m.owner_rank}")
-                    continue
-                held = sizes.get((canonical_name(m), tuple(m.tensor_parallel_group_ranks or ())), {})
-                uneven = None
-                if is_sharded(m) and len(set(held.values())) > 1:
-                    missing = [r for r in m.tensor_parallel_group_ranks or () if r not in held]
-                    if missing:
-                        problems.append(f"{where}: {m.name} is split unevenly and rank {missing[0]} of its group has not said how much it holds")
-                        continue
-                    uneven = [held[r] for r in m.tensor_parallel_group_ranks or ()]
-                if bad := layout_problems(m, uneven):
-                    problems += [f"{where}: {p}" for p in bad]
-                    continue
-                tiles = tiles_of(m, uneven)
-                shape = global_shape_of(m, uneven)
-                for name in {t.tensor for t in tiles} or {canonical_name(m)}:
-                    dtype = dtype_name(m.dtype)
-                    first = dtypes.setdefault(name, (dtype, where))
-                    if first[0] != dtype:
-                        problems.append(f"{name}: {where} has {dtype}, {first[1]} has {first[0]}; the dtypes must be equal")
-                    if shape is not None:
-                        known = shapes.setdefault(name, (shape, where))
-                        if known[0] != shape:
-                            problems.append(f"{name}: {where} has global shape {shape}, {known[1]} has {known[0]}; check the parallel groups")
-                for tile in tiles:
-                    into[tile.tensor] += [
-                        Box(roster.rank, m.name, tile.tensor, offset, tile.size, local, tile.local_stride, m.element_size)
-                        for offset, local in _occurrences(tile)
-                    ]
-    rows: list[tuple[Box, Box]] = []
-    load: dict[int, int] = defaultdict(int)
-    for name in sorted(wanted):
-        holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = defaultdict(list)
-        for cell in _cells(sources.get(name, [])):
-            holders[cell.offset, cell.size].append(cell)
-        for want in sorted(wanted[name], key=lambda b: (b.rank, b.local, b.local_offset)):
-            covered = 0
-            picked: list[tuple[Box, Box]] = []
-            for (offset, size), boxes in sorted(holders.items()):
-                both = _overlap(offset, size, want.offset, want.size)
-                if both is None:
-                    continue
-                source = _choose(boxes, want.rank, by_rank, load)
-                nbytes = elements(both[1]) * want.element_size
-                covered += elements(both[1])
-                load[source.rank] += nbytes if source.rank != want.rank else 0
-                picked.append((_clip(source, *both), _clip(want, *both)))
-            if covered != elements(want.size):
-                what = "no source has it" if not holders else f"sources hold {covered} of the {elements(want.size)} elements wanted at {want.offset}"
-                problems.append(f"{name}: {_label(by_rank[want.rank])} destination {want.local} wants it, but {what}; check the source's names and groups")
-            rows += _coalesce(picked)
+    layouts, problems = read_rosters(rosters)
     if problems:
         raise PlanError(problems)
-    table = _table(rows)
-    digest = xxhash.xxh3_128()
-    for value in table.to_wire().values():
-        digest.update(value if isinstance(value, bytes) else repr(value).encode())
-    return GlobalPlan(table, tuple(sorted(set(sources) - set(wanted))), digest.hexdigest())
+    found, problems = match(layouts)
+    if problems:
+        raise PlanError(problems)
+    shared = _shared_plan(layouts, found, _shares(layouts, found))
+    return GlobalPlan(shared.expand(), found.unused, shared.digest(), shared)
 
 
-def _label(roster: Roster) -> str:
-    return roster.label or f"rank {roster.rank}"
+@dataclass(frozen=True, eq=False)
+class _Allotted:
+    """Which rank sends which pieces to which; ranks are positions in the sorted ranks."""
+
+    src: Ints
+    dst: Ints
+    low: Ints
+    high: Ints
 
 
-def _occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
-    yield tile.offset, tile.local_offset
-    if r := tile.repeat:
-        for i in range(1, r.count):
-            offset = list(tile.offset)
-            offset[r.dim] += i * r.step
-            yield tuple(offset), tile.local_offset + i * r.local_step
-
-
-def _overlap(a, an, b, bn):  # type: ignore[no-untyped-def]
-    lo = tuple(map(max, a, b))
-    size = tuple(min(x + n, y + m) - s for x, n, y, m, s in zip(a, an, b, bn, lo, strict=True))
-    return (lo, size) if all(s > 0 for s in size) else None
-
-
-def _clip(box: Box, offset: tuple[int, ...], size: tuple[int, ...]) -> Box:
-    at = box.local_offset + sum((o - b) * s for o, b, s in zip(offset, box.offset, box.local_stride, strict=True))
-    return replace(box, offset=offset, size=size, local_offset=at)
-
-
-def _cells(boxes: list[Box]) -> list[Box]:
-    """Cut source boxes along each other's edges, so that any two are equal or disjoint."""
-    distinct = {(b.offset, b.size) for b in boxes}
-    if all(_overlap(*x, *y) is None for x, y in itertools.combinations(distinct, 2)):
-        return boxes
-    dims = len(boxes[0].offset)
-    cuts = [sorted({e for o, s in distinct for e in (o[d], o[d] + s[d])}) for d in range(dims)]
-    found = []
-    for box in boxes:
-        spans = []
-        for d in range(dims):
-            edges = [c for c in cuts[d] if box.offset[d] <= c <= box.offset[d] + box.size[d]]
-            spans.append([(a, b - a) for a, b in itertools.pairwise(edges)])
-        for cell in itertools.product(*spans):
-            found.append(_clip(box, tuple(c[0] for c in cell), tuple(c[1] for c in cell)))
-    return found
-
-
-def _choose(boxes: list[Box], rank: int, by_rank: dict[int, Roster], load: dict[int, int]) -> Box:
-    node = by_rank[rank].node
-    return min(boxes, key=lambda b: (b.rank != rank, not node or by_rank[b.rank].node != node, load[b.rank], b.rank, b.local))
-
-
-def _coalesce(pairs: list[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
-    merged = True
-    while merged:
-        merged = False
-        for d in range(len(pairs[0][1].offset) if pairs else 0):
-            out: list[tuple[Box, Box]] = []
-            pairs.sort(key=lambda p: (p[1].offset[:d], p[1].offset[d + 1:], p[1].offset[d]))
-            for src, dst in pairs:
-                if out:
-                    psrc, pdst = out[-1]
-                    n = pdst.size[d]
-                    if (
-                        psrc.rank == src.rank and psrc.local == src.local and psrc.local_stride == src.local_stride
-                        and pdst.size[:d] == dst.size[:d] and pdst.size[d + 1:] == dst.size[d + 1:]
-                        and pdst.offset[:d] == dst.offset[:d] and pdst.offset[d + 1:] == dst.offset[d + 1:]
-                        and pdst.offset[d] + n == dst.offset[d]
-                        and psrc.local_offset + n * src.local_stride[d] == src.local_offset
-                    ):
-                        size = (*dst.size[:d], n + dst.size[d], *dst.size[d + 1:])
-                        out[-1] = (replace(psrc, size=size), replace(pdst, size=size))
-                        merged = True
-                        continue
-                out.append((src, dst))
-            pairs = out
-    return sorted(pairs, key=lambda p: p[1].local_offset)
-
-
-def _table(rows: list[tuple[Box, Box]]) -> CopyTable:
-    tensors = sorted({dst.tensor for _, dst in rows})
-    names = sorted({b.local for row in rows for b in row})
-    t_index, n_index = {n: i for i, n in enumerate(tensors)}, {n: i for i, n in enumerate(names)}
-    rows = sorted(rows, key=lambda p: (p[1].rank, p[1].local, p[1].local_offset))
-    dims = max((len(dst.size) for _, dst in rows), default=1) or 1
-
-    def pad(values: tuple[int, ...], fill: int) -> list[int]:
-        return [fill] * (dims - len(values)) + list(values)
-
-    def ids(src: Box, dst: Box) -> int:
-        key = repr((dst.tensor, dst.rank, dst.local, dst.local_offset, dst.size, dst.local_stride))
-        return xxhash.xxh3_64_intdigest(key.encode()) >> 1
-
-    i4 = lambda values: np.array(list(values), dtype=np.int32)  # noqa: E731
-    i8 = lambda values, *shape: np.array(list(values), dtype=np.int64).reshape(len(rows), *shape)  # noqa: E731
-    return CopyTable(
-        tensors=tuple(tensors),
-        locals=tuple(names),
-        tensor=i4(t_index[d.tensor] for _, d in rows),
-        src_rank=i4(s.rank for s, _ in rows),
-        dst_rank=i4(d.rank for _, d in rows),
-        src_local=i4(n_index[s.local] for s, _ in rows),
-        dst_local=i4(n_index[d.local] for _, d in rows),
-        element_size=i4(d.element_size for _, d in rows),
-        task_id=i8(ids(s, d) for s, d in rows),
-        size=i8((pad(d.size, 1) for _, d in rows), dims),
-        src_offset=i8(s.local_offset for s, _ in rows),
-        src_stride=i8((pad(s.local_stride, 0) for s, _ in rows), dims),
-        dst_offset=i8(d.local_offset for _, d in rows),
-        dst_stride=i8((pad(d.local_stride, 0) for _, d in rows), dims),
+def _shares(layouts: Layouts, found: Match) -> _Allotted:
+    """Choose a holder for every piece of every destination rank."""
+    pieces, sets = found.pieces, max(1, len(found.set_start) - 1)
+    # a bundle is what one destination class needs from one set
+    key, bundle_start = np.unique(pieces.dst_class * sets + pieces.set, return_index=True)
+    bundle_class, bundle_set = key // sets, key % sets
+    by_class = offsets_of(bundle_class, layouts.destination.classes)
+    receivers = np.flatnonzero(layouts.destination.rank_class >= 0)
+    classes = layouts.destination.rank_class[receivers]
+    owner, bundle = ranges(by_class[classes], by_class[classes + 1] - by_class[classes])
+    demands = Demands(receivers[owner], bundle_set[bundle], bundle)
+    start, members = _members(layouts.source)
+    of, holder = ranges(start[found.set_class], start[found.set_class + 1] - start[found.set_class])
+    set_of = np.repeat(np.arange(sets), np.diff(found.set_start))[of] if len(of) else of
+    shares: Shares = choose_sources(
+        demands,
+        set_of,
+        members[holder],
+        layouts.nodes,
+        np.append(bundle_start, len(pieces.spot)),
+        np.prod(pieces.size, axis=1) * pieces.element_size,
     )
+    return _Allotted(shares.holder, demands.rank[shares.demand], shares.low, shares.high)
 
 
-def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
-    """Return each rank's plan (placeholder until the slice views exist)."""
-    raise NotImplementedError
+def _members(side: Side) -> tuple[Ints, Ints]:
+    """Return the ranks of every class end to end, and where each class's begin."""
+    order = np.argsort(side.rank_class, kind="stable")
+    order = order[np.searchsorted(side.rank_class[order], 0) :]
+    return offsets_of(side.rank_class[order], side.classes), order
+
+
+def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedPlan:
+    """Join the pieces that each pair of ranks exchanges into rows; equal pairs of classes share theirs."""
+    pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
+    order = np.lexsort((allotted.low, allotted.src, allotted.dst))
+    src, dst, low, high = (column[order] for column in (allotted.src, allotted.dst, allotted.low, allotted.high))
+    # a job is all that one rank sends to another; pieces tell the destination's class, so jobs with the same
+    # runs of pieces and the same source class copy the same rows
+    _, run = numbered(low * (len(pieces.spot) + 1) + high)
+    opens = np.concatenate([[True], (np.diff(src) != 0) | (np.diff(dst) != 0)])[: len(src)]
+    job_start = np.flatnonzero(opens)
+    job_class = layouts.source.rank_class[src[job_start]]
+    content = np.add.reduceat(mixed(run), job_start) if len(run) else np.zeros(0, np.uint64)
+    example, kind = numbered(mixed(content ^ mixed(job_class)))
+    # kinds in the order of the first job of each, so that their order follows from ranks alone
+    rank_of_kind = np.empty(len(example), np.int64)
+    by_example = np.argsort(example)
+    rank_of_kind[by_example] = np.arange(len(example))
+    example, kind = example[by_example], rank_of_kind[kind]
+
+    run_count = np.diff(np.append(job_start, len(src)))
+    owner, at = ranges(job_start[example], run_count[example])
+    inner, piece = ranges(low[at], high[at] - low[at])
+    owner = owner[inner]
+    holding = find(holdings.key, pieces.spot[piece] * classes + job_class[example][owner])
+    stride = holdings.stride[holding]
+    rows = coalesced(
+        Rows(
+            owner=owner,
+            tensor=pieces.tensor[piece],
+            src_local=holdings.local[holding],
+            dst_local=pieces.local[piece],
+            element_size=pieces.element_size[piece],
+            origin=pieces.origin[piece],
+            size=pieces.size[piece],
+            src_offset=holdings.offset[holding] + (pieces.shift[piece] * stride).sum(axis=1),
+            src_stride=stride,
+            dst_offset=pieces.offset[piece],
+            dst_stride=pieces.stride[piece],
+        )
+    )
+    return SharedPlan(
+        tensors=layouts.tensors,
+        locals=layouts.locals,
+        rows=rows,
+        row_start=offsets_of(rows.owner, len(example)),
+        job_rows=kind,
+        job_src=layouts.ranks[src[job_start]],
+        job_dst=layouts.ranks[dst[job_start]],
+    )

@@ -14,10 +14,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from refitd.plan.columns import Hashes, Ints, find, hashed, mixed, numbered, offsets_of, ranges
 from refitd.plan.intersect import cut, pieces_of
 from refitd.plan.layouts import Layouts, Side
+
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +67,6 @@ class _Patterns:
     """Cells of all patterns end to end, and how each pattern's boxes lie on them (sorted by key)."""
 
     cell_offset: Ints
-    cell_size: Ints
     held_key: Ints  # pattern * boxes + source box
     held_cell: Ints
     want_key: Ints  # pattern * boxes + destination box
@@ -235,7 +237,7 @@ def _expanded(tiles: _Tiles, pattern: Ints, sorted_key: Ints, layouts: Layouts) 
     return chosen[owner], at
 
 
-def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: np.ndarray) -> list[str]:  # type: ignore[type-arg]
+def _unsourced(layouts: Layouts, wanted: _Tiles, is_held: Flags) -> list[str]:
     tensors, first = np.unique(wanted.tensor[~is_held[wanted.tensor]], return_index=True)
     rows = np.flatnonzero(~is_held[wanted.tensor])[first]
     return [
@@ -279,12 +281,10 @@ def _ambiguities(layouts: Layouts, held: _Tiles, tile: Ints, repeated: Ints) -> 
     return list(found.values())
 
 
-def _extent_problems(
-    layouts: Layouts, held: _Tiles, wanted: _Tiles, both: np.ndarray  # type: ignore[type-arg]
-) -> list[str]:
-    """Compare shapes where explicit tiles come without one: together they must reach as far as the other side.
+def _extent_problems(layouts: Layouts, held: _Tiles, wanted: _Tiles, both: Flags) -> list[str]:
+    """Compare shapes where explicit tiles come without one: together they must reach as far as they should.
 
-    Declared shapes have been compared before; and tiles never reach outside a shape that they declare.
+    Declared shapes have been compared before, and tiles never reach outside a shape that they declare.
     """
     geometries = layouts.geometries
     declared = np.full(len(layouts.tensors), -1, np.int64)
@@ -292,6 +292,9 @@ def _extent_problems(
     for side, tiles in ((layouts.source, held), (layouts.destination, wanted)):
         shape = geometries.global_shape[side.entry_geometry]
         declared[side.entry_tensor[shape >= 0]] = shape[shape >= 0]
+        quiet = np.ones(len(layouts.tensors), bool)
+        quiet[side.entry_tensor[shape >= 0]] = False
+        silent.append(quiet)
         end = (geometries.box_offset + geometries.box_size)[tiles.box]
         order = np.argsort(tiles.tensor, kind="stable")
         present, start = np.unique(tiles.tensor[order], return_index=True)
@@ -299,23 +302,20 @@ def _extent_problems(
         if len(present):
             ends[present] = np.maximum.reduceat(end[order], start, axis=0)
         reach.append(ends)
-        says = np.zeros(len(layouts.tensors), bool)
-        says[side.entry_tensor[shape >= 0]] = True
-        silent.append(~says)
     problems = []
-    undecided = both & (silent[0] | silent[1])
-    for tensor in np.flatnonzero(undecided & ((reach[0] != reach[1]).any(axis=1))).tolist():
-        dims = len(geometries.shapes[declared[tensor]]) if declared[tensor] >= 0 else reach[0].shape[1]
-        ends = [tuple(r[tensor, r.shape[1] - dims :].tolist()) for r in reach]
-        if declared[tensor] >= 0 and all(
-            not quiet[tensor] or end == geometries.shapes[declared[tensor]]
-            for quiet, end in zip(silent, ends, strict=True)
-        ):
-            continue
-        problems.append(
-            f"{layouts.tensors[tensor]}: the sources' tiles reach to {ends[0]} and the destinations' to {ends[1]}; "
-            "they must agree, or declare global_shape where a part is meant"
+    for tensor in np.flatnonzero(both & (silent[0] | silent[1])).tolist():
+        shape = geometries.shapes[declared[tensor]] if declared[tensor] >= 0 else None
+        source, destination = (
+            tuple(ends[tensor, -len(shape) if shape else 0 :].tolist()) for ends in reach
         )
+        pairs = zip((source, destination), silent, strict=True)
+        agreed = all(end == shape for end, quiet in pairs if quiet[tensor]) if shape else source == destination
+        if not agreed:
+            problems.append(
+                f"{layouts.tensors[tensor]}: the sources' tiles reach to {source}, the destinations' to "
+                f"{destination}{f', the global shape is {shape}' if shape else ''}; they must agree; where only a "
+                "part is meant, declare global_shape beside the tiles"
+            )
     return problems
 
 

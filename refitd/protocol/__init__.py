@@ -1,0 +1,1 @@
+"""Typed messages, their codec and the sockets they travel on."""

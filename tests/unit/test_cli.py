@@ -31,9 +31,7 @@ from refitd_cli.session import Session
 
 
 def member(replica: str, rank: int, state: str, **changed) -> MemberReport:
-    return MemberReport(
-        replica=replica, rank=rank, node="n0", host="box", pid=40 + rank, state=state, **changed
-    )
+    return MemberReport(replica=replica, rank=rank, node="n0", host="box", pid=40 + rank, state=state, **changed)
 
 
 COMMITTED = SwapReport(

@@ -152,9 +152,7 @@ def test_variables_of_the_scripts_are_not_configuration():
     assert load(None, environ={"REFITD_VENV": "/somewhere", "REFITD_RUNTIME_DIR": "/elsewhere"}) == Config()
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://0.0.0.0:5555", "tcp://10.1.2.3:5555", "tcp://*:5555", "udp://127.0.0.1:1"]
-)
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "tcp://10.1.2.3:5555", "tcp://*:5555", "udp://127.0.0.1:1"])
 def test_coordinator_does_not_listen_beyond_this_machine(endpoint):
     with pytest.raises(ConfigError, match="loopback"):
         load(None, environ={}, **{"coordinator.endpoint": endpoint})

@@ -1,0 +1,111 @@
+"""Join rows that one strided copy can do: neighbours become one box, equally spaced rows get one more dimension.
+
+    [0:4] from 0, [4:8] from 4                    ->  [0:8] from 0
+    gate rows 0:64 and up rows 256:320, both from
+    the same source tensor                        ->  2 x 64 rows, 256 apart here, as far apart as they are there
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.plan.columns import Ints, hashed
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Copies before they have ranks. Rows of different owners are never joined."""
+
+    owner: Ints
+    tensor: Ints
+    src_local: Ints
+    dst_local: Ints
+    element_size: Ints
+    origin: Ints  # [n, D] canonical coordinates of the first element
+    size: Ints  # [n, D]
+    src_offset: Ints
+    src_stride: Ints  # [n, D]
+    dst_offset: Ints
+    dst_stride: Ints  # [n, D]
+
+    def select(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Rows:
+        """Return these rows only."""
+        return Rows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def in_order(self) -> Rows:
+        """Return the rows sorted by owner, tensor, destination tensor and place in it."""
+        return self.select(np.lexsort((self.dst_offset, self.dst_local, self.tensor, self.owner)))
+
+
+def coalesced(rows: Rows) -> Rows:
+    """Return the same copies in fewer rows, in order; boxes may have one dimension more than before."""
+    for dim in reversed(range(rows.size.shape[1])):
+        rows = _join_neighbours(rows, dim)
+    return _join_spaced(rows).in_order()
+
+
+def _join_neighbours(rows: Rows, dim: int) -> Rows:
+    """Join boxes that touch along one dimension, in the tensor and in both local tensors."""
+    others = [d for d in range(rows.size.shape[1]) if d != dim]
+    alike = hashed(
+        [rows.owner, rows.tensor, rows.src_local, rows.dst_local, rows.src_stride, rows.dst_stride]
+        + [a[:, d] for d in others for a in (rows.origin, rows.size)]
+    )
+    order = np.lexsort((rows.origin[:, dim], alike))
+    rows, alike = rows.select(order), alike[order]
+    step = rows.size[:-1, dim]
+    joins = (
+        (alike[1:] == alike[:-1])
+        & (np.diff(rows.origin[:, dim]) == step)
+        & (np.diff(rows.src_offset) == step * rows.src_stride[:-1, dim])
+        & (np.diff(rows.dst_offset) == step * rows.dst_stride[:-1, dim])
+    )
+    if not joins.any():
+        return rows
+    first = np.flatnonzero(np.concatenate([[True], ~joins]))
+    size = rows.size[first]
+    size[:, dim] = np.add.reduceat(rows.size[:, dim], first)
+    return replace(rows.select(first), size=size)
+
+
+def _join_spaced(rows: Rows) -> Rows:
+    """Turn runs of equal boxes at equal distances, in both local tensors, into one box with a leading dimension."""
+    alike = hashed(
+        [rows.owner, rows.tensor, rows.src_local, rows.dst_local, rows.size, rows.src_stride, rows.dst_stride]
+    )
+    order = np.lexsort((rows.dst_offset, alike))
+    rows, alike = rows.select(order), alike[order]
+    if len(alike) < 2 or not (alike[1:] == alike[:-1]).any():
+        return rows
+    src_step = np.diff(rows.src_offset, prepend=0)
+    dst_step = np.diff(rows.dst_offset, prepend=0)
+    # places only ever grow along a dimension
+    opens = np.concatenate([[True], (alike[1:] != alike[:-1]) | (src_step[1:] < 0)])
+    turns = np.concatenate([[True], (np.diff(src_step) != 0) | (np.diff(dst_step) != 0)])
+    turns |= opens
+    turns[1:] |= opens[:-1]
+    # a run starts where the step turns, unless the row before has just started one: at every other of several
+    # turns in a row
+    index = np.arange(len(turns))
+    begins = opens | (turns & ~np.concatenate([[False], turns[:-1]]))
+    starts = turns & ((index - np.maximum.accumulate(np.where(begins, index, 0))) % 2 == 0)
+    first = np.flatnonzero(starts)
+    if len(first) == len(starts):
+        return rows
+    count = np.diff(np.append(first, len(turns)))
+    second = np.minimum(first + 1, len(turns) - 1)
+    joined = rows.select(first)
+
+    def with_lead(lead: Ints, columns: Ints) -> Ints:
+        return np.concatenate([lead[:, None], columns], axis=1)
+
+    return replace(
+        joined,
+        origin=with_lead(np.zeros(len(first), np.int64), joined.origin),
+        size=with_lead(count, joined.size),
+        src_stride=with_lead(np.where(count > 1, src_step[second], 0), joined.src_stride),
+        dst_stride=with_lead(np.where(count > 1, dst_step[second], 0), joined.dst_stride),
+    )

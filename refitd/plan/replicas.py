@@ -1,0 +1,240 @@
+"""Choose which replica feeds which destination.
+
+A demand is everything that one destination rank needs from one set of equal holders; the holders of a set are
+interchangeable. Each demand goes, in this order of preference, to
+
+    itself            the destination rank is one of the holders: a local copy, no bytes are sent
+    its own node      holders on the destination's node, taken in turn
+    anyone            all holders, taken in turn
+
+"In turn" follows the order of ranks, so a destination that is appended takes the next turn and moves nobody
+else's. Turns are even where the layouts are. Where they are not (three destinations for eight holders, sets that
+overlap), whole pieces of demands then move from senders above their share to holders below it, until the bytes
+are even. Only ranks and bytes decide, so the choice is the same in any order of rosters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refitd.plan.columns import Ints, find, numbered, offsets_of, ranges
+
+# senders within this share of the mean count as even
+TOLERANCE = 0.02
+MAX_PASSES = 30
+
+
+@dataclass(frozen=True, eq=False)
+class Demands:
+    """Who needs how much of which set. Ranks are positions in the sorted ranks; rows are sorted by rank."""
+
+    rank: Ints
+    set: Ints
+    bundle: Ints  # the pieces needed: rows bundle_start[b]:bundle_start[b + 1] of piece_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Pieces low:high (rows of piece_bytes) of a demand's bundle come from a holder."""
+
+    demand: Ints
+    low: Ints
+    high: Ints
+    holder: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Turns:
+    """Demands whose candidates are the same holders. Candidates are holders[start:start + count]."""
+
+    holders: Ints
+    start: Ints  # [turns]
+    count: Ints  # [turns]
+    turn: Ints  # [demands] -1 for a local copy
+    position: Ints  # [demands] which of the candidates
+
+
+def choose_sources(
+    demands: Demands,
+    set_of: Ints,
+    holder_of: Ints,
+    nodes: Ints,
+    bundle_start: Ints,
+    piece_bytes: Ints,
+) -> Shares:
+    """Give every demand its holders.
+
+    Args:
+        demands: what is needed.
+        set_of: [holdings] set of each (set, rank) pair, in any order.
+        holder_of: [holdings] rank of each pair.
+        nodes: [ranks] number of each rank's node, -1 where it is unknown.
+        bundle_start: [bundles + 1] into `piece_bytes`.
+        piece_bytes: bytes of each piece.
+    """
+    turns = _take_turns(demands, set_of, holder_of, nodes)
+    low, high = bundle_start[demands.bundle], bundle_start[demands.bundle + 1]
+    local = turns.turn < 0
+    at = turns.start[turns.turn] + turns.position if len(turns.start) else turns.position
+    holder = np.where(local, demands.rank, turns.holders[at] if len(turns.holders) else demands.rank)
+    shares = Shares(np.arange(len(holder)), low, high, holder)
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(piece_bytes)])
+    load = np.zeros(len(nodes), np.int64)
+    sent = total[high] - total[low]
+    np.add.at(load, holder[~local], sent[~local])
+    if not _uneven(turns, load):
+        return shares
+    return _even_out(shares, turns, sent, load, total)
+
+
+def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) -> _Turns:
+    ranks, node_count = len(nodes), int(nodes.max(initial=-1)) + 1
+    order = np.lexsort((holder_of, nodes[holder_of], set_of))
+    set_of, holders = set_of[order], holder_of[order]
+    local = find(np.sort(set_of * ranks + holders), demands.set * ranks + demands.rank) >= 0
+    places = set_of * (node_count + 1) + nodes[holders] + 1
+    near = demands.set * (node_count + 1) + nodes[demands.rank] + 1
+    near_start = np.searchsorted(places, near, side="left")
+    near_count = np.searchsorted(places, near, side="right") - near_start
+    known = (nodes[demands.rank] >= 0) & (near_count > 0)
+    set_start = np.searchsorted(set_of, demands.set, side="left")
+    set_count = np.searchsorted(set_of, demands.set, side="right") - set_start
+    start, count = np.where(known, near_start, set_start), np.where(known, near_count, set_count)
+    remote = np.flatnonzero(~local)
+    first, number = numbered(start[remote] * (len(holders) + 1) + count[remote])
+    turn = np.full(len(local), -1, np.int64)
+    turn[remote] = number
+    # the how-manieth demand of its turn, in the order of ranks, picks the candidate
+    by_turn = np.argsort(number, kind="stable")
+    begin = offsets_of(number[by_turn], len(first))
+    nth = np.empty(len(remote), np.int64)
+    nth[by_turn] = np.arange(len(remote)) - begin[number[by_turn]]
+    position = np.zeros(len(local), np.int64)
+    position[remote] = nth % count[remote]
+    return _Turns(holders, start[remote][first], count[remote][first], turn, position)
+
+
+def _uneven(turns: _Turns, load: Ints) -> bool:
+    """Whether within some turn a sender has visibly more to send than another candidate."""
+    if not len(turns.start):
+        return False
+    turn, at = ranges(turns.start, turns.count)
+    begin = np.cumsum(turns.count) - turns.count
+    loads = load[turns.holders[at]]
+    spread = np.maximum.reduceat(loads, begin) - np.minimum.reduceat(loads, begin)
+    del turn
+    return bool((spread > TOLERANCE * _mean(turns, load)).any())
+
+
+def _mean(turns: _Turns, load: Ints) -> float:
+    """Return the bytes each possible sender would send if all sent the same."""
+    _, at = ranges(turns.start, turns.count)
+    return float(load.sum()) / max(1, len(np.unique(turns.holders[at])))
+
+
+def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints) -> Shares:
+    """Move pieces between the candidates of each turn until senders are even.
+
+    First the bytes alone: each turn in its turn is poured anew over its candidates, up to one level, on top of
+    what other turns have them send; that converges to the most even distribution there is. Then pieces follow.
+    """
+    candidates = [
+        turns.holders[s : s + c] for s, c in zip(turns.start.tolist(), turns.count.tolist(), strict=True)
+    ]
+    by_turn = np.argsort(turns.turn, kind="stable")
+    begin = np.searchsorted(turns.turn[by_turn], np.arange(len(candidates) + 1))
+    current, target = [], []
+    for number, who in enumerate(candidates):
+        mine = by_turn[begin[number] : begin[number + 1]]
+        bytes_each = np.bincount(turns.position[mine], weights=sent[mine], minlength=len(who))
+        current.append(bytes_each)
+        target.append(bytes_each)
+    level = load.astype(np.float64)
+    enough = 0.1 * TOLERANCE * _mean(turns, load)
+    for _ in range(MAX_PASSES):
+        moved = 0.0
+        for number, who in enumerate(candidates):
+            base = level[who] - target[number]
+            poured = _poured(base, float(target[number].sum()))
+            moved = max(moved, float(np.abs(poured - target[number]).max()))
+            target[number] = poured
+            level[who] = base + poured
+        if moved <= enough:
+            break
+    rows: list[tuple[int, int, int, int]] = []
+    for number, who in enumerate(candidates):
+        mine = by_turn[begin[number] : begin[number + 1]]
+        if np.abs(target[number] - current[number]).max() <= enough:
+            rows += zip(
+                mine.tolist(), shares.low[mine].tolist(), shares.high[mine].tolist(), shares.holder[mine].tolist(),
+                strict=True,
+            )  # fmt: skip
+        else:
+            rows += _moved(shares, mine, turns.position[mine], who, target[number], total)
+    local = np.flatnonzero(turns.turn < 0)
+    columns = np.array(rows, np.int64).reshape(-1, 4).T
+    return Shares(
+        demand=np.concatenate([columns[0], local]),
+        low=np.concatenate([columns[1], shares.low[local]]),
+        high=np.concatenate([columns[2], shares.high[local]]),
+        holder=np.concatenate([columns[3], shares.holder[local]]),
+    )
+
+
+def _poured(base: np.ndarray, amount: float) -> np.ndarray:  # type: ignore[type-arg]
+    """Return how much each vessel takes when `amount` is poured over them and finds one level."""
+    order = np.argsort(base, kind="stable")
+    heights = base[order]
+    # filling the k lowest vessels to the height of the next takes this much
+    needed = heights * np.arange(1, len(base) + 1) - np.cumsum(heights)
+    k = int(np.searchsorted(needed, amount, side="right"))
+    level = (amount + heights[:k].sum()) / k
+    return np.maximum(level - base, 0.0)
+
+
+def _moved(
+    shares: Shares,
+    mine: Ints,
+    position: Ints,
+    who: Ints,
+    target: np.ndarray,  # type: ignore[type-arg]
+    total: Ints,
+) -> list[tuple[int, int, int, int]]:
+    """Return a turn's shares after the candidates above their target gave pieces to those below it.
+
+    Each giver keeps its first demands; what it gives away is cut between pieces and handed on in one sequence,
+    so that a destination gets few more senders.
+    """
+    kept: list[tuple[int, int, int, int]] = []
+    given: list[tuple[int, int, int]] = []
+    room = target.copy()
+    for demand, place in sorted(zip(mine.tolist(), position.tolist(), strict=True)):
+        low, high = int(shares.low[demand]), int(shares.high[demand])
+        cut = low + _fitting(total, low, high, room[place])
+        room[place] -= total[cut] - total[low]
+        if cut > low:
+            kept.append((demand, low, cut, int(who[place])))
+        if cut < high:
+            given.append((demand, cut, high))
+    takers = np.argsort(-room, kind="stable").tolist()
+    for demand, start, end in given:
+        low = start
+        while low < end:
+            place = takers[0]
+            last = len(takers) == 1
+            cut = end if last else low + _fitting(total, low, end, room[place])
+            room[place] -= total[cut] - total[low]
+            if cut > low:
+                kept.append((demand, low, cut, int(who[place])))
+            if cut < end:
+                takers.pop(0)
+            low = cut
+    return kept
+
+
+def _fitting(total: Ints, low: int, high: int, room: float) -> int:
+    """Return how many of the pieces low:high fill `room`; the piece across the edge counts if half of it fits."""
+    middles = (total[low:high] + total[low + 1 : high + 1]) / 2 - total[low]
+    return int(np.searchsorted(middles, room, side="right"))

@@ -1,0 +1,98 @@
+"""A plan in the form it is made in: rows without ranks, and jobs that say which ranks perform which rows.
+
+Thousands of ranks of few kinds share few rows; only `expand` writes a row for every pair of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from refitd.plan.coalesce import Rows
+from refitd.plan.columns import Hashes, Ints, hashed, ranges
+from refitd.plan.table import CopyTable
+
+# a task id is the destination's rank, then a hash of the tensor and of the place that is written
+PLACE_BITS = 43
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPlan:
+    """Job j copies rows row_start[k]:row_start[k + 1], k = job_rows[j], from job_src[j] to job_dst[j].
+
+    `rows.owner` is k; `rows.tensor` and both locals index the names. Jobs are sorted by (dst, src).
+    """
+
+    tensors: tuple[str, ...]
+    locals: tuple[str, ...]
+    rows: Rows
+    row_start: Ints
+    job_rows: Ints
+    job_src: Ints
+    job_dst: Ints
+
+    @functools.cached_property
+    def places(self) -> Ints:
+        """The part of each row's task id that does not depend on the rank: tensor and place written."""
+        tensors, names = _name_hashes(self.tensors), _name_hashes(self.locals)
+        rows = self.rows
+        place = hashed([tensors[rows.tensor], names[rows.dst_local], rows.dst_offset])
+        return (place & np.uint64(2**PLACE_BITS - 1)).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int((self.row_start[self.job_rows + 1] - self.row_start[self.job_rows]).sum())
+
+    def expand(self) -> CopyTable:
+        """Return one row per copy, sorted by (destination rank, source rank, tensor, place)."""
+        start = self.row_start[self.job_rows]
+        job, at = ranges(start, self.row_start[self.job_rows + 1] - start)
+        rows = self.rows
+        dst = self.job_dst[job]
+        return CopyTable(
+            tensors=self.tensors,
+            locals=self.locals,
+            tensor=rows.tensor.astype(np.int32)[at],
+            src_rank=self.job_src.astype(np.int32)[job],
+            dst_rank=dst.astype(np.int32),
+            src_local=rows.src_local.astype(np.int32)[at],
+            dst_local=rows.dst_local.astype(np.int32)[at],
+            element_size=rows.element_size.astype(np.int32)[at],
+            task_id=(dst << PLACE_BITS) | self.places[at],
+            size=rows.size[at],
+            src_offset=rows.src_offset[at],
+            src_stride=rows.src_stride[at],
+            dst_offset=rows.dst_offset[at],
+            dst_stride=rows.dst_stride[at],
+        )
+
+    def digest(self) -> str:
+        """Return a digest of everything the plan says."""
+        digest = xxhash.xxh3_128()
+        rows = self.rows
+        for names in (self.tensors, self.locals):
+            digest.update("\0".join(names).encode())
+        for column in (
+            rows.tensor,
+            rows.src_local,
+            rows.dst_local,
+            rows.element_size,
+            rows.size,
+            rows.src_offset,
+            rows.src_stride,
+            rows.dst_offset,
+            rows.dst_stride,
+            self.row_start,
+            self.job_rows,
+            self.job_src,
+            self.job_dst,
+        ):
+            digest.update(repr(column.shape).encode())
+            digest.update(np.ascontiguousarray(column))
+        return digest.hexdigest()
+
+
+def _name_hashes(names: tuple[str, ...]) -> Hashes:
+    return np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)

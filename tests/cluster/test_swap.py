@@ -1,0 +1,252 @@
+"""Versions travel from sharded sources into sharded targets, in place, through real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import refitd
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, eventually
+
+
+def register_sources(client: refitd.Client, world: int, seed: int) -> list[tuple[object, dict[str, torch.Tensor]]]:
+    full = shards.whole(seed)
+    found = []
+    for rank in range(world):
+        mine = shards.cut(full, rank, world)
+        source = client.register_source(
+            "policy", mine, rank=rank, world_size=world, metadata=shards.describe(mine, rank, world)
+        )
+        found.append((source, mine))
+    return found
+
+
+def register_targets(client: refitd.Client, replica: str, world: int, **options: object):
+    found = []
+    for rank in range(world):
+        mine = shards.zeros_like(shards.cut(shards.whole(0), rank, world))
+        target = client.register_target(
+            "policy",
+            mine,
+            replica=replica,
+            rank=rank,
+            world_size=world,
+            metadata=shards.describe(mine, rank, world),
+            **options,
+        )
+        found.append((target, mine))
+    return found
+
+
+def test_two_replicas_of_other_layouts_get_every_byte_in_place(daemon: RunningDaemon) -> None:
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
+        sources = register_sources(trainer, 2, seed=1)
+        targets = register_targets(engine, "fine", 4) + register_targets(engine, "whole", 1)
+        pointers = [t.data_ptr() for _, mine in targets for t in mine.values()]
+        with Engine(*(target for target, _ in targets)) as running:
+            for version in range(1, 4):
+                full = shards.whole(seed=version)
+                for rank, (source, mine) in enumerate(sources):
+                    for name, tensor in shards.cut(full, rank, 2).items():
+                        mine[name].copy_(tensor)
+                    source.publish(version)
+                    # the promise of publish: the trainer may go on at once
+                    for tensor in mine.values():
+                        tensor.zero_()
+                report = trainer.swap("policy", version, timeout=20)
+                assert report.outcome == "committed"
+                assert report.digests == report.copies > 0
+                for rank in range(4):
+                    assert shards.equal(targets[rank][1], shards.cut(full, rank, 4))
+                assert shards.equal(targets[4][1], full)
+        assert not running.errors
+        assert pointers == [t.data_ptr() for _, mine in targets for t in mine.values()]
+        assert [target.version for target, _ in targets] == [3] * 5
+
+
+def test_tensors_in_an_arena_are_written_by_the_worker(daemon: RunningDaemon) -> None:
+    full = shards.whole(7)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", full)
+        live = engine.allocate({name: (tuple(t.shape), t.dtype) for name, t in full.items()})
+        target = engine.register_target("policy", live, replica="arena")
+        pointers = [t.data_ptr() for t in live.values()]
+        source.publish(1)
+        with Engine(target):
+            trainer.swap("policy", timeout=20)
+        assert shards.equal(live, full)
+        assert pointers == [t.data_ptr() for t in live.values()]
+        assert target.last_pause_s > 0
+    del live
+
+
+def test_a_target_of_transposed_tensors_keeps_its_strides(daemon: RunningDaemon) -> None:
+    full = {"w": torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8)}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", full)
+        own = {"w": torch.zeros(8, 6).t()}
+        arena = {"w": engine.allocate({"w": ((8, 6), torch.float32)})["w"].t()}
+        targets = [engine.register_target("policy", t, replica=r) for t, r in ((own, "own"), (arena, "arena"))]
+        source.publish(1)
+        with Engine(*targets):
+            trainer.swap("policy", timeout=20)
+        for live in (own, arena):
+            assert torch.equal(live["w"], full["w"])
+            assert live["w"].stride() == (1, 6)
+    del arena, live
+
+
+@pytest.mark.parametrize("in_arena", [False, True])
+def test_lent_tensors_are_read_where_they_live(daemon: RunningDaemon, in_arena: bool) -> None:
+    full = shards.whole(3)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        live = full
+        if in_arena:
+            live = trainer.allocate({name: (tuple(t.shape), t.dtype) for name, t in full.items()})
+            for name, tensor in live.items():
+                tensor.copy_(full[name])
+        source = trainer.register_source("policy", live)
+        before = daemon.node().arenas
+        target, mine = register_targets(engine, "r", 1)[0]
+        with Engine(target), source.lend(5) as lease:
+            assert not lease.has_ended
+            trainer.swap("policy", 5, timeout=20)
+            lease.wait(5)
+        assert shards.equal(mine, full)
+        assert before == (1 if in_arena else 2)
+        # the tensors were only lent: the version is not held any more
+        with pytest.raises(refitd.RefusedError, match="no version"):
+            trainer.swap("policy", timeout=5)
+    del live
+
+
+def test_publishing_lent_returns_when_the_swap_has_read(daemon: RunningDaemon) -> None:
+    full = shards.whole(3)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", full)
+        target, mine = register_targets(engine, "r", 1)[0]
+        with pytest.raises(refitd.DeadlineExceeded, match="no swap read it"):
+            source.publish(1, lend=True, timeout=0.2)
+        thread = threading.Thread(target=source.publish, args=(2,), kwargs={"lend": True, "timeout": 20})
+        thread.start()
+        eventually(lambda: trainer.status().models[0].complete_versions == (2,), "version 2 is lent")
+        with Engine(target):
+            trainer.swap("policy", 2, timeout=20)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert shards.equal(mine, full)
+
+
+def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    daemon = start_daemon("[models.policy]\nauto_swap = true\n")
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        sources = register_sources(trainer, 2, seed=1)
+        target, mine = register_targets(engine, "r", 1)[0]
+        for version in (1, 2):
+            for source, _ in sources:
+                source.publish(version)
+            assert target.wait(version, timeout=20) == version
+        assert shards.equal(mine, shards.whole(1))
+
+
+def test_a_published_version_outlives_its_trainer(daemon: RunningDaemon) -> None:
+    full = shards.whole(4)
+    with daemon.connect() as trainer:
+        trainer.register_source("policy", full).publish(9)
+    with daemon.connect() as engine, daemon.connect() as operator:
+        eventually(lambda: not operator.status().models[0].sources[0].attached, "the trainer has left")
+        target, mine = register_targets(engine, "r", 1)[0]
+        with Engine(target):
+            operator.swap("policy", timeout=20)
+        assert shards.equal(mine, full)
+        # a new trainer takes its place, and versions go on
+        source = operator.register_source("policy", full)
+        assert operator.status().models[0].sources[0].attached
+        source.publish(10)
+
+
+def test_an_on_commit_callback_decides_when_the_engine_is_quiet(daemon: RunningDaemon) -> None:
+    full = shards.whole(5)
+    lock, seen = threading.Lock(), []
+
+    def on_commit(commit: object) -> None:
+        with lock:
+            seen.append(commit.version)
+            commit.apply()
+
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", full)
+        target, mine = register_targets(engine, "r", 1, on_commit=on_commit)[0]
+        source.publish(1)
+        lock.acquire()
+        with pytest.raises(refitd.RefitFailed, match="did not take over"):
+            trainer_config_commit(trainer)
+        lock.release()
+        eventually(lambda: target.version == 1, "the late commit has been made")
+        assert seen == [1]
+        assert shards.equal(mine, full)
+        eventually(lambda: trainer.status().models[0].targets[0].state == "serving", "the coordinator knows")
+
+
+def trainer_config_commit(client: refitd.Client) -> None:
+    client.swap("policy", 1)
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+    return start_daemon("[deadlines]\ncommit_s = 1.0\n")
+
+
+def test_an_agreeing_replica_flips_all_ranks_at_the_same_poll(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", shards.whole(1))
+        targets = register_targets(engine, "r", 2)
+        source.publish(1)
+        barrier, polls, stop = threading.Barrier(2), [[], []], threading.Event()
+        votes = [0, 0]
+
+        def run(rank: int) -> None:
+            def agree(pending: int) -> int:
+                votes[rank] = pending
+                barrier.wait(10)
+                agreed = min(votes)
+                barrier.wait(10)
+                return agreed
+
+            while not (polls[rank] and polls[rank][-1] == 1) and not stop.is_set():
+                polls[rank].append(targets[rank][0].poll(agree=agree))
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        trainer.swap("policy", timeout=20)
+        for thread in threads:
+            thread.join(10)
+        stop.set()
+        assert len(polls[0]) == len(polls[1])
+        assert polls[0][-1] == polls[1][-1] == 1
+
+
+def test_many_swaps_leave_no_descriptor_in_the_daemon(daemon: RunningDaemon) -> None:
+    from pathlib import Path
+
+    fds = Path(f"/proc/{daemon.process.pid}/fd")
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", shards.whole(1))
+        target, _ = register_targets(engine, "r", 1)[0]
+        with Engine(target):
+            counts = []
+            for version in range(1, 60):
+                source.publish(version)
+                trainer.swap("policy", version, timeout=20)
+                counts.append(len(list(fds.iterdir())))
+        assert counts[-1] == counts[2]
+    with daemon.connect() as client:
+        # what the trainer had published is still held, nothing else
+        eventually(lambda: client.status().nodes[0].arenas == 2, "the engine's arenas are freed")

@@ -1,0 +1,54 @@
+"""Whole models cut into shards, independently of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from refitd import ParameterMetadata
+
+# name -> (shape, dimension that is split, or None)
+MODEL: Mapping[str, tuple[tuple[int, ...], int | None]] = {
+    "embedding.weight": ((64, 48), 0),
+    "layers.0.fc1.weight": ((96, 48), 0),
+    "layers.0.fc2.weight": ((48, 96), 1),
+    "layers.0.norm.weight": ((48,), None),
+}
+
+
+def whole(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, _) in MODEL.items()}
+
+
+def cut(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.clone() if (dim := MODEL[name][1]) is None else tensor.chunk(world, dim)[rank].contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def describe(shard: Mapping[str, torch.Tensor], rank: int, world: int) -> list[ParameterMetadata]:
+    return [
+        ParameterMetadata(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            element_size=tensor.element_size(),
+            is_tp=MODEL[name][1] is not None and world > 1,
+            partition_dim=MODEL[name][1] or 0,
+            owner_rank=rank,
+            tensor_parallel_group_ranks=list(range(world)),
+            resolved_name=name,
+        )
+        for name, tensor in shard.items()
+    ]
+
+
+def zeros_like(shard: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in shard.items()}
+
+
+def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
