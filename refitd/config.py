@@ -115,18 +115,23 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **fla
             raise ConfigError(f"{path}: cannot be read: {exc.strerror}; pass --config FILE") from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{path}: not TOML: {exc}") from exc
-    for variable, text in environ.items():
+    origins: dict[str, str] = {}
+    for variable, text in sorted(environ.items()):
         section, _, key = variable.removeprefix("REFITD_").lower().partition("__")
         if variable.startswith("REFITD_") and key:
             _set(values, section, key, _parse(text), variable)
+            origins[f"$.{section}.{key}"] = variable
     for dotted, value in flags.items():
         if value is not None:
             section, _, key = dotted.partition(".")
             _set(values, section, key, value, dotted)
+            origins[f"$.{dotted}"] = dotted
     try:
         config = msgspec.convert(values, Config, strict=True)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"{where}: {exc}; configs/ has commented examples with every key") from exc
+        at = str(exc).rpartition(" - at ")[2].strip("`")
+        known = next((origin for path, origin in origins.items() if path == at), where)
+        raise ConfigError(f"{known}: {exc}; configs/ has commented examples with every key") from exc
     _check(config, where)
     return config
 

@@ -31,4 +31,4 @@ def serve(
     config = settings.load(path, node__runtime_dir=runtime_dir, node__workers=workers, log__level=log_level)
     from refitd import daemon
 
-    ctx.exit(daemon.run(config, standalone=standalone, config_path=path, ready_fd=ready_fd))
+    ctx.exit(daemon.run(config, standalone=standalone, ready_fd=ready_fd))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from refitd_cli.demo.model import DemoModel, KVCache, compute_dtype
 
 PROMPT = b"    def read(self, "
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 TEMPERATURE = 0.7
 
 

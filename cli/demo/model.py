@@ -250,7 +250,7 @@ class DemoModel(nn.Module):
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer by name."""
-    return {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    return dict(module.state_dict(keep_vars=True))
 
 
 @torch.no_grad()

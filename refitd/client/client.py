@@ -34,6 +34,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._arenas: dict[int, MappedArena] = {}
+        self._registered: list[Source | Target] = []
 
     @property
     def node(self) -> str:
@@ -85,7 +86,9 @@ class Client:
         )
         registered = self._connection.request(message, local.SourceRegistered, timeout)
         mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
-        return Source(self._connection, model, tensors, registered, mapped)
+        source = Source(self._connection, model, tensors, registered, mapped)
+        self._registered.append(source)
+        return source
 
     def register_target(
         self,
@@ -134,7 +137,9 @@ class Client:
         )
         registered = self._connection.request(message, local.TargetRegistered, timeout)
         staging = None if live else self._connection.map_arena(registered.staging, write=False)
-        return Target(self._connection, model, replica, tensors, registered, staging, on_commit)
+        target = Target(self._connection, model, replica, tensors, registered, staging, on_commit)
+        self._registered.append(target)
+        return target
 
     def allocate(
         self, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]], *, timeout: float = 60.0
@@ -189,6 +194,10 @@ class Client:
 
     def close(self) -> None:
         """End the session and every registration made in it."""
+        for registered in self._registered:
+            registered.release()
+        self._registered.clear()
+        self._arenas.clear()  # tensors that were allocated in them keep their memory
         self._connection.close()
 
     def _live(self, tensors: TensorSet) -> tuple[Place, ...]:

@@ -29,6 +29,7 @@ class Source:
         self._tensors = tensors
         self._slots = slots
         self._leases: dict[int, Lease] = {}
+        self._closed = False
         self.model = model
         self.member = registered.member
         connection.listen(self.member, self._notified)
@@ -43,6 +44,7 @@ class Source:
             RefusedError: the version is not newer than the last one.
             DeadlineExceeded: every snapshot slot is still being read, or nobody swapped the lent version in time.
         """
+        self._check_open()
         if lend or not self._slots:
             with self.lend(version, timeout=timeout) as lease:
                 lease.wait(timeout)
@@ -61,6 +63,7 @@ class Source:
         Use it as a context manager around the swap, or `wait` for somebody else's; leaving the context takes the
         version back.
         """
+        self._check_open()
         addresses: tuple[int, ...] = ()
         if not self._tensors.arena_places:
             addresses = self._tensors.addresses()
@@ -77,8 +80,18 @@ class Source:
 
     def close(self) -> None:
         """Take the registration and every version of it back."""
-        self._connection.unlisten(self.member)
+        self.release()
         self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+
+    def release(self) -> None:
+        """Let go of the snapshot arenas; nothing can be published afterwards."""
+        self._connection.unlisten(self.member)
+        self._slots = ()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RefusedError(f"this source of model {self.model!r} is closed; register it again")
 
     def _withdraw(self, version: int) -> None:
         self._leases.pop(version, None)

@@ -127,11 +127,17 @@ class Target:
 
     def close(self) -> None:
         """Take the registration back; the tensors keep what they hold."""
+        self.release()
+        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+
+    def release(self) -> None:
+        """Let go of the staging arena; nothing can be committed afterwards."""
         with self._changed:
             self._closed = True
+            self._prepare = None
+            self._staging = None
             self._changed.notify_all()
         self._connection.unlisten(self.member)
-        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
 
     def _apply(self, prepare: local.PrepareCommit) -> int:
         started = time.perf_counter()
@@ -140,7 +146,8 @@ class Target:
             if prepare.by_worker:
                 self._let_worker_write(prepare)
             else:
-                assert self._staging is not None
+                if self._staging is None:
+                    raise CommitError("this target has been closed")
                 self._tensors.read_from(self._staging)
         except Exception as exc:
             self._version = None

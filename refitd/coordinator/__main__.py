@@ -1,17 +1,14 @@
-"""Entry point of `python -m refitd.coordinator`, which a standalone daemon starts beside itself."""
+"""Entry point of `python -m refitd.coordinator`: a standalone daemon starts it and writes its Config to stdin."""
 
-import argparse
 import sys
 
-import refitd.config
+import msgspec
+
+from refitd.config import Config
 from refitd.coordinator.main import run
 from refitd.errors import RefitdError
 
-parser = argparse.ArgumentParser(prog="refitd.coordinator")
-parser.add_argument("--config")
-parser.add_argument("--with-parent", action="store_true")
-arguments = parser.parse_args()
 try:
-    sys.exit(run(refitd.config.load(arguments.config), with_parent=arguments.with_parent))
+    sys.exit(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Config), with_parent=True))
 except RefitdError as error:
     sys.exit(f"refitd coordinator: {error}")

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from refitd.config import Config
 
 
-def run(config: Config, *, standalone: bool, config_path: str | None = None, ready_fd: int | None = None) -> int:
+def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit status. See refitd.daemon.main.run."""
     from refitd.daemon.main import run as run_daemon
 
-    return run_daemon(config, standalone=standalone, config_path=config_path, ready_fd=ready_fd)
+    return run_daemon(config, standalone=standalone, ready_fd=ready_fd)

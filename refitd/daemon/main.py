@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 
+import msgspec
 import zmq
 
 from refitd.buffers import arena as memory
@@ -249,13 +251,12 @@ def _make_arenas(wanted: tuple[tuple[int, str], ...]) -> list[int]:
     return fds
 
 
-def run(config: Config, *, standalone: bool, config_path: str | None = None, ready_fd: int | None = None) -> int:
+def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int:
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:
         config: what to run.
         standalone: also run a coordinator, as a process of its own beside this one.
-        config_path: the file that the coordinator process is to read.
         ready_fd: a descriptor to write "ready" to, once clients can connect and a coordinator has answered.
 
     Raises:
@@ -279,7 +280,7 @@ def run(config: Config, *, standalone: bool, config_path: str | None = None, rea
         shell = DaemonShell(config, context, log)
         try:
             if standalone:
-                child = _start_coordinator(config, config_path)
+                child = _start_coordinator(config)
             shell.serve(stop, wakeup_r, child, ready_fd)
         finally:
             shell.close()
@@ -296,9 +297,12 @@ def run(config: Config, *, standalone: bool, config_path: str | None = None, rea
     return 0
 
 
-def _start_coordinator(config: Config, config_path: str | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "refitd.coordinator", "--with-parent"]
-    if config_path is not None:
-        command += ["--config", config_path]
-    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(config.runtime_dir)}
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+def _start_coordinator(config: Config) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "refitd.coordinator"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; the loop notices and says so
+        child.stdin.write(msgspec.json.encode(config))  # what this daemon was told, flags and environment included
+        child.stdin.close()
+    return child

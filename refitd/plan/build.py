@@ -19,29 +19,12 @@ import numpy as np
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
 from refitd.plan.coalesce import Rows, coalesced
-from refitd.plan.columns import Ints, find, mixed, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, find, hashed, mixed, numbered, offsets_of, ranges
 from refitd.plan.layouts import Layouts, Side, read_rosters
 from refitd.plan.match import Match, match
 from refitd.plan.replicas import Demands, Shares, choose_sources
-from refitd.plan.shared import SharedPlan
-from refitd.plan.table import CopyTable
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalPlan:
-    """Every copy of a refit.
-
-    Attributes:
-        table: one row per copy.
-        unused_sources: canonical names that some rank offers and none wants.
-        digest: identifies the plan's content.
-        shared: the same copies, rows that several ranks have in common once.
-    """
-
-    table: CopyTable
-    unused_sources: tuple[str, ...]
-    digest: str
-    shared: SharedPlan
+from refitd.plan.shared import GlobalPlan, SharedPlan
+from refitd.plan.validate import shared_violations
 
 
 def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
@@ -53,13 +36,13 @@ def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
         PlanError: with everything that stands in the way; nothing is planned in part.
     """
     layouts, problems = read_rosters(rosters)
-    if problems:
-        raise PlanError(problems)
-    found, problems = match(layouts)
-    if problems:
-        raise PlanError(problems)
+    found, unmatched = match(layouts)
+    if problems or unmatched:
+        raise PlanError(problems + unmatched)
     shared = _shared_plan(layouts, found, _shares(layouts, found))
-    return GlobalPlan(shared.expand(), found.unused, shared.digest(), shared)
+    if wrong := shared_violations(shared, layouts):
+        raise PlanError(wrong)
+    return GlobalPlan(shared, found.unused, shared.digest())
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +99,7 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedP
     job_start = np.flatnonzero(opens)
     job_class = layouts.source.rank_class[src[job_start]]
     content = np.add.reduceat(mixed(run), job_start) if len(run) else np.zeros(0, np.uint64)
-    example, kind = numbered(mixed(content ^ mixed(job_class)))
+    example, kind = numbered(hashed([content, job_class]))
     # kinds in the order of the first job of each, so that their order follows from ranks alone
     rank_of_kind = np.empty(len(example), np.int64)
     by_example = np.argsort(example)

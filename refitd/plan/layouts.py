@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from refitd.describe.layout import (
     canonical_name,
@@ -30,7 +31,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Tile
 from refitd.dtypes import dtype_name
-from refitd.plan.columns import Ints, ranges
+from refitd.plan.columns import Ints, offsets_of, ranges
 
 SIDES = ("source", "destination")
 MAX_RANK = 2**20 - 1
@@ -140,7 +141,10 @@ def label_of(roster: Roster) -> str:
 
 
 def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
-    """Return the rosters as columns and everything that is wrong with them."""
+    """Return the rosters as columns and everything that is wrong with them.
+
+    Tensors that something is wrong with are not in the columns.
+    """
     problems = Problems()
     unique: dict[int, Roster] = {}
     for roster in rosters:
@@ -154,28 +158,45 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
         else:
             unique[roster.rank] = roster
     ordered = [unique[rank] for rank in sorted(unique)]
-    layouts, mismatches = _read(ordered, problems, {})
+    before = problems.messages()
+    reader = _Reader(ordered, {})
+    layouts = reader.layouts()
+    mismatches = _mismatches(layouts)
     if mismatches and (uneven := _uneven_sizes(ordered, mismatches)):
-        problems = Problems()
-        layouts, mismatches = _read(ordered, problems, uneven)
-    return layouts, problems.messages() + [line for lines in mismatches.values() for line in lines]
+        reader = _Reader(ordered, uneven)
+        layouts = reader.layouts()
+        mismatches = _mismatches(layouts)
+    wrong = before + reader.problems.messages() + [line for lines in mismatches.values() for line in lines]
+    if bad := reader.bad_tensors | mismatches.keys():
+        keep = np.array([name not in bad for name in layouts.tensors], bool)
+        layouts = replace(
+            layouts, source=_only(layouts.source, keep), destination=_only(layouts.destination, keep)
+        )
+    return layouts, wrong
 
 
-def _read(
-    ordered: Sequence[Roster], problems: Problems, uneven: Uneven
-) -> tuple[Layouts, dict[str, list[str]]]:
-    reader = _Reader(problems, uneven)
-    sides = [reader.side(ordered, side) for side in SIDES]
-    layouts = reader.finish(ordered, *sides)
-    return layouts, _mismatches(layouts)
+def _only(side: Side, keep: npt.NDArray[np.bool_]) -> Side:
+    """Return the side without the entries of tensors that are not to be kept."""
+    rows = keep[side.entry_tensor]
+    entry_class = side.entry_class[rows]
+    return Side(
+        rank_class=side.rank_class,
+        class_start=offsets_of(entry_class, side.classes),
+        entry_class=entry_class,
+        entry_local=side.entry_local[rows],
+        entry_tensor=side.entry_tensor[rows],
+        entry_geometry=side.entry_geometry[rows],
+    )
 
 
 class _Reader:
     """Gives numbers to names, boxes, geometries and classes as it meets them."""
 
-    def __init__(self, problems: Problems, uneven: Uneven) -> None:
-        self.problems = problems
+    def __init__(self, ordered: Sequence[Roster], uneven: Uneven) -> None:
+        self.ordered = ordered
         self.uneven = uneven
+        self.problems = Problems()
+        self.bad_tensors: set[str] = set()
         self.tensors: dict[str, int] = {}
         self.locals: dict[str, int] = {}
         self.boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
@@ -186,12 +207,15 @@ class _Reader:
         self.tile_start: list[int] = [0]
         self.geometry_rows: list[tuple[int, int, int, int, int]] = []
 
-    def side(self, ordered: Sequence[Roster], side: str) -> Side:
-        """Read one side of all rosters."""
+    def layouts(self) -> Layouts:
+        """Read both sides."""
+        return self._finish(*(self._side(side) for side in SIDES))
+
+    def _side(self, side: str) -> Side:
         classes: dict[tuple[tuple[int, int, int], ...], int] = {}
         rank_class = []
-        for roster in ordered:
-            entries = tuple(sorted(self.entries(roster, side, getattr(roster, side))))
+        for roster in self.ordered:
+            entries = tuple(sorted(self._entries(roster, side, getattr(roster, side))))
             rank_class.append(classes.setdefault(entries, len(classes)) if entries else -1)
         sizes = [len(entries) for entries in classes]
         rows = np.array([row for entries in classes for row in entries], np.int64).reshape(-1, 3)
@@ -204,7 +228,7 @@ class _Reader:
             entry_geometry=rows[:, 2],
         )
 
-    def entries(
+    def _entries(
         self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]
     ) -> list[tuple[int, int, int]]:
         """Return (local, tensor, geometry) of every tensor of one rank; wrong ones become problems."""
@@ -311,14 +335,21 @@ class _Reader:
         else:
             what = f"{m.name}: it is listed twice as a {side}; local names must be unique"
         self.problems.add(label_of(roster), what)
+        self._spoil(m)
+
+    def _spoil(self, m: ParameterMetadata) -> None:
+        """Take a tensor that cannot be described out of everything that follows, so that it is reported once."""
+        self.bad_tensors |= {canonical_name(m), *(tile.tensor for tile in m.tiles or ())}
 
     def _report(self, roster: Roster, side: str, m: ParameterMetadata) -> None:
         owned = replace(m, owner_rank=roster.rank)
+        self._spoil(m)
         for what in layout_problems(owned, self._sizes(side, m)):
             self.problems.add(f"{label_of(roster)} {side}", what)
 
-    def finish(self, ordered: Sequence[Roster], source: Side, destination: Side) -> Layouts:
+    def _finish(self, source: Side, destination: Side) -> Layouts:
         """Return everything read, with names sorted."""
+        ordered = self.ordered
         dims = max([1, *(len(offset) for offset, _ in self.boxes)])
         columns = np.array(self.geometry_rows, np.int64).reshape(-1, 5)
         tensors, tensor_at = _sorted(self.tensors)

@@ -6,13 +6,13 @@ Thousands of ranks of few kinds share few rows; only `expand` writes a row for e
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import xxhash
 
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Hashes, Ints, hashed, ranges
+from refitd.plan.columns import Hashes, Ints, hashed, numbered, offsets_of, ranges
 from refitd.plan.table import CopyTable
 
 # a task id is the destination's rank, then a hash of the tensor and of the place that is written
@@ -92,6 +92,62 @@ class SharedPlan:
             digest.update(repr(column.shape).encode())
             digest.update(np.ascontiguousarray(column))
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalPlan:
+    """Every copy of a refit.
+
+    Attributes:
+        shared: the copies; rows that several ranks have in common are there once.
+        unused_sources: canonical names that some rank offers and none wants.
+        digest: identifies what the plan does.
+    """
+
+    shared: SharedPlan
+    unused_sources: tuple[str, ...]
+    digest: str
+
+    @functools.cached_property
+    def table(self) -> CopyTable:
+        """The copies, one row each."""
+        return self.shared.expand()
+
+
+def shared_from(table: CopyTable) -> SharedPlan:
+    """Return any table as a shared plan: the inverse of `expand`, but for the order of rows."""
+    order = np.lexsort((np.arange(len(table)), table.src_rank, table.dst_rank))
+    sorted_table = table.select(order)
+    src, dst = (column.astype(np.int64) for column in (sorted_table.src_rank, sorted_table.dst_rank))
+    rows = Rows(
+        owner=np.zeros(len(table), np.int64),
+        tensor=sorted_table.tensor.astype(np.int64),
+        src_local=sorted_table.src_local.astype(np.int64),
+        dst_local=sorted_table.dst_local.astype(np.int64),
+        element_size=sorted_table.element_size.astype(np.int64),
+        origin=np.zeros_like(sorted_table.size),
+        size=sorted_table.size,
+        src_offset=sorted_table.src_offset,
+        src_stride=sorted_table.src_stride,
+        dst_offset=sorted_table.dst_offset,
+        dst_stride=sorted_table.dst_stride,
+    )
+    opens = np.concatenate([[True], (np.diff(src) != 0) | (np.diff(dst) != 0)])[: len(src)]
+    job_start = np.flatnonzero(opens)
+    count = np.diff(np.append(job_start, len(src)))
+    content = hashed([getattr(rows, f.name) for f in fields(rows)])
+    sums = np.add.reduceat(content, job_start) if len(content) else content
+    example, kind = numbered(sums)
+    owner, at = ranges(job_start[example], count[example])
+    return SharedPlan(
+        tensors=table.tensors,
+        locals=table.locals,
+        rows=replace(rows.select(at), owner=owner),
+        row_start=offsets_of(owner, len(example)),
+        job_rows=kind,
+        job_src=src[job_start],
+        job_dst=dst[job_start],
+    )
 
 
 def _name_hashes(names: tuple[str, ...]) -> Hashes:

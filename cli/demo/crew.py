@@ -1,0 +1,246 @@
+"""The launcher's end of every process it starts: commands, events, logs, deadlines, and an end for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refitd_cli.demo.channel import Message
+
+TICK_S = 1.0
+END_S = 10.0
+TAIL_BYTES = 3000
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on, or has found a difference."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of the demo."""
+
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def tail(self) -> str:
+        """Return the end of what it logged."""
+        text = self.log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace").strip()
+        status = self.process.poll()
+        state = "running" if status is None else f"exit status {status}"
+        return f"--- {self.name} (pid {self.process.pid}, {state})\n{text or '(no output)'}"
+
+
+class Crew:
+    """Every process the demo has started.
+
+    Args:
+        directory: where logs go.
+        on_event: called with a child's name and each event it sends, on the launcher's thread.
+        on_wait: called about every second of a wait in which nothing happened, with what is awaited.
+    """
+
+    def __init__(
+        self, directory: Path, on_event: Callable[[str, Message], None], on_wait: Callable[[str], None]
+    ) -> None:
+        self._directory, self._on_event, self._on_wait = directory, on_event, on_wait
+        self._events: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
+        self._arrived: dict[tuple[str, str], Message] = {}
+        self.members: dict[str, Child] = {}
+        self.daemon: Child | None = None
+
+    def start_daemon(self, config: Path, timeout_s: float) -> Child:
+        """Run `refitd serve --standalone` and return once clients can connect."""
+        ready, ready_in_child = os.pipe()
+        command = ["refitd_cli.daemon", "serve", "--standalone", "--config", str(config)]
+        try:
+            child = self._spawn(
+                "refitd", [*command, "--ready-fd", str(ready_in_child)], pass_fds=[ready_in_child]
+            )
+        finally:
+            os.close(ready_in_child)
+        self.daemon = child
+        with os.fdopen(ready, "rb", buffering=0) as pipe:
+            waiter = threading.Thread(target=lambda: self._put_word(pipe.read(16)), daemon=True)
+            waiter.start()
+            word = self.wait("pipe", ["refitd"], timeout_s)["refitd"]["word"]
+            waiter.join()
+        if word != "ready":
+            raise DemoFailed("refitd ended before it was ready")
+        return child
+
+    def start(self, name: str, module: str, *arguments: object) -> None:
+        """Start a trainer or engine process, which talks newline-separated JSON on its pipes."""
+        child = self._spawn(name, [module, *map(str, arguments)])
+        self.members[name] = child
+        threading.Thread(target=self._read, args=(child,), name=f"events of {name}", daemon=True).start()
+
+    def send(self, names: Iterable[str], command: str, **fields: Any) -> None:
+        """Tell children to do something."""
+        for name in names:
+            pipe = self.members[name].process.stdin
+            try:
+                if pipe is not None:
+                    pipe.write(json.dumps({"command": command, **fields}) + "\n")
+                    pipe.flush()
+            except BrokenPipeError:
+                raise DemoFailed(f"{name} has ended and cannot be told to {command}") from None
+
+    def wait(self, event: str, names: Iterable[str], timeout_s: float) -> dict[str, Message]:
+        """Return every named child's next event of this kind, which may have arrived already.
+
+        Raises:
+            DemoFailed: one of them, or any other process, failed or ended, or the deadline passed.
+        """
+        wanted = set(names)
+        found: dict[str, Message] = {}
+
+        def complete() -> bool:
+            for name in wanted - found.keys():
+                if (message := self._arrived.pop((name, event), None)) is not None:
+                    found[name] = message
+            return found.keys() == wanted
+
+        self.wait_until(
+            complete, lambda: f"{event!r} of {', '.join(sorted(wanted - found.keys()))}", timeout_s
+        )
+        return found
+
+    def wait_until(self, claim: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
+        """Take events until the claim holds.
+
+        Raises:
+            DemoFailed: a process failed or ended, or the deadline passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not claim():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DemoFailed(f"no {what()} within {timeout_s:.0f} s")
+            try:
+                self._take(*self._events.get(timeout=min(left, TICK_S)))
+            except queue.Empty:
+                self._check_alive()
+                self._on_wait(what())
+
+    def run(self, name: str, command: list[str], timeout_s: float) -> str:
+        """Run a command to its end and return its stdout.
+
+        Raises:
+            DemoFailed: its exit status is not 0, or the deadline passed.
+        """
+        log = self._directory / f"{name}.log"
+        with log.open("ab") as stderr:
+            try:
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, stderr=stderr, timeout=timeout_s, text=True, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise DemoFailed(f"{name} took more than {timeout_s:.0f} s") from None
+        if done.returncode:
+            raise DemoFailed(f"{name}: exit status {done.returncode}\n{done.stdout}{log.read_text()}")
+        return done.stdout
+
+    def tails(self) -> str:
+        """Return the end of every process's log."""
+        children = [*([self.daemon] if self.daemon else []), *self.members.values()]
+        return "\n".join(child.tail() for child in children)
+
+    def dismiss(self) -> None:
+        """Let every trainer and engine leave in order.
+
+        Raises:
+            DemoFailed: one did not, or not with exit status 0.
+        """
+        self.send(self.members, "exit")
+        deadline = time.monotonic() + END_S
+        for name, child in self.members.items():
+            try:
+                status = child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise DemoFailed(f"{name} did not end within {END_S:.0f} s of being told to") from None
+            if status:
+                raise DemoFailed(f"{name} left with exit status {status}")
+
+    def stop(self) -> None:
+        """End what still runs: trainers and engines by closing their pipe, then the daemon; who stays is killed."""
+        for child in self.members.values():
+            if child.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    child.process.stdin.close()
+        deadline = time.monotonic() + END_S
+        for child in self.members.values():
+            _end(child.process, deadline)
+        if self.daemon is not None:
+            process = self.daemon.process
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                # It leads a session of its own: its workers go with it.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _spawn(self, name: str, command: list[str], pass_fds: Iterable[int] = ()) -> Child:
+        log = self._directory / f"{name}.log"
+        piped = not pass_fds
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else output,
+                stderr=output,
+                text=True,
+                pass_fds=tuple(pass_fds),
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
+            )
+        return Child(name, process, log)
+
+    def _read(self, child: Child) -> None:
+        for line in child.process.stdout or ():
+            self._events.put((child.name, json.loads(line)))
+        self._events.put((child.name, {"event": "ended"}))
+
+    def _put_word(self, word: bytes) -> None:
+        self._events.put(("refitd", {"event": "pipe", "word": word.decode().strip()}))
+
+    def _take(self, name: str, message: Message) -> None:
+        match message["event"]:
+            case "failed":
+                raise DemoFailed(f"{name}: {message['reason']}")
+            case "ended":
+                raise DemoFailed(f"{name} ended unexpectedly")
+            case event:
+                self._arrived[(name, event)] = message
+                self._on_event(name, message)
+
+    def _check_alive(self) -> None:
+        if self.daemon is not None and self.daemon.process.poll() is not None:
+            raise DemoFailed("refitd has ended")
+
+
+def _end(process: subprocess.Popen[str], deadline: float) -> None:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without settings of another refitd, and with one thread per process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("REFITD_")}
+    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

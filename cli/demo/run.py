@@ -1,0 +1,248 @@
+"""The launcher: starts a daemon, a trainer and two engines for real, swaps weights, and proves the result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+import refitd
+from refitd.protocol.reports import SwapReport
+from refitd_cli.demo.channel import Message
+from refitd_cli.demo.crew import Crew, DemoFailed
+from refitd_cli.demo.layout import ModelConfig
+from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
+from refitd_cli.demo.show import Flip, Progress, SwapRow, as_object, printable, tables
+from refitd_cli.output import duration, rate, size
+
+TRAINER = Party("trainer", tp=2, pp=1)
+REPLICAS = {Party("engine-a", tp=4, pp=1): "private", Party("engine-b", tp=1, pp=2): "arena"}
+MODEL = "policy"
+SWAPS = 6
+STEPS_PER_SWAP = 4
+SECONDS_PER_ROUND = 6.0  # fewer steps on a machine that is slower than this
+TRAINER_SEED, FIRST_ENGINE_SEED = 1, 100  # engines start from other weights
+CHECKED_TEXT = {"size": 2, "length": 192}
+
+START_S, TRAIN_S, SWAP_S, FLIP_S, SAMPLE_S, CHECK_S = 60.0, 60.0, 30.0, 30.0, 60.0, 60.0
+INTERRUPTED = 130
+
+CONFIG = """\
+[node]
+name = "demo"
+runtime_dir = "{runtime_dir}"
+workers = 2
+
+[deadlines]
+stage_s = 20.0
+commit_s = 20.0
+"""
+
+
+class Demo:
+    """The processes, and what they have said so far."""
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        self.directory, self.progress = directory, progress
+        self.runtime_dir = directory / "run"
+        self.crew = Crew(directory, self._took, progress.waiting)
+        self.rows: list[SwapRow] = []
+        self._samples: dict[tuple[str, int], str] = {}  # (replica, version): the first text of that version
+
+    def start(self) -> None:
+        """Start every process and return when all have registered."""
+        self.runtime_dir.mkdir(mode=0o700)
+        config = self.directory / "refitd.toml"
+        config.write_text(CONFIG.format(runtime_dir=self.runtime_dir))
+        self.progress.say("starting the daemon: refitd serve --standalone")
+        daemon = self.crew.start_daemon(config, START_S)
+        self.progress.say(f"refitd is ready (pid {daemon.process.pid})")
+        self._start(TRAINER, "trainer", TRAINER_SEED, "private")
+        for index, (replica, memory) in enumerate(REPLICAS.items()):
+            self._start(replica, "engine", FIRST_ENGINE_SEED + index, memory)
+        self.crew.wait("ready", self.crew.members, START_S)
+
+    def round(self, version: int) -> None:
+        """Train a little, publish, swap, and see every engine go over to the new version."""
+        trainers = list(TRAINER.members)
+        self.crew.send(trainers, "train", steps=STEPS_PER_SWAP, seconds=SECONDS_PER_ROUND)
+        trained = self.crew.wait("trained", trainers, TRAIN_S)[trainers[0]]
+        self.crew.send(trainers, "publish", version=version)
+        published = self.crew.wait("published", trainers, SWAP_S)
+        # The last swap is the operator's; the others are a training loop's.
+        by_operator = version == SWAPS
+        report = self._swap_by_refitctl(version) if by_operator else self._swap(version)
+        row = SwapRow(
+            version=version,
+            by="refitctl swap" if by_operator else "client.swap",
+            step=trained["steps"],
+            loss=trained["loss"],
+            publish_s=max(message["seconds"] for message in published.values()),
+            bytes=report.bytes,
+            stage_s=report.stage_s,
+            commit_s=report.commit_s,
+            total_s=report.total_s,
+            digests=report.digests,
+        )
+        self.rows.append(row)
+        self.progress.say(
+            f"version {version} is live on {len(report.members)} ranks: {size(row.bytes)} in "
+            f"{duration(row.total_s)}, staged at {rate(row.bytes, row.stage_s)}, "
+            f"{row.digests} digests equal ({row.by})"
+        )
+        for replica in REPLICAS:
+            row.flips[replica.name] = self._flip(replica, version)
+        for name, flip in row.flips.items():
+            self._await_sample(name, version)
+            flip.after = self._samples[name, version]
+            self.progress.say(f"{name} before: {printable(flip.before)}")
+            self.progress.say(f"{name} after:  {printable(flip.after)}")
+
+    def check(self) -> list[Verdict]:
+        """Let every process write what it holds, and compare."""
+        config = ModelConfig()
+        self.progress.say("engines finish; every process writes its tensors and its logits on held-out text")
+        self.crew.send((replica.leader for replica in REPLICAS), "settle")
+        self.crew.wait("settled", [member for replica in REPLICAS for member in replica.members], CHECK_S)
+        for member in self.crew.members:
+            paths = {
+                "state": str(state_path(self.directory, member)),
+                "logits": str(logits_path(self.directory, member)),
+            }
+            self.crew.send([member], "check", **paths, **CHECKED_TEXT)
+        checked = self.crew.wait("checked", self.crew.members, CHECK_S)
+        for name, message in checked.items():
+            if not message.get("places_unchanged", True):
+                raise DemoFailed(f"{name}: a tensor has moved")
+            if message.get("version", SWAPS) != SWAPS:
+                raise DemoFailed(f"{name} serves version {message['version']}, not {SWAPS}")
+        whole = whole_model(self.directory, TRAINER, config)
+        verdicts = []
+        for replica in REPLICAS:
+            self.progress.say(f"comparing {replica.name} ({replica}) with the trainer ({TRAINER})")
+            verdicts.append(compare(self.directory, whole, TRAINER, replica, config))
+        return verdicts
+
+    def _start(self, party: Party, module: str, seed: int, memory: str) -> None:
+        for member, layout in party.members.items():
+            self.crew.start(
+                member,
+                f"refitd_cli.demo.{module}",
+                *("--name", party.name),
+                *("--runtime-dir", self.runtime_dir),
+                *("--store", self.directory / f"{party.name}.store"),
+                *("--rank", layout.rank),
+                *("--tp", party.tp),
+                *("--pp", party.pp),
+                *("--seed", seed),
+                *("--memory", memory),
+            )
+
+    def _swap(self, version: int) -> SwapReport:
+        try:
+            with refitd.connect(self.runtime_dir, name="demo") as client:
+                return client.swap(MODEL, version, timeout=SWAP_S)
+        except refitd.RefitdError as exc:
+            raise DemoFailed(f"swap to version {version}: {exc}") from exc
+
+    def _swap_by_refitctl(self, version: int) -> SwapReport:
+        command = [sys.executable, "-m", "refitd_cli.control", "swap", MODEL, "--version", str(version)]
+        self.progress.say(f"refitctl swap {MODEL} --version {version} --json")
+        address = ["--address", str(self.runtime_dir), "--timeout", str(SWAP_S), "--json"]
+        printed = self.crew.run("refitctl", [*command, *address], SWAP_S)
+        report = msgspec.json.decode(printed.splitlines()[-1], type=SwapReport)
+        if report.outcome != "committed" or report.version != version:
+            raise DemoFailed(f"refitctl exited 0 but printed {printed}")
+        return report
+
+    def _flip(self, replica: Party, version: int) -> Flip:
+        flips = self.crew.wait("flip", replica.members, FLIP_S)
+        tokens = {message["token"] for message in flips.values()}
+        versions = {message["version"] for message in flips.values()}
+        if versions != {version} or len(tokens) != 1:
+            raise DemoFailed(f"{replica.name} did not flip as one: versions {versions}, tokens {tokens}")
+        return Flip(
+            paused_s=max(message["paused_s"] for message in flips.values()),
+            token=tokens.pop(),
+            places_unchanged=all(message["places_unchanged"] for message in flips.values()),
+            before=flips[replica.leader]["before"],
+        )
+
+    def _await_sample(self, name: str, version: int) -> None:
+        def arrived() -> bool:
+            return (name, version) in self._samples
+
+        self.crew.wait_until(arrived, lambda: f"text of version {version} from {name}", SAMPLE_S)
+
+    def _took(self, name: str, message: Message) -> None:
+        match message["event"]:
+            case "ready":
+                self.progress.say(f"{name} is ready")
+            case "step":
+                self.progress.say(
+                    f"step {message['step']}: loss {message['loss']:.3f} ({duration(message['seconds'])})"
+                )
+            case "sample":
+                replica = name.rpartition("-")[0]
+                self._samples.setdefault((replica, message["version"]), message["text"])
+
+
+def main(json_output: bool) -> int:
+    """Run the demo; return 0 only if every engine ended with exactly the trainer's weights."""
+    progress = Progress()
+    with _workplace() as directory:
+        demo = Demo(directory, progress)
+        try:
+            demo.start()
+            for version in range(1, SWAPS + 1):
+                demo.round(version)
+            verdicts = demo.check()
+            demo.crew.dismiss()
+        except KeyboardInterrupt:
+            progress.say("interrupted; ending every process")
+            return INTERRUPTED
+        except Exception as exc:
+            print(demo.crew.tails(), file=sys.stderr)
+            progress.say(f"the demo failed: {exc}")
+            if not isinstance(exc, DemoFailed):
+                raise
+            return 1
+        finally:
+            demo.crew.stop()
+    layouts = {party.name: str(party) for party in (TRAINER, *REPLICAS)}
+    tables(demo.rows, verdicts, layouts, to_stderr=json_output)
+    good = all(verdict.holds for verdict in verdicts) and all(row.places_unchanged for row in demo.rows)
+    progress.say(
+        "every engine holds the trainer's weights" if good else "the engines differ from the trainer"
+    )
+    if json_output:
+        print(json.dumps(as_object(demo.rows, verdicts, layouts, progress.seconds)))
+    return 0 if good else 1
+
+
+@contextlib.contextmanager
+def _workplace() -> Iterator[Path]:
+    """A private directory with a path short enough for sockets; SIGTERM inside is like Ctrl-C."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    base = tempfile.gettempdir()
+    directory = Path(
+        tempfile.mkdtemp(prefix="refitd-demo-", dir=base if len(os.fsencode(base)) < 40 else "/tmp")
+    )
+    try:
+        yield directory
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,209 @@
+"""What the demo prints: progress while it runs, tables at the end, one JSON object for programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from refitd_cli.demo.proof import LOGITS_TOLERANCE, Verdict
+from refitd_cli.output import duration, rate, size
+
+PIPED_WIDTH = 160
+
+
+@dataclass
+class Flip:
+    """One engine going over to a new version."""
+
+    paused_s: float  # its slowest rank
+    token: int  # the token before which all its ranks flipped
+    places_unchanged: bool
+    before: str  # text of the old version
+    after: str = ""  # the same prompt, completed by the new one
+
+
+@dataclass
+class SwapRow:
+    """One swap as the tables show it."""
+
+    version: int
+    by: str
+    step: int
+    loss: float
+    publish_s: float
+    bytes: int
+    stage_s: float
+    commit_s: float
+    total_s: float
+    digests: int
+    flips: dict[str, Flip] = field(default_factory=dict)
+
+    @property
+    def places_unchanged(self) -> bool:
+        """Whether every tensor of every engine lies where it lay when it was registered."""
+        return all(flip.places_unchanged for flip in self.flips.values())
+
+
+class Progress:
+    """Lines on stderr, each with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the demo has been running."""
+        return time.monotonic() - self._begun
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._last = time.monotonic()
+        print(f"[{self.seconds:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def waiting(self, what: str) -> None:
+        """Say what is awaited, if nothing else was said for a while."""
+        if time.monotonic() - self._last > 1.5:
+            self.say(f"... waiting for {what}")
+
+
+def printable(text: str) -> str:
+    """Return text on one line, whatever a model with random weights came up with."""
+    named = text.replace("\n", "\\n").replace("\t", "\\t")
+    return "".join(char if char.isprintable() else "\N{MIDDLE DOT}" for char in named)
+
+
+def tables(
+    rows: Sequence[SwapRow], verdicts: Sequence[Verdict], layouts: Mapping[str, str], *, to_stderr: bool
+) -> None:
+    """Print what happened, what the engines said, and whether they hold the trainer's weights."""
+    on_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
+    console = Console(stderr=to_stderr, width=None if on_terminal else PIPED_WIDTH, highlight=False)
+    for table in (_swaps(rows), _samples(rows), _proof(verdicts, layouts)):
+        console.print(table)
+    for verdict in verdicts:
+        for line in verdict.differing:
+            console.print(Text(line, style="red"))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    return table
+
+
+def _swaps(rows: Sequence[SwapRow]) -> Table:
+    replicas = list(rows[0].flips) if rows else []
+    table = _table(
+        "Swaps",
+        ">version",
+        "by",
+        ">step",
+        ">loss",
+        ">published in",
+        ">bytes",
+        ">staged in",
+        ">GB/s",
+        ">total",
+        *(f">{replica} paused" for replica in replicas),
+        ">digests",
+        "pointers",
+    )
+    for row in rows:
+        table.add_row(
+            str(row.version),
+            row.by,
+            str(row.step),
+            f"{row.loss:.3f}",
+            duration(row.publish_s),
+            size(row.bytes),
+            duration(row.stage_s),
+            rate(row.bytes, row.stage_s).removesuffix(" GB/s"),
+            duration(row.total_s),
+            *(duration(row.flips[replica].paused_s) for replica in replicas),
+            f"{row.digests} equal",
+            _mark(row.places_unchanged, "unchanged", "MOVED"),
+        )
+    return table
+
+
+def _samples(rows: Sequence[SwapRow]) -> Table:
+    table = _table("The same prompt before and after", ">version", "engine", "before", "after")
+    for row in rows:
+        for replica, flip in row.flips.items():
+            table.add_row(
+                str(row.version), replica, Text(printable(flip.before)), Text(printable(flip.after))
+            )
+    return table
+
+
+def _proof(verdicts: Sequence[Verdict], layouts: Mapping[str, str]) -> Table:
+    trainer = layouts["trainer"]
+    table = _table(
+        f"Engines against the trainer ({trainer})",
+        "engine",
+        "layout",
+        ">tensors",
+        ">bytes compared",
+        "weights",
+        ">logits max |diff|",
+        ">tolerance",
+        ">argmax agrees",
+    )
+    for verdict in verdicts:
+        table.add_row(
+            verdict.replica,
+            layouts[verdict.replica],
+            str(verdict.tensors),
+            size(verdict.bytes),
+            _mark(not verdict.differing, "bit for bit", "DIFFERENT"),
+            f"{verdict.logits_max_abs_diff:.1e}",
+            f"{LOGITS_TOLERANCE:.0e}",
+            f"{verdict.argmax_agreement:.1%}",
+        )
+    return table
+
+
+def _mark(good: bool, yes: str, no: str) -> Text:
+    return Text(yes, style="green") if good else Text(no, style="bold red")
+
+
+def as_object(
+    rows: Sequence[SwapRow], verdicts: Sequence[Verdict], layouts: Mapping[str, str], seconds: float
+) -> dict[str, Any]:
+    """Return the result for programs."""
+    return {
+        "swaps": len(rows),
+        "versions": [row.version for row in rows],
+        "bytes_per_swap": int(median(row.bytes for row in rows)),
+        "seconds_per_swap": median(row.total_s for row in rows),
+        "stage_seconds": [row.stage_s for row in rows],
+        "total_seconds": [row.total_s for row in rows],
+        "publish_seconds": [row.publish_s for row in rows],
+        "paused_seconds": {
+            replica: [row.flips[replica].paused_s for row in rows] for replica in rows[0].flips
+        },
+        "digests_verified": sum(row.digests for row in rows),
+        "losses": [row.loss for row in rows],
+        "replicas": len(verdicts),
+        "layouts": dict(layouts),
+        "weights_equal": not any(verdict.differing for verdict in verdicts),
+        "tensors_compared": sum(verdict.tensors for verdict in verdicts),
+        "bytes_compared": sum(verdict.bytes for verdict in verdicts),
+        "logits_max_abs_diff": max(verdict.logits_max_abs_diff for verdict in verdicts),
+        "logits_tolerance": LOGITS_TOLERANCE,
+        "argmax_agreement": min(verdict.argmax_agreement for verdict in verdicts),
+        "data_ptrs_unchanged": all(row.places_unchanged for row in rows),
+        "seconds": seconds,
+    }

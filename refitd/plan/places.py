@@ -1,0 +1,171 @@
+"""From places in local tensors back to coordinates of canonical tensors: what the validator stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.plan.coalesce import Rows
+from refitd.plan.columns import Ints, ranges
+from refitd.plan.layouts import Layouts, Side
+
+MAX_RUNS = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Where rows lie on one side: a box of canonical coordinates inside one tile each.
+
+    A row whose start lies in no tile has tile -1. A row that does not end in its tile is not whole: cut it along
+    `cut_dim` after `cut_at` elements and ask again.
+    """
+
+    owner: Ints
+    tile: Ints
+    offset: Ints  # [n, D] canonical
+    size: Ints  # [n, D]
+    along: Ints  # [n, row dims] canonical dimension that each dimension of the row runs along, -1 for none
+    cut_dim: Ints  # -1 where whole
+    cut_at: Ints
+
+    @property
+    def is_whole(self) -> npt.NDArray[np.bool_]:
+        """Whether each row is one box of one tile."""
+        return self.cut_dim < 0
+
+    def select(self, rows: npt.NDArray[np.bool_] | Ints) -> Spans:
+        """Return these rows only."""
+        return Spans(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Spans], dims: int) -> Spans:
+        """Put spans of rows of equal dimensions end to end."""
+        if parts:
+            return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
+        none, boxes = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
+        return cls(none, none, boxes, boxes, boxes, none, none)
+
+
+class Places:
+    """All tiles of all classes of one side, found by (class, local tensor, canonical tensor)."""
+
+    def __init__(self, layouts: Layouts, side: Side) -> None:
+        geometries = layouts.geometries
+        entry, row = side.tiles(geometries)
+        key = self._key(layouts, side.entry_class[entry], side.entry_local[entry], side.entry_tensor[entry])
+        order = np.argsort(key, kind="stable")
+        entry, row = entry[order], row[order]
+        self._layouts = layouts
+        self.key = key[order]
+        self.number = np.arange(len(row))
+        self.layout_class = side.entry_class[entry]
+        self.local = side.entry_local[entry]
+        self.tensor = side.entry_tensor[entry]
+        self.element_size = geometries.element_size[side.entry_geometry[entry]]
+        self.offset = geometries.box_offset[geometries.tile_box[row]]
+        self.size = geometries.box_size[geometries.tile_box[row]]
+        self.local_offset = geometries.tile_offset[row]
+        # a dimension of one element has no stride worth speaking of
+        self.stride = np.where(self.size > 1, geometries.tile_stride[row], 0)
+
+    @staticmethod
+    def _key(layouts: Layouts, layout_class: Ints, local: Ints, tensor: Ints) -> Ints:
+        key = (layout_class * len(layouts.locals) + local) * len(layouts.tensors) + tensor
+        return np.where((local >= 0) & (tensor >= 0), key, -1)
+
+    def spans(self, layout_class: Ints, rows: Rows, *, is_source: bool) -> Spans:
+        """Return where the rows lie on this side."""
+        local = rows.src_local if is_source else rows.dst_local
+        start = rows.src_offset if is_source else rows.dst_offset
+        stride = rows.src_stride if is_source else rows.dst_stride
+        key = self._key(self._layouts, layout_class, local, rows.tensor)
+        first = np.searchsorted(self.key, key, side="left")
+        row, tile = ranges(first, np.searchsorted(self.key, key, side="right") - first)
+        coordinates, inside = self._coordinates(start[row], tile)
+        row, tile, coordinates = row[inside], tile[inside], coordinates[inside]
+        chosen = np.full(len(key), -1, np.int64)
+        chosen[row[::-1]] = tile[::-1]
+        begin = np.zeros((len(key), self.offset.shape[1]), np.int64)
+        begin[row[::-1]] = coordinates[::-1]
+        return self._extended(rows, chosen, begin, stride)
+
+    def _coordinates(self, start: Ints, tile: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Return the tile coordinates of a place, and whether it is a place of the tile at all."""
+        rest = start - self.local_offset[tile]
+        inside = rest >= 0
+        result = np.zeros((len(tile), self.size.shape[1]), np.int64)
+        stride = self.stride[tile]
+        # strides are nested (describe/layout.py sees to it): the largest decides first
+        order = np.argsort(-stride, axis=1, kind="stable")
+        index = np.arange(len(tile))
+        for k in range(order.shape[1]):
+            dim = order[:, k]
+            step = stride[index, dim]
+            steps = np.where(step > 0, rest // np.maximum(step, 1), 0)
+            rest = rest - steps * step
+            result[index, dim] = steps
+        return result, inside & (rest == 0) & (result < self.size[tile]).all(axis=1)
+
+    def _extended(self, rows: Rows, tile: Ints, begin: Ints, stride: Ints) -> Spans:
+        """Follow each dimension of the rows through their tiles."""
+        n, dims = rows.size.shape
+        found = tile >= 0
+        if not len(self.key):
+            none = np.full(n, -1, np.int64)
+            return Spans(rows.owner, none, begin, begin, np.full((n, dims), -1), none, none)
+        size = np.ones_like(begin)
+        along = np.full((n, dims), -1, np.int64)
+        cut_dim, cut_at = np.full(n, -1, np.int64), np.ones(n, np.int64)
+        tile_stride, tile_size = self.stride[tile], self.size[tile]
+        index = np.arange(n)
+        for j in reversed(range(dims)):
+            long = found & (rows.size[:, j] > 1)
+            fits = (tile_stride == stride[:, j, None]) & (tile_size > 1) & (size == 1)
+            matched = long & fits.any(axis=1)
+            dim = np.argmax(fits, axis=1)
+            room = tile_size[index, dim] - begin[index, dim]
+            extent = np.where(matched, rows.size[:, j], 1)
+            over = matched & (extent > room)
+            along[matched, j] = dim[matched]
+            size[index[matched], dim[matched]] = extent[matched]
+            stuck = long & ~matched
+            cut_dim[over | stuck] = j
+            cut_at[over] = room[over]
+            cut_at[stuck] = 1
+        return Spans(rows.owner, tile, self.offset[tile] + begin, size, along, cut_dim, cut_at)
+
+
+def doubly_placed(layouts: Layouts, side: Side) -> list[str]:
+    """Return the local tensors of a side in which two tiles share a place."""
+    places = Places(layouts, side)
+    low = places.local_offset
+    high = low + ((places.size - 1) * places.stride).sum(axis=1)
+    where = places.layout_class * len(layouts.locals) + places.local
+    order = np.lexsort((low, where))
+    reach = np.maximum.accumulate(high[order] + where[order] * 2**49 if len(order) else order)
+    near = np.flatnonzero(low[order][1:] + where[order][1:] * 2**49 <= reach[:-1])
+    found = {}
+    for i in np.unique(where[order][near + 1]).tolist():
+        tiles = order[where[order] == i]
+        starts = np.concatenate([_runs(places, int(tile)) for tile in tiles])
+        if len(starts) > MAX_RUNS or len(np.unique(starts)) < len(starts):
+            tile = int(tiles[0])
+            name = layouts.locals[places.local[tile]]
+            found[name] = (
+                f"{name}: tiles of {layouts.members(side, int(places.layout_class[tile]))} share a place; each "
+                "element of a destination must belong to one tile"
+            )
+    return list(found.values())
+
+
+def _runs(places: Places, tile: int) -> Ints:
+    """Return every place of a tile."""
+    result = np.array([places.local_offset[tile]], np.int64)
+    for count, stride in zip(places.size[tile].tolist(), places.stride[tile].tolist(), strict=True):
+        if len(result) * count > MAX_RUNS:
+            return np.zeros(MAX_RUNS + 1, np.int64)
+        result = (result[:, None] + np.arange(count) * stride).reshape(-1)
+    return result

@@ -1,0 +1,113 @@
+"""Frames become typed messages or clear refusals, never anything else."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refitd import ParameterMetadata
+from refitd.describe.tiles import Repeat, Tile
+from refitd.errors import ProtocolError
+from refitd.protocol import cluster, local, shards
+from refitd.protocol.codec import Decoder, encode
+
+DECODER: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
+
+
+def test_a_message_comes_back_as_it_was() -> None:
+    message = local.StartSwap(model="policy", version=3, timeout_s=2.5)
+    assert DECODER.decode(encode(7, message)) == (7, message)
+
+
+def test_metadata_survives_the_wire() -> None:
+    metadata = [
+        ParameterMetadata(
+            name="w",
+            shape=(4, 8),
+            dtype="bfloat16",
+            element_size=2,
+            is_tp=True,
+            partition_dim=1,
+            partition_stride=2,
+            tensor_parallel_group_ranks=[0, 1],
+            data_parallel_group_ranks=[0],
+            resolved_name="layers.3.w",
+            owner_rank=1,
+            tiles=(Tile("w", (0, 0), (4, 8), 0, (8, 1), Repeat(0, 2, 4, 4)),),
+            global_shape=(8, 8),
+        ),
+        ParameterMetadata("n", (), "float32", 4, partition_sizes=[1, 2], owner_rank=1),
+    ]
+    shard = shards.shard_of(metadata)
+    message = local.RegisterSource(model="m", rank=1, world_size=2, shard=shard)
+    (_, decoded) = DECODER.decode(encode(1, message))
+    assert isinstance(decoded, local.RegisterSource)
+    assert shards.metadata_of(decoded.shard, owner_rank=1) == metadata
+
+
+def test_group_ranks_move_up_by_the_offset() -> None:
+    metadata = [ParameterMetadata("w", (1,), "float32", 4, tensor_parallel_group_ranks=[0, 1])]
+    moved = shards.metadata_of(shards.shard_of(metadata), owner_rank=4, rank_offset=4)
+    assert moved[0].tensor_parallel_group_ranks == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("envelope", "why"),
+    [
+        ([1], "an array"),
+        ([-1, {"type": "GetStatus"}], "request id"),
+        ([True, {"type": "GetStatus"}], "request id"),
+        ([1 << 63, {"type": "GetStatus"}], "request id"),
+        ([1, {}], "type"),
+        ([1, {"type": "NodeWelcome", "protocol": 1, "boot": "x"}], "NodeWelcome"),
+        ([1, {"type": "Publish", "member": "m", "version": 1.5, "slot": 0}], "version"),
+        ([1, {"type": "Publish", "member": "", "version": 1, "slot": 0}], "member"),
+        ([1, {"type": "Publish", "member": "m" * 600, "version": 1, "slot": 0}], "member"),
+    ],
+)
+def test_what_the_type_does_not_allow_is_refused(envelope: object, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        DECODER.decode(msgpack.packb(envelope))
+
+
+def test_a_repeated_key_is_refused() -> None:
+    once = msgpack.packb("model") + msgpack.packb("policy")
+    frame = b"\x92\x01\x83" + msgpack.packb("type") + msgpack.packb("GetPlan") + once + once
+    with pytest.raises(ProtocolError, match="repeats a key"):
+        DECODER.decode(frame)
+
+
+def test_a_frame_beyond_the_limit_is_refused_before_it_is_read() -> None:
+    small: Decoder[local.ClientRequest] = Decoder(local.ClientRequest, max_bytes=10)
+    with pytest.raises(ProtocolError, match="limit is 10"):
+        small.decode(b"\xff" * 11)
+
+
+def test_a_claimed_length_allocates_nothing() -> None:
+    # array32, map32, bin32, str32 and ext32 that claim 4 GiB in a frame of a few bytes
+    for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"):
+        with pytest.raises(ProtocolError):
+            DECODER.decode(b"\x92\x01" + head + b"\xff\xff\xff\xff")
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_do_more_than_raise_a_protocol_error(frame: bytes) -> None:
+    for decoder in (DECODER, Decoder(cluster.NodeMessage)):
+        try:
+            decoder.decode(frame)
+        except ProtocolError:
+            pass
+
+
+def test_a_shard_that_describes_a_name_twice_is_refused() -> None:
+    tensor = shards.WireTensor(name="w", shape=(1,), dtype="float32")
+    with pytest.raises(ProtocolError, match="w: described twice"):
+        shards.metadata_of(shards.Shard((tensor, tensor)), 0)
+
+
+def test_a_group_that_was_not_sent_is_refused() -> None:
+    tensor = shards.WireTensor(name="w", shape=(1,), dtype="float32", tp_group=3)
+    with pytest.raises(ProtocolError, match="group 3"):
+        shards.metadata_of(shards.Shard((tensor,)), 0)

@@ -1,0 +1,180 @@
+"""Addressed copies: right places, cut and dealt evenly, never outside an arena."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from refitd.buffers import arena as memory
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.layout import extent, packed_offsets, row_major_strides
+from refitd.copy_services.base import DigestMismatch
+from refitd.copy_services.shm import CHUNK_BYTES, SharedMemoryService
+from refitd.errors import ArenaError, TransportError
+from refitd.execute.copies import PROCESS_MEMORY, CopyList, LocalTensor, deal, split_large, whole_tensors
+
+
+@pytest.fixture
+def arenas():
+    found = {}
+    for number in (1, 2):
+        fd = memory.create(8 << 20, "test")
+        found[number] = MappedArena(fd, 8 << 20, write=True)
+        os.close(fd)
+    found[1].bytes[:] = np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8)
+    return found
+
+
+def contiguous(arena: int, offset: int, shape: tuple[int, ...], es: int = 2) -> LocalTensor:
+    return LocalTensor(arena, offset, shape, row_major_strides(shape, es))
+
+
+def view(arena: MappedArena, tensor: LocalTensor, es: int) -> np.ndarray:
+    dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}[es]
+    return np.ndarray(tensor.shape, dtype, arena.bytes.data, tensor.offset, tensor.strides)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("es", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "src_strides", "dst_strides"),
+    [
+        ((0,), (1,), (1,)),
+        ((), (), ()),
+        ((7,), (1,), (3,)),
+        ((5, 8), (8, 1), (20, 1)),
+        ((5, 8), (1, 5), (8, 1)),
+        ((3, 5, 4), (40, 8, 1), (20, 4, 1)),
+        ((3, CHUNK_BYTES // 4 + 5), (CHUNK_BYTES // 4 + 9, 1), (CHUNK_BYTES // 4 + 5, 1)),
+        ((700, 300), (1, 700), (300, 1)),
+    ],
+)
+def test_every_stride_arrives_and_nothing_else_changes(arenas, threads, es, shape, src_strides, dst_strides) -> None:
+    src = LocalTensor(1, 64, shape, tuple(s * es for s in src_strides))
+    dst = LocalTensor(2, 192, shape, tuple(s * es for s in dst_strides))
+    expected = arenas[2].bytes.copy()
+    np.ndarray(shape, f"V{es}", expected.data, 192, dst.strides)[...] = np.ndarray(
+        shape, f"V{es}", arenas[1].bytes.data, 64, src.strides
+    )
+    job = SharedMemoryService(threads).prepare(whole_tensors([(src, dst, es)]), arenas)
+    result = job.run(verify=True, on_progress=lambda done: None)
+    assert result.bytes == int(np.prod(shape)) * es
+    assert np.array_equal(arenas[2].bytes, expected)
+
+
+def test_progress_ends_at_the_bytes_moved(arenas) -> None:
+    pairs = [(contiguous(1, i << 20, (1 << 19,)), contiguous(2, i << 20, (1 << 19,)), 2) for i in range(8)]
+    for threads in (1, 3):
+        seen: list[int] = []
+        SharedMemoryService(threads).prepare(whole_tensors(pairs), arenas).run(verify=True, on_progress=seen.append)
+        assert max(seen) == 8 << 20
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_destination_that_is_not_what_was_read_is_found_and_named(arenas, threads, monkeypatch) -> None:
+    pairs = [(contiguous(1, 0, (1000,)), contiguous(2, 0, (1000,)), 2)]
+    job = SharedMemoryService(threads).prepare(whole_tensors(pairs), arenas)
+    original = np.copyto
+
+    def corrupting(dst, src):
+        original(dst, src)
+        dst.reshape(-1)[-1] ^= 1
+
+    monkeypatch.setattr(np, "copyto", corrupting)  # a copy that writes one wrong bit
+    with pytest.raises(DigestMismatch, match="2000 bytes differ") as failure:
+        job.run(verify=True, on_progress=lambda done: None)
+    assert failure.value.copy == 0
+
+
+@pytest.mark.parametrize("bad", [contiguous(2, (8 << 20) - 10, (10,)), contiguous(3, 0, (10,)), contiguous(2, -2, (10,))])
+def test_a_copy_that_would_leave_its_arena_is_refused_before_it_runs(arenas, bad) -> None:
+    for pair in ((contiguous(1, 0, (10,)), bad, 2), (bad, contiguous(2, 0, (10,)), 2)):
+        with pytest.raises(TransportError, match="copy 0"):
+            SharedMemoryService().prepare(whole_tensors([pair]), arenas)
+
+
+def test_an_arena_mapped_for_reading_is_never_written(arenas) -> None:
+    fd = memory.create(4096, "ro")
+    narrow = memory.read_only(fd)
+    arenas[3] = MappedArena(narrow, 4096, write=False)
+    os.close(fd), os.close(narrow)
+    with pytest.raises(TransportError, match="for reading only"):
+        SharedMemoryService().prepare(whole_tensors([(contiguous(1, 0, (4,)), contiguous(3, 0, (4,)), 2)]), arenas)
+
+
+@pytest.mark.parametrize("strides", [(1200, 2), (2, 1600)])
+def test_private_memory_of_a_process_is_read(arenas, strides) -> None:
+    mine = np.random.default_rng(1).integers(0, 65536, 600 * 800, dtype=np.uint16)
+    src = LocalTensor(PROCESS_MEMORY, mine.ctypes.data, (800, 600), strides, pid=os.getpid())
+    dst = contiguous(2, 0, (800, 600))
+    SharedMemoryService().prepare(whole_tensors([(src, dst, 2)]), arenas).run(verify=True, on_progress=lambda d: None)
+    want = np.ndarray((800, 600), np.uint16, mine.data, 0, strides)
+    assert np.array_equal(view(arenas[2], dst, 2), want)
+
+
+def test_a_gone_process_is_told_from_forbidden_memory(arenas) -> None:
+    for pid, why in ((2**22 - 3, "is gone"), (os.getpid(), "cannot be read")):
+        src = LocalTensor(PROCESS_MEMORY, 8, (10,), (2,), pid=pid)
+        job = SharedMemoryService().prepare(whole_tensors([(src, contiguous(2, 0, (10,)), 2)]), arenas)
+        with pytest.raises(TransportError, match=why):
+            job.run(verify=True, on_progress=lambda d: None)
+
+
+def test_large_copies_are_cut_without_losing_a_row() -> None:
+    copies = whole_tensors([(contiguous(1, 0, (1, 1000, 10)), contiguous(2, 40, (1, 1000, 10)), 2)])
+    cut = split_large(copies, limit=3000)
+    assert len(cut) == 7
+    assert cut.row_bytes.sum() == 20000 and cut.row_bytes.max() <= 3000
+    assert cut.src_offset.tolist() == [i * 150 * 20 for i in range(7)]
+    assert (cut.dst_offset - cut.src_offset).tolist() == [40] * 7
+    assert cut.origin.tolist() == [0] * 7
+
+
+def test_copies_are_dealt_by_bytes_and_each_once() -> None:
+    sizes = [100, 1, 1, 1, 50, 50, 100, 1]
+    pairs = [(contiguous(1, 0, (n,)), contiguous(2, 1000 * i, (n,)), 2) for i, n in enumerate(sizes)]
+    copies = whole_tensors(pairs)
+    shares = deal(copies, 3)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(8))
+    loads = [int(copies.row_bytes[share].sum()) for share in shares]
+    assert max(loads) <= 2 * 110
+    assert len(deal(whole_tensors([]), 2)) == 2
+
+
+def test_a_copy_list_survives_its_bytes() -> None:
+    copies = whole_tensors([(contiguous(1, 0, (3, 4)), contiguous(2, 8, (3, 4)), 2)] * 3)
+    again = CopyList.from_bytes(copies.to_bytes())
+    for name in ("size", "src_offset", "dst_stride", "origin", "element_size"):
+        assert np.array_equal(getattr(again, name), getattr(copies, name))
+    for bad in (b"", copies.to_bytes()[:-1], np.array([1 << 40, 2], "<i8").tobytes()):
+        with pytest.raises(ValueError, match="copy list"):
+            CopyList.from_bytes(bad)
+
+
+def test_layouts_are_aligned_and_do_not_overlap() -> None:
+    offsets, total = packed_offsets([100, 0, 300, 1])
+    assert offsets == [0, 256, 256, 768]
+    assert total == 4096
+    assert row_major_strides((2, 3), 4) == (12, 4)
+    assert extent((2, 3), (12, 4), 4) == 24
+    assert extent((0, 3), (12, 4), 4) == 0
+
+
+def test_an_arena_cannot_be_resized_by_anybody_who_has_it() -> None:
+    fd = memory.create(8192, "sealed")
+    assert memory.is_sealed(fd)
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    for size in (0, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+def test_a_descriptor_that_is_no_sealed_arena_is_not_mapped() -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(ArenaError, match="no sealed arena"):
+        MappedArena(fd, 4096, write=True)
+    os.close(fd)
