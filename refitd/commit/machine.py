@@ -55,11 +55,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """The plan is proven. `members` maps every target member to its node; `nodes` are all that take part."""
+    """The plan is proven. `members` maps every target member to its node; `nodes` are all that take part.
+
+    `names` says how people are told about a member, source or target.
+    """
 
     members: Mapping[str, str]
     nodes: frozenset[str]
     bytes_total: int
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,7 @@ class Swap:
     reason: str = ""
     culprit: str = ""  # the member or node that ended it
     members: Mapping[str, str] = field(default_factory=dict)  # target member -> node
+    names: Mapping[str, str] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()  # nodes or members the phase still waits for
     progress: Mapping[str, int] = field(default_factory=dict)
@@ -252,6 +257,7 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
             planned = replace(
                 state,
                 members=dict(event.members),
+                names=dict(event.names),
                 nodes=event.nodes,
                 bytes_total=event.bytes_total,
             )
@@ -286,7 +292,7 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
         case NodeFailed() if phase is Phase.COMMITTING:
             return state, []  # its members are reported one by one
         case MemberLost(member, reason) if phase is not Phase.COMMITTING:
-            return _abort(state, f"{member}: {reason}", member, now)
+            return _abort(state, f"{state.names.get(member, member)}: {reason}", member, now)
         case AbortAsked(reason) if phase is not Phase.COMMITTING:
             return _abort(state, reason, "", now)
     raise IllegalTransition(
@@ -323,7 +329,7 @@ def _maybe_finish(state: Swap, now: float) -> tuple[Swap, list[Instruction]]:
     if not state.failed:
         return _enter(state, Phase.COMMITTED, now, 0.0, frozenset()), [Finished()]
     who = ", ".join(sorted(state.failed))
-    why = "; ".join(f"{member}: {reason}" for member, reason in sorted(state.failed.items()))
+    why = "; ".join(f"{state.names.get(m, m)}: {reason}" for m, reason in sorted(state.failed.items()))
     ended = replace(state, failed_phase=Phase.COMMITTING.value, culprit=who, reason=why)
     return _enter(ended, Phase.INCOMPLETE, now, 0.0, frozenset()), [Finished()]
 

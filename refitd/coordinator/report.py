@@ -29,11 +29,8 @@ def swap_progress(swap: Swap) -> SwapProgress | None:
 
 
 def swap_report(swap: Swap, members: Mapping[str, Member], now: float) -> SwapReport:
-    """Return how a finished swap ended. Member ids in reasons are replaced by rank, host and pid."""
+    """Return how a finished swap ended."""
     outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
-    reason = swap.reason
-    for member_id, member in members.items():
-        reason = reason.replace(member_id, member.describe())
     at = swap.entered
 
     def spent(first: Phase, last: Phase) -> float:
@@ -46,7 +43,7 @@ def swap_report(swap: Swap, members: Mapping[str, Member], now: float) -> SwapRe
         version=swap.version,
         outcome=outcome,
         phase="" if outcome == "committed" else _PHASES_BY_VALUE.get(swap.failed_phase, "commit"),
-        reason=reason,
+        reason=swap.reason,
         bytes=swap.bytes_done,
         copies=swap.copies,
         digests=swap.copies,
@@ -71,7 +68,7 @@ def _member_report(swap: Swap, member: Member) -> MemberReport:
         state = "committed"
     elif member.id in swap.failed:
         state, reason = "failed", swap.failed[member.id]
-    elif member.id in swap.culprit:
+    elif member.id == swap.culprit:
         state, reason = "failed", swap.reason
     return MemberReport(
         replica=member.added.replica,

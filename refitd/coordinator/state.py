@@ -457,7 +457,9 @@ class Coordinator:
             return
         state.running.plan = plan
         members = {m.id: m.node for m in fleet.targets.values()}
-        self._step(state, machine.PlanReady(members, frozenset(members.values()), plan.table.total_bytes), now)
+        names = {m.id: m.describe() for m in fleet.members()}
+        ready = machine.PlanReady(members, frozenset(members.values()), plan.table.total_bytes, names)
+        self._step(state, ready, now)
 
     def _step_swap(self, swap: str, event: machine.Event, now: float) -> None:
         for state in self.models.values():

@@ -250,6 +250,8 @@ def _tile_problem(tile: Tile, meta: ParameterMetadata) -> str:
         return f"local_offset {tile.local_offset!r} must be a whole number, 0 or more"
     if not elements(tile.size):
         return ""
+    if not _is_nested(tile):
+        return f"has local strides {tile.local_stride} for size {tile.size}, which put two elements in one place"
     end = [offset + size for offset, size in zip(tile.offset, tile.size, strict=True)]
     last = tile.local_offset + sum((n - 1) * s for n, s in zip(tile.size, tile.local_stride, strict=True))
     if repeat := tile.repeat:
@@ -268,6 +270,16 @@ def _tile_problem(tile: Tile, meta: ParameterMetadata) -> str:
     if meta.global_shape is not None and not _within(end, meta.global_shape):
         return f"ends at {tuple(end)}, outside the global shape {tuple(meta.global_shape)}"
     return ""
+
+
+def _is_nested(tile: Tile) -> bool:
+    """Whether each stride steps over all that smaller strides reach, as in any permuted or padded layout."""
+    reach = 0
+    for stride, size in sorted(zip(tile.local_stride, tile.size, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
 
 
 def _within(end: Sequence[int], shape: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints, ranges
 from refitd.plan.layouts import Layouts, Side
 
-MAX_RUNS = 2**22
+MAX_PLACES = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,9 @@ class Spans:
         return Spans(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @classmethod
-    def joined(cls, parts: Sequence[Spans], dims: int) -> Spans:
+    def joined(cls, parts: Sequence[Spans]) -> Spans:
         """Put spans of rows of equal dimensions end to end."""
-        if parts:
-            return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
-        none, boxes = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
-        return cls(none, none, boxes, boxes, boxes, none, none)
+        return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
 
 
 class Places:
@@ -134,38 +131,40 @@ class Places:
             stuck = long & ~matched
             cut_dim[over | stuck] = j
             cut_at[over] = room[over]
-            cut_at[stuck] = 1
+            cut_at[stuck] = rows.size[stuck, j] // 2
         return Spans(rows.owner, tile, self.offset[tile] + begin, size, along, cut_dim, cut_at)
 
 
-def doubly_placed(layouts: Layouts, side: Side) -> list[str]:
+def doubly_placed(layouts: Layouts, places: Places, side: Side) -> list[str]:
     """Return the local tensors of a side in which two tiles share a place."""
-    places = Places(layouts, side)
     low = places.local_offset
     high = low + ((places.size - 1) * places.stride).sum(axis=1)
     where = places.layout_class * len(layouts.locals) + places.local
     order = np.lexsort((low, where))
-    reach = np.maximum.accumulate(high[order] + where[order] * 2**49 if len(order) else order)
-    near = np.flatnonzero(low[order][1:] + where[order][1:] * 2**49 <= reach[:-1])
+    # if any two of the intervals overlap, then also two that are neighbours in this order
+    near = (where[order][1:] == where[order][:-1]) & (low[order][1:] <= high[order][:-1])
     found = {}
-    for i in np.unique(where[order][near + 1]).tolist():
-        tiles = order[where[order] == i]
-        starts = np.concatenate([_runs(places, int(tile)) for tile in tiles])
-        if len(starts) > MAX_RUNS or len(np.unique(starts)) < len(starts):
-            tile = int(tiles[0])
-            name = layouts.locals[places.local[tile]]
-            found[name] = (
-                f"{name}: tiles of {layouts.members(side, int(places.layout_class[tile]))} share a place; each "
-                "element of a destination must belong to one tile"
+    for group in np.unique(where[order][1:][near]).tolist():
+        tiles = np.flatnonzero(where == group).tolist()
+        if _share_a_place(places, tiles):
+            name = layouts.locals[places.local[tiles[0]]]
+            ranks = layouts.members(side, int(places.layout_class[tiles[0]]))
+            found.setdefault(
+                name,
+                f"{name}: two of its tiles on {ranks} share a place; each element of a local tensor must belong to "
+                "one tile at most",
             )
     return list(found.values())
 
 
-def _runs(places: Places, tile: int) -> Ints:
-    """Return every place of a tile."""
-    result = np.array([places.local_offset[tile]], np.int64)
-    for count, stride in zip(places.size[tile].tolist(), places.stride[tile].tolist(), strict=True):
-        if len(result) * count > MAX_RUNS:
-            return np.zeros(MAX_RUNS + 1, np.int64)
-        result = (result[:, None] + np.arange(count) * stride).reshape(-1)
-    return result
+def _share_a_place(places: Places, tiles: Sequence[int]) -> bool:
+    if int(places.size[list(tiles)].prod(axis=1).sum()) > MAX_PLACES:
+        return True  # interleaved more finely than can be checked
+    found = []
+    for tile in tiles:
+        at = places.local_offset[tile : tile + 1]
+        for count, stride in zip(places.size[tile].tolist(), places.stride[tile].tolist(), strict=True):
+            at = (at[:, None] + np.arange(count) * stride).reshape(-1)
+        found.append(at)
+    every = np.concatenate(found)
+    return len(np.unique(every)) < len(every)

@@ -15,14 +15,14 @@ are looked at once, and each rank costs one sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, hashed, numbered, ranges
-from refitd.plan.layouts import Layouts, Side, read_rosters
+from refitd.plan.layouts import Layouts, read_rosters
 from refitd.plan.places import Places, Spans, doubly_placed
 from refitd.plan.shared import GlobalPlan, SharedPlan, shared_from
 from refitd.plan.table import CopyTable
@@ -71,13 +71,13 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
     src, dst = (_positions(layouts.ranks, column) for column in (plan.job_src, plan.job_dst))
     if strangers := _strangers(plan, layouts, src, dst):
         return strangers
-    found = doubly_placed(layouts, layouts.destination)
+    held, wanted = Places(layouts, layouts.source), Places(layouts, layouts.destination)
+    found = doubly_placed(layouts, wanted, layouts.destination)
     uses = _uses(plan, layouts.source.rank_class[src], layouts.destination.rank_class[dst])
     use, at = ranges(plan.row_start[uses.kind], plan.row_start[uses.kind + 1] - plan.row_start[uses.kind])
-    used = replace(rows.select(at), owner=use)
-    spans, wrong = _matched(used, uses, layouts, plan)
+    spans, wrong = _traced(replace(rows.select(at), owner=use), uses, held, wanted, layouts, plan)
     found += wrong
-    found += _uncovered(spans, uses, src, dst, layouts)
+    found += _uncovered(spans, uses, wanted, dst, layouts)
     found += _ambiguous_ids(plan, at, uses.destination_class[use])
     return found
 
@@ -112,70 +112,61 @@ def _uses(plan: SharedPlan, source_class: Ints, destination_class: Ints) -> _Use
     return _Uses(plan.job_rows[example], source_class[example], destination_class[example], example, number)
 
 
-def _matched(rows: Rows, uses: _Uses, layouts: Layouts, plan: SharedPlan) -> tuple[Spans, list[str]]:
-    """Take every row back to canonical boxes; return those of the destination side, owner being the use."""
-    sides = (Places(layouts, layouts.source), Places(layouts, layouts.destination))
-    classes = (uses.source_class, uses.destination_class)
+def _traced(
+    rows: Rows, uses: _Uses, held: Places, wanted: Places, layouts: Layouts, plan: SharedPlan
+) -> tuple[Spans, list[str]]:
+    """Take every row back to canonical boxes at both ends; return the destinations' spans, by use."""
     done: list[Spans] = []
     wrong: dict[str, str] = {}
 
     def complain(some: Rows, what: str) -> None:
-        for i in range(len(some.owner)):
-            job = int(uses.job[some.owner[i]])
-            name = layouts.tensors[some.tensor[i]] if some.tensor[i] >= 0 else "a tensor nobody has"
+        for use, tensor in zip(some.owner.tolist(), some.tensor.tolist(), strict=True):
+            job = int(uses.job[use])
+            name = layouts.tensors[tensor] if tensor >= 0 else "a tensor that nobody has"
             ends = f"the copy from rank {plan.job_src[job]} to rank {plan.job_dst[job]}"
             wrong.setdefault(name, f"{name}: {ends} {what}")
 
     for _ in range(MAX_ROUNDS):
-        if not len(rows.owner):
-            break
-        ends = [
-            places.spans(classes[i][rows.owner], rows, is_source=i == 0) for i, places in enumerate(sides)
-        ]
-        lost = (ends[0].tile < 0) | (ends[1].tile < 0)
+        src = held.spans(uses.source_class[rows.owner], rows, is_source=True)
+        dst = wanted.spans(uses.destination_class[rows.owner], rows, is_source=False)
+        lost = (src.tile < 0) | (dst.tile < 0)
         complain(rows.select(lost), "reaches outside what these ranks have described")
-        whole = ~lost & ends[0].is_whole & ends[1].is_whole
-        same = (
-            (ends[0].offset == ends[1].offset).all(axis=1)
-            & (ends[0].size == ends[1].size).all(axis=1)
-            & (ends[0].along == ends[1].along).all(axis=1)
-        )
-        sized = sides[0].element_size[ends[0].tile] == rows.element_size
-        sized &= sides[1].element_size[ends[1].tile] == rows.element_size
-        complain(rows.select(whole & ~(same & sized)), "would put other elements there than belong there")
-        done.append(ends[1].select(whole))
+        whole = ~lost & src.is_whole & dst.is_whole
+        true = (src.offset == dst.offset).all(axis=1) & (src.size == dst.size).all(axis=1)
+        true &= (src.along == dst.along).all(axis=1)
+        if len(held.key) and len(wanted.key):
+            true &= held.element_size[src.tile] == rows.element_size
+            true &= wanted.element_size[dst.tile] == rows.element_size
+        complain(rows.select(whole & ~true), "would put other elements there than belong there")
+        done.append(dst.select(whole))
         part = ~lost & ~whole
-        # the end that does not fit says where to cut; the other end follows
-        blocked = np.where(ends[1].is_whole, 0, 1)
-        dim = np.where(blocked, ends[1].cut_dim, ends[0].cut_dim)
-        count = np.where(blocked, ends[1].cut_at, ends[0].cut_at)
-        rows = _cut(rows.select(part), dim[part], count[part])
+        if not part.any():
+            break
+        # the end that does not fit says where to cut, and both are cut there
+        dim = np.where(dst.is_whole, src.cut_dim, dst.cut_dim)[part]
+        count = np.where(dst.is_whole, src.cut_at, dst.cut_at)[part]
+        rows = _cut(rows.select(part), dim, count)
         if len(rows.owner) > MAX_PIECES:
             break
-    complain(rows, "is cut too finely to be checked")
-    return Spans.joined(done, len(layouts.geometries.box_offset.T)), list(wrong.values())
+    else:
+        complain(rows, "is cut too finely to be checked")
+    return Spans.joined(done), list(wrong.values())
 
 
 def _cut(rows: Rows, dim: Ints, count: Ints) -> Rows:
-    """Cut each row along a dimension into the first `count` and the rest."""
+    """Cut each row along a dimension into the first `count` elements and the rest."""
     index = np.arange(len(dim))
-    size, rest = rows.size.copy(), rows.size.copy()
-    size[index, dim] = count
+    begun, rest = rows.size.copy(), rows.size.copy()
+    begun[index, dim] = count
     rest[index, dim] -= count
-    first = replace(rows, size=size)
+    first = replace(rows, size=begun)
     second = replace(
         rows,
         size=rest,
         src_offset=rows.src_offset + count * rows.src_stride[index, dim],
         dst_offset=rows.dst_offset + count * rows.dst_stride[index, dim],
     )
-    both = np.concatenate([index, index + len(index)])
-    return Rows(
-        **{
-            name: np.concatenate([getattr(first, name), getattr(second, name)])[both]
-            for name in Rows.__dataclass_fields__
-        }
-    )
+    return Rows(**{f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)]) for f in fields(Rows)})
 
 
 def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
@@ -188,42 +179,33 @@ def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
     return result
 
 
-def _uncovered(spans: Spans, uses: _Uses, src: Ints, dst: Ints, layouts: Layouts) -> list[str]:
-    """Return the destination tensors that a rank does not receive exactly once."""
-    del src
+def _uncovered(spans: Spans, uses: _Uses, wanted: Places, dst: Ints, layouts: Layouts) -> list[str]:
+    """Return the destination tensors that a rank would not receive exactly once."""
     side = layouts.destination
-    places = Places(layouts, side)
-    wanted = np.zeros(side.classes, np.uint64)
-    np.add.at(wanted, places.layout_class, _numbers(places.number, places.offset, places.size))
+    owed = np.zeros(side.classes, np.uint64)
+    np.add.at(owed, wanted.layout_class, _numbers(np.arange(len(wanted.key)), wanted.offset, wanted.size))
+    number = _numbers(spans.tile, spans.offset, spans.size)
     of_use = np.zeros(len(uses.kind), np.uint64)
-    np.add.at(of_use, spans.owner, _numbers(spans.tile, spans.offset, spans.size))
+    np.add.at(of_use, spans.owner, number)
     received = np.zeros(len(layouts.ranks), np.uint64)
     np.add.at(received, dst, of_use[uses.use_of_job])
-    receives = side.rank_class >= 0
-    wrong = np.flatnonzero(receives & (received != wanted[side.rank_class]))
-    found: dict[str, str] = {}
-    for rank in wrong.tolist():
-        mine = np.flatnonzero(dst == rank)
-        spent = np.concatenate([np.flatnonzero(spans.owner == use) for use in uses.use_of_job[mine]] or [mine])
-        for line in _uncovered_tiles(places, spans.select(spent), int(side.rank_class[rank]), layouts):
-            found.setdefault(line, layouts.labels[rank])
-    return [f"{line.split(':')[0]}: {label} {line.split(': ', 1)[1]}" for line, label in found.items()]
-
-
-def _uncovered_tiles(places: Places, spans: Spans, layout_class: int, layouts: Layouts) -> list[str]:
-    mine = np.flatnonzero(places.layout_class == layout_class)
-    numbers, count = np.zeros(len(places.number), np.uint64), np.zeros(len(places.number), np.int64)
-    np.add.at(numbers, spans.tile, _numbers(spans.tile, spans.offset, spans.size))
-    np.add.at(count, spans.tile, np.prod(spans.size, axis=1))
-    want = _numbers(places.number[mine], places.offset[mine], places.size[mine])
-    found = []
-    for tile in mine[numbers[mine] != want].tolist():
-        total = int(np.prod(places.size[tile]))
-        found.append(
-            f"{layouts.tensors[places.tensor[tile]]}: would be sent {int(count[tile])} elements for a place of "
-            f"{total} in {layouts.locals[places.local[tile]]}; each must be written exactly once"
-        )
-    return found
+    receivers = np.flatnonzero(side.rank_class >= 0)
+    found: dict[int, str] = {}
+    for rank in receivers[received[receivers] != owed[side.rank_class[receivers]]].tolist():
+        times = np.bincount(uses.use_of_job[dst == rank], minlength=len(uses.kind))[spans.owner]
+        sums = np.zeros(len(wanted.key), np.uint64)
+        count = np.zeros(len(wanted.key), np.int64)
+        np.add.at(sums, spans.tile, number * times.astype(np.uint64))
+        np.add.at(count, spans.tile, np.prod(spans.size, axis=1) * times)
+        mine = np.flatnonzero(wanted.layout_class == side.rank_class[rank])
+        for tile in mine[sums[mine] != _numbers(mine, wanted.offset[mine], wanted.size[mine])].tolist():
+            found.setdefault(
+                tile,
+                f"{layouts.tensors[wanted.tensor[tile]]}: {layouts.labels[rank]} would be sent {int(count[tile])} "
+                f"elements for the {int(np.prod(wanted.size[tile]))} at element {int(wanted.local_offset[tile])} of "
+                f"{layouts.locals[wanted.local[tile]]}; each must be written exactly once",
+            )
+    return list(found.values())
 
 
 def _ambiguous_ids(plan: SharedPlan, at: Ints, destination_class: Ints) -> list[str]:
@@ -235,7 +217,3 @@ def _ambiguous_ids(plan: SharedPlan, at: Ints, destination_class: Ints) -> list[
         return []
     return ["plan: two copies to one rank have the same task id; rename one of the destination's tensors"]
 
-
-def side_name(side: Side, layouts: Layouts) -> str:
-    """Return "source" or "destination"."""
-    return "source" if side is layouts.source else "destination"

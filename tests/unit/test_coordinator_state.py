@@ -1,0 +1,253 @@
+"""The coordinator without sockets: a fleet of made-up daemons talks to it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from refitd import ParameterMetadata
+from refitd.commit.journal import Record
+from refitd.config import Config, ModelConfig
+from refitd.coordinator import state as st
+from refitd.coordinator.plans import make_plan
+from refitd.errors import CommitError, RefitdError
+from refitd.protocol import cluster, local, shards
+from refitd.protocol.reports import NodeStatus, StatusReport, SwapProgress, SwapReport
+
+
+class Harness:
+    """Feeds a coordinator, performs its plans and journal writes at once, collects what it sends."""
+
+    def __init__(self, config: Config | None = None, journal: dict[str, Record] | None = None) -> None:
+        self.journal = {} if journal is None else journal
+        self.journal_error: RefitdError | None = None
+        numbers = itertools.count(1)
+        self.state = st.Coordinator(
+            config=config or Config(),
+            boot="boot",
+            pid=1,
+            started=0.0,
+            new_swap_id=lambda: f"swap{next(numbers)}",
+            wall_clock=lambda: 1.0,
+            decided=self.journal.get,
+        )
+        self.now = 0.0
+        self.sent: list[tuple[str, int, object]] = []
+
+    def feed(self, event: st.Event) -> None:
+        pending = [event]
+        while pending:
+            for instruction in self.state.handle(pending.pop(0), self.now):
+                match instruction:
+                    case st.Send(identity, request, message):
+                        self.sent.append((identity.decode(), request, message))
+                    case st.MakePlan(ticket, rosters):
+                        try:
+                            pending.append(st.Planned(ticket, make_plan(rosters)))
+                        except RefitdError as exc:
+                            pending.append(st.Planned(ticket, None, exc))
+                    case st.Decide(record):
+                        if self.journal_error is None:
+                            self.journal[record.swap] = record
+                        pending.append(st.JournalWritten(record.swap, self.journal_error))
+                    case st.Remember(record):
+                        self.journal[record.swap] = record
+
+    def say(self, node: str, message: cluster.NodeMessage, request: int = 0) -> list[object]:
+        """A daemon says something; what it caused to be sent is returned."""
+        self.sent.clear()
+        self.feed(st.FromNode(node.encode(), request, message))
+        return [message for _, _, message in self.sent]
+
+    def join(self, node: str = "n0", pid: int = 10) -> None:
+        status = NodeStatus(node=node, host="h", pid=pid, workers=(), clients=0, arenas=0, arena_bytes=0)
+        assert isinstance(self.say(node, cluster.NodeHello(protocol=1, status=status))[-1], cluster.NodeWelcome)
+
+    def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:
+        role = "source" if member.startswith("src") else "target"
+        metadata = [ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w")]
+        added = {
+            "member": member,
+            "model": "m",
+            "role": role,
+            "replica": "" if role == "source" else member,
+            "rank": 0,
+            "world_size": 1,
+            "pid": 5,
+            "shard": shards.shard_of(metadata),
+        } | fields
+        return self.say(node, cluster.AddShard(**added), request=3)
+
+    def ready(self) -> None:
+        """One source with version 1, one target, on one node."""
+        self.join()
+        assert self.add("src") == [local.Done()]
+        assert self.add("a") == [local.Done()]
+        self.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+
+    def until_staging(self) -> str:
+        (load,) = [m for m in self.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.LoadPlan)]
+        (stage,) = [m for m in self.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+        return stage.swap
+
+
+def reports(sent: list[object]) -> list[SwapReport]:
+    return [m for m in sent if isinstance(m, SwapReport)]
+
+
+def kinds(sent: list[object]) -> list[str]:
+    return [type(m).__name__ for m in sent if not isinstance(m, SwapProgress)]
+
+
+def test_a_swap_goes_from_plan_to_report() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    assert kinds(staged) == ["EndSwap", "Commit"]
+    assert h.journal[swap].state == "decided"
+    (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.01)))
+    assert (report.outcome, report.version, report.digests, report.bytes) == ("committed", 1, 1, 32)
+    assert h.journal[swap].state == "committed"
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert isinstance(status, StatusReport)
+    assert status.models[0].targets[0].version == 1
+
+
+def test_the_second_swap_of_a_membership_sends_no_plan() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    assert kinds(h.say("n0", local.StartSwap("m"))) == ["Stage"]
+
+
+def test_a_changed_membership_drops_the_plan_and_makes_another() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    assert kinds(h.add("b")) == ["DropPlan", "Done"]
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    assert kinds(h.say("n0", local.StartSwap("m"))) == ["LoadPlan"]
+
+
+def test_a_member_that_joins_during_a_swap_leaves_its_plan_alone() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    assert kinds(h.add("b")) == ["Done"]
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    ended = h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    assert kinds(ended) == ["DropPlan", "SwapReport"]
+    assert [m.replica for m in reports(ended)[0].members] == ["a"]
+
+
+def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.journal_error = CommitError("disk full")
+    ended = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    assert "Commit" not in kinds(ended) and "Abort" in kinds(ended)
+    assert "disk full" in reports(ended)[0].reason
+
+
+def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
+    h = Harness()
+    h.ready()
+    h.until_staging()
+    h.now = st.NODE_SILENCE_S + 1
+    h.sent.clear()
+    h.feed(st.Tick())
+    assert not h.state.nodes and not h.state.models
+    # the node comes back: it is asked to introduce itself
+    (failure,) = h.say("n0", local.GetStatus(), request=1)
+    assert isinstance(failure, local.Failure) and failure.code == "unknown-node"
+
+
+def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_not() -> None:
+    journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
+    h = Harness(journal=journal)
+    h.join()
+    assert h.add("a", staged="s1") == [cluster.Commit(swap="s1", version=7), local.Done()]
+    h.say("n0", cluster.MemberCommitted(swap="s1", member="a", paused_s=0.0))
+    undone = h.add("b", staged="s2")
+    assert kinds(undone) == ["Abort", "Done"]
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    versions = {t.replica: (t.version, t.state) for t in status.models[0].targets}
+    assert versions == {"a": (7, "serving"), "b": (None, "empty")}
+
+
+def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.now += Config().deadlines.commit_s + 1
+    h.state.nodes["n0"].last_heard = h.now
+    h.sent.clear()
+    h.feed(st.Tick())
+    (report,) = reports([m for _, _, m in h.sent])
+    assert report.outcome == "incomplete" and "did not take over" in report.reason
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    (failure,) = h.say("n0", local.StartSwap("m"), request=1)
+    assert "has not yet taken over the version" in failure.message
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    assert kinds(h.say("n0", local.StartSwap("m"))) == ["Stage"]
+
+
+def test_a_source_that_withdraws_what_is_being_read_aborts_the_swap() -> None:
+    h = Harness()
+    h.ready()
+    h.until_staging()
+    (report,) = reports(h.say("n0", cluster.ShardWithdrawn(member="src", version=1)))
+    assert report.outcome == "aborted" and "withdrew version 1" in report.reason
+
+
+def test_members_on_different_nodes_are_refused_with_both_names() -> None:
+    h = Harness()
+    h.join("n0")
+    h.join("n1", pid=11)
+    h.add("src")
+    h.add("a", node="n1")
+    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    (report,) = reports(h.say("n0", local.StartSwap("m"), request=2))
+    assert "are on different nodes" in report.reason
+
+
+def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
+    h = Harness()
+    h.ready()
+    status = NodeStatus(node="n0", host="h2", pid=99, workers=(), clients=0, arenas=0, arena_bytes=0)
+    (refusal,) = h.say("other", cluster.NodeHello(protocol=1, status=status))
+    assert "in use by the daemon with pid 10" in refusal.message
+    h.now = st.NODE_SILENCE_S - 1
+    h.say("other", cluster.NodeHello(protocol=1, status=status))
+    assert h.state.nodes["n0"].status.pid == 99
+    assert not h.state.models, "the old daemon's members went with it"
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_complete_version_is_swapped_by_itself_only_where_configured(auto: bool) -> None:
+    h = Harness(Config(models={"m": ModelConfig(auto_swap=auto)}))
+    h.join()
+    h.add("src")
+    h.add("a")
+    sent = h.say("n0", cluster.ShardPublished(member="src", version=1), request=2)
+    assert ("LoadPlan" in kinds(sent)) is auto
+
+
+def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
+    h = Harness()
+    h.join()
+    for rank in (1, 0):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+    for replica, world in (("b", 1), ("a", 2)):
+        for rank in range(world):
+            h.add(f"{replica}{rank}", replica=replica, rank=rank, world_size=world)
+    assert h.state.models["m"].fleet.ranks() == {"src0": 0, "src1": 1, "a0": 2, "a1": 3, "b0": 4}
