@@ -89,7 +89,6 @@ def write_state(path: str, model: torch.nn.Module) -> None:
     """Write every parameter and persistent buffer as it is, bf16 as the integers of its bits."""
     arrays: dict[str, Any] = {}
     for name, tensor in tensors_of(model).items():
-        tensor = tensor.detach()
         bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-        arrays[name] = bits.contiguous().numpy()
+        arrays[name] = bits.detach().contiguous().numpy()
     np.savez(path, **arrays)

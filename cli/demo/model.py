@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from refitd_cli.demo.layout import Layout, ModelConfig, canonical_name, canonical_shapes, cut_of, indices
+from refitd_cli.demo.layout import Layout, ModelConfig, canonical_name, canonical_shapes, cut_of, shard
 from refitd_cli.demo.parallel import Comm, enter, gather, leave
 
 WEIGHT_DTYPE = torch.bfloat16
@@ -265,14 +267,23 @@ def initialise(model: DemoModel, seed: int) -> None:
         elif "layernorm" in name:
             tensor.fill_(1.0)
         else:
-            std = 0.02 / (2 * config.layers) ** 0.5 if name.endswith(("proj.weight", "fc2.weight")) else 0.02
-            generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-            full = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
-            cut = cut_of(name, config)
-            if cut is not None:
-                held = indices(cut, model.layout.tp_rank, model.layout.tp_size)
-                full = full.index_select(cut.dim, torch.tensor(held))
-            tensor.copy_(full)
+            rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
+            full = rng.standard_normal(shapes[name], dtype=np.float32)
+            held = torch.from_numpy(shard(full, cut_of(name, config), model.layout))
+            tensor.copy_(held.mul_(_initial_std(name, config)))
+
+
+def _initial_std(name: str, config: ModelConfig) -> float:
+    """Return the spread of a weight's first values; near-zero logits let the byte counts speak at first."""
+    match name.split(".")[-2]:
+        case "word_embeddings":
+            return 1.0
+        case "output_layer":
+            return 0.002
+        case "linear_proj" | "linear_fc2":  # two of them per layer add to the residual stream
+            return 0.02 / math.sqrt(2 * config.layers)
+        case _:
+            return 0.02
 
 
 def compute_dtype() -> torch.dtype:

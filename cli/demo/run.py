@@ -56,7 +56,9 @@ class Demo:
         self.runtime_dir = directory / "run"
         self.crew = Crew(directory, self._took, progress.waiting)
         self.rows: list[SwapRow] = []
-        self._samples: dict[tuple[str, int], str] = {}  # (replica, version): the first text of that version
+        self._samples: dict[
+            tuple[str, int | None], str
+        ] = {}  # (replica, version): the first text of that version
 
     def start(self) -> None:
         """Start every process and return when all have registered."""
@@ -69,7 +71,7 @@ class Demo:
         self._start(TRAINER, "trainer", TRAINER_SEED, "private")
         for index, (replica, memory) in enumerate(REPLICAS.items()):
             self._start(replica, "engine", FIRST_ENGINE_SEED + index, memory)
-        self.crew.wait("ready", self.crew.members, START_S)
+        self.crew.wait("ready", TRAINER.members, START_S)
 
     def round(self, version: int) -> None:
         """Train a little, publish, swap, and see every engine go over to the new version."""
@@ -78,6 +80,7 @@ class Demo:
         trained = self.crew.wait("trained", trainers, TRAIN_S)[trainers[0]]
         self.crew.send(trainers, "publish", version=version)
         published = self.crew.wait("published", trainers, SWAP_S)
+        self.await_samples()
         # The last swap is the operator's; the others are a training loop's.
         by_operator = version == SWAPS
         report = self._swap_by_refitctl(version) if by_operator else self._swap(version)
@@ -93,19 +96,28 @@ class Demo:
             total_s=report.total_s,
             digests=report.digests,
         )
-        self.rows.append(row)
         self.progress.say(
             f"version {version} is live on {len(report.members)} ranks: {size(row.bytes)} in "
             f"{duration(row.total_s)}, staged at {rate(row.bytes, row.stage_s)}, "
             f"{row.digests} digests equal ({row.by})"
         )
         for replica in REPLICAS:
-            row.flips[replica.name] = self._flip(replica, version)
+            row.flips[replica.name] = flip = self._flip(replica, version)
+            self.progress.say(
+                f"{replica.name} paused {duration(flip.paused_s)} before token {flip.token}, "
+                f"all {replica.tp * replica.pp} ranks at once; until then: {printable(flip.before)}"
+            )
+        self.rows.append(row)
+
+    def await_samples(self) -> None:
+        """Return when every engine has completed a text with what it serves now, or serves."""
+        if not self.rows:
+            self.crew.wait("ready", [member for replica in REPLICAS for member in replica.members], START_S)
+            return
+        row = self.rows[-1]
         for name, flip in row.flips.items():
-            self._await_sample(name, version)
-            flip.after = self._samples[name, version]
-            self.progress.say(f"{name} before: {printable(flip.before)}")
-            self.progress.say(f"{name} after:  {printable(flip.after)}")
+            self._await_sample(name, row.version)
+            flip.after = self._samples[name, row.version]
 
     def check(self) -> list[Verdict]:
         """Let every process write what it holds, and compare."""
@@ -192,8 +204,11 @@ class Demo:
                     f"step {message['step']}: loss {message['loss']:.3f} ({duration(message['seconds'])})"
                 )
             case "sample":
-                replica = name.rpartition("-")[0]
-                self._samples.setdefault((replica, message["version"]), message["text"])
+                replica, version = name.rpartition("-")[0], message["version"]
+                if (replica, version) not in self._samples:
+                    self._samples[replica, version] = message["text"]
+                    told = "no version yet" if version is None else f"version {version}"
+                    self.progress.say(f"{replica} ({told}) writes: {printable(message['text'])}")
 
 
 def main(json_output: bool) -> int:
@@ -205,6 +220,7 @@ def main(json_output: bool) -> int:
             demo.start()
             for version in range(1, SWAPS + 1):
                 demo.round(version)
+            demo.await_samples()
             verdicts = demo.check()
             demo.crew.dismiss()
         except KeyboardInterrupt:

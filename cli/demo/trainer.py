@@ -18,7 +18,8 @@ from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, 
 from refitd_cli.demo.model import DemoModel, compute_dtype, initialise
 
 BATCH, SEQUENCE = 8, 128
-PEAK_RATE, WARMUP_STEPS = 1e-3, 8
+PEAK_RATE, WARMUP_STEPS = 7e-4, 5
+PRIOR_BYTES = 1 << 16  # text that is counted before the first step
 MAX_GRAD_NORM = 1.0
 
 
@@ -31,6 +32,8 @@ class Trainer:
         self.dtype = compute_dtype()
         self.model = DemoModel(member.config, member.layout, member.comm)
         initialise(self.model, member.seed)
+        first = torch.from_numpy(corpus.train[:PRIOR_BYTES].astype(np.int64))
+        self.model.output_layer.count(first)
         self.weights = list(self.model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
         self.optimizer = torch.optim.AdamW(

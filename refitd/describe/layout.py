@@ -76,9 +76,7 @@ def tiles_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) 
     return tuple(_shard_tiles(meta, whole, shard_sizes))
 
 
-def global_shape_of(
-    meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None
-) -> tuple[int, ...] | None:
+def global_shape_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) -> tuple[int, ...] | None:
     """Return the canonical tensor's shape; None where explicit tiles come without a `global_shape`.
 
     `shard_sizes` as in `tiles_of`. The description must be free of `layout_problems`.
@@ -118,9 +116,7 @@ def _derived_global_shape(meta: ParameterMetadata, shard_sizes: Sequence[int] | 
     shape = list(meta.shape)
     if is_sharded(meta):
         group = meta.tensor_parallel_group_ranks or ()
-        shape[meta.partition_dim] = (
-            sum(shard_sizes) if shard_sizes else shape[meta.partition_dim] * len(group)
-        )
+        shape[meta.partition_dim] = sum(shard_sizes) if shard_sizes else shape[meta.partition_dim] * len(group)
     return tuple(shape)
 
 
@@ -172,9 +168,7 @@ def _dtype_problems(meta: ParameterMetadata) -> list[str]:
     except ValueError as error:
         return [f"{name}: {error}"]
     if meta.element_size != want:
-        return [
-            f"{name}: element_size is {meta.element_size!r}, expected {want} bytes for {dtype_name(meta.dtype)}"
-        ]
+        return [f"{name}: element_size is {meta.element_size!r}, expected {want} bytes for {dtype_name(meta.dtype)}"]
     return []
 
 
@@ -213,9 +207,7 @@ def _shard_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None) 
         if parts != 1 and (len(set(blocks)) != 1 or len(blocks) != parts):
             return [f"{name}: partition_sizes {blocks} contradict partition_stride {parts}; give one of them"]
     elif shape[dim] % parts:
-        return [
-            f"{name}: dim {dim} has {shape[dim]} elements here, expected a multiple of partition_stride {parts}"
-        ]
+        return [f"{name}: dim {dim} has {shape[dim]} elements here, expected a multiple of partition_stride {parts}"]
     if shard_sizes is None or len(set(shard_sizes)) == 1:
         return []
     if blocks is not None or any(size % parts for size in shard_sizes):

@@ -240,8 +240,7 @@ class _TensorCache:
         # names are compared by value, everything else by identity; the list keeps the objects alive, so an
         # identity cannot be used again by another object
         return len(seen) == len(self.seen) and all(
-            new is old or (isinstance(new, str) and new == old)
-            for new, old in zip(seen, self.seen, strict=True)
+            new is old or (isinstance(new, str) and new == old) for new, old in zip(seen, self.seen, strict=True)
         )
 
     def __reduce__(self) -> tuple[type[_TensorCache], tuple[()]]:
@@ -312,9 +311,7 @@ def _describe_dtensor(meta: ParameterMetadata, param: Any) -> None:
                 "redistribute it first"
             )
         factor = getattr(placement, "split_factor", 1)
-        splits.append(
-            Split(placement.dim, param.device_mesh.size(mesh_dim), int(coordinate[mesh_dim]), int(factor))
-        )
+        splits.append(Split(placement.dim, param.device_mesh.size(mesh_dim), int(coordinate[mesh_dim]), int(factor)))
     shape, meta.tiles = split_tiles(name, meta.global_shape, splits)
     if shape != meta.shape:
         raise PlanError(
@@ -330,7 +327,5 @@ def _chunk_tiles(name: str, shape: tuple[int, ...], chunks: Sequence[Any]) -> tu
         return ()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != shape:
         found = [(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
-        raise PlanError(
-            f"{name}: chunk metadata {found} does not describe the local tensor {shape} as one box"
-        )
+        raise PlanError(f"{name}: chunk metadata {found} does not describe the local tensor {shape} as one box")
     return (Tile(name, tuple(chunks[0].offsets), shape, 0, row_major(shape)),)

@@ -162,9 +162,7 @@ def _global_expert_index(meta: ParameterMetadata, index: int) -> int:
     """Return the index in the whole model of local expert `index` of this rank."""
     subject, group = f"{meta.name} on rank {meta.owner_rank}", meta.expert_parallel_group_ranks
     if not group:
-        raise PlanError(
-            f"{subject}: an expert's tensor without an expert-parallel group; check pg_collection.ep"
-        )
+        raise PlanError(f"{subject}: an expert's tensor without an expert-parallel group; check pg_collection.ep")
     if meta.owner_rank not in group:
         raise PlanError(f"{subject}: its rank is not in its expert-parallel group {_short(group)}")
     if meta.num_experts is None:
@@ -181,6 +179,4 @@ def _global_expert_index(meta: ParameterMetadata, index: int) -> int:
 
 
 def _short(ranks: list[int]) -> str:
-    return (
-        str(ranks) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
-    )
+    return str(ranks) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The tile occurs `count` times: `step` elements further along canonical `dim`, `local_step` elements
-    further in the local tensor, each time."""
+    """The tile occurs `count` times, each `step` further along canonical `dim` and `local_step` further locally."""
 
     dim: int
     count: int

@@ -1,0 +1,1 @@
+"""What moves: rosters in, one exact plan out. Pure."""

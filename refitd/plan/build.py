@@ -1,6 +1,6 @@
 """Rosters in, one exact plan out.
 
-    rosters -> layouts      names, geometries and layout classes as columns        (layouts.py)
+    rosters -> layouts      names, geometries and layout classes as columns        (read.py, layouts.py)
             -> match        pieces of each destination class, and who holds them   (match.py, intersect.py)
             -> shares       which rank sends which pieces to which                 (replicas.py)
             -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
@@ -20,11 +20,14 @@ from refitd.describe.roster import Roster
 from refitd.errors import PlanError
 from refitd.plan.coalesce import Rows, coalesced
 from refitd.plan.columns import Ints, find, hashed, mixed, numbered, offsets_of, ranges
-from refitd.plan.layouts import Layouts, Side, read_rosters
+from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
+from refitd.plan.ops import ReshardPlan
+from refitd.plan.read import read_rosters
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
+from refitd.plan.views import rank_plans
 
 
 def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
@@ -35,6 +38,34 @@ def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
     Raises:
         PlanError: with everything that stands in the way; nothing is planned in part.
     """
+    return _planned(rosters)[0]
+
+
+def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
+    """Plan as `plan_copies` does, and return every rank's sends and receives.
+
+    Raises:
+        PlanError: with everything that stands in the way.
+    """
+    plan, layouts = _planned(rosters)
+    return rank_plans(plan.shared, layouts)
+
+
+def roster_digest(rosters: Sequence[Roster]) -> str:
+    """Return a digest of what the rosters say: the same in any order of rosters and of tensors within them.
+
+    Labels are not part of it; ranks and nodes are. It is what a cache of plans is keyed by.
+
+    Raises:
+        PlanError: the rosters contradict themselves.
+    """
+    layouts, problems = read_rosters(rosters)
+    if problems:
+        raise PlanError(problems)
+    return layouts.digest()
+
+
+def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
     layouts, problems = read_rosters(rosters)
     found, unmatched = match(layouts)
     if problems or unmatched:
@@ -42,7 +73,7 @@ def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
     shared = _shared_plan(layouts, found, _shares(layouts, found))
     if wrong := shared_violations(shared, layouts):
         raise PlanError(wrong)
-    return GlobalPlan(shared, found.unused, shared.digest())
+    return GlobalPlan(shared, found.unused, shared.digest()), layouts
 
 
 @dataclass(frozen=True, eq=False)

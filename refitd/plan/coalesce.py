@@ -1,8 +1,8 @@
 """Join rows that one strided copy can do: neighbours become one box, equally spaced rows get one more dimension.
 
-    [0:4] from 0, [4:8] from 4                    ->  [0:8] from 0
-    gate rows 0:64 and up rows 256:320, both from
-    the same source tensor                        ->  2 x 64 rows, 256 apart here, as far apart as they are there
+[0:4] from 0, [4:8] from 4                    ->  [0:8] from 0
+gate rows 0:64 and up rows 256:320, both from
+the same source tensor                        ->  2 x 64 rows, 256 apart here, as far apart as they are there
 """
 
 from __future__ import annotations

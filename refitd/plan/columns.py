@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -45,6 +46,11 @@ def hashed(columns: Sequence[npt.NDArray[Any]]) -> Hashes:
         for values in column.T if column.ndim > 1 else (column,):
             result = mixed(result ^ values.astype(np.uint64))
     return result
+
+
+def name_hashes(names: Sequence[str]) -> Hashes:
+    """Hash each name to 64 bits; equal names hash alike in any process."""
+    return np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)
 
 
 def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:

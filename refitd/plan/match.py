@@ -130,7 +130,8 @@ def _sums(values: Hashes, sorted_owner: Ints, size: int) -> Hashes:
     """Sum the values of each owner, modulo 2**64."""
     running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
     start = offsets_of(sorted_owner, size)
-    return running[start[1:]] - running[start[:-1]]
+    sums: Hashes = running[start[1:]] - running[start[:-1]]
+    return sums
 
 
 def _patterns(
@@ -172,9 +173,7 @@ def _patterns(
     return _Patterns(**joined), missing
 
 
-def _holdings(
-    layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
-) -> tuple[Holdings, _Spots, list[str]]:
+def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns) -> tuple[Holdings, _Spots, list[str]]:
     """Spread the source classes' tiles over cells, and find who holds the same."""
     geometries, classes = layouts.geometries, max(1, layouts.source.classes)
     tile, at = _expanded(held, pattern, patterns.held_key, layouts)
@@ -201,9 +200,7 @@ def _holdings(
     return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members]), problems
 
 
-def _wanted_pieces(
-    layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _Patterns, spots: _Spots
-) -> WantedPieces:
+def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _Patterns, spots: _Spots) -> WantedPieces:
     geometries = layouts.geometries
     tile, at = _expanded(wanted, pattern, patterns.want_key, layouts)
     cell, row = patterns.want_cell[at], wanted.row[tile]
@@ -258,7 +255,9 @@ def _gaps(layouts: Layouts, wanted: _Tiles, pattern: Ints, missing: dict[int, in
         if tensor in seen:
             continue
         seen.add(tensor)
-        offset, size = (a[wanted.box[row]].tolist() for a in (layouts.geometries.box_offset, layouts.geometries.box_size))
+        offset, size = (
+            a[wanted.box[row]].tolist() for a in (layouts.geometries.box_offset, layouts.geometries.box_size)
+        )
         place = ", ".join(f"{o}:{o + s}" for o, s in zip(offset, size, strict=True))
         found.append(
             f"{tensor}: {_who(layouts, layouts.destination, wanted, row)} wants [{place}], and no source holds "
@@ -269,7 +268,7 @@ def _gaps(layouts: Layouts, wanted: _Tiles, pattern: Ints, missing: dict[int, in
 
 
 def _ambiguities(layouts: Layouts, held: _Tiles, tile: Ints, repeated: Ints) -> list[str]:
-    found = {}
+    found: dict[str, str] = {}
     for row in repeated.tolist():
         tensor = layouts.tensors[int(held.tensor[tile[row]])]
         names = [layouts.locals[int(held.local[tile[i]])] for i in (row, row + 1)]
@@ -304,16 +303,14 @@ def _extent_problems(layouts: Layouts, held: _Tiles, wanted: _Tiles, both: Flags
         reach.append(ends)
     problems = []
     for tensor in np.flatnonzero(both & (silent[0] | silent[1])).tolist():
-        shape = geometries.shapes[declared[tensor]] if declared[tensor] >= 0 else None
-        source, destination = (
-            tuple(ends[tensor, -len(shape) if shape else 0 :].tolist()) for ends in reach
-        )
+        known = geometries.shapes[declared[tensor]] if declared[tensor] >= 0 else None
+        source, destination = (tuple(ends[tensor, -len(known) if known else 0 :].tolist()) for ends in reach)
         pairs = zip((source, destination), silent, strict=True)
-        agreed = all(end == shape for end, quiet in pairs if quiet[tensor]) if shape else source == destination
+        agreed = all(end == known for end, quiet in pairs if quiet[tensor]) if known else source == destination
         if not agreed:
             problems.append(
                 f"{layouts.tensors[tensor]}: the sources' tiles reach to {source}, the destinations' to "
-                f"{destination}{f', the global shape is {shape}' if shape else ''}; they must agree; where only a "
+                f"{destination}{f', the global shape is {known}' if known else ''}; they must agree; where only a "
                 "part is meant, declare global_shape beside the tiles"
             )
     return problems

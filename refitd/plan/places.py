@@ -143,7 +143,7 @@ def doubly_placed(layouts: Layouts, places: Places, side: Side) -> list[str]:
     order = np.lexsort((low, where))
     # if any two of the intervals overlap, then also two that are neighbours in this order
     near = (where[order][1:] == where[order][:-1]) & (low[order][1:] <= high[order][:-1])
-    found = {}
+    found: dict[str, str] = {}
     for group in np.unique(where[order][1:][near]).tolist():
         tiles = np.flatnonzero(where == group).tolist()
         if _share_a_place(places, tiles):

@@ -15,11 +15,18 @@ are even. Only ranks and bytes decide, so the choice is the same in any order of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from refitd.describe.layout import canonical_name
+from refitd.describe.metadata import ParameterMetadata
+from refitd.errors import PlanError
 from refitd.plan.columns import Ints, find, numbered, offsets_of, ranges
+
+Floats = npt.NDArray[np.float64]
 
 # senders within this share of the mean count as even
 TOLERANCE = 0.02
@@ -120,11 +127,10 @@ def _uneven(turns: _Turns, load: Ints) -> bool:
     """Whether within some turn a sender has visibly more to send than another candidate."""
     if not len(turns.start):
         return False
-    turn, at = ranges(turns.start, turns.count)
+    _, at = ranges(turns.start, turns.count)
     begin = np.cumsum(turns.count) - turns.count
     loads = load[turns.holders[at]]
     spread = np.maximum.reduceat(loads, begin) - np.minimum.reduceat(loads, begin)
-    del turn
     return bool((spread > TOLERANCE * _mean(turns, load)).any())
 
 
@@ -140,15 +146,15 @@ def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints
     First the bytes alone: each turn in its turn is poured anew over its candidates, up to one level, on top of
     what other turns have them send; that converges to the most even distribution there is. Then pieces follow.
     """
-    candidates = [
-        turns.holders[s : s + c] for s, c in zip(turns.start.tolist(), turns.count.tolist(), strict=True)
-    ]
+    candidates = [turns.holders[s : s + c] for s, c in zip(turns.start.tolist(), turns.count.tolist(), strict=True)]
     by_turn = np.argsort(turns.turn, kind="stable")
     begin = np.searchsorted(turns.turn[by_turn], np.arange(len(candidates) + 1))
-    current, target = [], []
+    current: list[Floats] = []
+    target: list[Floats] = []
     for number, who in enumerate(candidates):
         mine = by_turn[begin[number] : begin[number + 1]]
-        bytes_each = np.bincount(turns.position[mine], weights=sent[mine], minlength=len(who))
+        bytes_each = np.zeros(len(who))
+        np.add.at(bytes_each, turns.position[mine], sent[mine])
         current.append(bytes_each)
         target.append(bytes_each)
     level = load.astype(np.float64)
@@ -183,7 +189,7 @@ def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints
     )
 
 
-def _poured(base: np.ndarray, amount: float) -> np.ndarray:  # type: ignore[type-arg]
+def _poured(base: Floats, amount: float) -> Floats:
     """Return how much each vessel takes when `amount` is poured over them and finds one level."""
     order = np.argsort(base, kind="stable")
     heights = base[order]
@@ -191,7 +197,8 @@ def _poured(base: np.ndarray, amount: float) -> np.ndarray:  # type: ignore[type
     needed = heights * np.arange(1, len(base) + 1) - np.cumsum(heights)
     k = int(np.searchsorted(needed, amount, side="right"))
     level = (amount + heights[:k].sum()) / k
-    return np.maximum(level - base, 0.0)
+    taken: Floats = np.maximum(level - base, 0.0)
+    return taken
 
 
 def _moved(
@@ -199,7 +206,7 @@ def _moved(
     mine: Ints,
     position: Ints,
     who: Ints,
-    target: np.ndarray,  # type: ignore[type-arg]
+    target: Floats,
     total: Ints,
 ) -> list[tuple[int, int, int, int]]:
     """Return a turn's shares after the candidates above their target gave pieces to those below it.
@@ -238,3 +245,45 @@ def _fitting(total: Ints, low: int, high: int, room: float) -> int:
     """Return how many of the pieces low:high fill `room`; the piece across the edge counts if half of it fits."""
     middles = (total[low:high] + total[low + 1 : high + 1]) / 2 - total[low]
     return int(np.searchsorted(middles, room, side="right"))
+
+
+def select_src_metadata_balanced(
+    src_meta_list: Sequence[ParameterMetadata], dst_metadata: ParameterMetadata, dst_rank: int
+) -> ParameterMetadata:
+    """Choose the source description that `dst_rank` plans against.
+
+    A description of its own rank comes first. Otherwise, where both sides split experts over equally many ranks,
+    only the source at the destination's own position counts; of the rest, destinations take the source's
+    data-parallel groups in turn, and within a group its members in turn.
+
+    Raises:
+        PlanError: the list is empty.
+    """
+    if not src_meta_list:
+        raise PlanError(f"{canonical_name(dst_metadata)}: no source has it, and rank {dst_rank} wants it")
+    for meta in src_meta_list:
+        if meta.owner_rank == dst_rank:
+            return meta
+    candidates = _at_same_expert_position(src_meta_list, dst_metadata, dst_rank) or list(src_meta_list)
+    groups: dict[tuple[int, ...], list[ParameterMetadata]] = {}
+    for meta in sorted(candidates, key=lambda m: -1 if m.owner_rank is None else m.owner_rank):
+        groups.setdefault(tuple(meta.data_parallel_group_ranks or ()), []).append(meta)
+    members = groups[sorted(groups)[dst_rank % len(groups)]]
+    return members[dst_rank // len(groups) % len(members)]
+
+
+def _at_same_expert_position(
+    src_meta_list: Sequence[ParameterMetadata], dst_metadata: ParameterMetadata, dst_rank: int
+) -> list[ParameterMetadata]:
+    """Return the sources at the destination's position of equally large expert-parallel groups."""
+    group = dst_metadata.expert_parallel_group_ranks
+    if not group or dst_rank not in group:
+        return []
+    found = []
+    for meta in src_meta_list:
+        theirs = meta.expert_parallel_group_ranks
+        if not theirs or len(theirs) != len(group):
+            return []
+        if meta.owner_rank in theirs and theirs.index(meta.owner_rank) == group.index(dst_rank):
+            found.append(meta)
+    return found

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Hashes, Ints, hashed, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, hashed, name_hashes, numbered, offsets_of, ranges
 from refitd.plan.table import CopyTable
 
 # a task id is the destination's rank, then a hash of the tensor and of the place that is written
@@ -37,7 +37,7 @@ class SharedPlan:
     @functools.cached_property
     def places(self) -> Ints:
         """The part of each row's task id that does not depend on the rank: tensor and place written."""
-        tensors, names = _name_hashes(self.tensors), _name_hashes(self.locals)
+        tensors, names = name_hashes(self.tensors), name_hashes(self.locals)
         rows = self.rows
         place = hashed([tensors[rows.tensor], names[rows.dst_local], rows.dst_offset])
         return (place & np.uint64(2**PLACE_BITS - 1)).astype(np.int64)
@@ -90,7 +90,7 @@ class SharedPlan:
             self.job_dst,
         ):
             digest.update(repr(column.shape).encode())
-            digest.update(np.ascontiguousarray(column))
+            digest.update(column.tobytes())
         return digest.hexdigest()
 
 
@@ -148,7 +148,3 @@ def shared_from(table: CopyTable) -> SharedPlan:
         job_src=src[job_start],
         job_dst=dst[job_start],
     )
-
-
-def _name_hashes(names: tuple[str, ...]) -> Hashes:
-    return np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in names], np.uint64)

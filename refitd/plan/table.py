@@ -46,7 +46,8 @@ class CopyTable:
     @property
     def row_bytes(self) -> Int64:
         """Bytes moved by each row, shape [n]."""
-        return np.prod(self.size, axis=1, dtype=np.int64) * self.element_size
+        nbytes: Int64 = np.prod(self.size, axis=1, dtype=np.int64) * self.element_size
+        return nbytes
 
     @property
     def total_bytes(self) -> int:

@@ -22,8 +22,9 @@ import numpy as np
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, hashed, numbered, ranges
-from refitd.plan.layouts import Layouts, read_rosters
+from refitd.plan.layouts import Layouts
 from refitd.plan.places import Places, Spans, doubly_placed
+from refitd.plan.read import read_rosters
 from refitd.plan.shared import GlobalPlan, SharedPlan, shared_from
 from refitd.plan.table import CopyTable
 
@@ -216,4 +217,3 @@ def _ambiguous_ids(plan: SharedPlan, at: Ints, destination_class: Ints) -> list[
     if len(by_id) == len(by_place):
         return []
     return ["plan: two copies to one rank have the same task id; rename one of the destination's tensors"]
-

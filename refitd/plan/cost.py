@@ -1,0 +1,214 @@
+"""What a plan costs: bytes per pair of ranks and per tensor, balance of senders, staging memory, seconds.
+
+The seconds are a bound from below: every rank moves all that it sends and receives over each of its links without a
+pause, both directions at once, all links at once, and the slowest of them is what the refit takes:
+
+    rank 0 -> rank 1, same node      3 GB at 300 GB/s     10 ms
+    rank 0 -> rank 8, another node   1 GB at  50 GB/s     20 ms     the refit takes at least 20 ms, rank 0 sending
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.describe.layout import elements
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.plan.build import GlobalPlan
+from refitd.plan.columns import Ints, ranges
+from refitd.plan.table import CopyTable
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What a plan moves. Pairs are sorted by (destination, source); a pair of equal ranks is a local copy."""
+
+    src: Ints  # [pairs] rank
+    dst: Ints  # [pairs] rank
+    bytes: Ints  # [pairs]
+    copies: Ints  # [pairs]
+    tensors: tuple[str, ...]
+    tensor_bytes: Ints  # [tensors]
+    tensor_copies: Ints  # [tensors]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes moved by all copies, local ones included."""
+        return int(self.bytes.sum())
+
+    @property
+    def total_copies(self) -> int:
+        """Number of copies."""
+        return int(self.copies.sum())
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes that stay on their rank."""
+        return int(self.bytes[self.src == self.dst].sum())
+
+    def largest_tensors(self) -> list[tuple[str, int, int]]:
+        """Return (name, bytes, copies) of every tensor that moves, largest first, equal ones by name."""
+        order = np.lexsort((np.arange(len(self.tensors)), -self.tensor_bytes)).tolist()
+        return [
+            (self.tensors[i], int(self.tensor_bytes[i]), int(self.tensor_copies[i]))
+            for i in order
+            if self.tensor_copies[i]
+        ]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds of one rank in each direction, in GB/s (10**9 bytes per second)."""
+
+    intra: float  # to ranks on its node; copies within a rank are counted here, too
+    inter: float  # to ranks on other nodes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a refit takes at least, and which rank, link and direction it waits for."""
+
+    seconds: float
+    rank: int
+    link: str  # "intra" or "inter"
+    direction: str  # "sends" or "receives"
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly senders are loaded; bytes that stay on their rank are not sent."""
+
+    senders: int  # ranks that have a source
+    mean_bytes: float
+    max_bytes: int
+    max_rank: int
+
+    @property
+    def ratio(self) -> float:
+        """Largest over mean; 1.0 where nothing is sent."""
+        return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank's tensors take on each side; staging takes the destination's once more."""
+
+    rank: int
+    source_bytes: int
+    staging_bytes: int
+
+
+def traffic_of(plan: GlobalPlan) -> Traffic:
+    """Return what a plan moves, without writing out a row for every copy."""
+    shared = plan.shared
+    rows = shared.rows
+    row_bytes = np.prod(rows.size, axis=1, dtype=np.int64) * rows.element_size
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes, dtype=np.int64)])
+    low, high = shared.row_start[shared.job_rows], shared.row_start[shared.job_rows + 1]
+    # jobs are one per pair, unless a plan splits what a pair exchanges
+    key = shared.job_dst.astype(np.int64) << 32 | shared.job_src.astype(np.int64)
+    pairs, which = np.unique(key, return_inverse=True)
+    moved, copies = np.zeros(len(pairs), np.int64), np.zeros(len(pairs), np.int64)
+    np.add.at(moved, which, before[high] - before[low])
+    np.add.at(copies, which, high - low)
+    times = np.bincount(shared.job_rows, minlength=len(shared.row_start) - 1).astype(np.int64)
+    performed = np.repeat(times, np.diff(shared.row_start))
+    tensor_bytes, tensor_copies = np.zeros(len(shared.tensors), np.int64), np.zeros(len(shared.tensors), np.int64)
+    np.add.at(tensor_bytes, rows.tensor, row_bytes * performed)
+    np.add.at(tensor_copies, rows.tensor, performed)
+    return Traffic(
+        src=pairs & (2**32 - 1),
+        dst=pairs >> 32,
+        bytes=moved,
+        copies=copies,
+        tensors=shared.tensors,
+        tensor_bytes=tensor_bytes,
+        tensor_copies=tensor_copies,
+    )
+
+
+def copies_of(plan: GlobalPlan, tensor: str) -> CopyTable:
+    """Return the copies of one canonical tensor; none where the plan does not move it."""
+    shared = plan.shared
+    if tensor not in shared.tensors:
+        return plan.table.select(np.zeros(0, np.int64))
+    is_wanted = shared.rows.tensor == shared.tensors.index(tensor)
+    count = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_wanted)])
+    low, high = count[shared.row_start[shared.job_rows]], count[shared.row_start[shared.job_rows + 1]]
+    job, nth = ranges(low, high - low)
+    at, rows = np.flatnonzero(is_wanted)[nth], shared.rows
+    return CopyTable(
+        tensors=shared.tensors,
+        locals=shared.locals,
+        tensor=rows.tensor[at].astype(np.int32),
+        src_rank=shared.job_src[job].astype(np.int32),
+        dst_rank=shared.job_dst[job].astype(np.int32),
+        src_local=rows.src_local[at].astype(np.int32),
+        dst_local=rows.dst_local[at].astype(np.int32),
+        element_size=rows.element_size[at].astype(np.int32),
+        task_id=np.zeros(len(at), np.int64),
+        size=rows.size[at],
+        src_offset=rows.src_offset[at],
+        src_stride=rows.src_stride[at],
+        dst_offset=rows.dst_offset[at],
+        dst_stride=rows.dst_stride[at],
+    )
+
+
+def balance_of(traffic: Traffic, rosters: Sequence[Roster]) -> Balance:
+    """Return how evenly the ranks that have a source are loaded."""
+    senders = sorted(roster.rank for roster in rosters if roster.source)
+    is_sent = traffic.src != traffic.dst
+    sent = _per_rank(traffic.src[is_sent], traffic.bytes[is_sent])
+    if not senders:
+        return Balance(0, 0.0, 0, -1)
+    loads = [sent.get(rank, 0) for rank in senders]
+    largest = max(loads)
+    return Balance(len(senders), sum(loads) / len(senders), largest, senders[loads.index(largest)])
+
+
+def memory_of(rosters: Sequence[Roster]) -> list[Memory]:
+    """Return what each rank's tensors take, in order of ranks."""
+    known: dict[int, tuple[object, int]] = {}
+
+    def taken(held: Sequence[ParameterMetadata]) -> int:
+        # ranks that hold the same may share one sequence; it is kept, so that its id stays its own
+        if id(held) not in known:
+            known[id(held)] = (held, sum(elements(m.shape) * m.element_size for m in held))
+        return known[id(held)][1]
+
+    return [Memory(r.rank, taken(r.source), taken(r.destination)) for r in sorted(rosters, key=lambda r: r.rank)]
+
+
+def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> Estimate | None:
+    """Return how long the traffic takes at least; None where nothing moves. Ranks without a node have one each."""
+    if not links.intra > 0 or not links.inter > 0:
+        raise ValueError(f"link speeds must be above 0 GB/s, found {links}")
+    names = {roster.rank: roster.node or f"\0{roster.rank}" for roster in rosters}
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+    node = {rank: numbers[name] for rank, name in names.items()}
+    is_near = _looked_up(node, traffic.src) == _looked_up(node, traffic.dst)
+    slowest: Estimate | None = None
+    for link, speed, mask in (("inter", links.inter, ~is_near), ("intra", links.intra, is_near)):
+        for direction, ranks in (("sends", traffic.src), ("receives", traffic.dst)):
+            for rank, moved in _per_rank(ranks[mask], traffic.bytes[mask]).items():
+                seconds = moved / (speed * 1e9)
+                if slowest is None or seconds > slowest.seconds:
+                    slowest = Estimate(seconds, rank, link, direction, moved)
+    return slowest
+
+
+def _per_rank(ranks: npt.NDArray[np.int64], amounts: npt.NDArray[np.int64]) -> dict[int, int]:
+    found, which = np.unique(ranks, return_inverse=True)
+    total = np.zeros(len(found), np.int64)
+    np.add.at(total, which, amounts)
+    return dict(zip(found.tolist(), total.tolist(), strict=True))
+
+
+def _looked_up(numbers: dict[int, int], ranks: Ints) -> Ints:
+    return np.array([numbers[rank] for rank in ranks.tolist()], np.int64)

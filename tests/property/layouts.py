@@ -1,0 +1,157 @@
+"""Random models in random layouts, small enough to check element by element."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import strategies as st
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.describe.tiles import Repeat, Tile
+from tests.support.layouts import meta, replicated, rosters, tp
+
+Side = dict[int, ParameterMetadata]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Rosters, and the shapes of the whole tensors they share."""
+
+    rosters: list[Roster]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def fleets() -> st.SearchStrategy[Fleet]:
+    """Any model over any ranks."""
+    return st.randoms(use_true_random=False).map(random_fleet)
+
+
+def random_fleet(rng: Random) -> Fleet:
+    shapes = {f"t{i}": random_shape(rng) for i in range(rng.randint(1, 4))}
+    pool = list(range(rng.randint(1, 6)))
+    other = pool if rng.random() < 0.4 else list(range(rng.randint(0, len(pool)), len(pool) + rng.randint(1, 6)))
+    sources, destinations = [], []
+    for name, shape in shapes.items():
+        # replicas may hold a tensor in different layouts; together they cover it
+        for ranks in random_groups(rng, pool):
+            sources.append(random_side(rng, name, shape, ranks))
+        for ranks in random_groups(rng, other):
+            destinations.append(random_side(rng, name, shape, ranks))
+    nodes = {rank: f"node{rank // rng.randint(1, 4)}" for rank in {*pool, *other}} if rng.random() < 0.5 else None
+    found = rosters(sources, destinations, nodes)
+    rng.shuffle(found)
+    return Fleet(found, shapes)
+
+
+def random_shape(rng: Random) -> tuple[int, ...]:
+    return tuple(rng.choice((1, 2, 3, 4, 6, 8, 12, 24)) for _ in range(rng.choice((1, 1, 2, 2, 2, 3))))
+
+
+def random_groups(rng: Random, ranks: Sequence[int]) -> list[list[int]]:
+    """Cut ranks into groups of which each holds the whole tensor."""
+    mixed = list(ranks)
+    rng.shuffle(mixed)
+    size = rng.randint(1, len(mixed))
+    groups = [mixed[i : i + size] for i in range(0, len(mixed), size)]
+    return groups if rng.random() < 0.7 else groups[:1]
+
+
+def random_side(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
+    """Describe how a group of ranks holds one tensor between them, in one of many ways."""
+    ways = [whole, boxes, flat_slices, strided_rows]
+    splits = [
+        (dim, stride)
+        for dim, extent in enumerate(shape)
+        for stride in (1, 2, 3)
+        if extent % (len(ranks) * stride) == 0
+    ]
+    if splits and rng.random() < 0.6:
+        dim, stride = rng.choice(splits)
+        local = [extent // len(ranks) if d == dim else extent for d, extent in enumerate(shape)]
+        if stride == 1 and rng.random() < 0.4:
+            return tp(name, local, ranks, dim, partition_sizes=random_parts(rng, local[dim]))
+        return tp(name, local, ranks, dim, partition_stride=stride)
+    return rng.choice(ways)(rng, name, shape, ranks)
+
+
+def random_parts(rng: Random, total: int) -> list[int]:
+    edges = sorted(rng.randint(0, total) for _ in range(rng.randint(0, 2)))
+    return [high - low for low, high in itertools.pairwise([0, *edges, total])]
+
+
+def whole(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
+    return replicated(name, shape, ranks)
+
+
+def boxes(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
+    """Cut the tensor into a grid of boxes and deal them; a rank packs its boxes one behind the other."""
+    cuts = [random_parts(rng, extent) for extent in shape]
+    starts = [list(itertools.accumulate(parts, initial=0)) for parts in cuts]
+    dealt: dict[int, list[Tile]] = {rank: [] for rank in ranks}
+    used = dict.fromkeys(ranks, 0)
+    for index in itertools.product(*(range(len(parts)) for parts in cuts)):
+        offset = tuple(starts[d][i] for d, i in enumerate(index))
+        size = tuple(cuts[d][i] for d, i in enumerate(index))
+        rank, gap = rng.choice(list(ranks)), rng.choice((0, 0, 1))
+        order = rng.sample(range(len(shape)), len(shape))
+        strides, step = [0] * len(shape), 1
+        for d in order:
+            strides[d] = step
+            step *= max(1, size[d])
+        dealt[rank].append(Tile(name, offset, size, used[rank] + gap, tuple(strides)))
+        used[rank] += gap + (step if 0 not in size else 0)
+    return {
+        rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape) for rank in ranks
+    }
+
+
+def flat_slices(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
+    """Deal the flattened tensor in runs, as ZeRO-3 does: some boxes of it per rank, empty for some ranks."""
+    total = 1
+    for extent in shape:
+        total *= extent
+    edges = sorted(rng.randint(0, total) for _ in range(len(ranks) - 1))
+    found = {}
+    for rank, (low, high) in zip(ranks, itertools.pairwise([0, *edges, total]), strict=True):
+        tiles = tuple(run_tiles(name, shape, low, high))
+        found[rank] = meta(name, (high - low,), rank, tiles=tiles, global_shape=shape)
+    return found
+
+
+def run_tiles(name: str, shape: tuple[int, ...], low: int, high: int) -> list[Tile]:
+    """Return the boxes that a run of the flattened tensor consists of, one per innermost row."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    found, at = [], low
+    while at < high:
+        offset = tuple(at // s % n for s, n in zip(strides, shape, strict=True))
+        length = min(high - at, shape[-1] - offset[-1])
+        size = (*(1 for _ in shape[1:]), length)
+        found.append(Tile(name, offset, size, at - low, tuple(strides)))
+        at += length
+    return found
+
+
+def strided_rows(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:
+    """Deal rows round robin, said with a repeat: rank i holds rows i, i + n, i + 2n, ..."""
+    world, row = len(ranks), 1
+    for extent in shape[1:]:
+        row *= extent
+    inner = [row]
+    for extent in shape[1:]:
+        inner.append(inner[-1] // extent)
+    found = {}
+    for i, rank in enumerate(ranks):
+        count = len(range(i, shape[0], world))
+        tiles = ()
+        if count:
+            size = (1, *shape[1:])
+            offset = (i, *(0 for _ in shape[1:]))
+            tiles = (Tile(name, offset, size, 0, tuple(inner), Repeat(0, count, world, row)),)
+        found[rank] = meta(name, (count, *shape[1:]), rank, tiles=tiles, global_shape=shape)
+    return found

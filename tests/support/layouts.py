@@ -1,0 +1,52 @@
+"""Short ways to say layouts in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+
+
+def meta(name: str, shape: Sequence[int], rank: int | None = None, **fields: Any) -> ParameterMetadata:
+    """A bf16 tensor."""
+    fields = {"dtype": "bfloat16", "element_size": 2, "owner_rank": rank, **fields}
+    return ParameterMetadata(name=name, shape=tuple(shape), **fields)
+
+
+def tp(
+    name: str, shape: Sequence[int], ranks: Sequence[int], dim: int = 0, **fields: Any
+) -> dict[int, ParameterMetadata]:
+    """One tensor of this *local* shape on each rank of a tensor-parallel group."""
+    group = list(ranks)
+    return {
+        rank: meta(
+            name, shape, rank, is_tp=True, partition_dim=dim, tensor_parallel_group_ranks=group, **fields
+        )
+        for rank in ranks
+    }
+
+
+def replicated(name: str, shape: Sequence[int], ranks: Sequence[int], **fields: Any) -> dict[int, ParameterMetadata]:
+    """The whole tensor on each rank."""
+    return {rank: meta(name, shape, rank, **fields) for rank in ranks}
+
+
+def rosters(
+    sources: Iterable[dict[int, ParameterMetadata]],
+    destinations: Iterable[dict[int, ParameterMetadata]],
+    nodes: dict[int, str] | None = None,
+) -> list[Roster]:
+    """One roster per rank that occurs."""
+    held, wanted = list(sources), list(destinations)
+    ranks = sorted({rank for side in (*held, *wanted) for rank in side})
+    return [
+        Roster(
+            rank,
+            source=[side[rank] for side in held if rank in side],
+            destination=[side[rank] for side in wanted if rank in side],
+            node=(nodes or {}).get(rank, ""),
+        )
+        for rank in ranks
+    ]

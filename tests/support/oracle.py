@@ -1,0 +1,92 @@
+"""What a plan must do, said with numpy and nothing of refitd.plan: build whole tensors, slice them, copy, compare."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.describe.tiles import Tile
+from refitd.plan.table import CopyTable
+
+Array = np.ndarray
+EMPTY = -1
+
+
+def canonical_tensors(shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
+    """Return a tensor of each shape whose elements all differ, also between tensors."""
+    found = {}
+    for name, shape in shapes.items():
+        first = zlib.crc32(name.encode()) * 2**24
+        found[name] = first + np.arange(int(np.prod(shape)), dtype=np.int64).reshape(tuple(shape))
+    return found
+
+
+def local_tensor(meta: ParameterMetadata, rank: int, whole: Mapping[str, Array]) -> Array:
+    """Slice what `rank` holds of the whole tensors; elements that no tile names are EMPTY."""
+    if meta.tiles is not None:
+        local = np.full(meta.shape, EMPTY, np.int64)
+        for tile in meta.tiles:
+            for box, view in _occurrences(tile, local):
+                view[...] = whole[tile.tensor][box]
+        return local
+    tensor = whole[meta.resolved_name or meta.name]
+    group = meta.tensor_parallel_group_ranks
+    if not meta.is_tp or group is None or len(group) == 1:
+        return tensor.copy()
+    dim, me = meta.partition_dim, group.index(rank)
+    if meta.partition_sizes is not None:
+        edges = np.cumsum(np.array(meta.partition_sizes) * len(group))[:-1]
+        blocks = np.split(tensor, edges, axis=dim)
+    else:
+        blocks = np.split(tensor, meta.partition_stride, axis=dim)
+    return np.concatenate([np.split(block, len(group), axis=dim)[me] for block in blocks], axis=dim)
+
+
+def run(table: CopyTable, sources: Mapping[tuple[int, str], Array], wanted: Mapping[tuple[int, str], Array]) -> None:
+    """Perform every row into arrays like `wanted`, and check each element against it and that it is written once."""
+    written = {key: np.full(array.shape, EMPTY, np.int64) for key, array in wanted.items()}
+    times = {key: np.zeros(array.shape, np.int64) for key, array in wanted.items()}
+    for i in range(len(table)):
+        source = sources[int(table.src_rank[i]), table.locals[table.src_local[i]]]
+        key = (int(table.dst_rank[i]), table.locals[table.dst_local[i]])
+        size = table.size[i]
+        read = _strided(source, int(table.src_offset[i]), size, table.src_stride[i])
+        _strided(written[key], int(table.dst_offset[i]), size, table.dst_stride[i])[...] = read
+        _strided(times[key], int(table.dst_offset[i]), size, table.dst_stride[i])[...] += 1
+    for key, array in wanted.items():
+        np.testing.assert_array_equal(written[key], array, err_msg=f"{key}")
+        np.testing.assert_array_equal(times[key], (array != EMPTY).astype(np.int64), err_msg=f"{key}: times written")
+
+
+def check(table: CopyTable, rosters: Sequence[Roster], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that a plan gives every destination exactly what slicing the whole tensors gives it."""
+    whole = canonical_tensors(shapes)
+    sources = {(r.rank, m.name): local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
+    wanted = {(r.rank, m.name): local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
+    run(table, sources, wanted)
+
+
+def _strided(array: Array, offset: int, size: Array, stride: Array) -> Array:
+    flat = array.reshape(-1)
+    last = offset + int(((size - 1) * stride).sum())
+    assert 0 <= offset <= last < len(flat), f"{offset}..{last} of {len(flat)}"
+    return as_strided(flat[offset:], tuple(size), tuple(stride * flat.itemsize))
+
+
+def _occurrences(tile: Tile, local: Array) -> list[tuple[tuple[slice, ...], Array]]:
+    found = []
+    for i in range(tile.repeat.count if tile.repeat else 1):
+        offset, place = list(tile.offset), tile.local_offset
+        if tile.repeat:
+            offset[tile.repeat.dim] += i * tile.repeat.step
+            place += i * tile.repeat.local_step
+        if 0 in tile.size:
+            continue
+        box = tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))
+        found.append((box, _strided(local, place, np.array(tile.size, int), np.array(tile.local_stride, int))))
+    return found
