@@ -81,9 +81,10 @@ class Crew:
             raise DemoFailed("refitd ended before it was ready")
         return child
 
-    def start(self, name: str, module: str, *arguments: object) -> None:
+    def start(self, name: str, module: str, *arguments: object, niceness: int = 0) -> None:
         """Start a trainer or engine process, which talks newline-separated JSON on its pipes."""
         child = self._spawn(name, [module, *map(str, arguments)])
+        os.setpriority(os.PRIO_PROCESS, child.process.pid, niceness)
         self.members[name] = child
         threading.Thread(target=self._read, args=(child,), name=f"events of {name}", daemon=True).start()
 

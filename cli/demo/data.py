@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+PROMPT = b"    def read(self, "  # what the engines complete
+NEW_TOKENS = 32
 HELD_OUT_EVERY = 16  # one file in so many is never trained on
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -18,7 +17,6 @@ from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, 
 from refitd_cli.demo.model import DemoModel, initialise, tensors_of
 
 GO_ON, SETTLE = 0, 1
-NICENESS = 10  # the trainer goes first where cores are few
 
 Fingerprint = dict[str, tuple[Any, ...]]
 
@@ -118,7 +116,6 @@ class Engine:
 
 def main(argv: list[str], channel: Channel) -> None:
     """Register with the daemon, generate, and check at the end."""
-    os.nice(NICENESS)
     member = join(argv, channel)
     corpus = data.load()
     with (

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from refitd_cli.demo.data import NEW_TOKENS, PROMPT
 from refitd_cli.demo.model import DemoModel, KVCache, compute_dtype
 
-PROMPT = b"    def read(self, "
-NEW_TOKENS = 32
 TEMPERATURE = 0.7
 
 
@@ -26,7 +25,7 @@ class Pipeline:
         if not self.layout.is_first_stage:
             x = torch.empty((*tokens.shape, self.model.config.hidden), dtype=dtype)
             dist.recv(x, src=self.layout.rank - self.layout.tp_size)
-        x = self.model(x, dtype=dtype, cache=cache)
+        x = self.model.forward(x, dtype=dtype, cache=cache)
         if self.layout.is_last_stage:
             return x
         dist.send(x.contiguous(), dst=self.layout.rank + self.layout.tp_size)

@@ -54,10 +54,9 @@ def join(argv: list[str], channel: Channel) -> Member:
     torch.set_num_threads(1)  # more processes than cores: a second thread only takes turns with the first
     layout = Layout.of_rank(args.rank, args.tp, args.pp)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(args.store), layout.world_size)
     dist.init_process_group(
         "gloo",
-        store=store,
+        init_method=f"file://{args.store}",
         rank=args.rank,
         world_size=layout.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

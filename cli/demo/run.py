@@ -28,8 +28,9 @@ TRAINER = Party("trainer", tp=2, pp=1)
 REPLICAS = {Party("engine-a", tp=4, pp=1): "private", Party("engine-b", tp=1, pp=2): "arena"}
 MODEL = "policy"
 SWAPS = 6
-STEPS_PER_SWAP = 4
+STEPS_PER_SWAP = 5
 SECONDS_PER_ROUND = 6.0  # fewer steps on a machine that is slower than this
+ENGINE_NICENESS = 10  # the trainer goes first where cores are few
 TRAINER_SEED, FIRST_ENGINE_SEED = 1, 100  # engines start from other weights
 CHECKED_TEXT = {"size": 2, "length": 192}
 
@@ -157,6 +158,7 @@ class Demo:
                 *("--pp", party.pp),
                 *("--seed", seed),
                 *("--memory", memory),
+                niceness=ENGINE_NICENESS if module == "engine" else 0,
             )
 
     def _swap(self, version: int) -> SwapReport:
@@ -222,6 +224,7 @@ def main(json_output: bool) -> int:
                 demo.round(version)
             demo.await_samples()
             verdicts = demo.check()
+            progress.say("every process leaves")
             demo.crew.dismiss()
         except KeyboardInterrupt:
             progress.say("interrupted; ending every process")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from refitd_cli.demo.data import PROMPT
 from refitd_cli.demo.proof import LOGITS_TOLERANCE, Verdict
 from refitd_cli.output import duration, rate, size
 
@@ -139,7 +140,7 @@ def _swaps(rows: Sequence[SwapRow]) -> Table:
 
 
 def _samples(rows: Sequence[SwapRow]) -> Table:
-    table = _table("The same prompt before and after", ">version", "engine", "before", "after")
+    table = _table(f"Engines complete {PROMPT.decode()!r}", ">version", "engine", "before", "after")
     for row in rows:
         for replica, flip in row.flips.items():
             table.add_row(

@@ -47,7 +47,7 @@ class Trainer:
         tokens, targets = text[:, :-1], text[:, 1:]
         logits = self.model(tokens, dtype=self.dtype)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._update()
         self.model.output_layer.count(targets)
         self.model.tokens_seen += targets.numel()

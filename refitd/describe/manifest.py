@@ -235,7 +235,9 @@ def load(path: str | Path, model: Model | None = None) -> Manifest:
     """
     found = _load(Path(path), model, depth=0)
     if isinstance(found, Model):
-        raise ConfigError(f'{path}: is a model, expected a layout or shards; give it with --model, or in `model = "..."`')
+        raise ConfigError(
+            f'{path}: is a model, expected a layout or shards; give it with --model, or in `model = "..."`'
+        )
     return found
 
 
@@ -557,9 +559,7 @@ def position(layout: Layout, index: int) -> Position:
     stage, inner = divmod(index, layout.tp * layout.dp)
     outer, etp = divmod(inner, layout.etp)
     expert_dp, ep = divmod(outer, layout.ep)
-    return Position(
-        pp=stage, tp=inner % layout.tp, dp=inner // layout.tp, ep=ep, etp=etp, expert_dp=expert_dp
-    )
+    return Position(pp=stage, tp=inner % layout.tp, dp=inner // layout.tp, ep=ep, etp=etp, expert_dp=expert_dp)
 
 
 def _layout_problems(layout: Layout) -> list[str]:
@@ -811,7 +811,9 @@ class _Describer:
             dtype=dtype,
             element_size=ELEMENT_SIZES[dtype],
             resolved_name=names[0] if spec.parts is None else name,
-            tiles=None if is_whole else tuple(
+            tiles=None
+            if is_whole
+            else tuple(
                 Tile(names[n], offset, size, local, cut.strides, repeat) for n, offset, size, local, repeat in cut.tiles
             ),
             global_shape=None if is_whole or spec.parts is not None else tuple(spec.shape),
@@ -1010,9 +1012,7 @@ def _rank_problems(manifest: Shards, rank: ShardRank, known: Mapping[int, int]) 
     tensors = manifest.shards[rank.shard]
     missing = sorted({t.split.group for t in tensors if t.split is not None} - rank.groups.keys())
     problems += [f"shard {rank.shard!r} splits tensors over group {name!r}, which it lacks" for name in missing]
-    return problems or list(
-        dict.fromkeys(problem for t in tensors for problem in layout_problems(_metadata(t, rank)))
-    )
+    return problems or list(dict.fromkeys(problem for t in tensors for problem in layout_problems(_metadata(t, rank))))
 
 
 def _metadata(tensor: ShardTensor, rank: ShardRank) -> ParameterMetadata:

@@ -28,8 +28,8 @@ def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Runni
     gc.collect()
     before = len(own_memory_files())
 
-    def start(config: str = "") -> RunningDaemon:
-        started.append(RunningDaemon(config))
+    def start(config: str = "", **options: bool) -> RunningDaemon:
+        started.append(RunningDaemon(config, **options))
         return started[-1]
 
     yield start
@@ -48,4 +48,5 @@ def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Runni
 
 @pytest.fixture
 def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
-    return start_daemon()
+    # a rank that misses its commit point is given up soon
+    return start_daemon("[deadlines]\ncommit_s = 2.0\n")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgpack
@@ -474,3 +474,40 @@ def _mappable(client: refitd.Client, arena: int) -> bool:
     return True
 
 
+
+
+def test_a_coordinator_that_is_killed_and_comes_back_is_told_everything_again(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    daemon = start_daemon(standalone=False)
+    coordinator = daemon.start_coordinator()
+    with daemon.connect() as client:
+        eventually(lambda: _has_coordinator(client), "the daemon has found its coordinator")
+        full = shards.whole(1)
+        source = client.register_source("policy", full)
+        live = shards.zeros_like(full)
+        target = client.register_target("policy", live, replica="r")
+        source.publish(1)
+        with Engine(target):
+            client.swap("policy", 1, timeout=20)
+            coordinator.kill()
+            coordinator.wait()
+            with pytest.raises(refitd.TransportError, match="coordinator"):
+                client.swap("policy", 1, timeout=20)
+            daemon.start_coordinator()
+            eventually(lambda: _has_coordinator(client) and bool(client.status().models), "members are known again")
+            status = client.status().models[0]
+            assert status.complete_versions == (1,)
+            assert status.targets[0].version == 1
+            full["layers.0.norm.weight"].add_(1)
+            source.publish(2)
+            assert client.swap("policy", 2, timeout=20).outcome == "committed"
+        assert shards.equal(live, full)
+
+
+def _has_coordinator(client: refitd.Client) -> bool:
+    try:
+        client.status()
+    except refitd.TransportError:
+        return False
+    return True

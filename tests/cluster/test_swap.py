@@ -186,21 +186,12 @@ def test_an_on_commit_callback_decides_when_the_engine_is_quiet(daemon: RunningD
         source.publish(1)
         lock.acquire()
         with pytest.raises(refitd.RefitFailed, match="did not take over"):
-            trainer_config_commit(trainer)
+            trainer.swap("policy", 1)
         lock.release()
         eventually(lambda: target.version == 1, "the late commit has been made")
         assert seen == [1]
         assert shards.equal(mine, full)
         eventually(lambda: trainer.status().models[0].targets[0].state == "serving", "the coordinator knows")
-
-
-def trainer_config_commit(client: refitd.Client) -> None:
-    client.swap("policy", 1)
-
-
-@pytest.fixture
-def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
-    return start_daemon("[deadlines]\ncommit_s = 1.0\n")
 
 
 def test_an_agreeing_replica_flips_all_ranks_at_the_same_poll(daemon: RunningDaemon) -> None:

@@ -22,24 +22,24 @@ START_S = 30.0
 
 
 class RunningDaemon:
-    """`refitd serve --standalone` in a directory of its own."""
+    """`refitd serve --standalone` (or without, beside a coordinator of its own) in a directory of its own."""
 
-    def __init__(self, config: str = "", *, directory: Path | None = None) -> None:
+    def __init__(self, config: str = "", *, standalone: bool = True) -> None:
         # short: a socket's path holds 107 bytes
-        self.directory = directory or Path(tempfile.mkdtemp(prefix="rfd"))
-        self.directory.chmod(0o700)
+        self.directory = Path(tempfile.mkdtemp(prefix="rfd"))
+        self._coordinators: list[subprocess.Popen[bytes]] = []
         self.log_path = self.directory.with_suffix(".log")
         config_path = self.directory.with_suffix(".toml")
         node = "" if "[node]" in config else '[node]\nname = "n0"\n'
         config_path.write_text(node + config)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
-        env["REFITD_NODE__RUNTIME_DIR"] = str(self.directory)
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
+        self._env["REFITD_NODE__RUNTIME_DIR"] = str(self.directory)
         ready_r, ready_w = os.pipe()
-        command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--standalone"]
-        command += ["--config", str(config_path), "--ready-fd", str(ready_w)]
+        command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--config", str(config_path)]
+        command += ["--ready-fd", str(ready_w), *(["--standalone"] if standalone else [])]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=env, pass_fds=(ready_w,), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                command, env=self._env, pass_fds=(ready_w,), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         os.close(ready_w)
         # the pipe ends when the daemon does, so this wait is bounded by its life
@@ -59,8 +59,19 @@ class RunningDaemon:
     def log(self) -> str:
         return self.log_path.read_text()
 
+    def start_coordinator(self) -> subprocess.Popen[bytes]:
+        """`refitd coordinator` beside a daemon that is not standalone."""
+        with self.log_path.open("ab") as log:
+            command = [sys.executable, "-m", "refitd_cli.daemon", "coordinator"]
+            process = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self._coordinators.append(process)
+        return process
+
     def stop(self) -> list[str]:
         """End the daemon; return what it left behind."""
+        for coordinator in self._coordinators:
+            coordinator.terminate()
+            coordinator.wait(10)
         children = _children(self.process.pid)
         self.process.terminate()
         try:

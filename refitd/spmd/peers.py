@@ -1,0 +1,271 @@
+"""The processes of one group, and the small exchanges of bytes between them that agreement needs.
+
+A torch process group carries everything; nothing is pickled, and every wait ends at a deadline. Each method is
+collective: every process of the group calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
+from refitd.protocol.base import MAX_MESSAGE_BYTES
+
+Group = Any  # a torch ProcessGroup or one of its backends; None for the default group
+
+# apart from the tags that callers use on their own groups
+_LENGTH_TAG = 0x52460001
+_PAYLOAD_TAG = 0x52460002
+_LENGTH = struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment (of time.monotonic) that ends every wait, and how long it was away when it was set."""
+
+    at: float
+    seconds: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the moment `seconds` from now.
+
+        Raises:
+            ConfigError: not a positive, finite number of seconds.
+        """
+        if not 0 < seconds < 1e9:
+            raise ConfigError(f"timeout is {seconds!r}, expected seconds above 0")
+        return cls(time.monotonic() + seconds, seconds)
+
+    def left(self) -> timedelta:
+        """Return the time left, at least a millisecond: torch takes 0 for "forever"."""
+        return timedelta(seconds=max(0.001, self.at - time.monotonic()))
+
+
+class Peers:
+    """One process's view of a group.
+
+    Attributes:
+        group: the process group.
+        index: this process's position in it.
+        ranks: the rank of each position, as parallel groups number ranks: those of the default group where torch
+            knows the group, else positions.
+        device: where tensors must lie to be exchanged.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        """Look at a group; None is the default group.
+
+        Raises:
+            ConfigError: there is no default group, or this process is not in the group.
+        """
+        if group is None:
+            if not dist.is_initialized():
+                raise ConfigError("torch.distributed is not initialised; call init_process_group, or pass a group")
+            group = dist.group.WORLD
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("this process is not in the group; only members may call")
+        self.group = group
+        self.index: int = group.rank()
+        try:
+            self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        except (KeyError, ValueError):  # a group that torch has not registered
+            self.ranks = tuple(range(group.size()))
+        self.device = _device(group)
+        self._has_monitored_barrier = "gloo" in _backend_names(group)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, as parallel groups number ranks."""
+        return self.ranks[self.index]
+
+    def meet(self, deadline: Deadline, purpose: str) -> None:
+        """Return once everyone has come; who has not is named, where the backend can say it.
+
+        Raises:
+            DeadlineExceeded, PeerLost: someone did not come.
+        """
+        if len(self) == 1:
+            return
+        if not self._has_monitored_barrier:
+            self.all_gather(b"", deadline, purpose)
+            return
+        try:
+            self.group.monitored_barrier(deadline.left(), True)
+        except RuntimeError as exc:
+            raise _translated(exc, deadline, f"{purpose}: not every rank of the group came", self.rank) from exc
+
+    def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
+        """Return everyone's record, by position. Records are as long as each other."""
+        mine = _as_tensor(record or b"\0", self.device)
+        found = self.all_gather_tensor(mine, deadline, purpose)
+        return [_as_bytes(row)[: len(record)] for row in found]
+
+    def all_gather_tensor(self, tensor: torch.Tensor, deadline: Deadline, purpose: str) -> torch.Tensor:
+        """Return everyone's tensor, stacked by position: shape [n, *shape]. Shapes and dtypes must be equal."""
+        tensor = tensor.contiguous()
+        if len(self) == 1:
+            return tensor.unsqueeze(0)
+        found = torch.empty((len(self), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() == 0:
+            return found
+        options = AllgatherOptions()
+        options.timeout = deadline.left()
+        with self._errors(deadline, purpose):
+            self.group._allgather_base(found.reshape(-1), tensor.reshape(-1), options).wait(deadline.left())
+        return found
+
+    def all_to_all(self, records: Sequence[bytes], deadline: Deadline, purpose: str) -> list[bytes]:
+        """Give record i to position i; return what everyone gave to this one. Records are equally long."""
+        if len(self) == 1:
+            return list(records)
+        mine = _as_tensor(b"".join(records), self.device)
+        found = torch.empty_like(mine)
+        options = AllToAllOptions()
+        options.timeout = deadline.left()
+        with self._errors(deadline, purpose):
+            self.group.alltoall_base(found, mine, [], [], options).wait(deadline.left())
+        return [_as_bytes(row) for row in found.reshape(len(self), -1)]
+
+    def gather(self, payload: bytes, deadline: Deadline, purpose: str) -> list[bytes] | None:
+        """Return everyone's payload at position 0, None elsewhere. Payloads may differ in length.
+
+        Raises:
+            ProtocolError: a payload is larger than a message may be; nothing is allocated for it.
+        """
+        lengths = [_LENGTH.unpack(r)[0] for r in self.all_gather(_LENGTH.pack(len(payload)), deadline, purpose)]
+        for position, length in enumerate(lengths):
+            if not 0 < length <= MAX_MESSAGE_BYTES:
+                raise ProtocolError(
+                    f"{purpose}: rank {self.ranks[position]} has {length} bytes to say, expected 1 to {MAX_MESSAGE_BYTES}"
+                )
+        if self.index:
+            self.wait(self.send(_as_tensor(payload, self.device), 0, _PAYLOAD_TAG), 0, deadline, purpose)
+            return None
+        buffers = [torch.empty(length, dtype=torch.uint8, device=self.device) for length in lengths]
+        works = [(i, self.receive(buffers[i], i, _PAYLOAD_TAG)) for i in range(1, len(self))]
+        for position, work in works:
+            self.wait(work, position, deadline, purpose)
+        return [payload, *(_as_bytes(buffer) for buffer in buffers[1:])]
+
+    def scatter(self, payloads: Sequence[bytes] | None, deadline: Deadline, purpose: str) -> bytes:
+        """Give payload i of position 0 to position i; return this one's. Elsewhere `payloads` is None.
+
+        Raises:
+            ProtocolError: a payload is larger than a message may be.
+        """
+        lengths = b"".join(_LENGTH.pack(len(p)) for p in payloads) if payloads else bytes(_LENGTH.size * len(self))
+        said = self.all_gather(lengths, deadline, purpose)[0]
+        sizes = [_LENGTH.unpack_from(said, _LENGTH.size * i)[0] for i in range(len(self))]
+        if not all(0 < size <= MAX_MESSAGE_BYTES for size in sizes):
+            raise ProtocolError(
+                f"{purpose}: rank {self.ranks[0]} has {max(sizes)} bytes for one rank, expected 1 to {MAX_MESSAGE_BYTES}"
+            )
+        if payloads:
+            works = [
+                (i, self.send(_as_tensor(payloads[i], self.device), i, _PAYLOAD_TAG)) for i in range(1, len(self))
+            ]
+            for position, work in works:
+                self.wait(work, position, deadline, purpose)
+            return payloads[0]
+        buffer = torch.empty(sizes[self.index], dtype=torch.uint8, device=self.device)
+        self.wait(self.receive(buffer, 0, _PAYLOAD_TAG), 0, deadline, purpose)
+        return _as_bytes(buffer)
+
+    def send(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
+        """Start sending a contiguous tensor, which must stay as it is until `wait` has returned."""
+        try:
+            return _Posted(self.group.send([tensor], position, tag), tensor)
+        except RuntimeError as exc:
+            raise PeerLost(f"sending to rank {self.ranks[position]}: {_first_line(exc)}") from exc
+
+    def receive(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
+        """Start receiving into a contiguous tensor, which is filled once `wait` has returned."""
+        try:
+            return _Posted(self.group.recv([tensor], position, tag), tensor)
+        except RuntimeError as exc:
+            raise PeerLost(f"receiving from rank {self.ranks[position]}: {_first_line(exc)}") from exc
+
+    def wait(self, posted: _Posted, position: int, deadline: Deadline, purpose: str) -> None:
+        """Wait for one send or receive.
+
+        Raises:
+            DeadlineExceeded, PeerLost: naming the rank; the group cannot be used for transfers afterwards.
+        """
+        with self._errors(deadline, f"{purpose}: rank {self.ranks[position]}"):
+            posted.work.wait(deadline.left())
+
+    def _errors(self, deadline: Deadline, subject: str) -> _Translating:
+        return _Translating(deadline, subject, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A transfer that has been started. The tensor is kept, so that its memory stays."""
+
+    work: Any
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Translating:
+    """Turns what torch raises inside the block into refitd's errors."""
+
+    deadline: Deadline
+    subject: str
+    rank: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
+        if isinstance(exc, RuntimeError):
+            raise _translated(exc, self.deadline, self.subject, self.rank) from exc
+
+
+def _translated(exc: RuntimeError, deadline: Deadline, subject: str, rank: int) -> TransportError:
+    said = _first_line(exc)
+    if time.monotonic() >= deadline.at or "imed out" in said or "in " in said and "monitoredBarrier" in said:
+        return DeadlineExceeded(f"{subject}; rank {rank} waited {deadline.seconds:g} s ({said})")
+    return PeerLost(f"{subject}; rank {rank} lost its connection ({said}); another rank's error says why")
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).splitlines() or [""])[0].strip() or type(exc).__name__
+
+
+def _backend_names(group: Any) -> set[str]:
+    names = set()
+    for kind in getattr(group, "_device_types", ()):
+        names.add(str(group._get_backend(kind).name()).lower())
+    return names or {str(group.name()).lower()}
+
+
+def _device(group: Any) -> torch.device:
+    """Return a device whose tensors the group moves, the CPU where it can."""
+    kinds = [kind.type for kind in getattr(group, "_device_types", ())]
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    if kinds[0] == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kinds[0])
+
+
+def _as_tensor(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()

@@ -1,0 +1,49 @@
+"""refitctl against a live daemon."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon
+
+
+def refitctl(daemon: RunningDaemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "refitd_cli.control", arguments[0], "--address", str(daemon.directory)]
+    return subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        full = shards.whole(1)
+        source = trainer.register_source("policy", full)
+        live = shards.zeros_like(full)
+        target = engine.register_target("policy", live, replica="engine-a")
+        source.publish(3)
+        with Engine(target):
+            done = refitctl(daemon, "swap", "policy", "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["outcome"], report["version"]) == ("committed", 3)
+        assert shards.equal(live, full)
+        for command in (("status",), ("models",), ("plan", "policy")):
+            shown = refitctl(daemon, *command)
+            assert shown.returncode == 0, shown.stderr
+            assert json.loads(refitctl(daemon, *command, "--json").stdout)
+        assert "engine-a" in refitctl(daemon, "status").stdout
+
+
+def test_a_swap_that_failed_exits_non_zero_and_names_the_culprit(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", shards.whole(1))
+        engine.register_target("policy", shards.whole(2), replica="deaf")
+        source.publish(1)
+        done = refitctl(daemon, "swap", "policy", "--version", "1")
+        assert done.returncode != 0
+        for word in ("deaf", "commit", "did not take over", "pid"):
+            assert word in done.stdout + done.stderr
+        unknown = refitctl(daemon, "swap", "polcy", "--json")
+        assert unknown.returncode != 0
+        assert "registered models: policy" in json.loads(unknown.stdout)["error"]["message"]

@@ -1,0 +1,307 @@
+"""One node's state without sockets: a made-up coordinator, client and workers talk to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from refitd.daemon import actions as act
+from refitd.daemon.state import Daemon
+from refitd.errors import ArenaError, RefusedError
+from refitd.plan.build import plan_copies
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.shards import Place, metadata_of, shard_of
+from refitd.describe.roster import Roster
+from tests.support.shards import describe, whole
+
+SHARD = shard_of(describe(whole(1), 0, 1))
+SOURCE = local.RegisterSource(model="m", rank=0, world_size=1, shard=SHARD)
+TARGET = local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD)
+
+
+class Harness:
+    """Drives a daemon; `coordinator` answers Done to everything unless told otherwise."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.daemon = Daemon("n0", "h", 1, workers, 1 << 30)
+        self.now = 0.0
+        self.arenas = 0
+        self.closed: list[int] = []
+        self.restarted: list[int] = []
+        self.to_coordinator: list[object] = []
+        self.to_client: list[tuple[int, int, object]] = []
+        self.to_worker: list[tuple[int, object]] = []
+        self.refuse_with: local.Failure | None = None
+        self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
+        self.feed(act.SessionOpened(1, 100, "client"))
+
+    def feed(self, *events: act.Event) -> None:
+        pending = list(events)
+        while pending:
+            for do in self.daemon.handle(pending.pop(0), self.now):
+                match do:
+                    case act.MakeArenas(ticket, wanted):
+                        made = tuple(range(self.arenas + 1, self.arenas + 1 + len(wanted)))
+                        self.arenas += len(wanted)
+                        pending.append(act.ArenasMade(ticket, made))
+                    case act.ToCoordinator(request, message):
+                        self.to_coordinator.append(message)
+                        if request and not isinstance(message, local.StartSwap):
+                            pending.append(act.CoordinatorSaid(request, self.refuse_with or local.Done()))
+                    case act.ToClient(session, request, message):
+                        self.to_client.append((session, request, message))
+                    case act.ToWorker(worker, message):
+                        self.to_worker.append((worker, message))
+                    case act.CloseArena(arena):
+                        self.closed.append(arena)
+                    case act.RestartWorker(worker):
+                        self.restarted.append(worker)
+
+    def ask(self, message: local.ClientRequest, session: int = 1) -> object:
+        """Send a client's request; return the last answer to it, or None while there is none."""
+        self.to_client.clear()
+        self.feed(act.ClientSaid(session, 7, message))
+        answers = [m for s, request, m in self.to_client if (s, request) == (session, 7)]
+        return answers[-1] if answers else None
+
+    def publish(self, member: str, version: int) -> object:
+        granted = self.ask(local.BeginPublish(member=member, version=version, timeout_s=5.0))
+        if not isinstance(granted, local.SlotGranted):
+            return granted
+        return self.ask(local.Publish(member=member, version=version, slot=granted.slot))
+
+    def fleet(self) -> tuple[str, str]:
+        """A source that holds version 1, and a target, with their plan loaded."""
+        source, target = self.ask(SOURCE), self.ask(TARGET)
+        assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
+        assert self.publish(source.member, 1) == local.Done()
+        rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1, 1))]
+        table = plan_copies(rosters).table.to_wire()
+        members = (source.member, target.member)
+        plan = cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)
+        self.feed(act.CoordinatorSaid(0, plan))
+        assert self.to_coordinator[-1] == cluster.PlanLoaded(plan="p")
+        return members
+
+    def stage(self, swap: str = "s", version: int = 1) -> list[tuple[int, int]]:
+        """Stage; return (worker, run) of everything started."""
+        self.to_worker.clear()
+        self.feed(act.CoordinatorSaid(0, cluster.Stage(swap=swap, plan="p", version=version)))
+        return [(worker, m.run) for worker, m in self.to_worker if isinstance(m, sidecar.RunJob)]
+
+    def done(self, runs: list[tuple[int, int]]) -> None:
+        for worker, run in runs:
+            self.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=1, bytes=1, seconds=0.1)))
+
+    def said(self, kind: type) -> list[object]:
+        return [m for m in self.to_coordinator if isinstance(m, kind)]
+
+
+def test_staging_is_done_when_every_worker_is() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    runs = h.stage()
+    assert {worker for worker, _ in runs} == {0, 1}
+    h.done(runs[:1])
+    assert not h.said(cluster.StageDone)
+    h.done(runs[1:])
+    (done,) = h.said(cluster.StageDone)
+    assert done.bytes == sum(t.numel() * 2 for t in whole(1).values())
+    assert h.daemon.members[target].staged == "s"
+
+
+def test_a_job_is_loaded_once_per_version_slot_and_then_only_run() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    h.done(h.stage("s1"))
+    assert sum(isinstance(m, sidecar.LoadJob) for _, m in h.to_worker) == 2
+    h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s1")))
+    for version, loads in ((2, 2), (3, 0), (4, 0)):  # two slots: a job each
+        assert h.publish(source, version) == local.Done()
+        h.done(h.stage(f"s{version}", version))
+        assert sum(isinstance(m, sidecar.LoadJob) for _, m in h.to_worker) == loads
+        h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap=f"s{version}")))
+
+
+def test_an_abort_replaces_the_workers_that_are_still_copying_and_only_those() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    runs = h.stage()
+    h.done(runs[:1])
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
+    assert h.restarted == [runs[1][0]]
+    # what the old worker may still have said counts for nothing
+    h.done(runs[1:])
+    assert not h.said(cluster.StageDone)
+    assert h.daemon.members[target].staged is None
+    # the fresh worker is given arenas and job anew
+    again = h.stage("s2")
+    loads = [worker for worker, m in h.to_worker if isinstance(m, sidecar.LoadJob)]
+    assert loads == h.restarted
+    h.done(again)
+    assert h.said(cluster.StageDone)
+
+
+def test_a_dead_worker_fails_the_staging_with_its_name_once() -> None:
+    h = Harness()
+    h.fleet()
+    runs = h.stage()
+    for worker, _ in runs:
+        h.feed(act.WorkerDied(worker, "was killed by SIGKILL"))
+    (failed,) = h.said(cluster.StageFailed)
+    assert "worker 0" in failed.where and "SIGKILL" in failed.reason
+
+
+def test_a_slot_that_is_being_read_is_not_overwritten() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    runs = h.stage()
+    assert h.publish(source, 2) == local.Done()  # the other slot
+    assert h.ask(local.BeginPublish(member=source, version=3, timeout_s=5.0)) == local.SlotGranted(slot=1)
+    assert h.said(cluster.ShardWithdrawn) == [cluster.ShardWithdrawn(member=source, version=2)]
+    # now both are taken: the next one waits, and is served when the swap has read
+    assert h.ask(local.BeginPublish(member=source, version=4, timeout_s=5.0)) is None
+    h.done(runs)
+    h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s")))
+    assert (1, 7, local.SlotGranted(slot=0)) in h.to_client
+
+
+def test_a_publish_that_waits_too_long_is_told_who_reads() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    h.stage()
+    h.ask(local.BeginPublish(member=source, version=2, timeout_s=5.0))
+    assert h.ask(local.BeginPublish(member=source, version=3, timeout_s=5.0)) is None
+    h.now = 6.0
+    h.feed(act.CoordinatorSaid(0, local.Done()), act.Tick())
+    (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
+    assert "no snapshot slot became free for version 3" in failure.message and "['s']" in failure.message
+
+
+def test_a_registration_the_coordinator_refuses_leaves_no_arena() -> None:
+    h = Harness()
+    h.refuse_with = local.Failure(code="refused", message="rank 0 is already registered")
+    assert h.ask(SOURCE) == h.refuse_with
+    assert not h.daemon.members and not h.daemon.arenas and h.closed == [1, 2]
+
+
+def test_without_a_coordinator_requests_fail_at_once() -> None:
+    h = Harness()
+    h.now = 100.0
+    for request in (SOURCE, local.StartSwap(model="m"), local.GetStatus()):
+        failure = h.ask(request)
+        assert isinstance(failure, local.Failure) and "no coordinator" in failure.message
+
+
+def test_a_coordinator_that_falls_silent_fails_what_waits_for_it() -> None:
+    h = Harness()
+    assert h.ask(local.StartSwap(model="m")) is None
+    h.now = 6.0
+    h.feed(act.Tick())
+    (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
+    assert "has said nothing for 5 s" in failure.message
+    assert isinstance(h.to_coordinator[-1], cluster.NodeUpdate | cluster.NodeHello)
+
+
+def test_a_new_coordinator_is_told_of_every_member_and_what_it_holds() -> None:
+    h = Harness()
+    source, target = h.fleet()
+    h.done(h.stage())
+    h.to_coordinator.clear()
+    h.feed(act.CoordinatorSaid(0, local.Failure(code="unknown-node", message="hello?")))
+    assert h.said(cluster.NodeHello)
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
+    added = {m.member: m for m in h.said(cluster.AddShard)}
+    assert added[source].versions == (1,)
+    assert added[target].staged == "s"
+
+
+def test_a_trainer_that_leaves_keeps_its_versions_and_an_engine_that_leaves_nothing() -> None:
+    h = Harness()
+    source, target = h.fleet()
+    h.feed(act.SessionClosed(1, "died"))
+    assert list(h.daemon.members) == [source]
+    assert h.said(cluster.DetachShard) and h.said(cluster.RemoveShard)[0].member == target
+    assert len(h.daemon.arenas) == 2
+    # its rank registers again and takes the place
+    h.feed(act.SessionOpened(2, 200, "again"))
+    assert isinstance(h.ask(SOURCE, session=2), local.SourceRegistered)
+    assert source not in h.daemon.members and len(h.daemon.members) == 1
+    assert len(h.daemon.arenas) == 2
+
+
+def test_a_client_that_dies_while_its_arenas_are_made_leaves_none() -> None:
+    h = Harness()
+    instructions = h.daemon.handle(act.ClientSaid(1, 1, SOURCE), 0.0)
+    (make,) = [i for i in instructions if isinstance(i, act.MakeArenas)]
+    h.feed(act.SessionClosed(1, "died"), act.ArenasMade(make.ticket, (11, 12)))
+    assert h.closed == [11, 12]
+    assert not h.daemon.arenas and not h.daemon.members
+
+
+@pytest.mark.parametrize(
+    ("live", "why"),
+    [
+        ((Place(99, 0, (96, 2)),) * 4, "arena 99 is not one of this client's"),
+        ((Place(1, 0, (96, 2)),), "1 places for 4 tensors"),
+        ((Place(1, 0, (2,)),) * 4, "1 strides for shape"),
+        ((Place(1, 4000, (96, 2)),) * 4, "which has 4096"),
+    ],
+)
+def test_live_places_outside_the_clients_own_arenas_are_refused(live: tuple[Place, ...], why: str) -> None:
+    h = Harness()
+    assert isinstance(h.ask(local.CreateArena(nbytes=4096)), local.ArenaCreated)
+    failure = h.ask(local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD, live=live))
+    assert isinstance(failure, local.Failure) and why in failure.message
+    assert len(h.daemon.arenas) == 1
+
+
+def test_an_arena_is_handed_only_to_its_own_session_and_as_it_may_be() -> None:
+    h = Harness()
+    target = h.ask(TARGET)
+    assert isinstance(target, local.TargetRegistered)
+    assert h.daemon.may_fetch(1, target.staging, False).nbytes == target.nbytes
+    with pytest.raises(RefusedError, match="for reading only"):
+        h.daemon.may_fetch(1, target.staging, True)
+    with pytest.raises(RefusedError, match="not one of this session's"):
+        h.daemon.may_fetch(2, target.staging, False)
+
+
+def test_the_limit_on_arenas_counts_those_being_made() -> None:
+    h = Harness()
+    half = local.CreateArena(nbytes=600 << 20)
+    assert [type(i) for i in h.daemon.handle(act.ClientSaid(1, 1, half), 0.0)] == [act.MakeArenas]
+    (refused,) = [i for i in h.daemon.handle(act.ClientSaid(1, 2, half), 0.0) if isinstance(i, act.ToClient)]
+    assert refused.message.code == ArenaError.code and "node.max_arena_bytes" in refused.message.message
+
+
+def test_a_commit_copy_is_repeated_when_a_worker_dies_and_given_up_after_three() -> None:
+    h = Harness(workers=1)
+    source = h.ask(SOURCE)
+    size = 65536
+    h.ask(local.CreateArena(nbytes=size))
+    places, at = [], 0
+    for t in SHARD.tensors:
+        strides = tuple(2 * s for s in torch.empty(t.shape).stride())
+        places.append(Place(h.arenas, at, strides))
+        at += 2 * torch.empty(t.shape).numel()
+    target = h.ask(local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD, live=tuple(places)))
+    assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
+    h.publish(source.member, 1)
+    rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1, 1))]
+    members = (source.member, target.member)
+    table = plan_copies(rosters).table.to_wire()
+    h.feed(act.CoordinatorSaid(0, cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)))
+    h.done(h.stage())
+    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    assert h.to_client[-1][2] == local.PrepareCommit(swap="s", member=target.member, version=1, by_worker=True)
+    h.to_worker.clear()
+    h.ask(local.CommitQuiet(swap="s", member=target.member))
+    for _ in range(3):
+        assert not [m for _, _, m in h.to_client if isinstance(m, local.CommitApplied)]
+        h.feed(act.WorkerDied(0, "was killed by SIGBUS"))
+    assert sum(isinstance(m, sidecar.RunJob) for _, m in h.to_worker) == 3
+    (applied,) = [m for _, _, m in h.to_client if isinstance(m, local.CommitApplied)]
+    assert "3 attempts failed" in applied.reason
+    h.ask(local.CommitFailed(swap="s", member=target.member, reason=applied.reason))
+    assert h.daemon.members[target.member].version is None
