@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from refitd.errors import ConfigError
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
+from refitd_cli.layouts import Planned, manifest_options, planned, rank_ranges
 from refitd_cli.output import duration, print_json, print_table, size, to_json
 from refitd_cli.session import Session, address_option, json_option
 
+if TYPE_CHECKING:
+    from refitd.plan.cost import Balance, Estimate, Memory, Traffic
+
+SPEED = click.FloatRange(min=0, min_open=True, max=1e6)
+
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
+@manifest_options
 @click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, help="Rows per table; 0 shows all.")
+@click.option("--html", "html_file", metavar="FILE", help="Write who sends how much to whom as a heat map.")
+@click.option(
+    "--intra-gbps",
+    type=SPEED,
+    default=300.0,
+    show_default=True,
+    help="Gigabytes per second that a rank moves each way within its node.",
+)
+@click.option(
+    "--inter-gbps", type=SPEED, default=50.0, show_default=True, help="The same between nodes (400 Gbit/s are 50)."
+)
 @address_option
 @json_option
 @click.pass_obj
-def plan(session: Session, model: str, top: int, address: str | None, as_json: bool) -> None:
-    """Show what a swap of MODEL would move, per pair of ranks and per parameter. Moves nothing."""
+def plan(
+    session: Session,
+    model: str | None,
+    source: str | None,
+    targets: tuple[str, ...],
+    model_file: str | None,
+    collocated: bool,
+    top: int,
+    html_file: str | None,
+    intra_gbps: float,
+    inter_gbps: float,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Show what a swap of MODEL would move, per pair of ranks and per parameter. Moves nothing.
+
+    With --source and --target instead of MODEL: plan between two manifests, without a daemon. Exit 1 if the plan
+    is refused.
+    """
+    if model is None:
+        if source is None or not targets:
+            raise click.UsageError("give a MODEL that is registered, or manifests with --source and --target")
+        found = planned(source, targets, model_file, collocated)
+        _offline(found, top, html_file, (intra_gbps, inter_gbps), as_json)
+        return
+    if source is not None or targets or model_file is not None or collocated or html_file is not None:
+        raise click.UsageError(
+            "MODEL asks the daemon; --source, --target, --model, --collocated and --html are for manifests: give one"
+        )
     with session.client(address) as client:
         report = client.plan(model)
     if as_json:
@@ -36,21 +85,139 @@ def _show(report: PlanReport, top: int) -> None:
         ((pair.source, pair.target, size(pair.bytes), str(pair.copies)) for pair in shown),
     )
     parameters: Sequence[ParameterTraffic] = sorted(report.parameters, key=lambda parameter: -parameter.bytes)
-    largest = parameters[: top or None]
-    print_table(
-        _title("parameters, over all targets", len(largest), len(parameters)),
-        ("parameter", ">bytes", ">copies"),
-        ((parameter.name, size(parameter.bytes), str(parameter.copies)) for parameter in largest),
-    )
-    if report.unused_sources:
-        names = report.unused_sources[: top or None]
-        more = len(report.unused_sources) - len(names)
-        click.echo(f"no target takes: {', '.join(names)}{f' and {more} more' if more else ''}")
+    _show_parameters([(p.name, p.bytes, p.copies) for p in parameters], top)
+    _show_unused(report.unused_sources, top)
     click.echo(
         f"{report.model}: {size(report.bytes)} in {report.copies} copies over {len(pairs)} rank pairs, "
         f"{len(parameters)} parameters; planned in {duration(report.plan_s)}; digest {report.digest}"
     )
 
 
+def _show_parameters(parameters: Sequence[tuple[str, int, int]], top: int) -> None:
+    largest = parameters[: top or None]
+    print_table(
+        _title("parameters, over all targets", len(largest), len(parameters)),
+        ("parameter", ">bytes", ">copies"),
+        ((name, size(nbytes), str(copies)) for name, nbytes, copies in largest),
+    )
+
+
+def _show_unused(unused: Sequence[str], top: int) -> None:
+    if unused:
+        names = unused[: top or None]
+        more = len(unused) - len(names)
+        click.echo(f"no target takes: {', '.join(names)}{f' and {more} more' if more else ''}")
+
+
 def _title(what: str, shown: int, total: int) -> str:
     return what if shown == total else f"{what} (the largest {shown} of {total}; --top 0 shows all)"
+
+
+def _offline(found: Planned, top: int, html_file: str | None, speeds: tuple[float, float], as_json: bool) -> None:
+    """Show a plan between manifests."""
+    from refitd.plan import cost
+
+    traffic = cost.traffic_of(found.plan)
+    balance = cost.balance_of(traffic, found.rosters)
+    memory = cost.memory_of(found.rosters)
+    least = cost.estimate(traffic, found.rosters, cost.Links(*speeds))
+    facts = _facts(found, traffic, balance, least, speeds)
+    if html_file is not None:
+        _write_heat_map(html_file, found, traffic, facts)
+    if as_json:
+        print_json(_object(found, traffic, balance, memory, least))
+        return
+    from refitd_cli.heatmap import matrix_of, text_matrix
+
+    title, columns, rows = text_matrix(matrix_of(traffic, found.rosters))
+    print_table(title, columns, rows)
+    _show_parameters(traffic.largest_tensors(), top)
+    _show_memory(memory, top)
+    _show_unused(found.plan.unused_sources, top)
+    for fact in facts:
+        click.echo(fact)
+    if html_file is not None:
+        click.echo(f"heat map: {html_file}")
+
+
+def _facts(
+    found: Planned, traffic: Traffic, balance: Balance, least: Estimate | None, speeds: tuple[float, float]
+) -> list[str]:
+    senders, receivers = _sides(found)
+    nodes = {r.rank: r.node or f"rank {r.rank}" for r in found.rosters}
+    near = sum(
+        nbytes
+        for src, dst, nbytes in zip(traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), strict=True)
+        if src != dst and nodes[src] == nodes[dst]
+    )
+    far = traffic.total_bytes - traffic.local_bytes - near
+    facts = [
+        f"{found.source.name} ({len(senders)} ranks: {rank_ranges(senders)}) to "
+        f"{', '.join(target.name for target in found.targets)} ({len(receivers)} ranks: {rank_ranges(receivers)})",
+        f"{size(traffic.total_bytes)} in {traffic.total_copies} copies over {len(traffic.src)} rank pairs: "
+        f"{size(traffic.local_bytes)} stay on their rank, {size(near)} on their node, {size(far)} cross nodes",
+        f"senders: the busiest, rank {balance.max_rank}, sends {size(balance.max_bytes)}, "
+        f"{balance.ratio:.2f} times the mean of {balance.senders}",
+    ]
+    if least is not None:
+        facts.append(
+            f"at least {duration(least.seconds)} with {speeds[0]:g} GB/s within and {speeds[1]:g} GB/s between nodes: "
+            f"rank {least.rank} {least.direction} {size(least.bytes)} {_LINKS[least.link]}"
+        )
+    facts.append(f"planned in {duration(found.plan_s)}; digest {found.plan.digest}")
+    return facts
+
+
+_LINKS = {"intra": "within its node", "inter": "between nodes"}
+
+
+def _sides(found: Planned) -> tuple[list[int], list[int]]:
+    return [r.rank for r in found.rosters if r.source], [r.rank for r in found.rosters if r.destination]
+
+
+def _show_memory(memory: Sequence[Memory], top: int) -> None:
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for each in memory:
+        kinds.setdefault((each.staging_bytes, each.source_bytes), []).append(each.rank)
+    largest = sorted(kinds.items(), reverse=True)
+    shown = largest[: top or None]
+    print_table(
+        _title("memory per rank", len(shown), len(largest)),
+        ("ranks", ">number", ">source", ">staging"),
+        ((rank_ranges(ranks), str(len(ranks)), size(held), size(staged)) for (staged, held), ranks in shown),
+    )
+
+
+def _object(
+    found: Planned, traffic: Traffic, balance: Balance, memory: Sequence[Memory], least: Estimate | None
+) -> dict[str, Any]:
+    pairs = zip(
+        traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), traffic.copies.tolist(), strict=True
+    )
+    return {
+        "source": found.source.name,
+        "targets": [target.name for target in found.targets],
+        "ranks": len(found.rosters),
+        "bytes": traffic.total_bytes,
+        "local_bytes": traffic.local_bytes,
+        "copies": traffic.total_copies,
+        "plan_s": found.plan_s,
+        "digest": found.plan.digest,
+        "senders": dataclasses.asdict(balance) | {"max_over_mean": balance.ratio},
+        "estimate": None if least is None else dataclasses.asdict(least),
+        "memory": [dataclasses.asdict(each) for each in memory],
+        "pairs": [{"source": s, "target": d, "bytes": b, "copies": c} for s, d, b, c in pairs],
+        "parameters": [{"name": n, "bytes": b, "copies": c} for n, b, c in traffic.largest_tensors()],
+        "unused_sources": list(found.plan.unused_sources),
+    }
+
+
+def _write_heat_map(path: str, found: Planned, traffic: Traffic, facts: Sequence[str]) -> None:
+    from refitd_cli.heatmap import HTML_GROUPS, html_page, matrix_of
+
+    title = f"{found.source.name} to {', '.join(target.name for target in found.targets)}"
+    page = html_page(title, facts, matrix_of(traffic, found.rosters, HTML_GROUPS))
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another --html FILE") from error

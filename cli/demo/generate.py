@@ -25,10 +25,10 @@ class Pipeline:
         if not self.layout.is_first_stage:
             x = torch.empty((*tokens.shape, self.model.config.hidden), dtype=dtype)
             dist.recv(x, src=self.layout.rank - self.layout.tp_size)
-        x = self.model.forward(x, dtype=dtype, cache=cache)
+        out: torch.Tensor = self.model(x, dtype=dtype, cache=cache)
         if self.layout.is_last_stage:
-            return x
-        dist.send(x.contiguous(), dst=self.layout.rank + self.layout.tp_size)
+            return out
+        dist.send(out.contiguous(), dst=self.layout.rank + self.layout.tp_size)
         return None
 
 

@@ -298,16 +298,15 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> to
     Written out, since torch's fused kernel takes more than twice as long for sequences this short on a CPU.
     """
     length, kv_heads = q.shape[2], k.shape[1]
-    grouped = q.unflatten(1, (kv_heads, -1)).flatten(
-        2, 3
-    )  # [batch, kv head, q head of it * position, head_dim]
+    # [batch, kv head, its q heads * positions, head_dim]
+    grouped = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     scores = (grouped @ k.transpose(-1, -2)).float() * k.shape[-1] ** -0.5
     scores = scores.unflatten(2, (-1, length))
     if length > 1:
         future = torch.ones(length, k.shape[2], dtype=torch.bool).triu(start + 1)
         scores = scores.masked_fill(future, float("-inf"))
     out = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ v
-    return out.unflatten(2, (-1, length)).flatten(1, 2)
+    return out.reshape(q.shape)
 
 
 def _rope(start: int, length: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:

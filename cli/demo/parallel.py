@@ -137,14 +137,14 @@ class _Gather(torch.autograd.Function):
 
 def enter(x: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Hand a replicated activation to a column-parallel layer."""
-    return x if comm.size == 1 else _Enter.apply(x, comm)
+    return x if comm.size == 1 else _Enter.apply(x, comm)  # type: ignore[no-untyped-call]
 
 
 def leave(x: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Sum the partial results of a row-parallel layer."""
-    return x if comm.size == 1 else _Leave.apply(x, comm)
+    return x if comm.size == 1 else _Leave.apply(x, comm)  # type: ignore[no-untyped-call]
 
 
 def gather(x: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Join the vocabulary's parts of the logits."""
-    return x if comm.size == 1 else _Gather.apply(x, comm)
+    return x if comm.size == 1 else _Gather.apply(x, comm)  # type: ignore[no-untyped-call]

@@ -28,13 +28,14 @@ TRAINER = Party("trainer", tp=2, pp=1)
 REPLICAS = {Party("engine-a", tp=4, pp=1): "private", Party("engine-b", tp=1, pp=2): "arena"}
 MODEL = "policy"
 SWAPS = 6
-STEPS_PER_SWAP = 5
-SECONDS_PER_ROUND = 6.0  # fewer steps on a machine that is slower than this
-ENGINE_NICENESS = 10  # the trainer goes first where cores are few
+STEPS_PER_SWAP = 6
+ROUNDS_END_S = 60.0  # a machine that would take longer takes fewer steps, at least one per round
+ENGINE_NICENESS = 15  # the trainer goes first where cores are few
 TRAINER_SEED, FIRST_ENGINE_SEED = 1, 100  # engines start from other weights
 CHECKED_TEXT = {"size": 2, "length": 192}
 
 START_S, TRAIN_S, SWAP_S, FLIP_S, SAMPLE_S, CHECK_S = 60.0, 60.0, 30.0, 30.0, 60.0, 60.0
+SWAP_AND_FLIP_S = 1.0  # what they usually take
 INTERRUPTED = 130
 
 CONFIG = """\
@@ -77,7 +78,8 @@ class Demo:
     def round(self, version: int) -> None:
         """Train a little, publish, swap, and see every engine go over to the new version."""
         trainers = list(TRAINER.members)
-        self.crew.send(trainers, "train", steps=STEPS_PER_SWAP, seconds=SECONDS_PER_ROUND)
+        seconds = (ROUNDS_END_S - self.progress.seconds) / (SWAPS - version + 1) - SWAP_AND_FLIP_S
+        self.crew.send(trainers, "train", steps=STEPS_PER_SWAP, seconds=seconds)
         trained = self.crew.wait("trained", trainers, TRAIN_S)[trainers[0]]
         self.crew.send(trainers, "publish", version=version)
         published = self.crew.wait("published", trainers, SWAP_S)

@@ -113,6 +113,7 @@ class _Running:
     swap: Swap
     version: int
     waiters: list[tuple[bytes, int]]
+    members: dict[str, Member]  # as they were when it began: those that leave are reported too
     plan: LoadedPlan | None = None
 
 
@@ -310,7 +311,7 @@ class Coordinator:
         state.fleet.remove(member)
         self._changed(state)
         if takes_part:
-            self._step(state, machine.MemberLost(member_id, reason), now, who=member)
+            self._step(state, machine.MemberLost(member_id, reason), now)
         if not state.fleet.members() and state.running is None:
             del self.models[member.added.model]
 
@@ -369,7 +370,7 @@ class Coordinator:
         running = state.running
         if running is not None and running.version == version and self._takes_part(state, member):
             lost = machine.MemberLost(member_id, f"it withdrew version {version} while it was being read")
-            self._step(state, lost, now, who=member)
+            self._step(state, lost, now)
 
     def _member(self, member_id: str) -> Member:
         member = self._members.get(member_id)
@@ -407,7 +408,7 @@ class Coordinator:
         d = self.config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, timeout_s or None)
         swap = machine.begin(self.new_swap_id(), state.fleet.name, version, limits, now)
-        state.running = _Running(swap, version, waiters)
+        state.running = _Running(swap, version, waiters, {m.id: m for m in state.fleet.members()})
         self._log("swap", swap=swap.swap, model=swap.model, version=version, phase=swap.phase.value)
         if state.plan is not None:
             self._plan_ready(state, state.plan, now)
@@ -467,7 +468,7 @@ class Coordinator:
                 self._step(state, event, now)
                 return
 
-    def _step(self, state: _ModelState, event: machine.Event, now: float, who: Member | None = None) -> None:
+    def _step(self, state: _ModelState, event: machine.Event, now: float) -> None:
         """Feed the swap's machine and carry out what it says."""
         running = state.running
         if running is None:
@@ -486,11 +487,9 @@ class Coordinator:
             for identity, request in running.waiters:
                 self._send(identity, request, progress)
         for instruction in instructions:
-            self._perform(state, running, instruction, who, now)
+            self._perform(state, running, instruction, now)
 
-    def _perform(
-        self, state: _ModelState, running: _Running, instruction: machine.Instruction, who: Member | None, now: float
-    ) -> None:
+    def _perform(self, state: _ModelState, running: _Running, instruction: machine.Instruction, now: float) -> None:
         s = running.swap
         match instruction:
             case machine.LoadPlan(node):
@@ -516,7 +515,7 @@ class Coordinator:
             case machine.AbortOn(node, reason):
                 self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
             case machine.Finished():
-                self._finish(state, running, who, now)
+                self._finish(state, running, now)
 
     def _journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
         if error is None:
@@ -535,10 +534,9 @@ class Coordinator:
                 member.version = record.version  # it was late, or this coordinator has restarted since
         self._step_swap(swap, machine.MemberCommitted(member_id, paused_s), now)
 
-    def _finish(self, state: _ModelState, running: _Running, who: Member | None, now: float) -> None:
+    def _finish(self, state: _ModelState, running: _Running, now: float) -> None:
         s = running.swap
-        members = {m.id: m for m in state.fleet.members()} | ({who.id: who} if who else {})
-        report = swap_report(s, members, now)
+        report = swap_report(s, running.members, now)
         state.running, state.last = None, report
         if running.plan is not None and running.plan is not state.plan:
             self._drop(running.plan)

@@ -150,9 +150,9 @@ def _shape_problem(shape: Any) -> str:
         return f"is {shape!r}, expected a tuple of sizes"
     if len(shape) > MAX_CANONICAL_DIMS:
         return f"{tuple(shape)} has {len(shape)} dimensions, expected at most {MAX_CANONICAL_DIMS}"
-    if any(not _is_count(size) for size in shape):
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in shape):
         return f"{tuple(shape)} has a size that is not a whole number of elements, 0 or more"
-    if elements(shape) > MAX_ELEMENTS:
+    if elements(shape) > MAX_ELEMENTS or max(shape, default=0) > MAX_ELEMENTS:
         return f"{tuple(shape)} has {elements(shape)} elements, expected at most 2**48"
     return ""
 

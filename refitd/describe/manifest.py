@@ -19,12 +19,11 @@ Ranks that hold the same share one tuple of descriptions, which name no rank: ti
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -193,6 +192,7 @@ class Shards(Table, frozen=True, tag_field="kind", tag="shards"):
     name: Name
     shards: dict[str, tuple[ShardTensor, ...]]
     ranks: tuple[ShardRank, ...]
+    first_rank: Rank | None = None  # added to every rank; None: as many as there are ranks before this manifest
 
 
 Manifest = Layout | Shards
@@ -705,11 +705,12 @@ def place(manifests: Sequence[Manifest], *, collocated: bool = False) -> list[Pl
     placed: list[Placed] = []
     rank = node = 0
     for manifest in manifests:
-        if isinstance(manifest, Shards):
-            placed.append(Placed(manifest, 0, 0))
-            rank = max([rank, *(each.rank + 1 for each in manifest.ranks)])
-            continue
         first = 0 if collocated and manifest.first_rank is None else manifest.first_rank
+        if isinstance(manifest, Shards):
+            first = rank if first is None else first
+            placed.append(Placed(manifest, first, 0))
+            rank = max([rank, *(first + each.rank + 1 for each in manifest.ranks)])
+            continue
         first_node = manifest.first_node
         if first_node is None:
             first_node = node if first is None else first // manifest.ranks_per_node
@@ -726,8 +727,9 @@ def side_rosters(placed: Placed, side: Literal["source", "destination"]) -> Iter
     if isinstance(manifest, Shards):
         for rank in manifest.ranks:
             tensors = manifest.shards[rank.shard]
-            held = tuple(_metadata(t, rank) for t in tensors)
-            yield _roster(rank.rank, side, held, rank.node, rank.label or f"{manifest.name} rank {rank.rank}")
+            held = tuple(_metadata(t, rank, placed.first_rank) for t in tensors)
+            label = rank.label or f"{manifest.name} rank {rank.rank}"
+            yield _roster(placed.first_rank + rank.rank, side, held, rank.node, label)
         return
     holdings: dict[Kind, tuple[ParameterMetadata, ...]] = {}
     describe = _Describer(manifest)
@@ -1015,7 +1017,7 @@ def _rank_problems(manifest: Shards, rank: ShardRank, known: Mapping[int, int]) 
     return problems or list(dict.fromkeys(problem for t in tensors for problem in layout_problems(_metadata(t, rank))))
 
 
-def _metadata(tensor: ShardTensor, rank: ShardRank) -> ParameterMetadata:
+def _metadata(tensor: ShardTensor, rank: ShardRank, offset: int = 0) -> ParameterMetadata:
     split = tensor.split
     tiles = None if tensor.tiles is None else tuple(
         Tile(
@@ -1033,8 +1035,8 @@ def _metadata(tensor: ShardTensor, rank: ShardRank) -> ParameterMetadata:
         partition_dim=split.dim if split else 0,
         partition_stride=split.stride if split else 1,
         partition_sizes=list(split.sizes) if split and split.sizes is not None else None,
-        owner_rank=rank.rank,
-        tensor_parallel_group_ranks=list(rank.groups[split.group]) if split else None,
+        owner_rank=rank.rank + offset,
+        tensor_parallel_group_ranks=[offset + other for other in rank.groups[split.group]] if split else None,
         resolved_name=tensor.tensor or tensor.name,
         tiles=tiles,
         global_shape=tensor.global_shape,
@@ -1042,7 +1044,10 @@ def _metadata(tensor: ShardTensor, rank: ShardRank) -> ParameterMetadata:
 
 
 def shards_of(name: str, rosters: Iterable[Roster], side: Literal["source", "destination"]) -> Shards:
-    """Return the manifest of one side of rosters; ranks that say the same, but for their groups, share a shard."""
+    """Return the manifest of one side of rosters; ranks that say the same, but for their groups, share a shard.
+
+    Its ranks are those of the rosters, wherever it is used.
+    """
     numbers: dict[tuple[ShardTensor, ...], str] = {}
     known: dict[int, tuple[object, str, dict[str, tuple[int, ...]]]] = {}
     ranks = []
@@ -1057,7 +1062,8 @@ def shards_of(name: str, rosters: Iterable[Roster], side: Literal["source", "des
             shard = numbers.setdefault(tensors, f"shard{len(numbers)}")
             known[id(held)] = (held, shard, groups)  # kept, so that the id stays its own
         ranks.append(ShardRank(rank=roster.rank, shard=shard, node=roster.node, label=roster.label, groups=groups))
-    return Shards(name=name, shards={shard: tensors for tensors, shard in numbers.items()}, ranks=tuple(ranks))
+    shards = {shard: tensors for tensors, shard in numbers.items()}
+    return Shards(name=name, shards=shards, ranks=tuple(ranks), first_rank=0)
 
 
 def _shard(held: Iterable[ParameterMetadata]) -> tuple[tuple[ShardTensor, ...], dict[str, tuple[int, ...]]]:

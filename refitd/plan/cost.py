@@ -18,8 +18,8 @@ import numpy.typing as npt
 from refitd.describe.layout import elements
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
-from refitd.plan.build import GlobalPlan
 from refitd.plan.columns import Ints, ranges
+from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable
 
 

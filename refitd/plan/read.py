@@ -342,6 +342,8 @@ def _mismatches(layouts: Layouts) -> dict[str, list[str]]:
         first[tensor[known][::-1]] = value[known][::-1]
         wrong = np.unique(tensor[known & (value != first[tensor])])
         for number in wrong.tolist():
+            if layouts.tensors[number] in found:
+                continue
             rows = np.flatnonzero((tensor == number) & known)
             said = []
             for each in dict.fromkeys(value[rows].tolist()):

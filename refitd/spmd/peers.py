@@ -6,6 +6,7 @@ collective: every process of the group calls it, in the same order.
 
 from __future__ import annotations
 
+import re
 import struct
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
 from refitd.protocol.base import MAX_MESSAGE_BYTES
@@ -105,7 +106,11 @@ class Peers:
         try:
             self.group.monitored_barrier(deadline.left(), True)
         except RuntimeError as exc:
-            raise _translated(exc, deadline, f"{purpose}: not every rank of the group came", self.rank) from exc
+            # torch names positions in the group
+            missing = re.search(r"Ranks ([\d, ]+) failed to pass", str(exc))
+            who = [str(self.ranks[int(i)]) for i in missing[1].split(",")] if missing else []
+            subject = f"rank {', '.join(who)} did not come" if who else "not every rank of the group came"
+            raise _translated(exc, deadline, f"{purpose}: {subject}", self.rank) from exc
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         """Return everyone's record, by position. Records are as long as each other."""
@@ -149,7 +154,8 @@ class Peers:
         for position, length in enumerate(lengths):
             if not 0 < length <= MAX_MESSAGE_BYTES:
                 raise ProtocolError(
-                    f"{purpose}: rank {self.ranks[position]} has {length} bytes to say, expected 1 to {MAX_MESSAGE_BYTES}"
+                    f"{purpose}: rank {self.ranks[position]} has {length} bytes to say, expected 1 to "
+                    f"{MAX_MESSAGE_BYTES}"
                 )
         if self.index:
             self.wait(self.send(_as_tensor(payload, self.device), 0, _PAYLOAD_TAG), 0, deadline, purpose)
@@ -171,12 +177,11 @@ class Peers:
         sizes = [_LENGTH.unpack_from(said, _LENGTH.size * i)[0] for i in range(len(self))]
         if not all(0 < size <= MAX_MESSAGE_BYTES for size in sizes):
             raise ProtocolError(
-                f"{purpose}: rank {self.ranks[0]} has {max(sizes)} bytes for one rank, expected 1 to {MAX_MESSAGE_BYTES}"
+                f"{purpose}: rank {self.ranks[0]} has {max(sizes)} bytes for one rank, expected 1 to "
+                f"{MAX_MESSAGE_BYTES}"
             )
         if payloads:
-            works = [
-                (i, self.send(_as_tensor(payloads[i], self.device), i, _PAYLOAD_TAG)) for i in range(1, len(self))
-            ]
+            works = [(i, self.send(_as_tensor(payloads[i], self.device), i, _PAYLOAD_TAG)) for i in range(1, len(self))]
             for position, work in works:
                 self.wait(work, position, deadline, purpose)
             return payloads[0]
@@ -237,9 +242,9 @@ class _Translating:
 
 def _translated(exc: RuntimeError, deadline: Deadline, subject: str, rank: int) -> TransportError:
     said = _first_line(exc)
-    if time.monotonic() >= deadline.at or "imed out" in said or "in " in said and "monitoredBarrier" in said:
+    if time.monotonic() >= deadline.at or "imed out" in said:
         return DeadlineExceeded(f"{subject}; rank {rank} waited {deadline.seconds:g} s ({said})")
-    return PeerLost(f"{subject}; rank {rank} lost its connection ({said}); another rank's error says why")
+    return PeerLost(f"{subject}; rank {rank} lost its connection ({said}); another rank's error may say why")
 
 
 def _first_line(exc: BaseException) -> str:

@@ -64,10 +64,7 @@ def random_side(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[
     """Describe how a group of ranks holds one tensor between them, in one of many ways."""
     ways = [whole, boxes, flat_slices, strided_rows]
     splits = [
-        (dim, stride)
-        for dim, extent in enumerate(shape)
-        for stride in (1, 2, 3)
-        if extent % (len(ranks) * stride) == 0
+        (dim, stride) for dim, extent in enumerate(shape) for stride in (1, 2, 3) if extent % (len(ranks) * stride) == 0
     ]
     if splits and rng.random() < 0.6:
         dim, stride = rng.choice(splits)
@@ -104,9 +101,7 @@ def boxes(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) 
             step *= max(1, size[d])
         dealt[rank].append(Tile(name, offset, size, used[rank] + gap, tuple(strides)))
         used[rank] += gap + (step if 0 not in size else 0)
-    return {
-        rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape) for rank in ranks
-    }
+    return {rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape) for rank in ranks}
 
 
 def flat_slices(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:

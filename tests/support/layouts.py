@@ -21,9 +21,7 @@ def tp(
     """One tensor of this *local* shape on each rank of a tensor-parallel group."""
     group = list(ranks)
     return {
-        rank: meta(
-            name, shape, rank, is_tp=True, partition_dim=dim, tensor_parallel_group_ranks=group, **fields
-        )
+        rank: meta(name, shape, rank, is_tp=True, partition_dim=dim, tensor_parallel_group_ranks=group, **fields)
         for rank in ranks
     }
 

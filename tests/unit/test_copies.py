@@ -88,7 +88,9 @@ def test_a_destination_that_is_not_what_was_read_is_found_and_named(arenas, thre
     assert failure.value.copy == 0
 
 
-@pytest.mark.parametrize("bad", [contiguous(2, (8 << 20) - 10, (10,)), contiguous(3, 0, (10,)), contiguous(2, -2, (10,))])
+@pytest.mark.parametrize(
+    "bad", [contiguous(2, (8 << 20) - 10, (10,)), contiguous(3, 0, (10,)), contiguous(2, -2, (10,))]
+)
 def test_a_copy_that_would_leave_its_arena_is_refused_before_it_runs(arenas, bad) -> None:
     for pair in ((contiguous(1, 0, (10,)), bad, 2), (bad, contiguous(2, 0, (10,)), 2)):
         with pytest.raises(TransportError, match="copy 0"):

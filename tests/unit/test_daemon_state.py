@@ -7,11 +7,11 @@ import torch
 
 from refitd.daemon import actions as act
 from refitd.daemon.state import Daemon
+from refitd.describe.roster import Roster
 from refitd.errors import ArenaError, RefusedError
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import Place, metadata_of, shard_of
-from refitd.describe.roster import Roster
 from tests.support.shards import describe, whole
 
 SHARD = shard_of(describe(whole(1), 0, 1))

@@ -1,0 +1,115 @@
+"""refitctl manifest: write the manifest of a registered model, or of a layout, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import click
+import msgspec
+
+from refitd.describe.manifest import Shards, load, load_model, rosters_of, shards_of, to_json
+from refitd.describe.roster import Roster
+from refitd.errors import ConfigError, RefusedError
+from refitd.protocol.shards import Shard, metadata_of
+from refitd_cli.output import print_json
+from refitd_cli.session import Session, address_option, json_option
+
+
+class DescribedMember(Protocol):
+    """One registered rank, as the coordinator tells it."""
+
+    role: str  # "source" or "target"
+    replica: str
+    rank: int
+    node: str
+    shard: int  # index into the description's shards
+    groups: tuple[tuple[int, ...], ...]  # this rank's, for the shard's indices
+
+
+class Description(Protocol):
+    """A registered model: every different shard once, and who holds which."""
+
+    shards: Sequence[Shard]
+    members: Sequence[DescribedMember]
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--replica", metavar="NAME", help="Write this replica's ranks instead of the source's.")
+@click.option("--layout", "layout_file", metavar="FILE", help="Instead of MODEL: a layout to write rank by rank.")
+@click.option("--model", "model_file", metavar="FILE", help="The layout's model, over the one it names.")
+@click.option("--output", metavar="FILE", help="Write there instead of on stdout.")
+@address_option
+@json_option
+@click.pass_obj
+def manifest(
+    session: Session,
+    model: str | None,
+    replica: str | None,
+    layout_file: str | None,
+    model_file: str | None,
+    output: str | None,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Write the manifest of a registered MODEL as JSON, for `refitctl plan` and `explain` to read.
+
+    It tells, rank by rank, which tensors each holds and how they are cut. With --json, a manifest on stdout is one
+    line, and with --output a summary is printed.
+    """
+    if (model is None) == (layout_file is None):
+        raise click.UsageError("give a MODEL that is registered, or --layout FILE")
+    if layout_file is not None:
+        if replica is not None:
+            raise click.UsageError("--replica is one of a registered MODEL; a layout has one side")
+        found = _expanded(layout_file, model_file)
+    else:
+        found = _registered(session, address, model or "", replica)
+    if output is not None:
+        try:
+            Path(output).write_text(to_json(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another --output FILE") from error
+        if as_json:
+            print_json({"file": output, "ranks": len(found.ranks), "shards": len(found.shards)})
+        else:
+            click.echo(f"{output}: {len(found.ranks)} ranks, {len(found.shards)} different shards")
+    elif as_json:
+        print_json(msgspec.to_builtins(found))
+    else:
+        click.echo(to_json(found), nl=False)
+
+
+def _expanded(layout_file: str, model_file: str | None) -> Shards:
+    source = load(layout_file, load_model(model_file) if model_file is not None else None)
+    return shards_of(source.name, rosters_of(source, ()), "source")
+
+
+def _registered(session: Session, address: str | None, model: str, replica: str | None) -> Shards:
+    with session.client(address) as client:
+        describe = getattr(client, "describe", None)
+        if describe is None:
+            raise RefusedError("this client cannot ask for a model's description; refitctl manifest --layout works")
+        found: Description = describe(model)
+    rosters = list(_rosters(found, replica))
+    if not rosters:
+        known = sorted({m.replica for m in found.members if m.role == "target"})
+        what = "source" if replica is None else f"replica {replica!r}"
+        raise RefusedError(f"model {model!r} has no {what}; replicas: {', '.join(known) or 'none'}")
+    side: Literal["source", "destination"] = "source" if replica is None else "destination"
+    name = model if replica is None else f"{model} {replica}"
+    # ranks of a replica are numbered from 0: where they come among others is for who uses the manifest
+    return msgspec.structs.replace(shards_of(name, rosters, side), first_rank=None)
+
+
+def _rosters(found: Description, replica: str | None) -> Iterator[Roster]:
+    for member in found.members:
+        shard = msgspec.structs.replace(found.shards[member.shard], groups=member.groups)
+        if replica is None and member.role == "source":
+            held = metadata_of(shard, member.rank)
+            yield Roster(member.rank, source=held, node=member.node, label=f"source rank {member.rank}")
+        elif replica is not None and member.role == "target" and member.replica == replica:
+            held = metadata_of(shard, member.rank)
+            yield Roster(member.rank, destination=held, node=member.node, label=f"{replica} rank {member.rank}")
