@@ -1,7 +1,9 @@
 """One tensor as a picture in text: which part of it each rank holds, and which parts travel.
 
-rank 0  |######..........|  [0:6, 0:4]      a bar for each dimension that is cut, and the exact boxes
-rank 1  |......##########|  [6:16, 0:4]
+    rank 0  |######..........|  [0:6, 0:4]
+    rank 1  |......##########|  [6:16, 0:4]
+
+There is a bar for each dimension that is cut, and the exact boxes beside it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from refitd.adapters.uneven_dtensor import (
+        filter_unflattened_state_dict,
+        gather_and_compute_chunk_metadata,
+        gather_uneven_dtensor_to_full_tensor,
+        get_unflattened_state_dict,
+        preprocess_state_dict_for_uneven_dtensor,
+        split_dtensor,
+        update_uneven_dtensor_chunk_metadata,
+        validate_uneven_dtensor,
+    )
     from refitd.client import Client, connect
+    from refitd.copy_services.exchange import ExchangeService
     from refitd.describe.metadata import ParameterMetadata
     from refitd.describe.module import (
         extract_param_metadata,
@@ -38,12 +49,31 @@ if TYPE_CHECKING:
     from refitd.plan.build import plan_reshard
     from refitd.plan.ops import ReshardPlan, ShardingDescriptor, TransferOp
     from refitd.plan.replicas import select_src_metadata_balanced
+    from refitd.refit import (
+        build_centralized_reshard_plan,
+        clear_all_caches,
+        clear_plan_cache,
+        clear_service_cache,
+        get_or_create_service,
+        reshard_model_weights,
+        swap_model_weights,
+    )
+    from refitd.transforms.base import ReshardTransform
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "filter_unflattened_state_dict": "adapters.uneven_dtensor",
+    "gather_and_compute_chunk_metadata": "adapters.uneven_dtensor",
+    "gather_uneven_dtensor_to_full_tensor": "adapters.uneven_dtensor",
+    "get_unflattened_state_dict": "adapters.uneven_dtensor",
+    "preprocess_state_dict_for_uneven_dtensor": "adapters.uneven_dtensor",
+    "split_dtensor": "adapters.uneven_dtensor",
+    "update_uneven_dtensor_chunk_metadata": "adapters.uneven_dtensor",
+    "validate_uneven_dtensor": "adapters.uneven_dtensor",
     "Client": "client",
     "connect": "client",
+    "ExchangeService": "copy_services.exchange",
     "ParameterMetadata": "describe.metadata",
     "extract_param_metadata": "describe.module",
     "get_refit_tensor_dict": "describe.module",
@@ -72,6 +102,14 @@ _HOMES = {
     "ShardingDescriptor": "plan.ops",
     "TransferOp": "plan.ops",
     "select_src_metadata_balanced": "plan.replicas",
+    "build_centralized_reshard_plan": "refit",
+    "clear_all_caches": "refit",
+    "clear_plan_cache": "refit",
+    "clear_service_cache": "refit",
+    "get_or_create_service": "refit",
+    "reshard_model_weights": "refit",
+    "swap_model_weights": "refit",
+    "ReshardTransform": "transforms.base",
 }
 
 __all__ = [
@@ -80,6 +118,7 @@ __all__ = [
     "CommitError",
     "ConfigError",
     "DeadlineExceeded",
+    "ExchangeService",
     "IllegalTransition",
     "ParameterMetadata",
     "PeerLost",
@@ -90,6 +129,7 @@ __all__ = [
     "RefusedError",
     "Repeat",
     "ReshardPlan",
+    "ReshardTransform",
     "Roster",
     "ShardingDescriptor",
     "Tile",
@@ -97,14 +137,29 @@ __all__ = [
     "TransportError",
     "assign_ep_resolved_name_inplace",
     "assign_resolved_name_inplace",
+    "build_centralized_reshard_plan",
+    "clear_all_caches",
+    "clear_plan_cache",
+    "clear_service_cache",
     "connect",
     "extract_param_metadata",
+    "filter_unflattened_state_dict",
+    "gather_and_compute_chunk_metadata",
+    "gather_uneven_dtensor_to_full_tensor",
+    "get_or_create_service",
     "get_refit_tensor_dict",
+    "get_unflattened_state_dict",
     "invalidate_refit_tensor_cache",
     "named_persistent_buffers",
     "named_refit_tensors",
     "plan_reshard",
+    "preprocess_state_dict_for_uneven_dtensor",
+    "reshard_model_weights",
     "select_src_metadata_balanced",
+    "split_dtensor",
+    "swap_model_weights",
+    "update_uneven_dtensor_chunk_metadata",
+    "validate_uneven_dtensor",
 ]
 
 

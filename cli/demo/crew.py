@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from refitd_cli.demo.channel import Message
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: the child may not load anything between fork and exec
 
 TICK_S = 1.0
 END_S = 10.0
@@ -38,9 +42,7 @@ class Child:
     def tail(self) -> str:
         """Return the end of what it logged."""
         text = self.log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace").strip()
-        status = self.process.poll()
-        state = "running" if status is None else f"exit status {status}"
-        return f"--- {self.name} (pid {self.process.pid}, {state})\n{text or '(no output)'}"
+        return f"--- {self.name} (pid {self.process.pid}, {_status(self.process)})\n{text or '(no output)'}"
 
 
 class Crew:
@@ -133,7 +135,8 @@ class Crew:
             try:
                 self._take(*self._events.get(timeout=min(left, TICK_S)))
             except queue.Empty:
-                self._check_alive()
+                if self._daemon_has_ended():
+                    raise DemoFailed("refitd has ended") from None
                 self._on_wait(what())
 
     def run(self, name: str, command: list[str], timeout_s: float) -> str:
@@ -207,6 +210,7 @@ class Crew:
                 pass_fds=tuple(pass_fds),
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
+                preexec_fn=None if piped else _end_with_parent,  # noqa: PLW1509, it makes one system call
             )
         return Child(name, process, log)
 
@@ -220,17 +224,31 @@ class Crew:
 
     def _take(self, name: str, message: Message) -> None:
         match message["event"]:
+            case "failed" | "ended" if self._daemon_has_ended():
+                raise DemoFailed(f"refitd has ended, and {name} with it")
             case "failed":
                 raise DemoFailed(f"{name}: {message['reason']}")
             case "ended":
-                raise DemoFailed(f"{name} ended unexpectedly")
+                raise DemoFailed(f"{name} ended unexpectedly, {_status(self.members[name].process)}")
             case event:
                 self._arrived[(name, event)] = message
                 self._on_event(name, message)
 
-    def _check_alive(self) -> None:
-        if self.daemon is not None and self.daemon.process.poll() is not None:
-            raise DemoFailed("refitd has ended")
+    def _daemon_has_ended(self) -> bool:
+        return self.daemon is not None and self.daemon.process.poll() is not None
+
+
+def _end_with_parent() -> None:
+    """Have this process sent SIGTERM when the launcher dies, by SIGKILL even: the daemon has no pipe that tells it."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _status(process: subprocess.Popen[str]) -> str:
+    # Its pipes are closed a moment before it can be waited for.
+    try:
+        return f"exit status {process.wait(0.05)}"
+    except subprocess.TimeoutExpired:
+        return "running"
 
 
 def _end(process: subprocess.Popen[str], deadline: float) -> None:

@@ -305,8 +305,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> to
     if length > 1:
         future = torch.ones(length, k.shape[2], dtype=torch.bool).triu(start + 1)
         scores = scores.masked_fill(future, float("-inf"))
-    out = scores.softmax(-1).to(v.dtype).flatten(2, 3) @ v
-    return out.reshape(q.shape)
+    weights = scores.softmax(-1).to(v.dtype).flatten(2, 3)
+    return torch.matmul(weights, v).reshape(q.shape)
 
 
 def _rope(start: int, length: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:

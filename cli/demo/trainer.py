@@ -91,18 +91,19 @@ class Trainer:
 
 
 def train(trainer: Trainer, channel: Channel, command: Message) -> None:
-    """Take command["steps"] steps, fewer if command["seconds"] pass first, at least one."""
+    """Take command["steps"] steps, fewer if command["seconds"] pass first, at least one; report their mean loss."""
+    losses = []
     deadline = time.monotonic() + command["seconds"]
     for left in range(command["steps"], 0, -1):
         begun = time.monotonic()
-        loss = trainer.step()
+        losses.append(trainer.step())
         if trainer.layout.rank == 0:
-            channel.emit("step", step=trainer.steps, loss=loss, seconds=time.monotonic() - begun)
+            channel.emit("step", step=trainer.steps, loss=losses[-1], seconds=time.monotonic() - begun)
         # Rank 0's clock decides for all, or they would stop at different steps.
         go_on = torch.tensor([left > 1 and time.monotonic() < deadline], dtype=torch.uint8)
         if not trainer.everyone.broadcast(go_on, 0).item():
             break
-    channel.emit("trained", steps=trainer.steps, loss=loss)
+    channel.emit("trained", steps=trainer.steps, loss=sum(losses) / len(losses))
 
 
 def main(argv: list[str], channel: Channel) -> None:

@@ -35,6 +35,8 @@ class ExchangeService(ABC):
     name: str
     #: the torch process group whose ranks exchange
     group: Any
+    #: its ranks, as parallel groups number ranks; peers are named by them
+    ranks: tuple[int, ...]
     #: whether tensors may lie on an accelerator
     moves_device_memory: bool = False
     #: whether tensors must be contiguous

@@ -37,7 +37,6 @@ STAGING_BYTES = 256 << 20
 
 _TAG = 0x52470000
 _OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
-_VERDICT_BYTES = 480
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Key = tuple[int, int]  # task id, part
@@ -93,6 +92,7 @@ class GlooService(ExchangeService):
         """
         self.peers = Peers(group)
         self.group = self.peers.group
+        self.ranks = self.peers.ranks
         share = STAGING_BYTES // (2 * WINDOW * max(1, len(self.peers) - 1))
         self._limit = message_bytes or max(MIN_MESSAGE_BYTES, min(MAX_MESSAGE_BYTES, share))
         self._limit -= self._limit % 16
@@ -186,7 +186,7 @@ class GlooService(ExchangeService):
                     f"{peers.rank} expects {want} pieces, {want_bytes} bytes, or others of that size; all ranks must "
                     "use one plan and equal message sizes"
                 )
-        if found := self._verdicts(trouble, deadline, "agreeing on transfers"):
+        if found := peers.first_trouble(trouble, deadline, "agreeing on transfers"):
             raise _Refused(TransportError(f"nothing has been moved: {found}"))
 
     def _prove(
@@ -203,18 +203,10 @@ class GlooService(ExchangeService):
                     f"what rank {peers.rank} wrote is not what rank {peers.ranks[position]} read; something else "
                     "writes to these tensors during the transfer"
                 )
-        if found := self._verdicts(trouble, deadline, "comparing digests"):
+        if found := peers.first_trouble(trouble, deadline, "comparing digests"):
             raise _Refused(DigestMismatch(found, copy=-1))
 
-    def _verdicts(self, trouble: str, deadline: Deadline, purpose: str) -> str:
-        """Return what some rank has found wrong, "" if nobody has. The first rank's words are returned everywhere."""
-        mine = trouble.encode()[:_VERDICT_BYTES].ljust(_VERDICT_BYTES, b"\0")
-        said = self.peers.all_gather(mine, deadline, purpose)
-        return next((text for each in said if (text := each.rstrip(b"\0").decode(errors="replace"))), "")
-
-    def _move(
-        self, streams: Sequence[_Stream], meanwhile: Callable[[], str], verify: bool, deadline: Deadline
-    ) -> str:
+    def _move(self, streams: Sequence[_Stream], meanwhile: Callable[[], str], verify: bool, deadline: Deadline) -> str:
         """Post, wait and replace until every stream is at its end; `meanwhile` runs while the first are moving.
 
         Returns what `meanwhile` returns.

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 
-import msgspec
 import zmq
 
 from refitd.buffers import arena as memory
 from refitd.config import Config
 from refitd.daemon import actions as act
+from refitd.daemon.beside import CoordinatorBeside
 from refitd.daemon.gate import Gate
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
@@ -66,14 +63,14 @@ class DaemonShell:
             config.node_name, self._host, os.getpid(), config.node.workers, config.node.max_arena_bytes
         )
 
-    def serve(self, stop: list[int], wakeup: int, child: subprocess.Popen[bytes] | None, ready_fd: int | None) -> None:
-        """Work until `stop` holds a signal number; tell `ready_fd` when clients (and the child) can be used."""
+    def serve(self, stop: list[int], wakeup: int, beside: CoordinatorBeside | None, ready_fd: int | None) -> None:
+        """Work until `stop` holds a signal number; tell `ready_fd` once clients can work."""
         self._watch(wakeup, select.POLLIN)
         told = False
         self._feed(act.Tick())
         next_tick = time.monotonic() + TICK_S
         while not stop:
-            if not told and (child is None or self._state.is_coordinated):
+            if not told and (beside is None or self._state.is_coordinated):
                 told = True
                 self._tell_ready(ready_fd)
             wait_ms = max(0, int((next_tick - time.monotonic()) * 1000) + 1)
@@ -82,11 +79,8 @@ class DaemonShell:
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._feed(act.Tick())
-                if child is not None and child.poll() is not None:
-                    self._log("coordinator-ended", status=child.returncode)
-                    raise RefusedError(
-                        f"the coordinator beside this daemon ended with status {child.returncode}; its log says why"
-                    )
+                if beside is not None and (status := beside.restart_if_ended()) is not None:
+                    self._log("coordinator-restarted", status=status)
 
     def _tell_ready(self, ready_fd: int | None) -> None:
         self._log("ready", node=self._config.node_name, dir=str(self._config.runtime_dir), pid=os.getpid())
@@ -275,34 +269,18 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
     signal.signal(signal.SIGINT, on_signal)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    child: subprocess.Popen[bytes] | None = None
+    beside: CoordinatorBeside | None = None
     try:
         shell = DaemonShell(config, context, log)
         try:
             if standalone:
-                child = _start_coordinator(config)
-            shell.serve(stop, wakeup_r, child, ready_fd)
+                beside = CoordinatorBeside(config)
+            shell.serve(stop, wakeup_r, beside, ready_fd)
         finally:
             shell.close()
     finally:
-        if child is not None and child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(5)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        if beside is not None:
+            beside.stop()
         context.destroy(linger=0)
     log("stopped", signal=stop[0])
     return 0
-
-
-def _start_coordinator(config: Config) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "refitd.coordinator"], stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already; the loop notices and says so
-        child.stdin.write(msgspec.json.encode(config))  # what this daemon was told, flags and environment included
-        child.stdin.close()
-    return child

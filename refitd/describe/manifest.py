@@ -710,6 +710,8 @@ def place(manifests: Sequence[Manifest], *, collocated: bool = False) -> list[Pl
             first = rank if first is None else first
             placed.append(Placed(manifest, first, 0))
             rank = max([rank, *(first + each.rank + 1 for each in manifest.ranks)])
+            numbers = [each.node.removeprefix("node") for each in manifest.ranks if each.node.startswith("node")]
+            node = max([node, *(int(n) + 1 for n in numbers if n.isdecimal() and len(n) < 8)])
             continue
         first_node = manifest.first_node
         if first_node is None:

@@ -26,6 +26,7 @@ Group = Any  # a torch ProcessGroup or one of its backends; None for the default
 # apart from the tags that callers use on their own groups
 _LENGTH_TAG = 0x52460001
 _PAYLOAD_TAG = 0x52460002
+_TROUBLE_BYTES = 480
 _LENGTH = struct.Struct("<q")
 
 
@@ -143,6 +144,12 @@ class Peers:
         with self._errors(deadline, purpose):
             self.group.alltoall_base(found, mine, [], [], options).wait(deadline.left())
         return [_as_bytes(row) for row in found.reshape(len(self), -1)]
+
+    def first_trouble(self, trouble: str, deadline: Deadline, purpose: str) -> str:
+        """Return what some rank has found wrong, "" if nobody has: the first rank's words, the same everywhere."""
+        mine = trouble.encode()[:_TROUBLE_BYTES].ljust(_TROUBLE_BYTES, b"\0")
+        said = self.all_gather(mine, deadline, purpose)
+        return next((text for each in said if (text := each.rstrip(b"\0").decode(errors="ignore"))), "")
 
     def gather(self, payload: bytes, deadline: Deadline, purpose: str) -> list[bytes] | None:
         """Return everyone's payload at position 0, None elsewhere. Payloads may differ in length.

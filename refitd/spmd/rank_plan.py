@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from refitd.describe.roster import Roster
-from refitd.errors import ProtocolError
 from refitd.plan.build import GlobalPlan
 from refitd.plan.ops import ReshardPlan, TransferOp
+from refitd.plan.shared import PLACE_BITS
 from refitd.plan.table import CopyTable
 from refitd.plan.views import Slices, _pieces, _Row, _task_id  # the same cut on every rank
-from refitd.plan.shared import PLACE_BITS
 
 Shape = tuple[int, ...]
 
@@ -81,16 +80,6 @@ class RankPlan:
         place = int(table.task_id[row]) & (2**PLACE_BITS - 1)
         for number, (src_slices, dst_slices) in enumerate(_pieces(box, src_shape, dst_shape)):
             yield Sliced(_task_id(dst, place, number), src_slices, dst_slices)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return the plan as plain values."""
-        return {
-            "table": self.table.to_wire(),
-            "src_shapes": [[rank, name, list(shape)] for (rank, name), shape in self.src_shapes.items()],
-            "dst_shapes": [[rank, name, list(shape)] for (rank, name), shape in self.dst_shapes.items()],
-            "digest": self.digest,
-            "unused_sources": list(self.unused_sources),
-        }
 
 
 def rank_plans(plan: GlobalPlan, rosters: Sequence[Roster]) -> Iterator[RankPlan]:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -300,11 +301,26 @@ def test_a_client_that_dies_while_registering_leaves_nothing(fleet: Fleet) -> No
     assert fleet.swap_succeeds() and fleet.serves_second()
 
 
-def test_a_coordinator_that_dies_takes_the_standalone_daemon_down_cleanly(daemon: RunningDaemon) -> None:
-    pid = daemon.connect().status().coordinator_pid
-    os.kill(pid, signal.SIGKILL)
-    assert daemon.process.wait(10) != 0
-    assert "coordinator beside this daemon ended" in daemon.log()
+def test_a_coordinator_that_dies_beside_its_daemon_is_started_again_and_loses_nothing(fleet: Fleet) -> None:
+    def pid() -> int:
+        try:
+            return fleet.trainer.status().coordinator_pid
+        except refitd.TransportError:
+            return first
+
+    first = fleet.trainer.status().coordinator_pid
+    eventually(lambda: fleet.trainer.status().uptime_s > 3.5, "it has run for a while")
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: pid() != first, "another coordinator answers", timeout=20)
+    assert fleet.swap_succeeds() and fleet.serves_second()
+
+
+def test_a_coordinator_that_cannot_start_ends_the_daemon_with_the_reason(
+    start_daemon: Callable[..., RunningDaemon], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="journal .* check coordinator.journal") as failure:
+        start_daemon(f'[coordinator]\njournal = "{tmp_path}"\n')
+    assert "as soon as it had started" in str(failure.value)
 
 
 def test_a_client_notices_at_once_that_the_daemon_is_gone(daemon: RunningDaemon) -> None:

@@ -23,10 +23,8 @@ def fleet(engines: int = 3) -> list[Roster]:
 
 
 def ids(table: CopyTable) -> set[tuple[int, int, int, int]]:
-    place = zip(
-        table.task_id.tolist(), table.dst_rank.tolist(), table.dst_local.tolist(), table.dst_offset.tolist(), strict=True
-    )
-    return set(place)
+    columns = (table.task_id, table.dst_rank, table.dst_local, table.dst_offset)
+    return set(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_any_order_of_rosters_gives_the_same_bytes() -> None:

@@ -1,0 +1,43 @@
+"""python -m benchmarks [NAME] [--json]: run a benchmark, or all of them; --json prints one JSON object last."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# name -> module; imported when it runs, since some need torch, a GPU, or packages of an extra
+BENCHMARKS = {
+    "plan": "benchmarks.plan",
+    "swap": "benchmarks.swap",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS), help="by default all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
+    options = parser.parse_args(arguments)
+    names = [options.name] if options.name else list(BENCHMARKS)
+    results: dict[str, Any] = {}
+    failed = False
+    for name in names:
+        print(f"==> {name}", file=sys.stderr, flush=True)
+        try:
+            results[name] = importlib.import_module(BENCHMARKS[name]).run(options.json)
+        except Exception as error:  # one that fails must not hide what the others found
+            if options.name:
+                raise
+            failed = True
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(results[options.name] if options.name else results))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

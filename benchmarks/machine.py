@@ -1,0 +1,59 @@
+"""What a figure was measured on, and how fast that was at the time."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "msgspec", "msgpack", "torch", "pyzmq", "xxhash")
+
+
+def describe() -> dict[str, Any]:
+    """Return processor, cores, memory and versions."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def calibrate() -> float:
+    """Return the CPU seconds of a fixed loop of Python and numpy work, the smallest of three.
+
+    It does what planning does (dictionaries and tuples, then sorting of columns), so that figures taken beside it
+    can be compared between machines and between busy and quiet moments of one.
+    """
+    return min(_loop() for _ in range(3))
+
+
+def _loop() -> float:
+    import numpy as np
+
+    started = time.process_time()
+    numbers: dict[tuple[str, int], int] = {}
+    for i in range(100_000):
+        numbers.setdefault((f"layers.{i % 997}.weight", i % 61), len(numbers))
+    column = (np.arange(1_000_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)
+    np.lexsort((column, column % np.uint64(64)))
+    return time.process_time() - started
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,179 @@
+"""Real models over any number of ranks, as their trainers and engines register them.
+
+Half of the ranks train and half serve. Descriptions carry what `refitd.extract_param_metadata` finds in a Megatron
+module: local names, local shapes, the attributes of tensor parallelism, and the groups of the rank. The tensors are
+those of configs/layouts/models; as in the reference's own planner every dimension is cut as it stands (an
+interleaved qkv is one tensor that is split on dimension 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from refitd.describe.manifest import (
+    Layout,
+    Model,
+    Position,
+    TensorSpec,
+    load_model,
+    position,
+    stage_layers,
+    world_size,
+)
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.names import expert_range
+from refitd.dtypes import ELEMENT_SIZES
+
+FILES = Path(__file__).parent.parent / "configs" / "layouts" / "models"
+MODELS = {
+    "llama-3-70b": "llama-3-70b-megatron.toml",
+    "qwen3-235b-a22b": "qwen3-235b-a22b-megatron.toml",
+    "deepseek-v3": "deepseek-v3-megatron.toml",
+}
+SIZES = (64, 256, 1024, 4096, 10240)
+MAX_STAGES = 16
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model over `ranks` ranks: the source's are the first half, numbered from 0, the destination's follow."""
+
+    model: str
+    ranks: int
+    source: Layout
+    destination: Layout
+
+    def describe(self) -> str:
+        """Return the two layouts in the field's words: TP8 PP4 DP2 -> TP4 DP16."""
+        return f"{_words(self.source)} -> {_words(self.destination)}"
+
+
+def case(model: str, ranks: int) -> Case:
+    """Return a model over `ranks` ranks in the layouts the reference was measured in.
+
+    Llama: TP8 PP4 DPn -> TP4 DPm. Experts: TP4 PPn EP32 -> TP8 EP16, n up to 16, as few ranks as that takes.
+    """
+    found = load_model(FILES / MODELS[model])
+    half = ranks // 2
+    if found.experts:
+        stages = max(1, min(MAX_STAGES, half // 32))
+        source = Layout(name="train", model=found, tp=4, pp=stages, ep=32, dp=half // stages // 4)
+        destination = Layout(name="serve", model=found, tp=8, ep=16, dp=half // 8)
+    else:
+        source = Layout(name="train", model=found, tp=8, pp=4, dp=half // 32)
+        destination = Layout(name="serve", model=found, tp=4, dp=half // 4)
+    if world_size(source) != half or world_size(destination) != half:
+        raise ValueError(f"{model} does not fit {ranks} ranks: {world_size(source)} -> {world_size(destination)}")
+    return Case(model, ranks, source, destination)
+
+
+def small_case(layers: int = 2) -> Case:
+    """Return a case that takes milliseconds, for tests: two layers of DeepSeek-V3, 64 ranks."""
+    found = case("deepseek-v3", 64)
+    assert found.source.model is not None
+    tensors = tuple(
+        msgspec.structs.replace(spec, layers=(0, layers) if spec.layers is None or spec.layers[0] == 0 else (1, layers))
+        if "{layer}" in spec.name
+        else spec
+        for spec in found.source.model.tensors
+    )
+    model = msgspec.structs.replace(found.source.model, layers=layers, tensors=tensors)
+    replaced = [msgspec.structs.replace(layout, model=model) for layout in (found.source, found.destination)]
+    return Case("small", 64, replaced[0], replaced[1])
+
+
+def kind(layout: Layout, index: int) -> tuple[int, ...]:
+    """Return what tells apart which tensors a rank registers, whatever the ranks in its groups."""
+    where = position(layout, index)
+    has_experts = layout.model is not None and layout.model.experts > 0
+    return (where.pp, where.ep) if has_experts else (where.pp,)
+
+
+def groups(layout: Layout, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the groups of rank `index`, in the layout's own numbering."""
+    at = position(layout, index)
+    stage, expert_ranks = layout.tp * layout.dp, layout.ep * layout.etp
+    begin = at.pp * stage
+    expert_base = begin + at.expert_dp * expert_ranks
+    return {
+        "tp": tuple(begin + at.dp * layout.tp + i for i in range(layout.tp)),
+        "dp": tuple(begin + i * layout.tp + at.tp for i in range(layout.dp)),
+        "pp": tuple(i * stage + index % stage for i in range(layout.pp)),
+        "ep": tuple(expert_base + i * layout.etp + at.etp for i in range(layout.ep)),
+        "expt_tp": tuple(expert_base + at.ep * layout.etp + i for i in range(layout.etp)),
+        "expt_dp": tuple(
+            begin + i * expert_ranks + at.ep * layout.etp + at.etp for i in range(stage // expert_ranks)
+        ),
+    }
+
+
+def registered(layout: Layout, index: int) -> list[ParameterMetadata]:
+    """Return what rank `index` says of its tensors, in the layout's own numbering."""
+    assert layout.model is not None
+    at, mine = position(layout, index), {name: list(ranks) for name, ranks in groups(layout, index).items()}
+    return [
+        _metadata(layout, spec, at, mine, index, layer, expert)
+        for spec in layout.model.tensors
+        for layer, expert in _held(layout.model, layout, spec, at)
+    ]
+
+
+def _held(model: Model, layout: Layout, spec: TensorSpec, at: Position) -> Iterator[tuple[int, int]]:
+    """Yield (layer, expert) of every tensor of a pattern on a rank."""
+    if "{layer}" in spec.name:
+        span = spec.layers or (0, model.layers)
+        layers = [layer for layer in stage_layers(layout, at.pp) if span[0] <= layer < span[1]]
+    else:
+        is_here = (spec.stage == "first" and at.pp == 0) or (spec.stage == "last" and at.pp == layout.pp - 1)
+        layers = [0] if is_here else []
+    experts = expert_range(model.experts, layout.ep, at.ep) if "{expert}" in spec.name else range(1)
+    yield from ((layer, expert) for layer in layers for expert in experts)
+
+
+def _metadata(
+    layout: Layout, spec: TensorSpec, at: Position, mine: dict[str, list[int]], index: int, layer: int, expert: int
+) -> ParameterMetadata:
+    assert layout.model is not None
+    is_expert, shape = "{expert}" in spec.name, list(spec.shape)
+    group = mine["expt_tp" if is_expert else "tp"]
+    if spec.split is not None:
+        shape[spec.split.dim] //= len(group)
+    first_layer = stage_layers(layout, at.pp).start
+    first_expert = expert_range(layout.model.experts, layout.ep, at.ep).start if is_expert else 0
+    dtype = spec.dtype or layout.model.dtype
+    stride = spec.split.stride if spec.split is not None else 1
+    if spec.split is not None and spec.parts is not None and spec.interleave is None:
+        stride = len(spec.parts)  # gate and up, each split on its own
+    return ParameterMetadata(
+        name=_filled(spec.name, layer - first_layer, expert - first_expert),
+        shape=tuple(shape),
+        dtype=dtype,
+        element_size=ELEMENT_SIZES[dtype],
+        is_tp=spec.split is not None,
+        partition_dim=spec.split.dim if spec.split is not None else 0,
+        partition_stride=stride,
+        is_ep=is_expert,
+        num_experts=layout.model.experts if is_expert else None,
+        owner_rank=index,
+        tensor_parallel_group_ranks=group if spec.split is not None else None,
+        expert_parallel_group_ranks=mine["ep"] if is_expert else None,
+        data_parallel_group_ranks=mine["expt_dp" if is_expert else "dp"],
+        pipeline_parallel_group_ranks=mine["pp"],
+        resolved_name=_filled(spec.name, layer, expert),
+        global_expert_index=expert if is_expert else None,
+    )
+
+
+def _filled(pattern: str, layer: int, expert: int) -> str:
+    return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
+def _words(layout: Layout) -> str:
+    degrees = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
+    return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)

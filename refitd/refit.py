@@ -1,0 +1,232 @@
+"""The in-process API: every process of a group calls these functions together, and weights move between them.
+
+    swap_model_weights(trainer_model, engine_model, "gloo")      both here, one of them, or neither (None)
+
+Each call describes the modules as they are, so a layout that has changed never meets an old plan; where all ranks
+still describe what a plan was made for, it is used again. Nothing is pickled, every wait has a deadline, tensors
+are written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from refitd.copy_services.exchange import ExchangeResult, ExchangeService
+from refitd.describe.module import module_tensors
+from refitd.errors import ConfigError
+from refitd.spmd.agree import PlanCache, Request, agree_on_plan
+from refitd.spmd.caches import BoundedCache
+from refitd.spmd.execute import Job, execute
+from refitd.spmd.peers import Deadline, Group, Peers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from refitd.plan.ops import ReshardPlan
+    from refitd.transforms.base import ReshardTransform
+
+RefitBackendName = Literal["gloo"]
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class RefitCaches:
+    """What is kept between refits: plans by (group, digest of all layouts), services by (backend, group)."""
+
+    plans: PlanCache = field(default_factory=lambda: BoundedCache(16))
+    services: BoundedCache[tuple[str, Any], ExchangeService] = field(
+        default_factory=lambda: BoundedCache(8, release=ExchangeService.close)
+    )
+
+
+# the one owner of caches in this module, which the clear_* functions are about
+_caches = RefitCaches()
+
+
+def build_centralized_reshard_plan(
+    src_module: nn.Module | Sequence[nn.Module] | None,
+    dst_module: nn.Module | Sequence[nn.Module] | None,
+    num_experts: int | None = None,
+    group: Group = None,
+    *,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    casts: Mapping[str, torch.dtype] | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> ReshardPlan:
+    """Describe both modules on every rank, plan on rank 0 for all, and return this rank's sends and receives.
+
+    Collective over the group.
+
+    Args:
+        src_module: what this rank can send; None on ranks that hold no source.
+        dst_module: what this rank is to receive; None on ranks that hold no destination.
+        num_experts: experts in the whole model; by default the modules' `config.num_moe_experts`.
+        group: a torch process group of all ranks that take part; None is the default group.
+        src_rank_offset: added to every rank in the source's parallel groups, where those number the ranks of a
+            world of their own.
+        dst_rank_offset: the same for the destination's.
+        casts: canonical names (or patterns with "*") of tensors whose source values may be converted, and the
+            dtype that the destination has. Other differences of dtype are refused.
+        timeout: seconds until every wait of this call ends.
+
+    Raises:
+        PlanError: on every rank with the same words: everything that stands in the way, on any rank.
+        DeadlineExceeded, PeerLost: a rank did not take part.
+    """
+    request = Request(
+        _unwrapped(src_module), _unwrapped(dst_module), num_experts, src_rank_offset, dst_rank_offset, casts
+    )
+    return agree_on_plan(request, Peers(group), Deadline.after(timeout), _caches.plans).plan.ops
+
+
+def swap_model_weights(
+    src_model: nn.Module | Sequence[nn.Module] | None,
+    target_model: nn.Module | Sequence[nn.Module] | None,
+    refit_method: RefitBackendName | ExchangeService,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    *,
+    num_experts: int | None = None,
+    casts: Mapping[str, torch.dtype] | None = None,
+    transform: ReshardTransform | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    verify: bool = True,
+) -> ExchangeResult:
+    """Bring the weights of `src_model` into `target_model`, whatever the two layouts are.
+
+    Collective over the group. `refit_method` is the name of a backend, whose service is kept for the next call,
+    or a service. Everything else is as in `reshard_model_weights`.
+    """
+    service = refit_method if isinstance(refit_method, ExchangeService) else get_or_create_service(refit_method, group)
+    return reshard_model_weights(
+        src_model,
+        target_model,
+        service,
+        group,
+        src_rank_offset,
+        dst_rank_offset,
+        num_experts=num_experts,
+        casts=casts,
+        transform=transform,
+        timeout=timeout,
+        verify=verify,
+    )
+
+
+def reshard_model_weights(
+    src_model: nn.Module | Sequence[nn.Module] | None,
+    target_model: nn.Module | Sequence[nn.Module] | None,
+    service: ExchangeService,
+    group: Group = None,
+    src_rank_offset: int = 0,
+    dst_rank_offset: int = 0,
+    *,
+    num_experts: int | None = None,
+    casts: Mapping[str, torch.dtype] | None = None,
+    transform: ReshardTransform | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    verify: bool = True,
+) -> ExchangeResult:
+    """Copy every parameter and persistent buffer of `target_model` from `src_model`, in place, with a service.
+
+    Collective over the group: (source, target) where a rank has both, (source, None), (None, target), and
+    (None, None) on ranks that only take part. Once it returns on any rank, every target on every rank holds the
+    new weights. Sources must not change until it returns. After a TransportError the targets hold a mixture and
+    must not be used before a refit has succeeded; after any other error they are as they were.
+
+    Args:
+        src_model: the module, or the list of chunks of a virtual pipeline stage, that is read.
+        target_model: the one that is written; every data_ptr stays.
+        service: from `get_or_create_service`, or one's own.
+        group: the ranks that take part; None is the service's group.
+        src_rank_offset: see `build_centralized_reshard_plan`.
+        dst_rank_offset: see `build_centralized_reshard_plan`.
+        num_experts: experts in the whole model; by default the modules' `config.num_moe_experts`.
+        casts: declared conversions, see `build_centralized_reshard_plan`; the same on every rank.
+        transform: what changes on the way for some parameters.
+        timeout: seconds until every wait of this call ends.
+        verify: compare digests of what was read with what was written; the same on every rank.
+
+    Returns:
+        What this rank sent and received.
+
+    Raises:
+        PlanError, RefusedError, RefitFailed: nothing has been written.
+        TransportError: see above.
+    """
+    deadline = Deadline.after(timeout)
+    peers = Peers(service.group if group is None else group)
+    if set(peers.ranks) != set(service.ranks):
+        raise ConfigError(
+            f"the group has ranks {list(peers.ranks)}, the service exchanges between {list(service.ranks)}; use one "
+            "group for both"
+        )
+    source, target = _unwrapped(src_model), _unwrapped(target_model)
+    request = Request(source, target, num_experts, src_rank_offset, dst_rank_offset, casts)
+    agreed = agree_on_plan(request, peers, deadline, _caches.plans)
+    job = Job(
+        sources={} if source is None else module_tensors(source),
+        destinations={} if target is None else module_tensors(target),
+        casts=agreed.casts,
+        transform=transform,
+    )
+    return execute(agreed.plan, job, service, peers, deadline, verify=verify)
+
+
+def get_or_create_service(backend: RefitBackendName, group: Group = None) -> ExchangeService:
+    """Return the service of a backend for a group; the same one for the same group as long as it is usable.
+
+    Raises:
+        ConfigError: this is not the name of a backend.
+    """
+    if backend != "gloo":
+        raise ConfigError(f"unknown refit backend {backend!r}; expected 'gloo', or pass an ExchangeService")
+    from refitd.copy_services.gloo import GlooService
+
+    key = backend, Peers(group).group
+    service = _caches.services.get(key)
+    if service is None or not service.is_usable:
+        service = GlooService(group)
+        _caches.services.put(key, service)
+    return service
+
+
+def clear_service_cache() -> None:
+    """Close and forget every service; the next call makes new ones. For when process groups are made anew."""
+    _caches.services.clear()
+
+
+def clear_plan_cache() -> None:
+    """Forget every plan. Never needed for correctness; frees them and their groups."""
+    _caches.plans.clear()
+
+
+def clear_all_caches() -> None:
+    """Forget services and plans."""
+    clear_service_cache()
+    clear_plan_cache()
+
+
+def _unwrapped(model: nn.Module | Sequence[nn.Module] | None) -> nn.Module | Sequence[nn.Module] | None:
+    """Return the model inside wrappers (DistributedDataParallel, Float16Module) that hold nothing but `module`.
+
+    Their names would differ from those of a model that is not wrapped.
+    """
+    from torch import nn
+
+    if model is None:
+        return None
+    if not isinstance(model, nn.Module):
+        chunks = [_unwrapped(chunk) for chunk in model]
+        return [chunk for chunk in chunks if isinstance(chunk, nn.Module)]
+    while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
+        inner = model._modules["module"]
+        if inner is None:
+            break
+        model = inner
+    return model

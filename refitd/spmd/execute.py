@@ -1,0 +1,247 @@
+"""Run one rank's part of a plan: rows of the plan become strided views of tensors, given to an exchange service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from refitd.copy_services.exchange import ExchangeResult, ExchangeService
+from refitd.errors import RefitFailed, RefusedError
+from refitd.spmd.peers import Deadline, Peers
+from refitd.spmd.rank_plan import RankPlan
+from refitd.transforms.base import ReshardTransform
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank brings to the execution of a plan.
+
+    Attributes:
+        sources: local tensors that may be read, by local name.
+        destinations: local tensors that are written, in place.
+        casts: dtypes that sources' elements are converted to on the way, by local name.
+        transform: what changes on the way, if anything does.
+    """
+
+    sources: Tensors
+    destinations: Tensors
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    transform: ReshardTransform | None = None
+
+
+def execute(
+    plan: RankPlan, job: Job, service: ExchangeService, peers: Peers, deadline: Deadline, *, verify: bool
+) -> ExchangeResult:
+    """Move everything that the plan says. Collective; returns once every rank has everything.
+
+    Raises:
+        RefusedError, RefitFailed: a rank cannot do its part, with its words on every rank; before anything moves,
+            or, where a transform fails, after.
+        TransportError: bytes did not arrive; destinations are then undefined.
+    """
+    with torch.no_grad():
+        work = _Work()
+        _together(peers, deadline, "preparing a refit", lambda: _prepare(plan, job, work))
+        for out in work.sends:
+            service.send(out.task_id, out.tensor, out.peer, part=out.part, dtype=out.dtype)
+        for half in work.receives:
+            service.receive(half.task_id, half.tensor, half.peer, part=half.part)
+        result = service.run(deadline.left().total_seconds(), verify=verify)
+        _together(peers, deadline, "finishing a refit", work.finish)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """One end of a transfer."""
+
+    task_id: int
+    tensor: torch.Tensor
+    peer: int
+    part: int = 0
+    dtype: torch.dtype | None = None
+
+
+@dataclass(slots=True)
+class _Work:
+    """Everything to exchange, and what is left to do once it is there."""
+
+    sends: list[_Half] = field(default_factory=list)
+    receives: list[_Half] = field(default_factory=list)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        for step in self.afterwards:
+            step()
+
+
+def _together(peers: Peers, deadline: Deadline, purpose: str, step: Callable[[], None]) -> None:
+    """Do a step that may fail on any rank; when it does, every rank raises."""
+    failure: Exception | None = None
+    try:
+        step()
+    except Exception as exc:  # whatever it is, the others must not wait for this rank
+        failure = exc
+    trouble = f"rank {peers.rank}: {type(failure).__name__}: {failure}" if failure else ""
+    said = peers.first_trouble(trouble, deadline, purpose)
+    if failure is not None:
+        raise failure
+    if said:
+        raise RefitFailed(f"{purpose} failed on another rank: {said}")
+
+
+def _prepare(plan: RankPlan, job: Job, work: _Work) -> None:
+    _check_overlap(plan, job)
+    table, transform = plan.table, job.transform
+    sources, destinations = _Rows(job.sources), _Rows(job.destinations)
+    columns = zip(
+        table.src_rank.tolist(),
+        table.dst_rank.tolist(),
+        table.src_local.tolist(),
+        table.dst_local.tolist(),
+        table.task_id.tolist(),
+        table.size.tolist(),
+        table.src_offset.tolist(),
+        table.src_stride.tolist(),
+        table.dst_offset.tolist(),
+        table.dst_stride.tolist(),
+        strict=True,
+    )
+    for row, (src, dst, src_local, dst_local, task, size, src_at, src_step, dst_at, dst_step) in enumerate(columns):
+        if src == plan.rank:
+            name = table.locals[src_local]
+            if transform is not None and transform.should_transform(name):
+                work.sends += _transformed_sends(plan, row, name, sources.whole(name), transform)
+            else:
+                view = sources.view(name, size, src_at, src_step)
+                work.sends.append(_Half(task, view, dst, dtype=job.casts.get(name)))
+        if dst == plan.rank:
+            name = table.locals[dst_local]
+            if transform is not None and transform.should_transform(name):
+                _receive_transformed(plan, row, name, transform, work)
+            else:
+                work.receives.append(_Half(task, destinations.view(name, size, dst_at, dst_step), src))
+    work.afterwards += destinations.copies_back()
+
+
+class _Rows:
+    """Strided views of local tensors, addressed row-major in their own shape, whatever their strides are."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        # what as_strided cannot address goes through a contiguous copy
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def whole(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise RefusedError(f"{name}: the plan names it and the module has no such tensor; plan again")
+        return self._tensors[name]
+
+    def view(self, name: str, size: list[int], offset: int, stride: list[int]) -> torch.Tensor:
+        """Return the box of a row; it must lie inside the tensor."""
+        tensor = self.whole(name)
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if last >= tensor.numel():
+            raise RefusedError(f"{name}: the plan reaches element {last} of {tuple(tensor.shape)}; plan again")
+        if not tensor.is_contiguous():
+            tensor = self._copies.setdefault(name, tensor.contiguous())
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+    def copies_back(self) -> list[Callable[[], object]]:
+        """Return the steps that write the contiguous copies to their tensors, in place."""
+
+        def step(name: str, copy: torch.Tensor) -> Callable[[], object]:
+            return lambda: self._tensors[name].copy_(copy)
+
+        return [step(name, copy) for name, copy in self._copies.items()]
+
+
+def _transformed_sends(
+    plan: RankPlan, row: int, name: str, tensor: torch.Tensor, transform: ReshardTransform
+) -> list[_Half]:
+    task, peer = int(plan.table.task_id[row]), int(plan.table.dst_rank[row])
+    pieces = [transform.prepare_send(name, piece.src_slices, tensor) for piece in plan.sliced(row)]
+    if all(len(tensors) == 1 for tensors in pieces):
+        if len(pieces) == 1:
+            return [_Half(task, pieces[0][0], peer)]
+        return [_Half(task, torch.cat([tensors[0].reshape(-1) for tensors in pieces]), peer)]
+    return [_Half(task, t, peer, part) for part, t in enumerate(t for tensors in pieces for t in tensors)]
+
+
+def _receive_transformed(plan: RankPlan, row: int, name: str, transform: ReshardTransform, work: _Work) -> None:
+    """Note the receives of a row, and that its pieces are finished afterwards.
+
+    A row whose pieces need one tensor each is one transfer, as a sender without a transform sends it.
+    """
+    task, peer = int(plan.table.task_id[row]), int(plan.table.src_rank[row])
+    pieces = [(piece.dst_slices, transform.prepare_recv(name, piece.dst_slices)) for piece in plan.sliced(row)]
+    if all(len(buffers) == 1 for _, buffers in pieces) and len(pieces) > 1:
+        joined = torch.cat([buffers[0].reshape(-1) for _, buffers in pieces])
+        work.receives.append(_Half(task, joined, peer))
+        parts = joined.split([buffers[0].numel() for _, buffers in pieces])
+        pieces = [
+            (slices, [part.view(buffers[0].shape)]) for part, (slices, buffers) in zip(parts, pieces, strict=True)
+        ]
+    else:
+        every = (buffer for _, buffers in pieces for buffer in buffers)
+        work.receives += [_Half(task, buffer, peer, part) for part, buffer in enumerate(every)]
+
+    def step(slices: tuple[slice, ...], buffers: list[torch.Tensor]) -> Callable[[], object]:
+        return lambda: transform.finalize_recv(name, slices, buffers)
+
+    work.afterwards += [step(slices, buffers) for slices, buffers in pieces]
+
+
+def _check_overlap(plan: RankPlan, job: Job) -> None:
+    """Refuse to write where something is read from, except that a tensor may be copied onto itself.
+
+    Raises:
+        RefusedError: naming the two tensors.
+    """
+    table = plan.table
+    read = {table.locals[i] for i in table.src_local[table.src_rank == plan.rank].tolist()} & job.sources.keys()
+    written = {table.locals[i] for i in table.dst_local[table.dst_rank == plan.rank].tolist()} & job.destinations.keys()
+    by_storage: dict[int, list[str]] = {}
+    for name in sorted(read):
+        by_storage.setdefault(job.sources[name].untyped_storage().data_ptr(), []).append(name)
+    shared: dict[str, str] = {}
+    for name in sorted(written):
+        target = job.destinations[name]
+        for other in by_storage.get(target.untyped_storage().data_ptr(), ()):
+            if _extents_meet(job.sources[other], target):
+                shared[name] = other
+    for name, other in shared.items():
+        rows = table.select(
+            ((table.dst_rank == plan.rank) & (table.dst_local == table.locals.index(name)))
+            | ((table.src_rank == plan.rank) & (table.src_local == table.locals.index(other)))
+        )
+        is_identity = (
+            job.sources[other].data_ptr() == job.destinations[name].data_ptr()
+            and job.sources[other].stride() == job.destinations[name].stride()
+            and (rows.src_rank == rows.dst_rank).all()
+            and all(rows.locals[i] == other for i in rows.src_local.tolist())
+            and all(rows.locals[i] == name for i in rows.dst_local.tolist())
+            and (rows.src_offset == rows.dst_offset).all()
+            and (rows.src_stride == rows.dst_stride).all()
+        )
+        if not is_identity:
+            raise RefusedError(
+                f"{name}: it shares memory with the source's {other}, which would be overwritten while it is read; "
+                "give the target model tensors of its own"
+            )
+
+
+def _extents_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.numel() or not b.numel():
+        return False
+    low_a, low_b = a.data_ptr(), b.data_ptr()
+    return low_a < low_b + _span(b) and low_b < low_a + _span(a)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.element_size()

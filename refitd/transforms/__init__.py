@@ -1,0 +1,1 @@
+"""What changes between a source's elements and what lies in a destination."""

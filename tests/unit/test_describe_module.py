@@ -1,0 +1,244 @@
+"""Torch modules as metadata."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from refitd import PlanError, extract_param_metadata, get_refit_tensor_dict, invalidate_refit_tensor_cache
+from refitd.describe.module import (
+    RankGroups,
+    describe_module,
+    local_tensor,
+    module_tensors,
+    named_persistent_buffers,
+    named_refit_tensors,
+)
+
+
+def split(shape: tuple[int, ...], dim: int, **attributes: Any) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(shape))
+    for name, value in {
+        "tensor_model_parallel": True,
+        "partition_dim": dim,
+        "partition_stride": 1,
+        **attributes,
+    }.items():
+        setattr(param, name, value)
+    return param
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_number = number
+        self.fc1 = nn.Module()
+        self.fc1.weight = split((8, 4), 0, partition_stride=2)
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("expert_bias", torch.zeros(4))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+
+
+class Stage(nn.Module):
+    """The second stage of a pipeline: layers 3 and 4 of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(3), Layer(4)])
+
+
+def test_layer_names_are_global_and_split_tensors_have_their_group() -> None:
+    found = {m.name: m for m in describe_module(Stage(), 5, RankGroups(tp=[4, 5], dp=[1, 5], pp=[1, 5]))}
+    fc1 = found["layers.0.fc1.weight"]
+    assert fc1.resolved_name == "layers.2.fc1.weight"
+    assert (fc1.is_tp, fc1.partition_dim, fc1.partition_stride) == (True, 0, 2)
+    assert (fc1.owner_rank, fc1.tensor_parallel_group_ranks) == (5, [4, 5])
+    assert (fc1.data_parallel_group_ranks, fc1.pipeline_parallel_group_ranks) == ([1, 5], [1, 5])
+    assert (fc1.shape, fc1.dtype, fc1.element_size) == ((8, 4), torch.float32, 4)
+    norm = found["layers.1.norm.weight"]
+    assert (norm.resolved_name, norm.is_tp) == ("layers.3.norm.weight", False)
+
+
+def test_persistent_buffers_travel_and_others_do_not() -> None:
+    stage = Stage()
+    names = [name for name, *_ in named_persistent_buffers(stage)]
+    assert names == ["layers.0.expert_bias", "layers.1.expert_bias"]
+    full, parent, name, tensor = next(named_persistent_buffers(stage))
+    assert getattr(parent, name) is tensor and full == "layers.0.expert_bias"
+    assert list(dict(named_refit_tensors(stage)))[-2:] == names
+    assert {m.name for m in describe_module(stage, 0, RankGroups(tp=[0]))} == set(dict(named_refit_tensors(stage)))
+
+
+def test_equal_groups_are_one_list() -> None:
+    found = describe_module(Stage(), 0, RankGroups(tp=[0, 1], dp=[0, 2]))
+    assert len({id(m.data_parallel_group_ranks) for m in found}) == 1
+
+
+@pytest.mark.parametrize("kind", ["mapping", "object", "own"])
+def test_groups_come_as_a_mapping_an_object_or_from_the_module(kind: str) -> None:
+    stage = Stage()
+    groups: Any = {"tp": [0, 1]}
+    if kind == "object":
+        groups = SimpleNamespace(tp=[0, 1])
+    if kind == "own":
+        stage.pg_collection = SimpleNamespace(tp=[0, 1])  # type: ignore[assignment]
+        groups = None
+    assert describe_module(stage, 1, groups)[0].tensor_parallel_group_ranks == [0, 1]
+
+
+def test_torch_process_groups_are_rank_lists(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = torch.distributed.group.WORLD
+        assert describe_module(Stage(), 0, SimpleNamespace(tp=world))[0].tensor_parallel_group_ranks == [0]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_rank_offset_moves_groups_and_not_the_owner() -> None:
+    fc1 = describe_module(Stage(), 9, RankGroups(tp=[0, 1]), rank_offset=8)[0]
+    assert (fc1.owner_rank, fc1.tensor_parallel_group_ranks) == (9, [8, 9])
+
+
+def test_a_split_tensor_without_a_group_raises_and_names_it() -> None:
+    with pytest.raises(PlanError, match=r"layers\.0\.fc1\.weight on rank 0: it is tensor parallel") as caught:
+        describe_module(Stage(), 0)
+    assert len(caught.value.violations) == 2
+
+
+def test_a_split_tensor_in_a_group_of_one_is_whole() -> None:
+    assert describe_module(Stage(), 0, {"tp": None})[0].tensor_parallel_group_ranks is None
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_number = 2
+        self.router = nn.Linear(4, 8, bias=False)
+        self.linear_fc1 = nn.Module()
+        for i in range(2):
+            self.linear_fc1.register_parameter(f"weight{i}", split((6, 4), 0, allreduce=False))
+
+
+def test_expert_tensors_take_the_expert_groups() -> None:
+    groups = RankGroups(tp=[2, 3], expt_tp=[3], ep=[1, 3], dp=[3])
+    found = {m.name: m for m in describe_module(Experts(), 3, groups, num_experts=4)}
+    second = found["linear_fc1.weight1"]
+    assert (second.is_ep, second.num_experts, second.expert_parallel_group_ranks) == (True, 4, [1, 3])
+    assert (second.global_expert_index, second.resolved_name) == (3, "linear_fc1.weight3")
+    assert second.tensor_parallel_group_ranks == [3]
+    assert (found["router.weight"].is_ep, found["router.weight"].expert_parallel_group_ranks) == (False, None)
+
+
+def test_expert_tensors_fall_back_to_the_dense_group() -> None:
+    found = describe_module(Experts(), 3, {"tp": [2, 3], "ep": [1, 3]}, num_experts=4)
+    assert [m.tensor_parallel_group_ranks for m in found if m.is_ep] == [[2, 3], [2, 3]]
+
+
+def test_the_number_of_experts_comes_from_the_config_or_is_missed() -> None:
+    module = Experts()
+    with pytest.raises(PlanError, match="number of experts is not known"):
+        describe_module(module, 3, {"tp": [3], "ep": [1, 3]})
+    module.config = SimpleNamespace(num_moe_experts=4)  # type: ignore[assignment]
+    assert any(m.global_expert_index == 3 for m in describe_module(module, 3, {"tp": [3], "ep": [1, 3]}))
+
+
+def test_partition_sizes_are_read() -> None:
+    meta = extract_param_metadata(split((6,), 0, partition_sizes=(4, 2)), "in_proj", 0, {"tp": [0, 1]})
+    assert meta.partition_sizes == [4, 2]
+
+
+def test_contradictory_attributes_are_refused_with_the_rank() -> None:
+    module = nn.Module()
+    module.weight = split((4,), 0, partition_sizes=[1])
+    with pytest.raises(PlanError, match=r"weight: partition_sizes \[1\] sum to 1, expected 4.*\(rank 1\)"):
+        describe_module(module, 1, {"tp": [0, 1]})
+
+
+def test_chunks_of_a_virtual_pipeline_have_names_of_their_own() -> None:
+    first, second = nn.Module(), nn.Module()
+    first.layers, second.layers = nn.ModuleList([Layer(1)]), nn.ModuleList([Layer(5)])
+    found = {m.name: m.resolved_name for m in describe_module([first, second], 0, {"tp": [0]})}
+    assert found["chunk0.layers.0.fc1.weight"] == "layers.0.fc1.weight"
+    assert found["chunk1.layers.0.fc1.weight"] == "layers.4.fc1.weight"
+    assert set(found) == set(get_refit_tensor_dict([first, second])) == set(module_tensors([first, second]))
+    assert [m.name for m in describe_module([first], 0, {"tp": [0]})] == list(module_tensors(first))
+
+
+def test_chunks_with_one_global_name_are_refused() -> None:
+    chunk = nn.Module()
+    chunk.layers = nn.ModuleList([Layer(1)])
+    with pytest.raises(PlanError, match="is also that of chunk0"):
+        describe_module([chunk, copy.deepcopy(chunk)], 0, {"tp": [0]})
+
+
+def test_the_tensor_dict_is_remembered() -> None:
+    stage = Stage()
+    first = get_refit_tensor_dict(stage)
+    assert first == dict(named_refit_tensors(stage))
+    assert all(get_refit_tensor_dict(stage)[name] is tensor for name, tensor in first.items())
+    invalidate_refit_tensor_cache(stage)
+    invalidate_refit_tensor_cache(stage)
+    assert list(get_refit_tensor_dict(stage)) == list(first)
+
+
+def replace_parameter(stage: Stage) -> None:
+    stage.layers[0].norm.weight = nn.Parameter(torch.ones(4))  # type: ignore[union-attr]
+
+
+def replace_buffer(stage: Stage) -> None:
+    stage.layers[0].expert_bias = torch.ones(4)  # type: ignore[assignment]
+
+
+def replace_module(stage: Stage) -> None:
+    stage.layers[1] = Layer(9)
+
+
+def add_buffer(stage: Stage) -> None:
+    stage.register_buffer("more", torch.ones(1))
+
+
+def remove_parameter(stage: Stage) -> None:
+    del stage.layers[0].norm.bias  # type: ignore[union-attr]
+
+
+def rename_module(stage: Stage) -> None:
+    stage.blocks = stage.layers
+    del stage.layers
+
+
+@pytest.mark.parametrize(
+    "change", [replace_parameter, replace_buffer, replace_module, add_buffer, remove_parameter, rename_module]
+)
+def test_the_tensor_dict_is_never_stale(change: Any) -> None:
+    stage = Stage()
+    get_refit_tensor_dict(stage)
+    change(stage)
+    found, fresh = get_refit_tensor_dict(stage), dict(named_refit_tensors(stage))
+    assert list(found) == list(fresh)
+    assert all(found[name] is fresh[name] for name in fresh)
+
+
+def test_copies_of_a_module_have_their_own_tensors() -> None:
+    stage = Stage()
+    get_refit_tensor_dict(stage)
+    twin = copy.deepcopy(stage)
+    assert get_refit_tensor_dict(twin)["layers.0.norm.weight"] is twin.layers[0].norm.weight  # type: ignore[union-attr]
+
+
+def test_a_shared_parameter_is_described_once() -> None:
+    module = nn.Module()
+    module.embedding, module.output = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    module.output.weight = module.embedding.weight
+    assert [m.name for m in describe_module(module, 0)] == ["embedding.weight"]
+
+
+def test_local_tensors_share_the_storage() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    assert local_tensor(param).data_ptr() == param.data_ptr()
+    assert not local_tensor(param).requires_grad
