@@ -149,7 +149,14 @@ class Crew:
         with log.open("ab") as stderr:
             try:
                 done = subprocess.run(
-                    command, stdout=subprocess.PIPE, stderr=stderr, timeout=timeout_s, text=True, check=False
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=_environment(),
+                    timeout=timeout_s,
+                    text=True,
+                    check=False,
                 )
             except subprocess.TimeoutExpired:
                 raise DemoFailed(f"{name} took more than {timeout_s:.0f} s") from None
@@ -216,7 +223,10 @@ class Crew:
 
     def _read(self, child: Child) -> None:
         for line in child.process.stdout or ():
-            self._events.put((child.name, json.loads(line)))
+            try:
+                self._events.put((child.name, json.loads(line)))
+            except ValueError:
+                self._events.put((child.name, {"event": "failed", "reason": f"printed {line!r}"}))
         self._events.put((child.name, {"event": "ended"}))
 
     def _put_word(self, word: bytes) -> None:

@@ -37,6 +37,7 @@ CHECKED_TEXT = {"size": 2, "length": 192}
 START_S, TRAIN_S, SWAP_S, FLIP_S, SAMPLE_S, CHECK_S = 60.0, 60.0, 30.0, 30.0, 60.0, 60.0
 SWAP_AND_FLIP_S = 1.0  # what they usually take
 INTERRUPTED = 130
+LONGEST_BASE = 40  # a socket's path holds 107 bytes
 
 CONFIG = """\
 [node]
@@ -58,12 +59,11 @@ class Demo:
         self.runtime_dir = directory / "run"
         self.crew = Crew(directory, self._took, progress.waiting)
         self.rows: list[SwapRow] = []
-        self._samples: dict[
-            tuple[str, int | None], str
-        ] = {}  # (replica, version): the first text of that version
+        # (replica, version): the first text of that version
+        self._samples: dict[tuple[str, int | None], str] = {}
 
     def start(self) -> None:
-        """Start every process and return when all have registered."""
+        """Start every process and return when the trainer can begin; engines may still be loading."""
         self.runtime_dir.mkdir(mode=0o700)
         config = self.directory / "refitd.toml"
         config.write_text(CONFIG.format(runtime_dir=self.runtime_dir))
@@ -113,7 +113,7 @@ class Demo:
         self.rows.append(row)
 
     def await_samples(self) -> None:
-        """Return when every engine has completed a text with what it serves now, or serves."""
+        """Return when every engine has completed a text with its version; before the first swap, when it serves."""
         if not self.rows:
             self.crew.wait("ready", [member for replica in REPLICAS for member in replica.members], START_S)
             return
@@ -238,7 +238,8 @@ def main(json_output: bool) -> int:
                 raise
             return 1
         finally:
-            demo.crew.stop()
+            with _uninterrupted():
+                demo.crew.stop()
     layouts = {party.name: str(party) for party in (TRAINER, *REPLICAS)}
     tables(demo.rows, verdicts, layouts, to_stderr=json_output)
     good = all(verdict.holds for verdict in verdicts) and all(row.places_unchanged for row in demo.rows)
@@ -251,6 +252,17 @@ def main(json_output: bool) -> int:
 
 
 @contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of the processes running."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def _workplace() -> Iterator[Path]:
     """A private directory with a path short enough for sockets; SIGTERM inside is like Ctrl-C."""
 
@@ -259,9 +271,9 @@ def _workplace() -> Iterator[Path]:
 
     before = signal.signal(signal.SIGTERM, interrupt)
     base = tempfile.gettempdir()
-    directory = Path(
-        tempfile.mkdtemp(prefix="refitd-demo-", dir=base if len(os.fsencode(base)) < 40 else "/tmp")
-    )
+    if len(os.fsencode(base)) > LONGEST_BASE:
+        base = "/tmp"
+    directory = Path(tempfile.mkdtemp(prefix="refitd-demo-", dir=base))
     try:
         yield directory
     finally:

@@ -13,8 +13,9 @@ import zmq
 from refitd.buffers.arena import die_with_parent
 from refitd.commit.journal import Journal
 from refitd.config import Config
-from refitd.coordinator import state as st
+from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
+from refitd.coordinator.state import Coordinator
 from refitd.errors import CommitError, ProtocolError, RefitdError
 from refitd.logs import EventLog, setup
 from refitd.protocol import cluster
@@ -33,7 +34,7 @@ class CoordinatorShell:
         self._journal = journal
         self._log = log
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
-        self._state = st.Coordinator(
+        self._state = Coordinator(
             config=config,
             boot=secrets.token_hex(8),
             pid=os.getpid(),
@@ -56,7 +57,7 @@ class CoordinatorShell:
                 self._take(*received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
-                self._feed(st.Tick())
+                self._feed(act.Tick())
 
     def _take(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -66,9 +67,9 @@ class CoordinatorShell:
             number = exc.request_id if isinstance(exc, BadMessage) else 0
             self._router.send(identity, number, Failure(code=exc.code, message=str(exc)))
             return
-        self._feed(st.FromNode(identity, request, message))
+        self._feed(act.FromNode(identity, request, message))
 
-    def _feed(self, event: st.Event) -> None:
+    def _feed(self, event: act.Event) -> None:
         pending = [event]
         while pending:
             for instruction in self._state.handle(pending.pop(0), time.monotonic()):
@@ -76,28 +77,28 @@ class CoordinatorShell:
                 if result is not None:
                     pending.append(result)
 
-    def _perform(self, instruction: st.Instruction) -> st.Event | None:
+    def _perform(self, instruction: act.Instruction) -> act.Event | None:
         match instruction:
-            case st.Send(identity, request, message):
+            case act.Send(identity, request, message):
                 self._router.send(identity, request, message)
-            case st.MakePlan(ticket, rosters):
+            case act.MakePlan(ticket, rosters):
                 try:
-                    return st.Planned(ticket, make_plan(rosters))
+                    return act.Planned(ticket, make_plan(rosters))
                 except RefitdError as exc:
-                    return st.Planned(ticket, None, exc)
-            case st.Decide(record):
+                    return act.Planned(ticket, None, exc)
+            case act.Decide(record):
                 try:
                     self._journal.write(record)
                 except CommitError as exc:
-                    return st.JournalWritten(record.swap, exc)
-                return st.JournalWritten(record.swap)
-            case st.Remember(record):
+                    return act.JournalWritten(record.swap, exc)
+                return act.JournalWritten(record.swap)
+            case act.Remember(record):
                 try:
                     self._journal.write(record)
                 except CommitError as exc:
                     # the decision itself is on disk; how it ended is told by the members when they register
                     self._log("journal-failed", swap=record.swap, reason=str(exc))
-            case st.Log(event, fields):
+            case act.Log(event, fields):
                 self._log.write(event, fields)
         return None
 

@@ -10,10 +10,22 @@ from refitd.commit import machine
 from refitd.commit.journal import Record
 from refitd.commit.machine import Limits, Phase, Swap
 from refitd.config import Config, ModelConfig
+from refitd.coordinator.actions import (
+    Decide,
+    Event,
+    FromNode,
+    Instruction,
+    JournalWritten,
+    Log,
+    MakePlan,
+    Planned,
+    Remember,
+    Send,
+    Tick,
+)
 from refitd.coordinator.fleet import Member, Model, Node
 from refitd.coordinator.plans import LoadedPlan, plan_report
 from refitd.coordinator.report import swap_progress, swap_report
-from refitd.describe.roster import Roster
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition, ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, local
@@ -22,88 +34,6 @@ from refitd.protocol.reports import ModelStatus, StatusReport, SwapReport
 
 # A daemon says something every second; this long without a word and its members count as lost.
 NODE_SILENCE_S = 10.0
-
-
-# --- events -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FromNode:
-    """A daemon said something."""
-
-    identity: bytes
-    request: int
-    message: cluster.NodeMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """The plan asked for with this ticket, or why there is none."""
-
-    ticket: int
-    plan: LoadedPlan | None
-    error: RefitdError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class JournalWritten:
-    """The decision is durable (or `error` says why not)."""
-
-    swap: str
-    error: RefitdError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = FromNode | Planned | JournalWritten | Tick
-
-
-# --- instructions -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to a daemon."""
-
-    identity: bytes
-    request: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class MakePlan:
-    """Plan, then feed Planned."""
-
-    ticket: int
-    rosters: list[Roster]
-
-
-@dataclass(frozen=True, slots=True)
-class Decide:
-    """Journal this decision durably, then feed JournalWritten."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Journal how a swap ended."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Write one line."""
-
-    event: str
-    fields: dict[str, object]
-
-
-Instruction = Send | MakePlan | Decide | Remember | Log
 
 
 @dataclass(slots=True)

@@ -342,7 +342,8 @@ def _direct(pieces: Sequence[_Piece], message: Message) -> torch.Tensor | None:
     tensor = piece.tensor
     if tensor.device.type != "cpu" or piece.dtype != tensor.dtype or not tensor.is_contiguous():
         return None
-    return tensor.reshape(-1).view(torch.uint8)[span.start : span.end]
+    # strides of dimensions of size 1 may be anything
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)[span.start : span.end]
 
 
 def _pack(piece: _Piece, span: Span, buffer: torch.Tensor) -> None:

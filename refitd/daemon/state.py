@@ -1,4 +1,4 @@
-"""The daemon without sockets: sessions, registrations, arenas and published versions."""
+"""The daemon without sockets: sessions, registrations and arenas; who is told what."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from refitd.daemon.actions import (
     WorkerDied,
     WorkerSaid,
 )
-from refitd.daemon.members import Arena, Lease, Member, Slot, WaitingPublish, lease_places, new_member
+from refitd.daemon.members import Arena, Member, Slot, new_member
+from refitd.daemon.publishing import Publishing
 from refitd.daemon.swaps import LocalSwaps
 from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local, sidecar
@@ -86,6 +87,7 @@ class Daemon:
         self._now = 0.0
         self._out: list[Instruction] = []
         self._swaps = LocalSwaps(node, workers, self.members, self._out.append, self._restart)
+        self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event, return what is to be done. A refused request changes nothing but its reply."""
@@ -168,13 +170,14 @@ class Daemon:
                 self._drop_member(self._own(session, member), "its client has closed it")
                 self._reply(session.id, request, local.Done())
             case local.BeginPublish(member, version, timeout_s):
-                self._begin_publish(self._own(session, member), session, request, version, timeout_s)
+                deadline = self._now + timeout_s
+                self._publishing.begin(self._own(session, member), session.id, request, version, deadline)
             case local.Publish(member, version, slot):
-                self._publish(self._own(session, member), session, request, version, slot)
+                self._publishing.publish(self._own(session, member), session.id, request, version, slot)
             case local.Lend(member, version, addresses):
-                self._lend(self._own(session, member), session, request, version, addresses)
+                self._publishing.lend(self._own(session, member), session.id, request, version, addresses)
             case local.Withdraw(member, version):
-                self._withdraw(self._own(session, member), version, "it was withdrawn")
+                self._publishing.withdraw(self._own(session, member), version, "it was withdrawn")
                 self._reply(session.id, request, local.Done())
             case local.CommitQuiet(swap, member):
                 self._swaps.quiet(swap, self._own(session, member))
@@ -207,7 +210,7 @@ class Daemon:
         self._log("session-closed", session=session_id, pid=session.pid, name=session.name, reason=reason)
         for member_id in sorted(session.members):
             member = self.members[member_id]
-            self._withdraw_leases(member)
+            self._publishing.withdraw_leases(member)
             if member.is_source and member.held():
                 # what was published outlives the trainer: the snapshot arenas are the daemon's
                 member.session = None
@@ -323,6 +326,8 @@ class Daemon:
                 self._free(set(arenas))
                 self._reply(session.id, request, reply)
                 return
+            if member.id not in self.members:
+                return  # its client has left in the meantime
             self._replace_detached(member)
             done: Message
             if member.is_source:
@@ -369,74 +374,6 @@ class Daemon:
             self._say(0, cluster.RemoveShard(member=member.id, reason=reason))
         self._free(set(member.arenas()))
 
-    # --- publishing ---------------------------------------------------------------------------------------
-
-    def _check_newer(self, member: Member, version: int) -> None:
-        if version <= member.newest:
-            raise RefusedError(
-                f"model {member.registration.model!r} source rank {member.registration.rank}: version {version} is "
-                f"not newer than {member.newest}, which was published before; versions only go up"
-            )
-
-    def _begin_publish(self, member: Member, session: Session, request: int, version: int, timeout_s: float) -> None:
-        self._check_newer(member, version)
-        if not member.slots:
-            raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
-        member.waiting.append(WaitingPublish(session.id, request, version, self._now + timeout_s))
-        self._grant(member)
-
-    def _grant(self, member: Member) -> None:
-        """Give the first waiting publish a slot, if one is free."""
-        while member.waiting:
-            index = member.free_slot()
-            if index is None:
-                return
-            waiting = member.waiting.pop(0)
-            slot = member.slots[index]
-            old, slot.version, slot.writing = slot.version, None, waiting.version
-            if old is not None:
-                self._say(0, cluster.ShardWithdrawn(member=member.id, version=old))
-            self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
-
-    def _publish(self, member: Member, session: Session, request: int, version: int, index: int) -> None:
-        slot = member.slots[index] if index < len(member.slots) else None
-        if slot is None or slot.writing != version:
-            raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
-        slot.writing = None
-        slot.version = version
-        member.newest = version
-        self._announce(member, session, request, version)
-
-    def _lend(self, member: Member, session: Session, request: int, version: int, addresses: tuple[int, ...]) -> None:
-        self._check_newer(member, version)
-        member.leases[version] = Lease(version, lease_places(member, addresses))
-        member.newest = version
-        self._announce(member, session, request, version)
-
-    def _announce(self, member: Member, session: Session, request: int, version: int) -> None:
-        def answer(reply: Message) -> None:
-            self._reply(session.id, request, reply)
-
-        self._forward(session.id, request, cluster.ShardPublished(member=member.id, version=version), answer)
-
-    def _withdraw(self, member: Member, version: int, reason: str) -> None:
-        lease = member.leases.get(version)
-        held = next((s for s in member.slots if s.version == version), None)
-        if lease is None and held is None:
-            return  # already over: withdrawing is idempotent
-        self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
-        # nothing may still be reading when the client gets its answer
-        self._swaps.stop_reading(member, version, reason)
-        if lease is not None:
-            del member.leases[version]
-        elif held is not None:
-            held.version = None
-        self._grant(member)
-
-    def _withdraw_leases(self, member: Member) -> None:
-        for version in list(member.leases):
-            self._withdraw(member, version, "its client is gone")
-
     # --- coordinator --------------------------------------------------------------------------------------
 
     def _coordinator(self, request: int, message: cluster.CoordinatorMessage) -> None:
@@ -466,7 +403,7 @@ class Daemon:
             case cluster.Abort(swap, reason):
                 self._abort(swap, reason)
             case cluster.EndSwap(swap):
-                self._release(swap)
+                self._publishing.release(self.members.values(), swap)
             case _:
                 pass  # the reply to a request whose client has gone
 
@@ -487,26 +424,7 @@ class Daemon:
 
     def _abort(self, swap: str, reason: str) -> None:
         self._swaps.abort(swap)
-        self._release(swap)
-
-    def _release(self, swap: str) -> None:
-        """The swap reads nothing any more: slots may be overwritten, leases end."""
-        for member in list(self.members.values()):
-            for version, lease in list(member.leases.items()):
-                if swap in lease.readers:
-                    lease.readers.discard(swap)
-                    self._end_lease(member, version)
-            for slot in member.slots:
-                slot.readers.discard(swap)
-            self._grant(member)
-
-    def _end_lease(self, member: Member, version: int) -> None:
-        if member.leases[version].readers:
-            return
-        del member.leases[version]
-        self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
-        if member.session is not None:
-            self._reply(member.session, 0, local.LeaseEnded(member=member.id, version=version))
+        self._publishing.release(self.members.values(), swap)
 
     def _hello(self) -> None:
         self._say(0, cluster.NodeHello(protocol=PROTOCOL_VERSION, status=self.status()))
@@ -567,18 +485,7 @@ class Daemon:
             self._log("coordinator-silent", seconds=self._now - self._coordinator_heard)
             self._boot = ""
             self._fail_forwarded(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
-        for member in self.members.values():
-            for waiting in [w for w in member.waiting if w.deadline <= self._now]:
-                member.waiting.remove(waiting)
-                reading = sorted({s for slot in member.slots for s in slot.readers})
-                self._fail(
-                    waiting.session,
-                    waiting.request,
-                    TransportError(
-                        f"{member.id}: no snapshot slot became free for version {waiting.version} in time; swaps "
-                        f"{reading} are still reading; wait for them, or register with more slots"
-                    ),
-                )
+        self._publishing.expire(self.members.values(), self._now)
 
     # --- output -------------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
 from refitd.plan.views import rank_plans
 
+__all__ = ["GlobalPlan", "plan_copies", "plan_reshard", "roster_digest"]
+
 
 def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
     """Plan the copies that fill every destination element exactly once, from one chosen source each.

@@ -42,9 +42,31 @@ class Rows:
 
 def coalesced(rows: Rows) -> Rows:
     """Return the same copies in fewer rows, in order; boxes may have one dimension more than before."""
+    rows = rows.in_order()
+    # only rows of one owner with the same tensors at both ends can be joined, and many are alone
+    alike = (np.diff(rows.owner) == 0) & (np.diff(rows.tensor) == 0) & (np.diff(rows.dst_local) == 0)
+    if not alike.any():
+        return rows
+    several = np.concatenate([alike, [False]]) | np.concatenate([[False], alike])
+    joined = rows.select(several)
     for dim in reversed(range(rows.size.shape[1])):
-        rows = _join_neighbours(rows, dim)
-    return _join_spaced(rows).in_order()
+        joined = _join_neighbours(joined, dim)
+    joined = _join_spaced(joined)
+    alone = _with_dims(rows.select(~several), joined.size.shape[1])
+    parts = {f.name: [getattr(joined, f.name), getattr(alone, f.name)] for f in fields(Rows)}
+    return Rows(**{name: np.concatenate(columns) for name, columns in parts.items()}).in_order()
+
+
+def _with_dims(rows: Rows, dims: int) -> Rows:
+    """Return the rows with boxes padded in front to `dims` dimensions."""
+    lead = np.zeros((len(rows.owner), dims - rows.size.shape[1]), np.int64)
+    return replace(
+        rows,
+        origin=np.concatenate([lead, rows.origin], axis=1),
+        size=np.concatenate([lead + 1, rows.size], axis=1),
+        src_stride=np.concatenate([lead, rows.src_stride], axis=1),
+        dst_stride=np.concatenate([lead, rows.dst_stride], axis=1),
+    )
 
 
 def _join_neighbours(rows: Rows, dim: int) -> Rows:
@@ -97,15 +119,8 @@ def _join_spaced(rows: Rows) -> Rows:
         return rows
     count = np.diff(np.append(first, len(turns)))
     second = np.minimum(first + 1, len(turns) - 1)
-    joined = rows.select(first)
-
-    def with_lead(lead: Ints, columns: Ints) -> Ints:
-        return np.concatenate([lead[:, None], columns], axis=1)
-
-    return replace(
-        joined,
-        origin=with_lead(np.zeros(len(first), np.int64), joined.origin),
-        size=with_lead(count, joined.size),
-        src_stride=with_lead(np.where(count > 1, src_step[second], 0), joined.src_stride),
-        dst_stride=with_lead(np.where(count > 1, dst_step[second], 0), joined.dst_stride),
-    )
+    joined = _with_dims(rows.select(first), rows.size.shape[1] + 1)
+    joined.size[:, 0] = count
+    joined.src_stride[:, 0] = np.where(count > 1, src_step[second], 0)
+    joined.dst_stride[:, 0] = np.where(count > 1, dst_step[second], 0)
+    return joined

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.plan.columns import Ints, ranges
+from refitd.plan.columns import Ints, distinct, ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
     none = np.zeros(0, np.int64)
     if not len(a_offset) or not len(b_offset):
         return none, none
-    dim = max(range(a_offset.shape[1]), key=lambda d: len(np.unique(a_offset[:, d])))
+    dim = max(range(a_offset.shape[1]), key=lambda d: len(distinct(a_offset[:, d])))
     order = np.argsort(a_offset[:, dim], kind="stable")
     starts = a_offset[order, dim]
     # sorted by start, no box before the first running end beyond b's start can reach into b
@@ -60,7 +60,7 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
 def cut(offset: Ints, size: Ints) -> Cells:
     """Cut distinct boxes into disjoint cells; boxes that overlap no other are cells as they are."""
     a, b = overlapping(offset, size, offset, size)
-    crossed = np.unique(a[a != b])
+    crossed = distinct(a[a != b])
     whole = np.setdiff1d(np.arange(len(offset)), crossed)
     if not len(crossed):
         return Cells(offset, size, whole, whole)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refitd.plan.columns import Hashes, Ints, find, hashed, mixed, numbered, offsets_of, ranges
+from refitd.plan.columns import Hashes, Ints, distinct, find, hashed, mixed, numbered, offsets_of, ranges
 from refitd.plan.intersect import cut, pieces_of
 from refitd.plan.layouts import Layouts, Side
 
@@ -106,8 +106,8 @@ def match(layouts: Layouts) -> tuple[Match, list[str]]:
     both = is_held & is_wanted
     problems = [*_extent_problems(layouts, held, wanted, both), *_unsourced(layouts, wanted, is_held)]
 
-    held_boxes = np.unique((held.tensor * boxes + held.box)[both[held.tensor]])
-    wanted_boxes = np.unique((wanted.tensor * boxes + wanted.box)[both[wanted.tensor]])
+    held_boxes = distinct((held.tensor * boxes + held.box)[both[held.tensor]])
+    wanted_boxes = distinct((wanted.tensor * boxes + wanted.box)[both[wanted.tensor]])
     kind = hashed(
         [_sums(mixed(keys % boxes), keys // boxes, tensors) for keys in (held_boxes, wanted_boxes)] if boxes else [both]
     )

@@ -136,11 +136,20 @@ class _Reader:
         return self._finish(*(self._side(side) for side in SIDES))
 
     def _side(self, side: str) -> Side:
+        """Read one side of all rosters; a list that several of them share and that names no rank is read once."""
         classes: dict[tuple[tuple[int, int, int], ...], int] = {}
+        shared: dict[int, int] = {}
         rank_class = []
         for roster in self.ordered:
-            entries = tuple(sorted(self._entries(roster, side, getattr(roster, side))))
-            rank_class.append(classes.setdefault(entries, len(classes)) if entries else -1)
+            metas = getattr(roster, side)
+            number = shared.get(id(metas))
+            if number is None:
+                found, names_no_rank = self._entries(roster, side, metas)
+                entries = tuple(sorted(found))
+                number = classes.setdefault(entries, len(classes)) if entries else -1
+                if names_no_rank:
+                    shared[id(metas)] = number
+            rank_class.append(number)
         sizes = [len(entries) for entries in classes]
         rows = np.array([row for entries in classes for row in entries], np.int64).reshape(-1, 3)
         return Side(
@@ -152,40 +161,37 @@ class _Reader:
             entry_geometry=rows[:, 2],
         )
 
-    def _entries(self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]) -> list[tuple[int, int, int]]:
-        """Return (local, tensor, geometry) of every tensor of one rank; wrong ones become problems."""
+    def _entries(
+        self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]
+    ) -> tuple[list[tuple[int, int, int]], bool]:
+        """Return (local, tensor, geometry) of every tensor of one rank, and whether they would be any rank's.
+
+        Wrong ones are left out and become problems.
+        """
         found: list[tuple[int, int, int]] = []
         spots: dict[int, tuple[Any, tuple[int, int]]] = {}
         seen: set[str] = set()
+        names_no_rank = True
         tensors, local_names, geometries = self.tensors, self.locals, self.geometries
         for m in metas:
             (name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole) = _FIELDS(m)
-            names: Iterable[str] = (name if resolved is None else resolved,)
+            names: Sequence[str] = (name if resolved is None else resolved,)
             key: Any
             if tiles is not None:
-                order = dict.fromkeys(tile.tensor for tile in tiles)
-                names = order or names
-                number = {tensor: i for i, tensor in enumerate(order)}
-                key = (
-                    "tiles",
-                    shape,
-                    dtype,
-                    esize,
-                    whole,
-                    tuple(
-                        (number[t.tensor], t.offset, t.size, t.local_offset, t.local_stride, t.repeat) for t in tiles
-                    ),
-                )
+                names, parts = _nameless(tiles, names)
+                key = (shape, dtype, esize, whole, parts)
             elif is_tp and group is not None and len(group) > 1:
+                names_no_rank = False
                 spot = spots.get(id(group))
                 if spot is None:
                     # the group is kept beside its id, so that the id stays its own
                     spot = spots[id(group)] = (group, _spot(group, roster.rank))
-                key = (shape, dtype, esize, whole, dim, stride, sizes and tuple(sizes), spot[1])
+                key = (shape, dtype, esize, whole, dim, stride, sizes and tuple(sizes), *spot[1])
                 if self.uneven:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
             else:
                 key = (shape, dtype, esize, whole)
+            names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
                 continue
@@ -198,9 +204,9 @@ class _Reader:
                 self._report(roster, side, m)
                 continue
             local = local_names.setdefault(name, len(local_names))
-            for tensor, geometry in zip(names, numbers, strict=True):
+            for tensor, geometry in zip(names, numbers):  # noqa: B905 equal by construction, and strict costs
                 found.append((local, tensors.setdefault(tensor, len(tensors)), geometry))
-        return found
+        return found, names_no_rank
 
     def _sizes(self, side: str, m: ParameterMetadata) -> tuple[int, ...] | None:
         if not self.uneven or not is_sharded(m):
@@ -303,6 +309,16 @@ class _Reader:
             destination=sides[1],
             geometries=geometries,
         )
+
+
+def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:
+    """Return the tensors that tiles belong to, and the tiles with positions in that list for names."""
+    if len(tiles) == 1:
+        t = tiles[0]
+        return (t.tensor,), (t.offset, t.size, t.local_offset, t.local_stride, t.repeat)
+    number = {tensor: i for i, tensor in enumerate(dict.fromkeys(t.tensor for t in tiles))}
+    parts = tuple((number[t.tensor], t.offset, t.size, t.local_offset, t.local_stride, t.repeat) for t in tiles)
+    return tuple(number) or default, parts
 
 
 def _spot(group: Sequence[int], rank: int) -> tuple[int, int]:

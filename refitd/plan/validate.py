@@ -21,7 +21,7 @@ import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Hashes, Ints, hashed, numbered, ranges
+from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
 from refitd.plan.layouts import Layouts
 from refitd.plan.places import Places, Spans, doubly_placed
 from refitd.plan.read import read_rosters
@@ -43,7 +43,7 @@ def violations(plan: GlobalPlan | CopyTable, rosters: Sequence[Roster]) -> list[
         return problems
     if isinstance(plan, GlobalPlan):
         return shared_violations(plan.shared, layouts)
-    found = [] if len(np.unique(plan.task_id)) == len(plan) else ["plan: a task id is used by several copies"]
+    found = [] if len(distinct(plan.task_id)) == len(plan) else ["plan: a task id is used by several copies"]
     if len(plan) and int(plan.task_id.min()) < 0:
         found.append("plan: a task id is negative")
     return found + shared_violations(shared_from(plan), layouts)
@@ -212,8 +212,8 @@ def _uncovered(spans: Spans, uses: _Uses, wanted: Places, dst: Ints, layouts: La
 def _ambiguous_ids(plan: SharedPlan, at: Ints, destination_class: Ints) -> list[str]:
     """Return a message if two copies of one destination class derive the same task id."""
     rows = plan.rows.select(at)
-    by_id = np.unique(hashed([destination_class, plan.places[at]]))
-    by_place = np.unique(hashed([destination_class, rows.tensor, rows.dst_local, rows.dst_offset]))
+    by_id = distinct(hashed([destination_class, plan.places[at]]))
+    by_place = distinct(hashed([destination_class, rows.tensor, rows.dst_local, rows.dst_offset]))
     if len(by_id) == len(by_place):
         return []
     return ["plan: two copies to one rank have the same task id; rename one of the destination's tensors"]

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from refitd.describe.roster import Roster
-from refitd.plan.build import GlobalPlan
 from refitd.plan.ops import ReshardPlan, TransferOp
-from refitd.plan.shared import PLACE_BITS
-from refitd.plan.table import CopyTable
+from refitd.plan.shared import PLACE_BITS, GlobalPlan
+from refitd.plan.table import CopyTable, Int32
 from refitd.plan.views import Slices, _pieces, _Row, _task_id  # the same cut on every rank
 
 Shape = tuple[int, ...]
@@ -113,14 +112,14 @@ def _with_own_names(table: CopyTable) -> CopyTable:
     """Return the table with only the names that its rows use."""
     tensors, tensor = np.unique(table.tensor, return_inverse=True)
     names, local = np.unique(np.concatenate([table.src_local, table.dst_local]), return_inverse=True)
-    local = local.reshape(-1).astype(np.int32)
+    local32: Int32 = local.reshape(-1).astype(np.int32)
     return replace(
         table,
         tensors=tuple(table.tensors[i] for i in tensors.tolist()),
         locals=tuple(table.locals[i] for i in names.tolist()),
         tensor=tensor.reshape(-1).astype(np.int32),
-        src_local=local[: len(table)],
-        dst_local=local[len(table) :],
+        src_local=local32[: len(table)],
+        dst_local=local32[len(table) :],
     )
 
 

@@ -9,8 +9,9 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.commit.journal import Record
 from refitd.config import Config, ModelConfig
-from refitd.coordinator import state as st
+from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
+from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.reports import NodeStatus, StatusReport, SwapProgress, SwapReport
@@ -23,7 +24,7 @@ class Harness:
         self.journal = {} if journal is None else journal
         self.journal_error: RefitdError | None = None
         numbers = itertools.count(1)
-        self.state = st.Coordinator(
+        self.state = Coordinator(
             config=config or Config(),
             boot="boot",
             pid=1,
@@ -35,29 +36,29 @@ class Harness:
         self.now = 0.0
         self.sent: list[tuple[str, int, object]] = []
 
-    def feed(self, event: st.Event) -> None:
+    def feed(self, event: act.Event) -> None:
         pending = [event]
         while pending:
             for instruction in self.state.handle(pending.pop(0), self.now):
                 match instruction:
-                    case st.Send(identity, request, message):
+                    case act.Send(identity, request, message):
                         self.sent.append((identity.decode(), request, message))
-                    case st.MakePlan(ticket, rosters):
+                    case act.MakePlan(ticket, rosters):
                         try:
-                            pending.append(st.Planned(ticket, make_plan(rosters)))
+                            pending.append(act.Planned(ticket, make_plan(rosters)))
                         except RefitdError as exc:
-                            pending.append(st.Planned(ticket, None, exc))
-                    case st.Decide(record):
+                            pending.append(act.Planned(ticket, None, exc))
+                    case act.Decide(record):
                         if self.journal_error is None:
                             self.journal[record.swap] = record
-                        pending.append(st.JournalWritten(record.swap, self.journal_error))
-                    case st.Remember(record):
+                        pending.append(act.JournalWritten(record.swap, self.journal_error))
+                    case act.Remember(record):
                         self.journal[record.swap] = record
 
     def say(self, node: str, message: cluster.NodeMessage, request: int = 0) -> list[object]:
         """A daemon says something; what it caused to be sent is returned."""
         self.sent.clear()
-        self.feed(st.FromNode(node.encode(), request, message))
+        self.feed(act.FromNode(node.encode(), request, message))
         return [message for _, _, message in self.sent]
 
     def join(self, node: str = "n0", pid: int = 10) -> None:
@@ -161,9 +162,9 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     h = Harness()
     h.ready()
     h.until_staging()
-    h.now = st.NODE_SILENCE_S + 1
+    h.now = NODE_SILENCE_S + 1
     h.sent.clear()
-    h.feed(st.Tick())
+    h.feed(act.Tick())
     assert not h.state.nodes and not h.state.models
     # the node comes back: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
@@ -191,7 +192,7 @@ def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h.now += Config().deadlines.commit_s + 1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(st.Tick())
+    h.feed(act.Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert report.outcome == "incomplete" and "did not take over" in report.reason
     h.say("n0", cluster.ShardPublished(member="src", version=2))
@@ -226,7 +227,7 @@ def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
     status = NodeStatus(node="n0", host="h2", pid=99, workers=(), clients=0, arenas=0, arena_bytes=0)
     (refusal,) = h.say("other", cluster.NodeHello(protocol=1, status=status))
     assert "in use by the daemon with pid 10" in refusal.message
-    h.now = st.NODE_SILENCE_S - 1
+    h.now = NODE_SILENCE_S - 1
     h.say("other", cluster.NodeHello(protocol=1, status=status))
     assert h.state.nodes["n0"].status.pid == 99
     assert not h.state.models, "the old daemon's members went with it"

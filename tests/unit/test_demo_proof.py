@@ -1,0 +1,84 @@
+"""The demo's last comparison finds what is not the trainer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from refitd_cli.demo.layout import ModelConfig, canonical_name, canonical_shapes, cut_of, shard
+from refitd_cli.demo.proof import (
+    LOGITS_TOLERANCE,
+    Party,
+    Verdict,
+    compare,
+    logits_path,
+    state_path,
+    whole_model,
+)
+
+CONFIG = ModelConfig(vocab=16, hidden=8, layers=2, heads=4, kv_heads=4, head_dim=2, ffn=8)
+TRAINER, ENGINE = Party("trainer", tp=2, pp=1), Party("engine", tp=1, pp=2)
+LOGITS = np.random.default_rng(1).standard_normal((2, 50, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    shapes = canonical_shapes(CONFIG)
+    whole = {name: rng.integers(-9999, 9999, shape, np.int16) for name, shape in shapes.items()}
+    for party in (TRAINER, ENGINE):
+        for member, layout in party.members.items():
+            held = {}
+            for index in range(CONFIG.layers // party.pp):
+                layer = f"decoder.layers.{index}."
+                names = [name.removeprefix("decoder.layers.0.") for name in whole if ".layers.0." in name]
+                held |= {layer + name: canonical_name(layer + name, layout, CONFIG) for name in names}
+            held["tokens_seen"] = "tokens_seen"
+            if layout.is_first_stage:
+                held |= {name: name for name in whole if name.startswith("embedding.")}
+            if layout.is_last_stage:
+                held |= {name: name for name in whole if name.startswith(("output_layer.", "decoder.final"))}
+            arrays = {local: shard(whole[name], cut_of(name, CONFIG), layout) for local, name in held.items()}
+            np.savez(state_path(tmp_path, member), **arrays)
+        np.save(logits_path(tmp_path, party.leader), LOGITS)
+    return tmp_path
+
+
+def verdict(directory: Path) -> Verdict:
+    return compare(directory, whole_model(directory, TRAINER, CONFIG), TRAINER, ENGINE, CONFIG)
+
+
+def test_equal_weights_in_another_layout_are_equal(directory: Path) -> None:
+    found = verdict(directory)
+    assert found.holds
+    assert found.differing == ()
+    # tokens_seen is on both stages
+    assert found.tensors == len(canonical_shapes(CONFIG)) + 1
+    assert (found.logits_max_abs_diff, found.argmax_agreement) == (0.0, 1.0)
+
+
+def test_one_wrong_bit_is_found_and_named(directory: Path) -> None:
+    path = state_path(directory, "engine-1")
+    arrays = dict(np.load(path))
+    arrays["decoder.layers.0.mlp.linear_fc1.weight"][3, 5] ^= 1
+    np.savez(path, **arrays)
+    found = verdict(directory)
+    assert not found.holds
+    assert found.differing == ("engine-1 decoder.layers.0.mlp.linear_fc1.weight: 1 of 256 bytes",)
+
+
+def test_a_tensor_that_no_rank_of_the_engine_has_is_named(directory: Path) -> None:
+    path = state_path(directory, "engine-1")
+    arrays = dict(np.load(path))
+    del arrays["output_layer.byte_counts"]
+    np.savez(path, **arrays)
+    assert verdict(directory).differing == ("engine has no output_layer.byte_counts",)
+
+
+def test_logits_beyond_the_tolerance_fail(directory: Path) -> None:
+    np.save(logits_path(directory, ENGINE.leader), LOGITS + 2 * LOGITS_TOLERANCE)
+    found = verdict(directory)
+    assert found.differing == ()
+    assert not found.holds
