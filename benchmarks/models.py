@@ -107,9 +107,7 @@ def groups(layout: Layout, index: int) -> dict[str, tuple[int, ...]]:
         "pp": tuple(i * stage + index % stage for i in range(layout.pp)),
         "ep": tuple(expert_base + i * layout.etp + at.etp for i in range(layout.ep)),
         "expt_tp": tuple(expert_base + at.ep * layout.etp + i for i in range(layout.etp)),
-        "expt_dp": tuple(
-            begin + i * expert_ranks + at.ep * layout.etp + at.etp for i in range(stage // expert_ranks)
-        ),
+        "expt_dp": tuple(begin + i * expert_ranks + at.ep * layout.etp + at.etp for i in range(stage // expert_ranks)),
     }
 
 

@@ -208,9 +208,7 @@ class _Describer:
             self._cuts[key] = tiles_of(meta), global_shape_of(meta)
         cut, whole = self._cuts[key]
         tiles = tuple(Tile(name, c.offset, c.size, c.local_offset, c.local_stride, c.repeat) for c in cut)
-        return ParameterMetadata(
-            t.name, t.shape, t.dtype, size, resolved_name=name, tiles=tiles, global_shape=whole
-        )
+        return ParameterMetadata(t.name, t.shape, t.dtype, size, resolved_name=name, tiles=tiles, global_shape=whole)
 
 
 def measure(case: models.Case, way: str) -> dict[str, Any]:

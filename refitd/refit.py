@@ -136,8 +136,9 @@ def reshard_model_weights(
 
     Collective over the group: (source, target) where a rank has both, (source, None), (None, target), and
     (None, None) on ranks that only take part. Once it returns on any rank, every target on every rank holds the
-    new weights. Sources must not change until it returns. After a TransportError the targets hold a mixture and
-    must not be used before a refit has succeeded; after any other error they are as they were.
+    new weights. Sources must not change until it returns. After a TransportError, or a RefitFailed that a transform
+    has caused, targets hold a mixture and must not be used before a refit has succeeded; after any other error they
+    are as they were.
 
     Args:
         src_model: the module, or the list of chunks of a virtual pipeline stage, that is read.
@@ -156,8 +157,8 @@ def reshard_model_weights(
         What this rank sent and received.
 
     Raises:
-        PlanError, RefusedError, RefitFailed: nothing has been written.
-        TransportError: see above.
+        PlanError, RefusedError: nothing has been written.
+        TransportError, RefitFailed: see above.
     """
     deadline = Deadline.after(timeout)
     peers = Peers(service.group if group is None else group)
@@ -175,7 +176,7 @@ def reshard_model_weights(
         casts=agreed.casts,
         transform=transform,
     )
-    return execute(agreed.plan, job, service, peers, deadline, verify=verify)
+    return execute(agreed.plan, job, service, deadline, verify=verify)
 
 
 def get_or_create_service(backend: RefitBackendName, group: Group = None) -> ExchangeService:

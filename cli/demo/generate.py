@@ -8,7 +8,7 @@ import torch.distributed as dist
 from refitd_cli.demo.data import NEW_TOKENS, PROMPT
 from refitd_cli.demo.model import DemoModel, KVCache, compute_dtype
 
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 
 
 class Pipeline:

@@ -24,25 +24,28 @@ class Peer:
     gid: int
 
 
+def refuse_if_listening(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
+    """Raise RefusedError when a process listens on this socket file (ZeroMQ would silently take it over)."""
+    probe = socket.socket(socket.AF_UNIX, kind)
+    try:
+        probe.connect(str(path))
+    except OSError:
+        return
+    finally:
+        probe.close()
+    raise RefusedError(
+        f"{path}: another refitd process is already listening here; stop it, or choose another node.runtime_dir"
+    )
+
+
 def listen(path: Path) -> socket.socket:
     """Listen for clients on a 0600 SEQPACKET socket.
 
     Raises:
         RefusedError: something listens there already; a dead leftover is replaced.
     """
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        probe.connect(str(path))
-    except FileNotFoundError:
-        pass
-    except ConnectionRefusedError:
-        path.unlink(missing_ok=True)
-    else:
-        raise RefusedError(
-            f"{path}: a refitd daemon is already listening here; stop it, or choose another node.runtime_dir"
-        )
-    finally:
-        probe.close()
+    refuse_if_listening(path, socket.SOCK_SEQPACKET)
+    path.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     old = os.umask(0o177)
     try:

@@ -7,6 +7,7 @@ only its own tensors, so a transfer has two halves, told apart by an id that bot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,9 @@ class ExchangeService(ABC):
         """
 
     @abstractmethod
-    def run(self, timeout: float, *, verify: bool = True) -> ExchangeResult:
+    def run(
+        self, timeout: float, *, verify: bool = True, refuse: str = "", finish: Callable[[], object] | None = None
+    ) -> ExchangeResult:
         """Perform what was noted since the last run, and forget it, whatever happens. Collective.
 
         Every rank of the group calls it, those with nothing to move too. All pairs of ranks first compare what
@@ -75,10 +78,14 @@ class ExchangeService(ABC):
 
         Args:
             timeout: seconds until every wait of this run ends.
-            verify: read back what was written and compare its digest with that of what was read.
+            verify: read back what was written and compare its digest with that of what was read; the same on every
+                rank.
+            refuse: what stands in the way on this rank; not empty, nothing moves and every rank raises it.
+            finish: what this rank still does once everything has arrived; if it raises, every rank does.
 
         Raises:
-            TransportError: the ends do not agree, with the first difference; tensors are as before.
+            RefusedError: a rank refuses, or the ends do not agree, with the first difference; tensors are as before.
+            RefitFailed: everything arrived, and a rank could not finish.
             DigestMismatch: what was written is not what was read.
             DeadlineExceeded, PeerLost: naming the rank that did not answer.
         """

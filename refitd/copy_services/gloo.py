@@ -5,7 +5,8 @@
              than its send would end the process
     move     at most WINDOW messages per direction and peer are in flight; all first messages are posted, then each
              message, in the order of posting, is waited for and replaced by its stream's next one
-    prove    digests of what was packed and of what lies in the destinations are compared, and all ranks agree
+    prove    each stream ends with the digest of what was packed, compared with that of what then lies in the
+             destinations; all ranks learn whether every rank has everything
 
 No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have finished
 its (k - WINDOW)-th, and both wait for messages in the order of k.
@@ -25,7 +26,7 @@ import xxhash
 
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
-from refitd.errors import RefitdError, TransportError
+from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
 from refitd.spmd.messages import Message, Span, boxes_between, lay_out
 from refitd.spmd.peers import Deadline, Group, Peers
 
@@ -124,7 +125,9 @@ class GlooService(ExchangeService):
         if noted.setdefault(piece.key, piece) is not piece:
             raise TransportError(f"task {piece.key} with rank {peer}: its id is used twice; give each tensor a part")
 
-    def run(self, timeout: float, *, verify: bool = True) -> ExchangeResult:
+    def run(
+        self, timeout: float, *, verify: bool = True, refuse: str = "", finish: Callable[[], object] | None = None
+    ) -> ExchangeResult:
         """See ExchangeService.run."""
         sends, self._sends = self._sends, {}
         receives, self._receives = self._receives, {}
@@ -135,16 +138,16 @@ class GlooService(ExchangeService):
         local_sends, local_receives = sends.pop(me, {}), receives.pop(me, {})
         outgoing = self._streams(sends, is_send=True)
         incoming = self._streams(receives, is_send=False)
+        streams = [*incoming.values(), *outgoing.values()]
         try:
-            self._agree(outgoing, incoming, _mismatch(local_sends, local_receives), deadline)
+            self._agree(outgoing, incoming, refuse or _mismatch(local_sends, local_receives), verify, deadline)
             with torch.no_grad():
-                streams = [*incoming.values(), *outgoing.values()]
                 trouble = self._move(
                     streams, lambda: _copy_local(local_sends, local_receives, verify), verify, deadline
                 )
-            self._prove(outgoing, incoming, trouble, deadline)
-        except _Refused as exc:
-            raise exc.error from None  # everyone knows, and the connections are as they were
+            self._conclude(trouble, finish, deadline)
+        except _Agreed as exc:
+            raise exc.error from exc.__cause__
         except BaseException as exc:
             # connections may hold half a message
             self._unusable = f"a run ended with {type(exc).__name__}: {exc}"
@@ -171,90 +174,113 @@ class GlooService(ExchangeService):
         return streams
 
     def _agree(
-        self, outgoing: Mapping[int, _Stream], incoming: Mapping[int, _Stream], trouble: str, deadline: Deadline
+        self,
+        outgoing: Mapping[int, _Stream],
+        incoming: Mapping[int, _Stream],
+        trouble: str,
+        verify: bool,
+        deadline: Deadline,
     ) -> None:
         """Compare what each pair is about to do; everyone raises unless all agree."""
         peers = self.peers
-        offers = [_offer(outgoing.get(i), self._limit) for i in range(len(peers))]
+        terms = struct.pack("<q?", self._limit, verify)
+        offers = [_offer(outgoing.get(i), terms) for i in range(len(peers))]
         offered = peers.all_to_all(offers, deadline, "comparing transfers")
         for position, offer in enumerate(offered):
-            if not trouble and position != peers.index and offer != _offer(incoming.get(position), self._limit):
+            expected = _offer(incoming.get(position), terms)
+            if not trouble and position != peers.index and offer != expected:
                 _, pieces, nbytes = _OFFER.unpack(offer)
-                _, want, want_bytes = _OFFER.unpack(_offer(incoming.get(position), self._limit))
+                _, want, want_bytes = _OFFER.unpack(expected)
                 trouble = (
                     f"rank {peers.ranks[position]} is about to send {pieces} pieces, {nbytes} bytes, and rank "
                     f"{peers.rank} expects {want} pieces, {want_bytes} bytes, or others of that size; all ranks must "
-                    "use one plan and equal message sizes"
+                    "use one plan, and equal message sizes and verification"
                 )
         if found := peers.first_trouble(trouble, deadline, "agreeing on transfers"):
-            raise _Refused(TransportError(f"nothing has been moved: {found}"))
+            raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
 
-    def _prove(
-        self, outgoing: Mapping[int, _Stream], incoming: Mapping[int, _Stream], trouble: str, deadline: Deadline
-    ) -> None:
-        """Compare what was packed with what now lies in the destinations; everyone raises unless all agree."""
-        peers = self.peers
-        nothing = xxhash.xxh3_128().digest()
-        packed = [outgoing[i].digest.digest() if i in outgoing else nothing for i in range(len(peers))]
-        told = peers.all_to_all(packed, deadline, "comparing digests")
-        for position, stream in incoming.items():
-            if stream.digest.digest() != told[position]:
-                trouble = (
-                    f"what rank {peers.rank} wrote is not what rank {peers.ranks[position]} read; something else "
-                    "writes to these tensors during the transfer"
-                )
-        if found := peers.first_trouble(trouble, deadline, "comparing digests"):
-            raise _Refused(DigestMismatch(found, copy=-1))
+    def _conclude(self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline) -> None:
+        """Do what is left to do here, and learn whether every rank has done its part."""
+        failure: Exception | None = None
+        if finish is not None and not trouble:
+            try:
+                finish()
+            except Exception as exc:  # whatever it is, the others must not believe it was done
+                failure = exc
+        said = f"d{trouble}" if trouble else ""
+        if failure is not None:
+            said = f"f rank {self.peers.rank}: {type(failure).__name__}: {failure}"
+        found = self.peers.first_trouble(said, deadline, "concluding transfers")
+        if found.startswith("d"):
+            raise _Agreed(DigestMismatch(found[1:], copy=-1))
+        if found:
+            raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
 
     def _move(self, streams: Sequence[_Stream], meanwhile: Callable[[], str], verify: bool, deadline: Deadline) -> str:
         """Post, wait and replace until every stream is at its end; `meanwhile` runs while the first are moving.
 
-        Returns what `meanwhile` returns.
+        Returns what `meanwhile` or a comparison of digests has found wrong, or "".
         """
         flying: deque[_InFlight] = deque()
         me, size = self.peers.index, len(self.peers)
         # each rank begins with the next one, so that not all of them talk to the first
         order = sorted(streams, key=lambda s: (s.is_send, (s.position - me) % size))
         for _ in range(WINDOW):
-            for stream in order:
-                if stream.next < len(stream.messages):
-                    flying.append(self._post(stream, verify))
-        said = meanwhile()
+            flying.extend(flight for stream in order if (flight := self._post(stream, verify)))
+        trouble = meanwhile()
         while flying:
             done = flying.popleft()
             self.peers.wait(done.posted, done.stream.position, deadline, _doing(done))
             if not done.stream.is_send:
-                self._land(done, verify)
+                trouble = self._land(done, verify) or trouble
             if done.is_staged:
                 self._give_back(done.buffer)
-            if done.stream.next < len(done.stream.messages):
-                flying.append(self._post(done.stream, verify))
-        return said
+            if flight := self._post(done.stream, verify):
+                flying.append(flight)
+        return trouble
 
-    def _post(self, stream: _Stream, verify: bool) -> _InFlight:
+    def _post(self, stream: _Stream, verify: bool) -> _InFlight | None:
+        """Start a stream's next message, None behind the last one. With `verify` the last one is the digest."""
         number = stream.next
+        if not stream.messages or number >= len(stream.messages) + verify:
+            return None
         stream.next += 1
+        post = self.peers.send if stream.is_send else self.peers.receive
+        # a message can only meet its own other half
+        tag = _TAG + number % 0x10000
+        if number == len(stream.messages):
+            said = stream.digest.digest() if stream.is_send else bytes(stream.digest.digest_size)
+            buffer = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            return _InFlight(stream, number, post(buffer, stream.position, tag), buffer, is_staged=False)
         message = stream.messages[number]
         direct = _direct(stream.pieces, message)
         buffer = self._staging()[: message.nbytes] if direct is None else direct
-        # tags follow the stream, so that a message can only meet its own other half
-        tag = _TAG + number % 0x10000
-        if not stream.is_send:
-            return _InFlight(stream, number, self.peers.receive(buffer, stream.position, tag), buffer, direct is None)
-        if direct is None:
-            for span in message.spans:
-                _pack(stream.pieces[span.piece], span, buffer)
-        if verify:
-            _digest(stream, message, buffer)
-        return _InFlight(stream, number, self.peers.send(buffer, stream.position, tag), buffer, direct is None)
+        if stream.is_send:
+            if direct is None:
+                for span in message.spans:
+                    _pack(stream.pieces[span.piece], span, buffer)
+            if verify:
+                _digest(stream, message, buffer)
+        return _InFlight(stream, number, post(buffer, stream.position, tag), buffer, is_staged=direct is None)
 
-    def _land(self, done: _InFlight, verify: bool) -> None:
-        """Write a message that has arrived to its places, and take the digest of what lies there then."""
-        stream, message = done.stream, done.stream.messages[done.number]
+    def _land(self, done: _InFlight, verify: bool) -> str:
+        """Write a message that has arrived to its places, and take the digest of what lies there then.
+
+        Returns what is wrong, once the last message has brought the digest of what was read.
+        """
+        stream = done.stream
+        if done.number == len(stream.messages):
+            if done.buffer.numpy().tobytes() == stream.digest.digest():
+                return ""
+            return (
+                f"what rank {self.peers.rank} wrote is not what rank {self.ranks[stream.position]} read; something "
+                "else writes to these tensors during the transfer"
+            )
+        message = stream.messages[done.number]
         if not done.is_staged:
             if verify:
                 _digest(stream, message, done.buffer)
-            return
+            return ""
         for span in message.spans:
             _unpack(stream.pieces[span.piece], span, done.buffer)
         if verify:
@@ -263,6 +289,7 @@ class GlooService(ExchangeService):
                 _pack(stream.pieces[span.piece], span, again)
             _digest(stream, message, again)
             self._give_back(again)
+        return ""
 
     def _staging(self) -> torch.Tensor:
         # first touch of fresh pages costs several copies: buffers are kept between runs
@@ -273,8 +300,8 @@ class GlooService(ExchangeService):
             self._spare.append(buffer.new_empty(0).set_(buffer.untyped_storage()))
 
 
-class _Refused(Exception):
-    """All ranks have come to the same refusal; the connections are in order."""
+class _Agreed(Exception):
+    """All ranks have come to the same conclusion; the connections are in order."""
 
     def __init__(self, error: RefitdError) -> None:
         super().__init__(str(error))
@@ -285,12 +312,12 @@ def _doing(flight: _InFlight) -> str:
     return f"{'sending' if flight.stream.is_send else 'receiving'} message {flight.number}"
 
 
-def _offer(stream: _Stream | None, limit: int) -> bytes:
+def _offer(stream: _Stream | None, terms: bytes) -> bytes:
     digest = xxhash.xxh3_128()
     pieces = stream.pieces if stream else []
     for piece in pieces:
         digest.update(struct.pack("<qqqq", *piece.key, piece.nbytes, piece.dtype.itemsize))
-    digest.update(struct.pack("<q", limit if pieces else 0))
+    digest.update(terms if pieces else b"")
     return _OFFER.pack(digest.digest(), len(pieces), sum(piece.nbytes for piece in pieces))
 
 

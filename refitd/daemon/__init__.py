@@ -10,6 +10,14 @@ if TYPE_CHECKING:
 
 def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit status. See refitd.daemon.main.run."""
-    from refitd.daemon.main import run as run_daemon
+    from refitd.daemon.beside import CoordinatorBeside
 
-    return run_daemon(config, standalone=standalone, ready_fd=ready_fd)
+    # before anything heavy is imported here: both processes then start at the same time
+    beside = CoordinatorBeside(config) if standalone else None
+    try:
+        from refitd.daemon.main import run as run_daemon
+
+        return run_daemon(config, beside, ready_fd)
+    finally:
+        if beside is not None:
+            beside.stop()

@@ -9,6 +9,7 @@ import time
 
 import msgspec
 
+from refitd.buffers.handoff import refuse_if_listening
 from refitd.config import Config
 from refitd.errors import RefusedError
 
@@ -21,6 +22,12 @@ class CoordinatorBeside:
     """A child process running `refitd.coordinator` with the daemon's own configuration."""
 
     def __init__(self, config: Config) -> None:
+        """Start it.
+
+        Raises:
+            RefusedError: a daemon is running in this directory already, and has its coordinator.
+        """
+        refuse_if_listening(config.runtime_dir / "refitd.sock")
         self._config = config
         self._start()
 

@@ -245,12 +245,12 @@ def _make_arenas(wanted: tuple[tuple[int, str], ...]) -> list[int]:
     return fds
 
 
-def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int:
+def run(config: Config, beside: CoordinatorBeside | None, ready_fd: int | None) -> int:
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:
         config: what to run.
-        standalone: also run a coordinator, as a process of its own beside this one.
+        beside: the coordinator of a standalone daemon, watched from here.
         ready_fd: a descriptor to write "ready" to, once clients can connect and a coordinator has answered.
 
     Raises:
@@ -269,18 +269,13 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
     signal.signal(signal.SIGINT, on_signal)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    beside: CoordinatorBeside | None = None
     try:
         shell = DaemonShell(config, context, log)
         try:
-            if standalone:
-                beside = CoordinatorBeside(config)
             shell.serve(stop, wakeup_r, beside, ready_fd)
         finally:
             shell.close()
     finally:
-        if beside is not None:
-            beside.stop()
         context.destroy(linger=0)
     log("stopped", signal=stop[0])
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -103,6 +103,12 @@ class Member:
             if slot.version == version:
                 return self.packed_places(slot.arena)
         return None
+
+    def where(self, version: int) -> Hashable:
+        """Return a key that is equal for two versions exactly if their tensors lie in the same places."""
+        if version in self.leases:
+            return (self.id, "live") if self.live else (self.id, "lent", version)
+        return self.id, next(slot.arena for slot in self.slots if slot.version == version)
 
     def packed_places(self, arena: int) -> dict[str, LocalTensor]:
         """Return the places of all tensors in an arena of refitd's own layout."""

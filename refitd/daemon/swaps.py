@@ -114,8 +114,7 @@ class LocalSwaps:
                 return
             read.append(member)
             sources |= {(rank, name): place for name, place in places.items()}
-            places_key.append((member.id, *{(p.arena, p.offset) for p in places.values() if p.arena < 0}))
-            places_key.append(next(iter(places.values())).arena)
+            places_key.append(member.where(version))
         destinations: dict[tuple[int, str], LocalTensor] = {}
         for rank in np.unique(plan.table.dst_rank).tolist():
             member = self._members.get(plan.members.get(rank, ""))

@@ -233,19 +233,24 @@ def load(path: str | Path, model: Model | None = None) -> Manifest:
     Raises:
         ConfigError: with everything that is wrong with it.
     """
-    found = _load(Path(path), model, depth=0)
+    path = Path(path)
+    values = _file(path)
+    inner = values.get("model")
+    if values.get("kind") == "layout" and model is None and isinstance(inner, str):
+        model = load_model(path.parent / inner)
+    found = read(values, str(path), model)
     if isinstance(found, Model):
-        raise ConfigError(
-            f'{path}: is a model, expected a layout or shards; give it with --model, or in `model = "..."`'
-        )
+        raise ConfigError(f"{path}: is a model, expected a layout or shards; a layout names its model, or --model does")
     return found
 
 
 def load_model(path: str | Path) -> Model:
     """Read a model manifest; raises ConfigError as `load` does."""
-    found = _load(Path(path), None, depth=0)
-    if not isinstance(found, Model):
-        raise ConfigError(f"{path}: is {_kind(found)}, expected a model")
+    values = _file(Path(path))
+    if (kind := values.get("kind")) != "model":
+        raise ConfigError(f"{path}: kind is {_shown(kind)}, expected a model")
+    found = read(values, str(path))
+    assert isinstance(found, Model)
     return found
 
 
@@ -257,7 +262,7 @@ def parse(text: str, where: str, *, is_json: bool) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         what = "JSON" if is_json else "TOML"
-        raise ConfigError(f"{where}: not {what}: {error or 'too deeply nested'}; is the file complete?") from error
+        raise ConfigError(f"{where}: not {what}: {error}; is the file complete?") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: holds {_shown(found)}, expected a table with a key `kind`")
     return found
@@ -296,23 +301,18 @@ def read(values: Mapping[str, Any], where: str, model: Model | None = None) -> M
     return found
 
 
-def _load(path: Path, model: Model | None, depth: int) -> Model | Manifest:
+def _file(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: has {size} bytes, expected at most {MAX_FILE_BYTES}")
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    values = parse(text, str(path), is_json=path.suffix == ".json")
-    inner = values.get("model")
-    if values.get("kind") == "layout" and model is None and isinstance(inner, str):
-        if depth:
-            raise ConfigError(f"{path}: expected a model, and it is a layout that names another model")
-        model = load_model(path.parent / inner)
-    return read(values, str(path), model)
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: has more than {MAX_FILE_BYTES} bytes, the most a manifest may have")
+    return parse(text, str(path), is_json=path.suffix == ".json")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -326,10 +326,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not a number that can be used here")
-
-
-def _kind(found: Model | Manifest) -> str:
-    return next(f"a {kind}" if kind != "shards" else kind for kind, cls in KINDS.items() if isinstance(found, cls))
 
 
 def _refusal(where: str, problems: Sequence[str]) -> ConfigError:

@@ -18,8 +18,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """Expand ranges: [7, 3], [2, 1] -> owners [0, 0, 1], values [7, 8, 3]."""
     owners = np.repeat(np.arange(len(counts)), counts)
-    before = np.cumsum(counts) - counts
-    return owners, np.arange(len(owners)) + (starts - before)[owners]
+    return owners, range_values(starts, counts)
+
+
+def range_values(starts: Ints, counts: Ints) -> Ints:
+    """Return the values of `ranges` alone."""
+    values = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    values += np.arange(len(values))
+    return values
 
 
 def offsets_of(sorted_keys: Ints, size: int) -> Ints:
@@ -60,9 +66,11 @@ def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
 
 
 def distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the different keys, sorted. (np.unique hashes integers, which takes several times as long.)"""
+    """Return the different keys, sorted. np.unique hashes integers, which takes several times as long."""
     found = np.sort(keys)
-    return found[np.concatenate([[True], found[1:] != found[:-1]])[: len(found)]]
+    opens: npt.NDArray[np.bool_] = np.concatenate([[True], found[1:] != found[:-1]])[: len(found)]
+    different: npt.NDArray[Any] = found[opens]
+    return different
 
 
 def find(sorted_keys: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Ints:

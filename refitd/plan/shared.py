@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Ints, hashed, name_hashes, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, hashed, name_hashes, numbered, offsets_of, range_values, ranges
 from refitd.plan.table import CopyTable
 
 # a task id is the destination's rank, then a hash of the tensor and of the place that is written
@@ -48,24 +50,29 @@ class SharedPlan:
     def expand(self) -> CopyTable:
         """Return one row per copy, sorted by (destination rank, source rank, tensor, place)."""
         start = self.row_start[self.job_rows]
-        job, at = ranges(start, self.row_start[self.job_rows + 1] - start)
+        count = self.row_start[self.job_rows + 1] - start
+        at = range_values(start, count)
+        dst = np.repeat(self.job_dst, count)
         rows = self.rows
-        dst = self.job_dst[job]
+
+        def column(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return values.take(at, axis=0)
+
         return CopyTable(
             tensors=self.tensors,
             locals=self.locals,
-            tensor=rows.tensor.astype(np.int32)[at],
-            src_rank=self.job_src.astype(np.int32)[job],
+            tensor=column(rows.tensor.astype(np.int32)),
+            src_rank=np.repeat(self.job_src.astype(np.int32), count),
             dst_rank=dst.astype(np.int32),
-            src_local=rows.src_local.astype(np.int32)[at],
-            dst_local=rows.dst_local.astype(np.int32)[at],
-            element_size=rows.element_size.astype(np.int32)[at],
-            task_id=(dst << PLACE_BITS) | self.places[at],
-            size=rows.size[at],
-            src_offset=rows.src_offset[at],
-            src_stride=rows.src_stride[at],
-            dst_offset=rows.dst_offset[at],
-            dst_stride=rows.dst_stride[at],
+            src_local=column(rows.src_local.astype(np.int32)),
+            dst_local=column(rows.dst_local.astype(np.int32)),
+            element_size=column(rows.element_size.astype(np.int32)),
+            task_id=(dst << PLACE_BITS) | column(self.places),
+            size=column(rows.size),
+            src_offset=column(rows.src_offset),
+            src_stride=column(rows.src_stride),
+            dst_offset=column(rows.dst_offset),
+            dst_stride=column(rows.dst_stride),
         )
 
     def digest(self) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
 
+from refitd.buffers.handoff import refuse_if_listening
 from refitd.errors import ConfigError, RefusedError
 from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
@@ -72,7 +72,7 @@ class Router:
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
         self._file = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         if self._file is not None:
-            _refuse_if_listening(self._file)
+            refuse_if_listening(self._file)
         try:
             with _private():
                 self.socket.bind(endpoint)
@@ -133,17 +133,3 @@ class Dealer:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
-
-
-def _refuse_if_listening(path: Path) -> None:
-    """ZeroMQ would silently take over a live socket file."""
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        probe.connect(str(path))
-    except OSError:
-        return
-    finally:
-        probe.close()
-    raise RefusedError(
-        f"{path}: another refitd process is already listening here; stop it, or choose another node.runtime_dir"
-    )

@@ -8,6 +8,7 @@ rank 0       gather, plan, scatter                        a PlanError is raised 
 from __future__ import annotations
 
 import platform
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PlanKey = tuple[Any, bytes]  # the group, and the digest of all descriptions
+_RECORD = struct.Struct("<16sq")  # digest and length of a description
 PlanCache = BoundedCache[PlanKey, RankPlan]
 
 
@@ -92,14 +94,14 @@ def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: Pla
         failure = exc
         frame = encode(0, NotDescribed(texts(_said(exc, peers.rank))))
     peers.meet(deadline, "planning a refit")
-    record = (b"\0" if failure else b"\1") + xxhash.xxh3_128_digest(frame)
-    records = peers.all_gather(record, deadline, "comparing layouts")
+    records = peers.all_gather(_RECORD.pack(xxhash.xxh3_128_digest(frame), len(frame)), deadline, "comparing layouts")
     key = peers.group, xxhash.xxh3_128_digest(b"".join(records))
     known = cache.get(key)
     hits = peers.all_gather(b"\1" if known else b"\0", deadline, "comparing plans")
     if known is not None and all(hit == b"\1" for hit in hits):
         return Agreement(known, casts)
-    frames = peers.gather(frame, deadline, "gathering layouts")
+    lengths = [_RECORD.unpack(record)[1] for record in records]
+    frames = peers.gather(frame, lengths, deadline, "gathering layouts")
     answers = None
     if frames is not None:
         try:

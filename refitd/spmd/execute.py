@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
-from refitd.errors import RefitFailed, RefusedError
-from refitd.spmd.peers import Deadline, Peers
+from refitd.errors import RefusedError
+from refitd.spmd.peers import Deadline
 from refitd.spmd.rank_plan import RankPlan
 from refitd.transforms.base import ReshardTransform
 
@@ -33,26 +33,28 @@ class Job:
     transform: ReshardTransform | None = None
 
 
-def execute(
-    plan: RankPlan, job: Job, service: ExchangeService, peers: Peers, deadline: Deadline, *, verify: bool
-) -> ExchangeResult:
+def execute(plan: RankPlan, job: Job, service: ExchangeService, deadline: Deadline, *, verify: bool) -> ExchangeResult:
     """Move everything that the plan says. Collective; returns once every rank has everything.
 
     Raises:
-        RefusedError, RefitFailed: a rank cannot do its part, with its words on every rank; before anything moves,
-            or, where a transform fails, after.
+        RefusedError: a rank cannot do its part, in its words, on every rank; nothing has moved.
+        RefitFailed: everything arrived, and a rank could not write it to its place (a transform failed).
         TransportError: bytes did not arrive; destinations are then undefined.
     """
-    with torch.no_grad():
-        work = _Work()
-        _together(peers, deadline, "preparing a refit", lambda: _prepare(plan, job, work))
-        for out in work.sends:
-            service.send(out.task_id, out.tensor, out.peer, part=out.part, dtype=out.dtype)
-        for half in work.receives:
-            service.receive(half.task_id, half.tensor, half.peer, part=half.part)
-        result = service.run(deadline.left().total_seconds(), verify=verify)
-        _together(peers, deadline, "finishing a refit", work.finish)
-    return result
+    work, failure = _Work(), None
+    try:
+        _prepare(plan, job, work)
+    except Exception as exc:  # whatever it is, the others must not wait for this rank
+        work, failure = _Work(), exc
+    for out in work.sends:
+        service.send(out.task_id, out.tensor, out.peer, part=out.part, dtype=out.dtype)
+    for half in work.receives:
+        service.receive(half.task_id, half.tensor, half.peer, part=half.part)
+    refuse = f"rank {plan.rank}: {type(failure).__name__}: {failure}" if failure else ""
+    try:
+        return service.run(deadline.left().total_seconds(), verify=verify, refuse=refuse, finish=work.finish)
+    except RefusedError as exc:
+        raise exc from failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +76,13 @@ class _Work:
     receives: list[_Half] = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)
 
+    @torch.no_grad()
     def finish(self) -> None:
         for step in self.afterwards:
             step()
 
 
-def _together(peers: Peers, deadline: Deadline, purpose: str, step: Callable[[], None]) -> None:
-    """Do a step that may fail on any rank; when it does, every rank raises."""
-    failure: Exception | None = None
-    try:
-        step()
-    except Exception as exc:  # whatever it is, the others must not wait for this rank
-        failure = exc
-    trouble = f"rank {peers.rank}: {type(failure).__name__}: {failure}" if failure else ""
-    said = peers.first_trouble(trouble, deadline, purpose)
-    if failure is not None:
-        raise failure
-    if said:
-        raise RefitFailed(f"{purpose} failed on another rank: {said}")
-
-
+@torch.no_grad()
 def _prepare(plan: RankPlan, job: Job, work: _Work) -> None:
     _check_overlap(plan, job)
     table, transform = plan.table, job.transform

@@ -151,13 +151,14 @@ class Peers:
         said = self.all_gather(mine, deadline, purpose)
         return next((text for each in said if (text := each.rstrip(b"\0").decode(errors="ignore"))), "")
 
-    def gather(self, payload: bytes, deadline: Deadline, purpose: str) -> list[bytes] | None:
-        """Return everyone's payload at position 0, None elsewhere. Payloads may differ in length.
+    def gather(self, payload: bytes, lengths: Sequence[int], deadline: Deadline, purpose: str) -> list[bytes] | None:
+        """Return everyone's payload at position 0, None elsewhere.
+
+        `lengths` are the payloads' lengths by position, which everyone has been told.
 
         Raises:
             ProtocolError: a payload is larger than a message may be; nothing is allocated for it.
         """
-        lengths = [_LENGTH.unpack(r)[0] for r in self.all_gather(_LENGTH.pack(len(payload)), deadline, purpose)]
         for position, length in enumerate(lengths):
             if not 0 < length <= MAX_MESSAGE_BYTES:
                 raise ProtocolError(
@@ -179,20 +180,25 @@ class Peers:
         Raises:
             ProtocolError: a payload is larger than a message may be.
         """
-        lengths = b"".join(_LENGTH.pack(len(p)) for p in payloads) if payloads else bytes(_LENGTH.size * len(self))
-        said = self.all_gather(lengths, deadline, purpose)[0]
-        sizes = [_LENGTH.unpack_from(said, _LENGTH.size * i)[0] for i in range(len(self))]
-        if not all(0 < size <= MAX_MESSAGE_BYTES for size in sizes):
-            raise ProtocolError(
-                f"{purpose}: rank {self.ranks[0]} has {max(sizes)} bytes for one rank, expected 1 to "
-                f"{MAX_MESSAGE_BYTES}"
-            )
-        if payloads:
-            works = [(i, self.send(_as_tensor(payloads[i], self.device), i, _PAYLOAD_TAG)) for i in range(1, len(self))]
+        if payloads is not None:
+            works = []
+            for position in range(1, len(self)):
+                for data, tag in (
+                    (_LENGTH.pack(len(payloads[position])), _LENGTH_TAG),
+                    (payloads[position], _PAYLOAD_TAG),
+                ):
+                    works.append((position, self.send(_as_tensor(data, self.device), position, tag)))
             for position, work in works:
                 self.wait(work, position, deadline, purpose)
             return payloads[0]
-        buffer = torch.empty(sizes[self.index], dtype=torch.uint8, device=self.device)
+        head = torch.empty(_LENGTH.size, dtype=torch.uint8, device=self.device)
+        self.wait(self.receive(head, 0, _LENGTH_TAG), 0, deadline, purpose)
+        (length,) = _LENGTH.unpack(_as_bytes(head))
+        if not 0 < length <= MAX_MESSAGE_BYTES:
+            raise ProtocolError(
+                f"{purpose}: rank {self.ranks[0]} sends {length} bytes, expected 1 to {MAX_MESSAGE_BYTES}"
+            )
+        buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
         self.wait(self.receive(buffer, 0, _PAYLOAD_TAG), 0, deadline, purpose)
         return _as_bytes(buffer)
 

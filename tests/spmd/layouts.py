@@ -200,11 +200,11 @@ def build(layout: Layout, rank: int, seed: int | None, expect_seed: int) -> Buil
         for i, layer in enumerate(mine[number * per_chunk : (number + 1) * per_chunk]):
             _child(chunk, f"layers.{i}").layer_number = layer + 1
     for chunk_number, name, canonical, whole, expert in names_of(layout, place):
-        index, count = (
-            (place.tp_index, layout.tp) if expert is None else (place.expert_tp_index, layout.expert_tp)
-        )
+        index, count = (place.tp_index, layout.tp) if expert is None else (place.expert_tp_index, layout.expert_tp)
         shard = cut(whole_tensor(canonical, whole, expect_seed), whole, index, count)
-        value = torch.zeros_like(shard) if seed is None else cut(whole_tensor(canonical, whole, seed), whole, index, count)
+        value = (
+            torch.zeros_like(shard) if seed is None else cut(whole_tensor(canonical, whole, seed), whole, index, count)
+        )
         path, _, last = name.rpartition(".")
         parent = _child(chunks[chunk_number], path)
         if whole.is_buffer:

@@ -1,10 +1,5 @@
 """What the fork server imports once for all processes of a pool."""
 
-import torch.distributed
-import torch.distributed.checkpoint
-import torch.distributed.tensor
-
 import refitd.adapters.uneven_dtensor
 import refitd.copy_services.gloo
 import refitd.refit  # noqa: F401
-
