@@ -38,6 +38,10 @@ class EventLog:
         """Write one line."""
         self.write(event, fields)
 
+    def failed(self, event: str, **fields: object) -> None:
+        """Write one line and the traceback of the exception being handled."""
+        self._log.exception(event, extra={"fields": fields})
+
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Write one line."""
         self._log.info(event, extra={"fields": dict(fields)})

@@ -137,7 +137,13 @@ class DaemonShell:
             failure = local.Failure(code=RefusedError.code, message="say Hello with a session token first")
             self._router.send(identity, request, failure)
             return
-        self._feed(act.ClientSaid(session, request, message))
+        try:
+            self._feed(act.ClientSaid(session, request, message))
+        except Exception as exc:
+            # a mistake of ours that one client's message brings out must not end everybody's daemon
+            self._log.failed("internal-error", session=session, message=type(message).__name__)
+            text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
+            self._router.send(identity, request, local.Failure(code="internal", message=text))
 
     def _hello(self, identity: bytes, hello: local.Hello) -> local.Welcome | local.Failure:
         if hello.protocol != PROTOCOL_VERSION:

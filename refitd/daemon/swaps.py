@@ -121,8 +121,9 @@ class LocalSwaps:
             if member is None:
                 self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
                 return
-            member.staged, member.staged_version = None, version
             destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
+        for member in self._targets(plan):
+            member.staged, member.staged_version = None, version
         local_swap = _LocalSwap(swap, plan, version, 0.0)
         self._swaps[swap] = local_swap
         for member in read:
@@ -133,17 +134,24 @@ class LocalSwaps:
         def make() -> CopyList:
             return address(plan.table, sources, destinations)
 
-        runs = self.jobs.start(("stage", plan_id, *places_key), make, _Staging(swap), verify=True)
+        try:
+            runs = self.jobs.start(("stage", plan_id, *places_key), make, _Staging(swap), verify=True)
+        except (KeyError, ValueError) as exc:
+            self._stage_failed(swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}")
+            return
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
             self._staged(local_swap)
 
+    def _targets(self, plan: _Plan) -> list[Member]:
+        """Return this node's targets; one that receives nothing (all its shards are empty) is among them."""
+        here = [self._members.get(member) for member in plan.members.values()]
+        return [member for member in here if member is not None and not member.is_source]
+
     def _staged(self, local_swap: _LocalSwap) -> None:
         del self._swaps[local_swap.swap]
-        for rank in np.unique(local_swap.plan.table.dst_rank).tolist():
-            member = self._members.get(local_swap.plan.members[rank])
-            if member is not None:
-                member.staged = local_swap.swap
+        for member in self._targets(local_swap.plan):
+            member.staged = local_swap.swap
         self._say(
             cluster.StageDone(
                 swap=local_swap.swap,

@@ -241,3 +241,25 @@ def test_many_swaps_leave_no_descriptor_in_the_daemon(daemon: RunningDaemon) -> 
     with daemon.connect() as client:
         # what the trainer had published is still held, nothing else
         eventually(lambda: client.status().nodes[0].arenas == 2, "the engine's arenas are freed")
+
+
+def test_a_rank_whose_shards_are_all_empty_commits_with_the_others(daemon: RunningDaemon) -> None:
+    full = {"w": torch.arange(8.0)}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        trainer.register_source("policy", full).publish(1)
+        live = [full["w"].clone().zero_(), torch.empty(0)]
+        targets = []
+        for rank, mine in enumerate(live):
+            tile = (refitd.Tile("w", (0,), (8,), 0, (1,)),) if rank == 0 else ()
+            described = refitd.ParameterMetadata(
+                "w", tuple(mine.shape), mine.dtype, 4, owner_rank=rank, tiles=tile, global_shape=(8,), resolved_name="w"
+            )
+            targets.append(
+                engine.register_target(
+                    "policy", {"w": mine}, replica="r", rank=rank, world_size=2, metadata=[described]
+                )
+            )
+        with Engine(*targets):
+            assert trainer.swap("policy", timeout=20).outcome == "committed"
+        assert [target.version for target in targets] == [1, 1]
+        assert torch.equal(live[0], full["w"])

@@ -1,0 +1,77 @@
+"""Descriptions without ranks: the same for every rank that holds the same, so that they are sent and read once.
+
+    rank 0: w, split over [0, 1]    rank 2: w, split over [2, 3]    both: rows 0:4 of w [8, 4]
+
+The planner reads a sequence that several rosters share, and that names no rank, once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import xxhash
+
+from refitd.describe.layout import canonical_name, global_shape_of, is_sharded, tiles_of
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.tiles import Tile
+from refitd.dtypes import dtype_name
+
+
+def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata, ...]:
+    """Return the same descriptions with what they say about groups said in tiles instead.
+
+    A tensor that is split unevenly over its group cannot be told from an evenly split one by one rank alone:
+    give it explicit tiles before.
+
+    Raises:
+        PlanError: a description has problems.
+    """
+    cuts: dict[tuple[object, ...], tuple[tuple[Tile, ...], tuple[int, ...] | None]] = {}
+    found = []
+    for meta in metas:
+        tiles, whole = meta.tiles, meta.global_shape
+        name = canonical_name(meta)
+        if is_sharded(meta):
+            key = _split_key(meta)
+            if key not in cuts:
+                cuts[key] = tiles_of(meta), global_shape_of(meta)
+            cut, whole = cuts[key]
+            tiles = tuple(replace(tile, tensor=name) for tile in cut)
+        found.append(
+            ParameterMetadata(
+                name=meta.name,
+                shape=tuple(meta.shape),
+                dtype=dtype_name(meta.dtype),
+                element_size=meta.element_size,
+                resolved_name=name,
+                global_expert_index=meta.global_expert_index,
+                tiles=tiles,
+                global_shape=whole,
+            )
+        )
+    return tuple(found)
+
+
+def content_digest(metas: Sequence[ParameterMetadata]) -> str:
+    """Return a digest of descriptions without ranks: equal exactly where they say the same, in any order."""
+    lines = sorted(
+        repr((m.name, canonical_name(m), tuple(m.shape), dtype_name(m.dtype), m.tiles, m.global_shape)) for m in metas
+    )
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+def _split_key(meta: ParameterMetadata) -> tuple[object, ...]:
+    group = meta.tensor_parallel_group_ranks or []
+    sizes = None if meta.partition_sizes is None else tuple(meta.partition_sizes)
+    return (
+        tuple(meta.shape),
+        dtype_name(meta.dtype),
+        meta.element_size,
+        meta.partition_dim,
+        meta.partition_stride,
+        sizes,
+        meta.global_shape,
+        meta.owner_rank,
+        tuple(group),
+    )
