@@ -300,7 +300,7 @@ def _why_not(
     memory = (last["peak_rss_bytes"] - last["rss_before_bytes"]) * growth
     if seconds > min(CASE_LIMIT_S, left_s):
         return f"about {seconds:.0f} s are expected, {min(CASE_LIMIT_S, left_s):.0f} s are left for it"
-    if memory > 6 * 2**30:
+    if memory > 4 * 2**30:
         return f"about {memory / 2**30:.0f} GiB are expected"
     return ""
 

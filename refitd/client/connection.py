@@ -156,13 +156,14 @@ class Connection:
 
     def close(self) -> None:
         """End the session; the daemon forgets its registrations."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._wake, 1)
+        self._thread.join()  # it wakes at once: its only wait is on what has just been written
         self._descriptors.close()
-        os.eventfd_write(self._wake, 1)
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        os.close(self._wake)
 
     # --- the connection's own thread ----------------------------------------------------------------------
 
@@ -191,7 +192,6 @@ class Connection:
             self._lose(PeerLost("this connection to the refitd daemon is closed"))
             dealer.close()
             self._context.term()
-            os.close(self._wake)
 
     def _dispatch(self, frame: bytes) -> None:
         try:
@@ -219,11 +219,12 @@ class Connection:
             listener(failure)
 
     def _push(self, number: int, message: Message) -> None:
-        self._outgoing.append((number, message))
-        try:
+        with self._lock:
+            if self._lost is not None or self._closing:
+                raise self._lost or PeerLost("this connection to the refitd daemon is closed")
+            self._outgoing.append((number, message))
+            # close() closes it under the same lock, and only after _closing is set
             os.eventfd_write(self._wake, 1)
-        except OSError as exc:
-            raise self._lost or PeerLost("this connection to the refitd daemon is closed") from exc
 
     # --- details ------------------------------------------------------------------------------------------
 

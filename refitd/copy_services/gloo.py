@@ -140,7 +140,9 @@ class GlooService(ExchangeService):
         incoming = self._streams(receives, is_send=False)
         streams = [*incoming.values(), *outgoing.values()]
         try:
-            self._agree(outgoing, incoming, refuse or _mismatch(local_sends, local_receives), verify, deadline)
+            self._agree(
+                outgoing, incoming, refuse or _mismatch(local_sends, local_receives, self.peers.rank), verify, deadline
+            )
             with torch.no_grad():
                 trouble = self._move(
                     streams, lambda: _copy_local(local_sends, local_receives, verify), verify, deadline
@@ -321,15 +323,15 @@ def _offer(stream: _Stream | None, terms: bytes) -> bytes:
     return _OFFER.pack(digest.digest(), len(pieces), sum(piece.nbytes for piece in pieces))
 
 
-def _mismatch(sends: Mapping[Key, _Piece], receives: Mapping[Key, _Piece]) -> str:
+def _mismatch(sends: Mapping[Key, _Piece], receives: Mapping[Key, _Piece], rank: int) -> str:
     """Return what is wrong with this rank's transfers to itself, or ""."""
     if odd := sorted(sends.keys() ^ receives.keys()):
-        return f"task {odd[0]} of this rank with itself has {'no receive' if odd[0] in sends else 'no send'}"
+        return f"task {odd[0]} of rank {rank} with itself has {'no receive' if odd[0] in sends else 'no send'}"
     for key, piece in sends.items():
         other = receives[key]
         if piece.tensor.numel() != other.tensor.numel() or piece.dtype != other.dtype:
             return (
-                f"task {key} of this rank with itself sends {piece.tensor.numel()} elements of {piece.dtype} and "
+                f"task {key} of rank {rank} with itself sends {piece.tensor.numel()} elements of {piece.dtype} and "
                 f"receives {other.tensor.numel()} of {other.dtype}"
             )
     return ""

@@ -73,7 +73,7 @@ class RankOps(Sequence[TransferOp]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class RowBox:
     """A row as plain numbers."""
 
     size: tuple[int, ...]
@@ -82,11 +82,11 @@ class _Row:
     dst_offset: int
     dst_stride: tuple[int, ...]
 
-    def halves(self) -> Iterator[_Row]:
+    def parts(self) -> Iterator[RowBox]:
         """Yield the row without its outermost dimension, once for each index in it."""
         count, src, dst = self.size[0], self.src_stride[0], self.dst_stride[0]
         for i in range(count):
-            yield _Row(
+            yield RowBox(
                 self.size[1:],
                 self.src_offset + i * src,
                 self.src_stride[1:],
@@ -124,7 +124,7 @@ class _Slicer:
                     is_send=is_send,
                     my_slice=src_slices if is_send else dst_slices,
                     peer_slice=dst_slices if is_send else src_slices,
-                    task_id=_task_id(dst, int(plan.places[row]), number),
+                    task_id=op_task_id(dst, int(plan.places[row]), number),
                 )
 
     def _sliced(self, row: int, src_class: int, dst_class: int) -> list[tuple[Slices, Slices]]:
@@ -132,25 +132,26 @@ class _Slicer:
             rows = self._plan.rows
             src_shape = self._src_shapes[src_class, int(rows.src_local[row])]
             dst_shape = self._dst_shapes[dst_class, int(rows.dst_local[row])]
-            whole = _Row(
+            whole = RowBox(
                 tuple(rows.size[row].tolist()),
                 int(rows.src_offset[row]),
                 tuple(rows.src_stride[row].tolist()),
                 int(rows.dst_offset[row]),
                 tuple(rows.dst_stride[row].tolist()),
             )
-            self._pieces[row] = list(_pieces(whole, src_shape, dst_shape))
+            self._pieces[row] = list(row_pieces(whole, src_shape, dst_shape))
         return self._pieces[row]
 
 
-def _pieces(row: _Row, src_shape: Sequence[int], dst_shape: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
+def row_pieces(row: RowBox, src_shape: Sequence[int], dst_shape: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
+    """Yield (source slices, destination slices) that together are the row, in order; the same on both ends."""
     src = slices_of(src_shape, row.src_offset, row.size, row.src_stride)
     dst = slices_of(dst_shape, row.dst_offset, row.size, row.dst_stride)
     if src is not None and dst is not None:
         yield src, dst
         return
-    for part in row.halves():
-        yield from _pieces(part, src_shape, dst_shape)
+    for part in row.parts():
+        yield from row_pieces(part, src_shape, dst_shape)
 
 
 def slices_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Slices | None:
@@ -198,7 +199,12 @@ def _local_shapes(layouts: Layouts, side: Side) -> dict[tuple[int, int], tuple[i
     }
 
 
-def _task_id(dst_rank: int, place: int, number: int) -> int:
+def op_task_id(dst_rank: int, place: int, number: int) -> int:
+    """Return the task id of a row's piece: the row's own for the first, one derived from it for the others."""
     if number:
         place = int(mixed(np.array([place * 2**20 + number], np.int64))[0]) & (2**PLACE_BITS - 1)
     return dst_rank << PLACE_BITS | place
+
+
+# former names, in use by refitd.spmd
+_Row, _pieces, _task_id = RowBox, row_pieces, op_task_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -100,7 +101,7 @@ def random_layout(rng: random.Random, ranks: Sequence[int]) -> Layout:
     ep = rng.choice([n for n in (1, 2, 3, 4, 6) if per_stage // expert_tp % n == 0])
     cuts = sorted(rng.choices(range(LAYERS + 1), k=pp - 1))
     edges = [0, *cuts, LAYERS]
-    stages = tuple(tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False))
+    stages = tuple(tuple(range(a, b)) for a, b in pairwise(edges))
     return Layout(tuple(order), tp, pp, expert_tp, ep, stages, rng.choice([1, 1, 2]), rng.random() < 0.3)
 
 
@@ -185,8 +186,8 @@ class Built:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def build(layout: Layout, rank: int, seed: int | None, expect_seed: int) -> Built | None:
-    """Return a rank's module with values of `seed` (None: zeros), and what it must hold for `expect_seed`."""
+def build(layout: Layout, rank: int, seed: int, *, is_filled: bool) -> Built | None:
+    """Return a rank's module, with the values of `seed` or with zeros, and what those values are."""
     place = layout.place(rank)
     if place is None:
         return None

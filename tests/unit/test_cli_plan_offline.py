@@ -1,0 +1,419 @@
+"""refitctl plan, explain and manifest on manifests: no daemon, no torch, readable output, honest exit statuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from refitd.describe.manifest import read, rosters_of
+from refitd.errors import TransportError
+from refitd.plan.build import plan_copies
+from refitd.plan.cost import traffic_of
+from refitd.protocol.shards import Shard, WireTensor
+from refitd_cli.group import Commands
+from refitd_cli.heatmap import matrix_of, text_matrix
+from refitd_cli.layouts import rank_ranges
+from refitd_cli.picture import bars
+from refitd_cli.session import Session
+
+LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
+TRAIN, SERVE = LAYOUTS / "llama-3-70b-train-tp8-pp4.toml", LAYOUTS / "llama-3-70b-serve-tp4.toml"
+BOTH = ("--source", str(TRAIN), "--target", str(SERVE))
+COMMANDS = {name: f"refitd_cli.commands.{name}:{name}" for name in ("plan", "explain", "manifest")}
+
+MODEL = """
+kind = "model"
+name = "tiny"
+dtype = "float32"
+layers = 2
+[[tensors]]
+name = "embedding"
+shape = [16, 4]
+split = { dim = 0 }
+stage = "first"
+[[tensors]]
+name = "layers.{layer}.qkv"
+shape = [16, 4]
+interleave = 4
+split = { dim = 0 }
+parts = [{ tensor = "layers.{layer}.q", size = 8 }, { tensor = "layers.{layer}.kv", size = 8 }]
+[[tensors]]
+name = "layers.{layer}.norm"
+shape = [4]
+"""
+SEPARATE = """
+kind = "model"
+name = "tiny, in separate tensors"
+dtype = "float32"
+layers = 2
+[[tensors]]
+name = "layers.{layer}.q"
+shape = [8, 4]
+split = { dim = 0 }
+[[tensors]]
+name = "layers.{layer}.kv"
+shape = [8, 4]
+split = { dim = 0 }
+[[tensors]]
+name = "layers.{layer}.norm"
+shape = [4]
+"""
+
+
+@dataclass
+class Ran:
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def object(self) -> dict:
+        (line,) = self.stdout.splitlines()
+        return json.loads(line)
+
+
+def run(*arguments: str, client: object = None) -> Ran:
+    def factory(address: str | None) -> object:
+        if client is None:
+            raise TransportError("no daemon runs")
+        return client
+
+    group = Commands(name="refitctl", lazy=COMMANDS)
+    result = CliRunner().invoke(group, arguments, obj=Session(factory), prog_name="refitctl")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+@pytest.fixture
+def sides(tmp_path):
+    """Arguments for a tiny source of TP2 PP2 and a target of TP4."""
+    (tmp_path / "fused.toml").write_text(MODEL)
+    (tmp_path / "separate.toml").write_text(SEPARATE)
+    (tmp_path / "a.toml").write_text('kind = "layout"\nname = "train"\nmodel = "fused.toml"\ntp = 2\npp = 2\n')
+    (tmp_path / "b.toml").write_text('kind = "layout"\nname = "serve"\nmodel = "separate.toml"\ntp = 4\n')
+    return ("--source", str(tmp_path / "a.toml"), "--target", str(tmp_path / "b.toml"))
+
+
+# --- plan
+
+
+def test_plan_shows_matrix_parameters_memory_balance_and_time():
+    ran = run("plan", *BOTH, "--top", "5")
+    assert (ran.status, ran.stderr) == (0, "")
+    for expected in (
+        "GB sent: from each row to each column",
+        "node11",
+        "the largest 5 of 723",
+        "lm_head.weight",
+        "16.8 GB",
+        "64-95",
+        "35.3 GB",
+        "1.13 TB in 41120 copies",
+        "times the mean of 64",
+        "at least 705.6 ms with 300 GB/s within and 50 GB/s between nodes: rank 64 receives",
+    ):
+        assert expected in ran.stdout, expected
+
+
+def test_plan_in_json_is_one_object_with_everything(sides):
+    found = run("plan", *sides, "--json").object
+    assert found["source"] == "train"
+    assert found["targets"] == ["serve"]
+    assert found["ranks"] == 8
+    assert found["bytes"] == 2 * (8 + 8) * 4 * 4 + 2 * 4 * 4 * 4
+    assert sum(pair["bytes"] for pair in found["pairs"]) == found["bytes"]
+    assert sum(parameter["bytes"] for parameter in found["parameters"]) == found["bytes"]
+    assert found["unused_sources"] == ["embedding"]
+    assert [m["staging_bytes"] for m in found["memory"]] == [0, 0, 0, 0, 160, 160, 160, 160]
+    assert found["senders"]["max_over_mean"] == 1.0
+    assert found["estimate"]["link"] == "inter"
+
+
+def test_unused_sources_are_shown(sides):
+    assert "no target takes: embedding" in run("plan", *sides).stdout
+
+
+def test_link_speeds_change_the_estimate(sides):
+    slow = run("plan", *sides, "--json", "--inter-gbps", "1").object["estimate"]["seconds"]
+    fast = run("plan", *sides, "--json", "--inter-gbps", "100").object["estimate"]["seconds"]
+    assert slow == pytest.approx(100 * fast)
+    assert run("plan", *sides, "--inter-gbps", "0").status == 2
+
+
+def test_collocated_plan_copies_locally(sides):
+    found = run("plan", *sides, "--json", "--collocated").object
+    assert found["ranks"] == 4
+    assert found["local_bytes"] > 0
+
+
+def test_several_targets_are_pools_of_their_own(sides):
+    found = run("plan", *sides, "--target", sides[3], "--json").object
+    assert found["ranks"] == 12
+    assert found["targets"] == ["serve", "serve"]
+
+
+def test_a_model_given_stands_above_the_layouts(sides, tmp_path):
+    found = run("plan", *sides, "--model", str(tmp_path / "separate.toml"), "--json").object
+    assert found["unused_sources"] == []
+
+
+def test_refused_plan_exits_1_and_says_why(sides, tmp_path):
+    swapped = ("--source", sides[3], "--target", sides[1])
+    ran = run("plan", *swapped)
+    assert (ran.status, ran.stdout) == (1, "")
+    assert "embedding: " in ran.stderr
+    assert "no source has it" in ran.stderr
+    error = run("plan", *swapped, "--json").object["error"]
+    assert error["code"] == "plan"
+    assert any("embedding" in text for text in error["causes"].values())
+
+
+def test_dtype_that_differs_is_refused_by_name(sides, tmp_path):
+    path = tmp_path / "separate.toml"
+    path.write_text(path.read_text().replace("float32", "bfloat16"))
+    ran = run("plan", *sides)
+    assert ran.status == 1
+    assert "layers.0.norm: dtype is" in ran.stderr
+
+
+def test_wrong_manifest_exits_2_and_names_every_problem(sides, tmp_path):
+    (tmp_path / "a.toml").write_text('kind = "layout"\nname = "x"\nmodel = "fused.toml"\ntp = 0\npp = -1\ncp = 2\n')
+    ran = run("plan", *sides)
+    assert (ran.status, ran.stdout) == (2, "")
+    for expected in ("a.toml", "tp: ", "pp: ", "cp: unknown key"):
+        assert expected in ran.stderr
+    assert run("plan", *sides, "--json").object["error"]["code"] == "config"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--source", "a.toml"),
+        ("--target", "a.toml"),
+        ("policy", "--source", "a.toml"),
+        ("policy", "--html", "x.html"),
+        ("policy", "--collocated"),
+    ],
+)
+def test_half_a_command_line_is_refused(arguments):
+    ran = run("plan", *arguments)
+    assert ran.status == 2
+    assert "Usage" in ran.stderr
+
+
+def test_heat_map_is_one_well_formed_file_without_outside_references(sides, tmp_path):
+    page = tmp_path / "map.html"
+    ran = run("plan", *sides, "--html", str(page))
+    assert ran.status == 0
+    assert str(page) in ran.stdout
+    text = page.read_text()
+    assert not re.search(r"(src|href)=|url\(|http", text)
+    svg = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    titles = [title.text for title in svg.iter("title")]
+    assert len(titles) == len(run("plan", *sides, "--json").object["pairs"])
+    assert any(title.startswith("rank 0 to rank 4: ") for title in titles)
+
+
+def test_names_in_the_heat_map_are_escaped(sides, tmp_path):
+    (tmp_path / "a.toml").write_text('kind = "layout"\nname = "<script>&"\nmodel = "fused.toml"\ntp = 2\npp = 2\n')
+    page = tmp_path / "map.html"
+    assert run("plan", *sides, "--html", str(page)).status == 0
+    assert "<script>" not in page.read_text()
+    assert "&lt;script&gt;&amp;" in page.read_text()
+
+
+def test_heat_map_that_cannot_be_written_is_a_message(sides, tmp_path):
+    ran = run("plan", *sides, "--html", str(tmp_path / "none" / "map.html"))
+    assert ran.status == 2
+    assert "cannot be written" in ran.stderr
+
+
+def test_large_matrices_are_grouped_by_node_and_sum_up():
+    model = {"name": "m", "tensors": [{"name": "w", "shape": [4096], "stage": "every", "split": {"dim": 0}}]}
+    source, target = (
+        read({"kind": "layout", "name": "l", "model": model, **degrees}, "test")
+        for degrees in ({"tp": 64}, {"tp": 1024, "ranks_per_node": 8})
+    )
+    rosters = rosters_of(source, [target])
+    plan = plan_copies(rosters)
+    matrix = matrix_of(traffic_of(plan), rosters)
+    assert [len(group.ranks) for group in matrix.senders] == [8] * 8
+    assert len(matrix.receivers) == 12
+    assert matrix.receivers[0].label == "node8..node18"
+    assert int(matrix.bytes.sum()) == plan.table.total_bytes
+    _, columns, rows = text_matrix(matrix)
+    assert len(columns) == len(rows[0]) == 14
+
+
+def test_offline_commands_load_neither_torch_nor_sockets():
+    code = (
+        "import sys\nfrom refitd_cli.control import main\n"
+        "try: main(sys.argv[1:], prog_name='refitctl')\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "print({'torch', 'zmq'} & set(sys.modules))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "plan", *BOTH, "--top", "1"], check=True, capture_output=True, text=True
+    )
+    assert ran.stdout.splitlines()[-1] == "set()"
+
+
+# --- explain
+
+
+def test_explain_draws_each_ranks_part_and_what_travels(sides):
+    ran = run("explain", "layers.1.q", *sides, "--top", "0")
+    assert (ran.status, ran.stderr) == (0, "")
+    assert "layers.1.q  [8, 4] float32, 128 B" in ran.stdout
+    lines = ran.stdout.splitlines()
+    assert any(
+        re.fullmatch(r"  rank 2  \|####\.\.\.\.\|  \[0:2, 0:4\] \[2:4, 0:4\]  in layers\.1\.qkv", s) for s in lines
+    )
+    assert any(re.fullmatch(r"  rank 5  \|\.\.##\.\.\.\.\|  \[2:4, 0:4\]", s) for s in lines)
+    at = lines.index("into rank 7:")
+    assert lines[at + 1] == "  from rank 3  |......##|  [6:8, 0:4]  32 B"
+
+
+def test_explain_of_a_fused_local_name_shows_what_lies_in_it(sides):
+    ran = run("explain", "layers.0.qkv", *sides, "--json")
+    assert [tensor["name"] for tensor in ran.object["tensors"]] == ["layers.0.kv", "layers.0.q"]
+
+
+def test_explained_pieces_cover_every_destination_exactly(sides):
+    for name in ("layers.0.q", "layers.1.kv", "layers.0.norm"):
+        (tensor,) = run("explain", name, *sides, "--json").object["tensors"]
+        wanted = {(h["rank"], str(box)): box for h in tensor["destination"] for box in h["boxes"]}
+        moved: dict[int, set[tuple[int, ...]]] = {}
+        for piece in tensor["transfers"]:
+            cells = moved.setdefault(piece["target"], set())
+            new = _cells(piece["box"])
+            assert not cells & new, name
+            cells |= new
+        for (rank, _), box in wanted.items():
+            assert moved[rank] == _cells(box)
+
+
+def _cells(box: list[list[int]]) -> set[tuple[int, ...]]:
+    cells: set[tuple[int, ...]] = {()}
+    for low, high in box:
+        cells = {(*cell, i) for cell in cells for i in range(low, high)}
+    return cells
+
+
+def test_explain_of_interleaved_heads_against_the_real_examples():
+    ran = run("explain", "model.layers.21.self_attn.k_proj.weight", *BOTH, "--rank", "64")
+    assert ran.status == 0
+    assert "into rank 64:" in ran.stdout
+    assert "into rank 65:" not in ran.stdout
+    assert re.search(r"from rank 16 .*\[0:128, 0:8192\]  2\.1 MB", ran.stdout)
+    assert re.search(r"from rank 17 .*\[128:256, 0:8192\]  2\.1 MB", ran.stdout)
+
+
+def test_explain_shows_a_refused_parameter_and_exits_1(sides):
+    swapped = ("--source", sides[3], "--target", sides[1])
+    ran = run("explain", "embedding", *swapped)
+    assert ran.status == 1
+    assert "source: nobody" in ran.stdout
+    assert "the plan is refused" in ran.stderr
+    assert "no source has it" in ran.stderr
+    assert run("explain", "embedding", *swapped, "--json").object["error"]["code"] == "plan"
+
+
+def test_unknown_parameter_is_answered_with_close_names(sides):
+    ran = run("explain", "layers.0.nrom", *sides)
+    assert ran.status == 2
+    assert "did you mean" in ran.stderr
+    assert "layers.0.norm" in ran.stderr
+
+
+def test_explain_wants_both_sides():
+    assert run("explain", "w", "--source", "a.toml").status == 2
+
+
+# --- manifest
+
+
+def test_manifest_of_a_layout_plans_the_same(sides, tmp_path):
+    path = tmp_path / "written.json"
+    ran = run("manifest", "--layout", sides[1], "--output", str(path))
+    assert ran.status == 0
+    assert "4 ranks, 4 different shards" in ran.stdout
+    before, after = (run("plan", *s, "--json").object for s in (sides, ("--source", str(path), *sides[2:])))
+    assert after["digest"] == before["digest"]
+    assert run("manifest", "--layout", sides[1], "--json").object == json.loads(path.read_text())
+
+
+@dataclass
+class Member:
+    role: str
+    replica: str
+    rank: int
+    node: str
+    shard: int
+    groups: tuple[tuple[int, ...], ...]
+
+
+class Describing:
+    """A client that can say what is registered."""
+
+    def __init__(self) -> None:
+        whole = Shard((WireTensor("w", (8, 4), "float32"),))
+        half = Shard((WireTensor("w", (4, 4), "float32", is_tp=True, tp_group=0),))
+        self.shards = (whole, half)
+        self.members = (
+            Member("source", "", 0, "n0", 0, ()),
+            *(Member("target", "a", rank, "n1", 1, ((0, 1),)) for rank in range(2)),
+        )
+
+    def describe(self, model: str) -> Describing:
+        assert model == "policy"
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def test_manifests_of_a_registered_model_plan_offline(tmp_path):
+    for name, options in (("source", ()), ("a", ("--replica", "a"))):
+        path = str(tmp_path / f"{name}.json")
+        assert run("manifest", "policy", *options, "--output", path, client=Describing()).status == 0
+    files = ("--source", str(tmp_path / "source.json"), "--target", str(tmp_path / "a.json"))
+    found = run("plan", *files, "--json").object
+    assert [(pair["source"], pair["target"], pair["bytes"]) for pair in found["pairs"]] == [(0, 1, 64), (0, 2, 64)]
+
+
+def test_unknown_replica_is_refused_with_the_known_ones():
+    ran = run("manifest", "policy", "--replica", "b", client=Describing())
+    assert (ran.status, ran.stdout) == (1, "")
+    assert "replicas: a" in ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("policy", "--layout", "a.toml"), ("--layout", "a.toml", "--replica", "a")])
+def test_manifest_of_nothing_or_of_two_things_is_a_usage_error(arguments):
+    assert run("manifest", *arguments).status == 2
+
+
+# --- pieces
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 4, 6, 8, 9], "0, 2, 4, 6 and 2 more")],
+)
+def test_ranks_are_shown_as_ranges(ranks, text):
+    assert rank_ranges(ranks) == text
+
+
+def test_bars_tell_all_from_part_from_nothing():
+    assert bars((8,), [0], [((0, 2),), ((2, 4),)]) == "|####....|"
+    assert bars((96,), [0], [((0, 3),)]) == "|#+" + "." * 46 + "|"
+    assert bars((2, 2), [0, 1], [((0, 1), (0, 2))]) == "|#.| |##|"

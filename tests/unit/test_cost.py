@@ -1,0 +1,130 @@
+"""Cost: bytes per pair and tensor, balance, memory and seconds, by hand and against the written-out table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from refitd.describe.manifest import Layout, read, rosters_of
+from refitd.describe.roster import Roster
+from refitd.plan.build import plan_copies
+from refitd.plan.cost import Links, balance_of, copies_of, estimate, memory_of, traffic_of
+
+WEIGHT = {"name": "w", "shape": [8, 4], "dtype": "float32", "split": {"dim": 0}, "stage": "every"}
+NORM = {"name": "norm", "shape": [3], "dtype": "float32", "stage": "every"}
+LINKS = Links(intra=100.0, inter=10.0)
+
+
+def layout(**degrees) -> Layout:
+    model = {"name": "m", "tensors": [WEIGHT, NORM]}
+    found = read({"kind": "layout", "name": "l", "model": model, **degrees}, "test")
+    assert isinstance(found, Layout)
+    return found
+
+
+def case(source: dict, target: dict, *, collocated: bool = False):
+    rosters = rosters_of(layout(**source), [layout(**target)], collocated=collocated)
+    plan = plan_copies(rosters)
+    return rosters, plan, traffic_of(plan)
+
+
+def test_pairs_of_one_to_two():
+    _, _, traffic = case({}, {"tp": 2})
+    assert traffic.src.tolist() == [0, 0]
+    assert traffic.dst.tolist() == [1, 2]
+    assert traffic.bytes.tolist() == [64 + 12, 64 + 12]
+    assert traffic.copies.tolist() == [2, 2]
+    assert traffic.total_bytes == 152
+    assert traffic.largest_tensors() == [("w", 128, 2), ("norm", 24, 2)]
+
+
+@pytest.mark.parametrize("target", [{"tp": 1, "dp": 3}, {"tp": 4, "dp": 2}, {"tp": 8}])
+def test_traffic_is_that_of_the_written_out_table(target):
+    _, plan, traffic = case({"tp": 2, "dp": 3}, target)
+    table = plan.table
+    assert traffic.total_bytes == table.total_bytes
+    assert traffic.total_copies == len(table)
+    pairs = {}
+    for src, dst, moved in zip(table.src_rank.tolist(), table.dst_rank.tolist(), table.row_bytes.tolist(), strict=True):
+        pairs[src, dst] = pairs.get((src, dst), 0) + moved
+    found = zip(traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), strict=True)
+    assert {(s, d): b for s, d, b in found} == pairs
+    by_name = {table.tensors[i]: int(table.row_bytes[table.tensor == i].sum()) for i in range(len(table.tensors))}
+    assert {name: moved for name, moved, _ in traffic.largest_tensors()} == by_name
+
+
+def test_copies_of_a_tensor_are_the_tables_rows_of_it():
+    _, plan, _ = case({"tp": 4, "dp": 2}, {"tp": 2, "dp": 3})
+    whole = plan.table.select(plan.table.tensor == plan.table.tensors.index("w"))
+    found = copies_of(plan, "w")
+    for column in ("src_rank", "dst_rank", "size", "src_offset", "dst_offset", "src_stride", "dst_stride"):
+        assert np.array_equal(getattr(found, column), getattr(whole, column)), column
+    assert len(copies_of(plan, "unknown")) == 0
+
+
+def test_local_copies_are_not_sent():
+    rosters, _, traffic = case({"tp": 2}, {"tp": 2}, collocated=True)
+    assert traffic.local_bytes == traffic.total_bytes == 152
+    assert balance_of(traffic, rosters).max_bytes == 0
+    assert balance_of(traffic, rosters).ratio == 1.0
+
+
+def test_balance_counts_senders_that_send_nothing():
+    rosters, _, traffic = case({"dp": 4}, {})
+    balance = balance_of(traffic, rosters)
+    assert (balance.senders, balance.max_bytes, balance.max_rank) == (4, 140, 0)
+    assert balance.ratio == 4.0
+    assert balance_of(traffic, [Roster(0)]).senders == 0
+
+
+def test_memory_is_each_sides_shard():
+    rosters, _, _ = case({"tp": 2}, {"tp": 4})
+    assert [(m.rank, m.source_bytes, m.staging_bytes) for m in memory_of(rosters)] == [
+        (0, 76, 0),
+        (1, 76, 0),
+        *((rank, 0, 44) for rank in range(2, 6)),
+    ]
+
+
+def test_estimate_waits_for_the_slowest_rank_link_and_direction():
+    rosters, _, traffic = case({"tp": 2, "ranks_per_node": 2}, {"ranks_per_node": 2})
+    least = estimate(traffic, rosters, LINKS)
+    assert least is not None
+    assert (least.rank, least.link, least.direction, least.bytes) == (2, "inter", "receives", 140)
+    assert least.seconds == pytest.approx(140 / 10e9)
+
+
+def test_links_of_one_rank_work_at_the_same_time():
+    # rank 0 sends rank 1 on its node 140 bytes and rank 2 on another node as many
+    rosters, _, traffic = case({"ranks_per_node": 2}, {"dp": 2, "first_rank": 1, "first_node": 0, "ranks_per_node": 1})
+    least = estimate(traffic, rosters, LINKS)
+    assert least is not None
+    assert (least.rank, least.link, least.direction, least.seconds) == (0, "inter", "sends", pytest.approx(140 / 10e9))
+
+
+def test_copies_on_a_node_take_the_faster_link():
+    rosters, _, traffic = case({}, {"first_rank": 1, "first_node": 0})
+    least = estimate(traffic, rosters, LINKS)
+    assert least is not None
+    assert (least.link, least.seconds) == ("intra", pytest.approx(140 / 100e9))
+
+
+def test_ranks_without_a_node_have_one_each():
+    rosters, _, traffic = case({}, {})
+    bare = [Roster(r.rank, r.source, r.destination) for r in rosters]
+    least = estimate(traffic, bare, LINKS)
+    assert least is not None
+    assert least.link == "inter"
+
+
+def test_nothing_to_move_takes_no_time():
+    plan = plan_copies([Roster(0)])
+    assert estimate(traffic_of(plan), [Roster(0)], LINKS) is None
+    assert traffic_of(plan).total_bytes == 0
+
+
+@pytest.mark.parametrize("links", [Links(0.0, 1.0), Links(1.0, -1.0), Links(float("nan"), 1.0)])
+def test_speeds_must_be_positive(links):
+    rosters, _, traffic = case({}, {})
+    with pytest.raises(ValueError, match="above 0"):
+        estimate(traffic, rosters, links)
