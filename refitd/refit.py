@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
-from refitd.describe.module import module_tensors
 from refitd.errors import ConfigError
-from refitd.spmd.agree import PlanCache, Request, agree_on_plan
+from refitd.spmd.agree import PlanCache, agree_on_plan
 from refitd.spmd.caches import BoundedCache
 from refitd.spmd.execute import Job, execute
 from refitd.spmd.peers import Deadline, Group, Peers
+from refitd.spmd.request import Request
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class RefitCaches:
 
     plans: PlanCache = field(default_factory=lambda: BoundedCache(16))
     services: BoundedCache[tuple[str, Any], ExchangeService] = field(
-        default_factory=lambda: BoundedCache(8, release=ExchangeService.close)
+        default_factory=lambda: BoundedCache(8, release=lambda service: service.close())
     )
 
 
@@ -77,10 +77,9 @@ def build_centralized_reshard_plan(
         PlanError: on every rank with the same words: everything that stands in the way, on any rank.
         DeadlineExceeded, PeerLost: a rank did not take part.
     """
-    request = Request(
-        _unwrapped(src_module), _unwrapped(dst_module), num_experts, src_rank_offset, dst_rank_offset, casts
-    )
-    return agree_on_plan(request, Peers(group), Deadline.after(timeout), _caches.plans).plan.ops
+    request = Request(src_module, dst_module, num_experts, src_rank_offset, dst_rank_offset, casts)
+    plan, _ = agree_on_plan(request, Peers(group), Deadline.after(timeout), _caches.plans)
+    return plan.ops
 
 
 def swap_model_weights(
@@ -167,16 +166,10 @@ def reshard_model_weights(
             f"the group has ranks {list(peers.ranks)}, the service exchanges between {list(service.ranks)}; use one "
             "group for both"
         )
-    source, target = _unwrapped(src_model), _unwrapped(target_model)
-    request = Request(source, target, num_experts, src_rank_offset, dst_rank_offset, casts)
-    agreed = agree_on_plan(request, peers, deadline, _caches.plans)
-    job = Job(
-        sources={} if source is None else module_tensors(source),
-        destinations={} if target is None else module_tensors(target),
-        casts=agreed.casts,
-        transform=transform,
-    )
-    return execute(agreed.plan, job, service, deadline, verify=verify)
+    request = Request(src_model, target_model, num_experts, src_rank_offset, dst_rank_offset, casts)
+    plan, brought = agree_on_plan(request, peers, deadline, _caches.plans)
+    job = Job(brought.sources, brought.destinations, brought.casts, transform)
+    return execute(plan, job, service, deadline, verify=verify)
 
 
 def get_or_create_service(backend: RefitBackendName, group: Group = None) -> ExchangeService:
@@ -211,23 +204,3 @@ def clear_all_caches() -> None:
     """Forget services and plans."""
     clear_service_cache()
     clear_plan_cache()
-
-
-def _unwrapped(model: nn.Module | Sequence[nn.Module] | None) -> nn.Module | Sequence[nn.Module] | None:
-    """Return the model inside wrappers (DistributedDataParallel, Float16Module) that hold nothing but `module`.
-
-    Their names would differ from those of a model that is not wrapped.
-    """
-    from torch import nn
-
-    if model is None:
-        return None
-    if not isinstance(model, nn.Module):
-        chunks = [_unwrapped(chunk) for chunk in model]
-        return [chunk for chunk in chunks if isinstance(chunk, nn.Module)]
-    while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
-        inner = model._modules["module"]
-        if inner is None:
-            break
-        model = inner
-    return model

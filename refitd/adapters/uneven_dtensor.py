@@ -338,6 +338,9 @@ def _assembled(dtensor: DTensor, deadline: Deadline) -> torch.Tensor:
             for d, n in zip(others, solid[0].tolist() if len(solid) else [], strict=False):
                 padded_shape[d] = n
             padded_shape[dim] = max(sizes)
+            if not prod(padded_shape):
+                full = full.new_zeros([sum(sizes) if d == dim else n for d, n in enumerate(padded_shape)])
+                continue
             padded = full.new_zeros(padded_shape)
             if full.shape[dim]:
                 padded.narrow(dim, 0, full.shape[dim]).copy_(full)

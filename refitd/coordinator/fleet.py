@@ -8,7 +8,7 @@ from refitd.describe.roster import Roster
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.reports import NodeStatus, SourceStatus, TargetStatus
-from refitd.protocol.shards import metadata_of
+from refitd.protocol.shards import Shard, metadata_of
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class Member:
     """One registered rank, on either side."""
 
     added: AddShard
+    shard: Shard
     node: str
     host: str
     bytes: int
@@ -174,13 +175,13 @@ class Model:
     def rosters(self) -> list[Roster]:
         """Return what the planner needs, ranks numbered as `ranks` says."""
         rosters = [
-            Roster(rank, source=metadata_of(m.added.shard, rank), node=m.node, label=f"source rank {rank}")
+            Roster(rank, source=metadata_of(m.shard, rank), node=m.node, label=f"source rank {rank}")
             for rank, m in sorted(self.sources.items())
         ]
         offsets = self._offsets()
         for (replica, local), m in sorted(self.targets.items()):
             rank = offsets[replica] + local
-            described = metadata_of(m.added.shard, rank, offsets[replica])
+            described = metadata_of(m.shard, rank, offsets[replica])
             rosters.append(Roster(rank, destination=described, node=m.node, label=f"{replica} rank {local}"))
         return rosters
 
@@ -201,7 +202,7 @@ class Model:
                 host=m.host,
                 pid=m.added.pid,
                 attached=m.attached,
-                tensors=len(m.added.shard.tensors),
+                tensors=len(m.shard.tensors),
                 bytes=m.bytes,
                 versions=tuple(sorted(m.versions)),
             )
@@ -218,7 +219,7 @@ class Model:
                 node=m.node,
                 host=m.host,
                 pid=m.added.pid,
-                tensors=len(m.added.shard.tensors),
+                tensors=len(m.shard.tensors),
                 bytes=m.bytes,
                 state="behind" if m.staged else "empty" if m.version is None else "serving",
                 version=m.version,

@@ -31,9 +31,19 @@ from refitd.errors import IllegalTransition, ProtocolError, RefitdError, Refused
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.reports import ModelStatus, StatusReport, SwapReport
+from refitd.protocol.shards import Shard, shard_digest
 
 # A daemon says something every second; this long without a word and its members count as lost.
 NODE_SILENCE_S = 10.0
+
+# Descriptions kept beyond those that members use: engines that restart find theirs known.
+MAX_UNUSED_SHARDS = 256
+
+
+class UnknownShard(RefusedError):
+    """A member's description has not been sent, or has been forgotten."""
+
+    code = "unknown-shard"
 
 
 @dataclass(slots=True)
@@ -78,6 +88,7 @@ class Coordinator:
     nodes: dict[str, Node] = field(default_factory=dict)
     models: dict[str, _ModelState] = field(default_factory=dict)
     _members: dict[str, Member] = field(default_factory=dict)
+    _shards: dict[str, Shard] = field(default_factory=dict)  # by digest
     _plan_requests: dict[int, _PlanRequest] = field(default_factory=dict)
     _tickets: int = 0
     _out: list[Instruction] = field(default_factory=list)
@@ -141,6 +152,8 @@ class Coordinator:
             case cluster.NodeUpdate(status):
                 node.status = status
                 reply = local.Done()
+            case cluster.DescribeShard(digest, shard):
+                self._describe(digest, shard)
             case cluster.AddShard():
                 self._add(node, message, now)
                 reply = local.Done()
@@ -194,6 +207,15 @@ class Coordinator:
 
     # --- members ------------------------------------------------------------------------------------------
 
+    def _describe(self, digest: str, shard: Shard) -> None:
+        if shard_digest(shard) != digest:
+            raise ProtocolError(f"a shard was described as {digest}, its content is {shard_digest(shard)}")
+        used = {member.added.digest for member in self._members.values()}
+        # what no member uses any more makes room; a daemon that still counts on it is asked to describe it again
+        for old in [d for d in self._shards if d not in used][: max(0, len(self._shards) - MAX_UNUSED_SHARDS)]:
+            del self._shards[old]
+        self._shards[digest] = shard
+
     def _add(self, node: Node, added: cluster.AddShard, now: float) -> None:
         if added.rank >= added.world_size:
             raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
@@ -201,9 +223,13 @@ class Coordinator:
         if state is None:
             auto = self.config.models.get(added.model, ModelConfig()).auto_swap
             state = _ModelState(Model(added.model, auto))
-        nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in added.shard.tensors)
+        shard = self._shards.get(added.digest)
+        if shard is None:
+            raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
+        nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
         member = Member(
             added,
+            shard,
             node.status.node,
             node.status.host,
             nbytes,

@@ -311,7 +311,7 @@ class _Agreed(Exception):
 
 
 def _doing(flight: _InFlight) -> str:
-    return f"{'sending' if flight.stream.is_send else 'receiving'} message {flight.number}"
+    return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
 
 
 def _offer(stream: _Stream | None, terms: bytes) -> bytes:

@@ -11,7 +11,7 @@ from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import RefusedError
 from refitd.execute.copies import PROCESS_MEMORY, LocalTensor
 from refitd.protocol.local import RegisterSource, RegisterTarget
-from refitd.protocol.shards import Place, Shard, metadata_of
+from refitd.protocol.shards import Place, Shard, metadata_of, shard_digest
 
 # No shard of one rank is larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
@@ -65,6 +65,7 @@ class Member:
     session: int | None  # None: the source's client is gone
     pid: int
     registration: RegisterSource | RegisterTarget
+    digest: str  # of its shard
     names: tuple[str, ...]
     packed: tuple[LocalTensor, ...]  # places in an arena that refitd lays out, arena still 0
     live: tuple[LocalTensor, ...]  # places of arena-backed live tensors, else empty
@@ -163,6 +164,7 @@ def new_member(
         session=session,
         pid=pid,
         registration=r,
+        digest=shard_digest(r.shard),
         names=tuple(t.name for t in r.shard.tensors),
         packed=packed,
         live=_live_places(r, session, arenas),

@@ -82,6 +82,7 @@ class Daemon:
         self._allocating: dict[int, _Allocating] = {}
         self._forwarded: dict[int, _Forwarded] = {}
         self._numbers = 0
+        self._described: set[str] = set()  # digests of the shards that this coordinator has been told
         self._boot = ""  # of the coordinator; "" while none has welcomed us
         self._coordinator_heard = -1e9
         self._now = 0.0
@@ -336,7 +337,24 @@ class Daemon:
                 done = local.TargetRegistered(member=member.id, staging=member.staging, nbytes=nbytes)
             self._reply(session.id, request, done)
 
-        self._forward(session.id, request, self._add_shard(member), answer)
+        self._add(session.id, request, member, answer)
+
+    def _add(self, session: int, request: int, member: Member, then: Callable[[Message], None]) -> None:
+        """Tell the coordinator of a member, and of what it holds if that is new to this coordinator."""
+
+        def answer(reply: Message) -> None:
+            if isinstance(reply, local.Failure) and reply.code == "unknown-shard":
+                self._described.discard(member.digest)
+                self._add(session, request, member, then)
+            else:
+                then(reply)
+
+        known = member.digest in self._described
+        if not known and self.is_coordinated:
+            self._described.add(member.digest)
+            self._say(0, cluster.DescribeShard(digest=member.digest, shard=member.registration.shard))
+        # asked for once more only when it was left out: a coordinator that keeps forgetting cannot loop us
+        self._forward(session, request, self._add_shard(member), answer if known else then)
 
     def _replace_detached(self, member: Member) -> None:
         r = member.registration
@@ -356,7 +374,7 @@ class Daemon:
             rank=r.rank,
             world_size=r.world_size,
             pid=member.pid,
-            shard=r.shard,
+            digest=member.digest,
             attached=member.session is not None,
             versions=tuple(member.held()),
             version=member.version,
@@ -412,8 +430,9 @@ class Daemon:
         if known == boot:
             return
         self._log("coordinator", boot=boot)
+        self._described.clear()
         for member in self.members.values():
-            self._forward(0, 0, self._add_shard(member), self._readmitted(member.id))
+            self._add(0, 0, member, self._readmitted(member.id))
 
     def _readmitted(self, member: str) -> Callable[[Message], None]:
         def answer(reply: Message) -> None:

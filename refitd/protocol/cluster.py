@@ -25,8 +25,18 @@ class NodeUpdate(Message, frozen=True):
     status: NodeStatus
 
 
+class DescribeShard(Message, frozen=True):
+    """The tensors that AddShard messages name by `digest` (shard_digest): sent once per coordinator life."""
+
+    digest: Name
+    shard: Shard
+
+
 class AddShard(Message, frozen=True):
-    """A client has registered. Reply: Done, or Failure and the registration is taken back."""
+    """A client has registered. Reply: Done, or Failure and the registration is taken back.
+
+    A Failure with code "unknown-shard" asks for DescribeShard first.
+    """
 
     member: Name
     model: Name
@@ -35,7 +45,7 @@ class AddShard(Message, frozen=True):
     rank: Small
     world_size: Small
     pid: Count
-    shard: Shard
+    digest: Name
     attached: bool = True
     versions: tuple[Count, ...] = ()  # source: published and held
     version: Count | None = None  # target: served
@@ -173,6 +183,7 @@ class EndSwap(Message, frozen=True):
 NodeMessage = (
     NodeHello
     | NodeUpdate
+    | DescribeShard
     | AddShard
     | RemoveShard
     | DetachShard

@@ -6,12 +6,12 @@ collective: every process of the group calls it, in the same order.
 
 from __future__ import annotations
 
-import re
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from refitd.protocol.base import MAX_MESSAGE_BYTES
 Group = Any  # a torch ProcessGroup or one of its backends; None for the default group
 
 # apart from the tags that callers use on their own groups
+_MEET_TAG = 0x52460000
 _LENGTH_TAG = 0x52460001
 _PAYLOAD_TAG = 0x52460002
 _TROUBLE_BYTES = 480
@@ -83,7 +84,6 @@ class Peers:
         except (KeyError, ValueError):  # a group that torch has not registered
             self.ranks = tuple(range(group.size()))
         self.device = _device(group)
-        self._has_monitored_barrier = "gloo" in _backend_names(group)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -94,24 +94,42 @@ class Peers:
         return self.ranks[self.index]
 
     def meet(self, deadline: Deadline, purpose: str) -> None:
-        """Return once everyone has come; who has not is named, where the backend can say it.
+        """Return once everyone has come. Position 0 waits for the others and names the first that is missing.
+
+        torch's monitored_barrier does this with a deadline at position 0 only; the others would wait longer.
 
         Raises:
             DeadlineExceeded, PeerLost: someone did not come.
         """
-        if len(self) == 1:
+        # what position 0 tells the others: 0, or 1 + the position that is gone
+        tokens = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in self.ranks]
+        if self.index:
+            self.wait(self.send(tokens[0], 0, _MEET_TAG), 0, deadline, f"{purpose}: coming to")
+            self.wait(self.receive(tokens[1], 0, _MEET_TAG), 0, deadline, f"{purpose}: all others, counted by")
+            if gone := int(tokens[1].item()):
+                raise PeerLost(f"{purpose}: rank {self.ranks[gone - 1]} is gone")
             return
-        if not self._has_monitored_barrier:
-            self.all_gather(b"", deadline, purpose)
-            return
-        try:
-            self.group.monitored_barrier(deadline.left(), True)
-        except RuntimeError as exc:
-            # torch names positions in the group
-            missing = re.search(r"Ranks ([\d, ]+) failed to pass", str(exc))
-            who = [str(self.ranks[int(i)]) for i in missing[1].split(",")] if missing else []
-            subject = f"rank {', '.join(who)} did not come" if who else "not every rank of the group came"
-            raise _translated(exc, deadline, f"{purpose}: {subject}", self.rank) from exc
+        lost: dict[int, PeerLost] = {}
+
+        def trying(position: int, step: Callable[[], _Posted | None]) -> _Posted | None:
+            try:
+                return step()
+            except PeerLost as exc:  # the others can still be told
+                lost.setdefault(position, exc)
+                return None
+
+        for kind, what in ((self.receive, "not everyone came, missing"), (self.send, "telling")):
+            said = 1 + min(lost) if lost else 0
+            works = [
+                (i, trying(i, partial(kind, tokens[i].fill_(said), i, _MEET_TAG)))
+                for i in range(1, len(self))
+                if i not in lost
+            ]
+            for i, work in works:
+                if work is not None:
+                    trying(i, partial(self.wait, work, i, deadline, f"{purpose}: {what}"))
+        if lost:
+            raise PeerLost(f"{purpose}: rank {self.ranks[min(lost)]} is gone") from lost[min(lost)]
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         """Return everyone's record, by position. Records are as long as each other."""
@@ -222,7 +240,7 @@ class Peers:
         Raises:
             DeadlineExceeded, PeerLost: naming the rank; the group cannot be used for transfers afterwards.
         """
-        with self._errors(deadline, f"{purpose}: rank {self.ranks[position]}"):
+        with self._errors(deadline, f"{purpose} rank {self.ranks[position]}"):
             posted.work.wait(deadline.left())
 
     def _errors(self, deadline: Deadline, subject: str) -> _Translating:
@@ -262,13 +280,6 @@ def _translated(exc: RuntimeError, deadline: Deadline, subject: str, rank: int) 
 
 def _first_line(exc: BaseException) -> str:
     return (str(exc).splitlines() or [""])[0].strip() or type(exc).__name__
-
-
-def _backend_names(group: Any) -> set[str]:
-    names = set()
-    for kind in getattr(group, "_device_types", ()):
-        names.add(str(group._get_backend(kind).name()).lower())
-    return names or {str(group.name()).lower()}
 
 
 def _device(group: Any) -> torch.device:

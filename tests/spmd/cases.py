@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -179,15 +180,15 @@ def every_dtype(world: World) -> None:
     for name in names:
         dtype = getattr(torch, name)
         raw = torch.randint(0, 2 if name == "bool" else 256, (24 * 5 * dtype.itemsize,), generator=generator)
-        whole[name] = raw.to(torch.uint8).view(dtype).view(24, 5)
+        whole[f"w_{name}"] = raw.to(torch.uint8).view(dtype).view(24, 5)
     source = linear({n: t[world.rank * 3 : world.rank * 3 + 3].clone() for n, t in whole.items()}, 0, range(8))
     target = linear({n: torch.zeros_like(t) for n, t in whole.items()})
     for message_bytes in (None, 32):
         service = gloo.GlooService(message_bytes=message_bytes)
         refitd.reshard_model_weights(source, target, service, timeout=TIMEOUT_S)
-        for name in names:
-            assert bits(target.get_parameter(name)) == bits(whole[name]), name
-            target.get_parameter(name).view(torch.uint8).zero_()
+        for name, value in whole.items():
+            assert bits(target.get_parameter(name)) == bits(value), name
+            target.get_parameter(name).data.view(torch.uint8).zero_()
 
 
 def one_tensor_in_both_models(world: World) -> str:
@@ -410,3 +411,13 @@ def service_waits_no_longer(world: World, timeout: float) -> tuple[str, bool]:
     said = refused(lambda: service.run(timeout), refitd.TransportError)
     said += " / " + refused(lambda: service.run(timeout), refitd.TransportError)
     return said, service.is_usable
+
+
+def one_dies_while_sending(world: World, timeout: float) -> str:
+    service = gloo.GlooService()
+    if world.rank == 1:
+        service.send(1, torch.ones(9), 0)
+        gloo.GlooService._post = lambda *_: os._exit(1)
+    if world.rank == 0:
+        service.receive(1, torch.zeros(9), 1)
+    return refused(lambda: service.run(timeout), refitd.TransportError)

@@ -202,10 +202,8 @@ def build(layout: Layout, rank: int, seed: int, *, is_filled: bool) -> Built | N
             _child(chunk, f"layers.{i}").layer_number = layer + 1
     for chunk_number, name, canonical, whole, expert in names_of(layout, place):
         index, count = (place.tp_index, layout.tp) if expert is None else (place.expert_tp_index, layout.expert_tp)
-        shard = cut(whole_tensor(canonical, whole, expect_seed), whole, index, count)
-        value = (
-            torch.zeros_like(shard) if seed is None else cut(whole_tensor(canonical, whole, seed), whole, index, count)
-        )
+        shard = cut(whole_tensor(canonical, whole, seed), whole, index, count)
+        value = shard.clone() if is_filled else torch.zeros_like(shard)
         path, _, last = name.rpartition(".")
         parent = _child(chunks[chunk_number], path)
         if whole.is_buffer:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 START_S = 60.0
+GRACE_S = 2.0
 
 # forking a process that has imported torch, and run nothing of it, takes milliseconds; importing takes seconds
 _context = multiprocessing.get_context("forkserver")
@@ -58,15 +59,18 @@ class Pool:
     def run(
         self, function: str, *args: Any, timeout: float = 30.0, ranks: Sequence[int] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call tests.spmd.cases.<function>(world, ...) on the ranks (by default all); return their results in order.
+        """Call a function, as `start` does, and return the results in order of ranks.
 
         Raises:
-            PoolFailed: a call raised, or did not end in time; then the pool is ended.
+            PoolFailed: a call raised, or did not end in time; the pool is ended.
         """
-        chosen = range(self.size) if ranks is None else ranks
-        for rank in chosen:
+        self.start(function, *args, ranks=ranks, **kwargs)
+        return self._collect(timeout, range(self.size) if ranks is None else ranks)
+
+    def start(self, function: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
+        """Have ranks (by default all) call function(world, ...): of tests.spmd.cases, or "module:name" beside it."""
+        for rank in range(self.size) if ranks is None else ranks:
             self._pipes[rank].send((function, args, kwargs))
-        return self._collect(timeout, chosen)
 
     def kill(self, rank: int) -> None:
         """End one process without warning."""
@@ -75,6 +79,8 @@ class Pool:
 
     def close(self) -> None:
         """End every process."""
+        if not self.is_alive:
+            return
         self.is_alive = False
         for process in self._processes:
             process.kill()
@@ -95,12 +101,13 @@ class Pool:
                     answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     answers[rank] = Failed("the process has ended")
+                if isinstance(answers[rank], Failed):  # the others may be waiting for it
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
         if not waiting and not any(isinstance(answer, Failed) for answer in answers.values()):
             return [answers[rank] for rank in ranks]
         said = {rank: answer.traceback for rank, answer in answers.items() if isinstance(answer, Failed)}
         said |= {rank: f"no answer within {timeout} s; it is at\n{self._stack(rank)}" for rank in waiting.values()}
-        if waiting:
-            self.close()
+        self.close()  # who knows where each of them is
         raise PoolFailed("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(said.items())))
 
     def _stack(self, rank: int) -> str:
@@ -142,11 +149,12 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
                 function, args, kwargs = pipe.recv()
             except EOFError:
                 return
-            pipe.send(_answer(getattr(cases, function), world, args, kwargs))
+            pipe.send(_answer(function, world, args, kwargs))
 
 
-def _answer(function: Any, world: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _answer(function: str, world: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
-        return function(world, *args, **kwargs)
+        module, _, name = function.rpartition(":")
+        return getattr(importlib.import_module(f"tests.spmd.{module or 'cases'}"), name)(world, *args, **kwargs)
     except BaseException:
         return Failed(traceback.format_exc())

@@ -30,3 +30,12 @@ def test_a_run_ends_at_its_deadline_and_the_service_with_it(small_pool: Callable
 
     assert "comparing transfers" in said and "0.5 s" in said
     assert "cannot be used any more" in said and not is_usable
+
+
+def test_a_rank_that_dies_while_sending_is_named(small_pool: Callable[[int], Pool]) -> None:
+    """Rank 1 answers nothing, since it is gone: only rank 0 is asked what it saw."""
+    pool = small_pool(2)
+    pool.start("one_dies_while_sending", 15.0, ranks=[1])
+    (said,) = pool.run("one_dies_while_sending", 15.0, ranks=[0], timeout=10)
+
+    assert "rank 1" in said

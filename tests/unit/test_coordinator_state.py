@@ -76,8 +76,10 @@ class Harness:
             "rank": 0,
             "world_size": 1,
             "pid": 5,
-            "shard": shards.shard_of(metadata),
+            "digest": shards.shard_digest(shards.shard_of(metadata)),
         } | fields
+        shard = shards.shard_of(metadata)
+        self.say(node, cluster.DescribeShard(digest=shards.shard_digest(shard), shard=shard))
         return self.say(node, cluster.AddShard(**added), request=3)
 
     def ready(self) -> None:
@@ -252,3 +254,19 @@ def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
         for rank in range(world):
             h.add(f"{replica}{rank}", replica=replica, rank=rank, world_size=world)
     assert h.state.models["m"].fleet.ranks() == {"src0": 0, "src1": 1, "a0": 2, "a1": 3, "b0": 4}
+
+
+def test_a_member_whose_shard_is_not_known_is_asked_to_describe_it() -> None:
+    h = Harness()
+    h.join()
+    (failure,) = h.add("src", digest="0" * 32)
+    assert isinstance(failure, local.Failure) and failure.code == "unknown-shard"
+    assert not h.state.models
+
+
+def test_a_shard_under_a_wrong_digest_is_refused() -> None:
+    h = Harness()
+    h.join()
+    shard = shards.shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2)])
+    (failure,) = h.say("n0", cluster.DescribeShard(digest="0" * 32, shard=shard), request=1)
+    assert isinstance(failure, local.Failure) and "its content is" in failure.message

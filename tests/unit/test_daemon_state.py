@@ -305,3 +305,17 @@ def test_a_commit_copy_is_repeated_when_a_worker_dies_and_given_up_after_three()
     assert "3 attempts failed" in applied.reason
     h.ask(local.CommitFailed(swap="s", member=target.member, reason=applied.reason))
     assert h.daemon.members[target.member].version is None
+
+
+def test_a_description_is_sent_once_per_layout_and_again_when_it_was_forgotten() -> None:
+    h = Harness()
+    for rank in range(3):
+        registration = local.RegisterTarget(model="m", replica="r", rank=rank, world_size=3, shard=SHARD)
+        assert isinstance(h.ask(registration), local.TargetRegistered)
+    assert len(h.said(cluster.DescribeShard)) == 1
+    assert len({m.digest for m in h.said(cluster.AddShard)}) == 1
+    h.refuse_with = local.Failure(code="unknown-shard", message="forgotten")
+    answer = h.ask(local.RegisterTarget(model="m", replica="q", rank=0, world_size=1, shard=SHARD))
+    # it was described again, once; a coordinator that still does not know it refuses the registration
+    assert len(h.said(cluster.DescribeShard)) == 2
+    assert answer == h.refuse_with

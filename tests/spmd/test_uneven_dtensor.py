@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.spmd.pool import Pool
+
+
+@pytest.mark.parametrize("first", [0, 26])
+def test_uneven_shards_are_found_gathered_and_split(pool: Pool, first: int) -> None:
+    assert pool.run("dtensor_cases:random_uneven", range(first, first + 26), timeout=60) == [26] * 8
+
+
+def test_even_shards_are_where_torch_puts_them(pool: Pool) -> None:
+    pool.run("dtensor_cases:torchs_own_shards")
+
+
+def test_sections_that_do_not_sum_are_refused(pool: Pool) -> None:
+    for short, negative, nothing, dim in pool.run("dtensor_cases:splits"):
+        assert "[3, 6] sum to 9" in short and "sum to 10" in short
+        assert "[12, -2]" in negative
+        assert "expected 1 or more" in nothing
+        assert "dim is 5" in dim
+
+
+def test_gaps_overlaps_and_replicas_that_differ_are_found_by_every_rank(pool: Pool) -> None:
+    said = pool.run("dtensor_cases:violations")
+
+    assert all(each == said[0] for each in said)
+    gap, overlap, end, replicas, short = said[0]
+    assert "no chunk holds [7:8, 0:3]" in gap
+    assert "chunks [6:8, 0:3] and [7:9, 0:3] overlap" in overlap and "no chunk holds [9:10, 0:3]" in overlap
+    assert "no chunk holds [14:15, 0:3]" in end
+    assert "replicas along mesh dim 0 have different chunks" in replicas
+    assert "dim 0: the shards have 16 elements together, expected 17" in short
+
+
+def test_a_checkpoint_of_uneven_shards_loads_into_other_shards(pool: Pool, tmp_path: Path) -> None:
+    pool.run("dtensor_cases:saved_and_loaded", str(tmp_path / "saved"))
