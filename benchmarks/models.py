@@ -42,35 +42,46 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A model over `ranks` ranks: the source's are the first half, numbered from 0, the destination's follow."""
+    """A model over `ranks` ranks: the source's are the first half, numbered from 0, those of the engines follow.
+
+    Each engine is a world of its own: it numbers its ranks from 0, and its groups hold none of another engine.
+    """
 
     model: str
     ranks: int
     source: Layout
-    destination: Layout
+    engine: Layout
+    engines: int
+
+    def worlds(self) -> Iterator[tuple[Layout, int]]:
+        """Yield (layout, first rank) of the source and of every engine."""
+        yield self.source, 0
+        first, size = world_size(self.source), world_size(self.engine)
+        yield from ((self.engine, first + i * size) for i in range(self.engines))
 
     def describe(self) -> str:
         """Return the two layouts in the field's words: TP8 PP4 DP2 -> TP4 DP16."""
-        return f"{_words(self.source)} -> {_words(self.destination)}"
+        return f"{_words(self.source)} -> {self.engines} x {_words(self.engine)}"
 
 
 def case(model: str, ranks: int) -> Case:
     """Return a model over `ranks` ranks in the layouts the reference was measured in.
 
-    Llama: TP8 PP4 DPn -> TP4 DPm. Experts: TP4 PPn EP32 -> TP8 EP16, n up to 16, as few ranks as that takes.
+    Llama: TP8 PP4 DPn -> TP4, m times. Experts: TP4 PPn EP32 -> TP8 EP16 (on 16 ranks), n up to 16.
     """
     found = load_model(FILES / MODELS[model])
     half = ranks // 2
     if found.experts:
         stages = max(1, min(MAX_STAGES, half // 32))
         source = Layout(name="train", model=found, tp=4, pp=stages, ep=32, dp=half // stages // 4)
-        destination = Layout(name="serve", model=found, tp=8, ep=16, dp=half // 8)
+        engine = Layout(name="serve", model=found, tp=8, ep=16, dp=2)
     else:
         source = Layout(name="train", model=found, tp=8, pp=4, dp=half // 32)
-        destination = Layout(name="serve", model=found, tp=4, dp=half // 4)
-    if world_size(source) != half or world_size(destination) != half:
-        raise ValueError(f"{model} does not fit {ranks} ranks: {world_size(source)} -> {world_size(destination)}")
-    return Case(model, ranks, source, destination)
+        engine = Layout(name="serve", model=found, tp=4)
+    engines = half // world_size(engine)
+    if world_size(source) + engines * world_size(engine) != ranks:
+        raise ValueError(f"{model} does not fit {ranks} ranks")
+    return Case(model, ranks, source, engine, engines)
 
 
 def small_case(layers: int = 2) -> Case:
@@ -84,8 +95,8 @@ def small_case(layers: int = 2) -> Case:
         for spec in found.source.model.tensors
     )
     model = msgspec.structs.replace(found.source.model, layers=layers, tensors=tensors)
-    replaced = [msgspec.structs.replace(layout, model=model) for layout in (found.source, found.destination)]
-    return Case("small", 64, replaced[0], replaced[1])
+    source, engine = (msgspec.structs.replace(layout, model=model) for layout in (found.source, found.engine))
+    return Case("small", 64, source, engine, found.engines)
 
 
 def kind(layout: Layout, index: int) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Each case runs in a process of its own, with a time limit, so that its peak memory is its own. Two ways of receiving:
 
-    each       every rank sends its whole description: `Shard`, decoded and unpacked by refitd.protocol.shards
-    addressed  each different list of tensors, and each different group, comes once; ranks refer to them by digest.
+    by shard   each different `Shard` (tensors and groups) comes once and is unpacked for every rank, as in the service
+    by layout  each different list of tensors, and each different group, comes once; ranks refer to both by digest.
                That is done here, with the types of refitd.protocol.shards: no message of the service says it so far.
 """
 
@@ -17,7 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from refitd.protocol.shards import Shard, WireTensor, metadata_of, shard_of
 RESULTS = Path(__file__).parent / "results"
 CASE_LIMIT_S = 40.0
 BUDGET_S = 600.0  # of all cases together; what would not fit is left out, and said so
-WAYS = ("addressed", "each")
+WAYS = ("by layout", "by shard")
 RANKS_PER_NODE = 8
 DIGEST_BYTES = 16
 
@@ -53,6 +53,7 @@ class Registration:
     """What one rank sends: its tensors (bytes that equal ranks share) and its groups, both as MessagePack."""
 
     rank: int
+    first: int  # of its world: its groups count from there
     is_source: bool
     tensors: bytes
     groups: bytes
@@ -72,10 +73,13 @@ class Wire:
 
 
 def registrations(case: models.Case) -> list[Registration]:
-    """Return what all ranks of a case send; ranks are numbered across both pools, groups within their own."""
-    found = []
-    half = world_size(case.source)
-    for layout, offset in ((case.source, 0), (case.destination, half)):
+    """Return what all ranks of a case send."""
+    found: list[Registration] = []
+    for number, (layout, first) in enumerate(case.worlds()):
+        if number > 1:  # engines say what the first one says
+            engine = found[world_size(case.source) :][: world_size(layout)]
+            found += [replace(r, rank=first + r.rank - r.first, first=first) for r in engine]
+            continue
         tensors: dict[tuple[int, ...], bytes] = {}
         order: dict[tuple[int, ...], list[str]] = {}
         for index in range(world_size(layout)):
@@ -87,8 +91,8 @@ def registrations(case: models.Case) -> list[Registration]:
                 order[kind] = _group_names(layout, index)
                 if [mine[name] for name in order[kind]] != list(shard.groups):
                     raise AssertionError("groups are not in the order in which tensors name them")
-            groups = packed([mine[name] for name in order[kind]])
-            found.append(Registration(offset + index, not offset, tensors[kind], groups))
+            groups = packed(tuple(mine[name] for name in order[kind]))
+            found.append(Registration(first + index, first, number == 0, tensors[kind], groups))
     return found
 
 
@@ -140,9 +144,9 @@ def unpacked(data: bytes) -> Any:
     return msgpack.unpackb(data, use_list=True)
 
 
-def rosters_from(received: list[Registration], way: str, first_destination: int) -> list[Roster]:
+def rosters_from(received: list[Registration], way: str) -> list[Roster]:
     """Decode and check registrations, and return the rosters."""
-    decode = _each if way == "each" else _addressed
+    decode = _by_shard if way == "by shard" else _by_layout
     return [
         Roster(
             r.rank,
@@ -150,20 +154,21 @@ def rosters_from(received: list[Registration], way: str, first_destination: int)
             destination=() if r.is_source else held,
             node=f"node{r.rank // RANKS_PER_NODE}",
         )
-        for r, held in decode(received, first_destination)
+        for r, held in decode(received)
     ]
 
 
-def _each(received: list[Registration], first: int) -> Iterator[tuple[Registration, list[ParameterMetadata]]]:
+def _by_shard(received: list[Registration]) -> Iterator[tuple[Registration, list[ParameterMetadata]]]:
+    shards: dict[tuple[bytes, bytes], Shard] = {}
     for r in received:
-        tensors = msgspec.convert(unpacked(r.tensors), tuple[WireTensor, ...])
-        groups = msgspec.convert(unpacked(r.groups), tuple[tuple[int, ...], ...])
-        yield r, metadata_of(Shard(tensors, groups), r.rank, 0 if r.is_source else first)
+        key = (r.tensors, r.groups)
+        if key not in shards:
+            tensors = msgspec.convert(unpacked(r.tensors), tuple[WireTensor, ...])
+            shards[key] = Shard(tensors, msgspec.convert(unpacked(r.groups), tuple[tuple[int, ...], ...]))
+        yield r, metadata_of(shards[key], r.rank, r.first)
 
 
-def _addressed(
-    received: list[Registration], first: int
-) -> Iterator[tuple[Registration, tuple[ParameterMetadata, ...]]]:
+def _by_layout(received: list[Registration]) -> Iterator[tuple[Registration, tuple[ParameterMetadata, ...]]]:
     """Describe once what ranks share that have the same tensors and stand at the same places of their groups."""
     tensors: dict[bytes, tuple[WireTensor, ...]] = {}
     splitting: dict[bytes, list[int]] = {}
@@ -174,8 +179,7 @@ def _addressed(
             tensors[r.tensors] = msgspec.convert(unpacked(r.tensors), tuple[WireTensor, ...])
             splitting[r.tensors] = sorted({t.tp_group for t in tensors[r.tensors] if t.tp_group is not None})
         groups: list[list[int]] = unpacked(r.groups)
-        rank = r.rank if r.is_source else r.rank - first
-        places = {i: (groups[i].index(rank), len(groups[i])) for i in splitting[r.tensors]}
+        places = {i: (groups[i].index(r.rank - r.first), len(groups[i])) for i in splitting[r.tensors]}
         key = (r.tensors, *places.values())
         if key not in known:
             known[key] = tuple(describer.describe(t, places.get(t.tp_group or 0)) for t in tensors[r.tensors])
@@ -222,7 +226,7 @@ def measure(case: models.Case, way: str) -> dict[str, Any]:
     gc.collect()
     before_bytes = _peak_bytes()
     started = time.perf_counter(), time.process_time()
-    rosters = rosters_from(received, way, world_size(case.source))
+    rosters = rosters_from(received, way)
     read = time.process_time()
     plan = plan_copies(rosters)
     ended = time.perf_counter(), time.process_time()
@@ -337,7 +341,7 @@ def _say(text: str) -> None:
 
 COLUMNS = (
     "model", "ranks", "layouts", "received", "CPU s", "of it receiving", "loops", "peak MiB", "TB moved", "copies",
-    "rows", "max/mean", "wire MiB: each", "by shard", "by layout", "deflated", "reference, one rank",
+    "rows", "max/mean", "wire MiB: every rank", "by shard", "by layout", "deflated", "reference, one rank",
 )  # fmt: skip
 
 
@@ -387,12 +391,13 @@ def _markdown(report: dict[str, Any]) -> str:
         f"Python {about['python']}, numpy {about['packages'].get('numpy')}. CPU seconds; the machine is shared, so",
         "`loops` gives them in units of a calibration loop that ran beside them (benchmarks/machine.py).",
         "",
-        "`each`: every rank's whole description is received (`Shard`, unpacked by refitd.protocol.shards). `addressed`: each",
-        "different list of tensors and each different group is received once, and ranks refer to them; this is done by the",
-        "benchmark, since no message of the service says it so far. CPU s is from bytes to a plan for all ranks that has",
-        "been validated; copies are what all ranks do together, rows what the plan stores of them. Peak memory is the",
-        "process's, with Python, numpy and the registrations. The reference's figure is one rank's build of the plan, after",
-        "its gather; every rank does it. Written by `scripts/bench plan`.",
+        "`by shard`: each different `Shard`, groups and all, is received once and unpacked for every rank, as in the",
+        "service. `by layout`: each different list of tensors and each different group is received once, and ranks",
+        "refer to them; the benchmark does this, no message of the service says it so far. CPU s is from bytes to a",
+        "plan for all ranks that has been validated; copies are what all ranks do together, rows what the plan stores",
+        "of them. Peak memory is the process's, with Python, numpy and the registrations. Every engine is a world of",
+        "its own, with groups of its own. The reference's figure is one rank's build of the plan, after its gather;",
+        "every rank does it. Written by `scripts/bench plan`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + " --- |" * len(COLUMNS),

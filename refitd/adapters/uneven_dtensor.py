@@ -388,6 +388,8 @@ def _keep_chunk(dtensor: DTensor, chunk: ChunkStorageMetadata) -> None:
     local: Any = local_shard(dtensor)
 
     def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
+        if not prod(chunk.sizes):  # it would begin where the next shard does, and be taken for it
+            return []
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

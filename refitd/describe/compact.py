@@ -48,6 +48,7 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
                 global_expert_index=meta.global_expert_index,
                 tiles=tiles,
                 global_shape=whole,
+                fill=meta.fill,
             )
         )
     return tuple(found)
@@ -56,7 +57,8 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
 def content_digest(metas: Sequence[ParameterMetadata]) -> str:
     """Return a digest of descriptions without ranks: equal exactly where they say the same, in any order."""
     lines = sorted(
-        repr((m.name, canonical_name(m), tuple(m.shape), dtype_name(m.dtype), m.tiles, m.global_shape)) for m in metas
+        repr((m.name, canonical_name(m), tuple(m.shape), dtype_name(m.dtype), m.tiles, m.global_shape, m.fill))
+        for m in metas
     )
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 

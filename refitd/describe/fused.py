@@ -99,13 +99,15 @@ def stacked(names: Sequence[str], shape: Sequence[int]) -> tuple[Tile, ...]:
     return tuple(Tile(name, zero, tuple(shape), i * size, row_major(shape)) for i, name in enumerate(names))
 
 
-def without_padding(meta: ParameterMetadata, global_shape: Sequence[int]) -> ParameterMetadata:
+def without_padding(
+    meta: ParameterMetadata, global_shape: Sequence[int], fill: float | None = None
+) -> ParameterMetadata:
     """Return the description of a padded tensor with only what lies inside the true canonical shape.
 
-    What lies outside belongs to no tile: as a source it is never read, as a destination never written, so it
-    keeps the fill that it was made with.
+    What lies outside belongs to no tile: as a source it is never read, as a destination it is written with
+    `fill` (by default the description's own), which a destination therefore must declare.
 
-        vocabulary of 10 padded to 12 over TP2, rank 1: rows 6:12 become rows 6:10
+        vocabulary of 10 padded to 12 over TP2, rank 1: rows 6:12 become rows 6:10, and two rows of fill
 
     Raises:
         PlanError: the description has problems, or the padded shape does not contain the true one.
@@ -124,7 +126,7 @@ def without_padding(meta: ParameterMetadata, global_shape: Sequence[int]) -> Par
             size = tuple(max(0, min(n, end - o)) for o, n, end in zip(offset, tile.size, true, strict=True))
             if elements(size):
                 found.append(Tile(tile.tensor, tuple(offset), size, local, tile.local_stride))
-    return replace(meta, tiles=tuple(found), global_shape=true)
+    return replace(meta, tiles=tuple(found), global_shape=true, fill=meta.fill if fill is None else fill)
 
 
 def _share(name: str, what: str, count: int, ranks: int) -> int:

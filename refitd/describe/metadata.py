@@ -38,6 +38,8 @@ class ParameterMetadata:
         global_expert_index: the expert's index in the whole model, for per-expert tensors.
         tiles: the exact places, for layouts that the fields above cannot say; they then replace them.
         global_shape: the canonical tensor's shape, where tiles alone do not determine it.
+        fill: what the elements of the local tensor hold that belong to no tile. A destination with such elements
+            must declare it, and they are written; a source may, and then both must declare the same.
     """
 
     name: str
@@ -59,3 +61,4 @@ class ParameterMetadata:
     global_expert_index: int | None = None
     tiles: tuple[Tile, ...] | None = None
     global_shape: tuple[int, ...] | None = None
+    fill: float | None = None

@@ -55,6 +55,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     global_expert_index: Small | None = None
     tiles: tuple[WireTile, ...] | None = None
     global_shape: tuple[Count, ...] | None = None
+    fill: float | None = None
 
 
 class Shard(Value, frozen=True):
@@ -103,6 +104,7 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
             global_expert_index=m.global_expert_index,
             tiles=None if m.tiles is None else tuple(_wire_tile(tile) for tile in m.tiles),
             global_shape=m.global_shape,
+            fill=m.fill,
         )
         for m in metadata
     )
@@ -153,6 +155,7 @@ def metadata_of(shard: Shard, owner_rank: int, rank_offset: int = 0) -> list[Par
                 global_expert_index=t.global_expert_index,
                 tiles=None if t.tiles is None else tuple(_tile(tile) for tile in t.tiles),
                 global_shape=t.global_shape,
+                fill=t.fill,
             )
         )
     return found

@@ -243,8 +243,9 @@ def fsdp_to_tensor_parallel_and_back(world: World) -> None:
                 dtensor = distribute_tensor(value, mesh(*shape), how)
             else:
                 dtensor = uneven(value, mesh(*shape), how, random.Random(seed))[0]
-                refitd.update_uneven_dtensor_chunk_metadata(dtensor, timeout=TIMEOUT_S)
             module.register_parameter(name, nn.Parameter(dtensor, requires_grad=False))
+        if seed is not None:
+            refitd.preprocess_state_dict_for_uneven_dtensor(dict(module.named_parameters()), timeout=TIMEOUT_S)
         return module
 
     for seed in (None, 1, 2):

@@ -15,7 +15,7 @@ from torch import nn
 
 from refitd.describe.module import RankGroups
 
-LAYERS = 3
+LAYERS = 2
 EXPERTS = 6  # EP4 does not divide them
 SIZES = (1, 2, 3, 4, 6, 8)  # tensor-parallel sizes; every split dimension is a multiple of 24
 

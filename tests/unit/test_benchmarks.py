@@ -12,6 +12,7 @@ import pytest
 from benchmarks import __main__ as bench
 from benchmarks import machine, models
 from benchmarks import plan as plan_benchmark
+from refitd.describe.layout import elements
 from refitd.describe.manifest import world_size
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
@@ -68,18 +69,19 @@ def test_machine_is_described():
 @pytest.mark.parametrize(("model", "ranks"), CASES)
 def test_cases_have_as_many_ranks_as_they_say(model, ranks):
     case = models.case(model, ranks)
-    assert world_size(case.source) + world_size(case.destination) == ranks
+    assert world_size(case.source) + case.engines * world_size(case.engine) == ranks
+    assert [first for _, first in case.worlds()][-1] == ranks - world_size(case.engine)
 
 
 def test_cases_are_in_the_layouts_of_the_facts():
-    assert models.case("llama-3-70b", 1024).describe() == "TP8 PP4 DP16 -> TP4 DP128"
-    assert models.case("deepseek-v3", 1024).describe() == "TP4 PP16 EP32 DP8 -> TP8 EP16 DP64"
-    assert models.case("qwen3-235b-a22b", 64).describe() == "TP4 EP32 DP8 -> TP8 EP16 DP4"
+    assert models.case("llama-3-70b", 1024).describe() == "TP8 PP4 DP16 -> 128 x TP4"
+    assert models.case("deepseek-v3", 1024).describe() == "TP4 PP16 EP32 DP8 -> 32 x TP8 EP16 DP2"
+    assert models.case("qwen3-235b-a22b", 64).describe() == "TP4 EP32 DP8 -> 2 x TP8 EP16 DP2"
 
 
 def test_groups_hold_their_rank_and_partition_the_world():
     case = models.case("deepseek-v3", 256)
-    for layout in (case.source, case.destination):
+    for layout in (case.source, case.engine):
         for name in models.groups(layout, 0):
             found = {models.groups(layout, index)[name] for index in range(world_size(layout))}
             assert sorted(rank for group in found for rank in group) == list(range(world_size(layout))), name
@@ -98,26 +100,10 @@ def test_every_expert_is_its_own_tensor_and_registered_with_its_groups():
 
 def test_both_ways_of_receiving_give_the_same_plan(small):
     case, received = small
-    plans = [
-        plan_copies(plan_benchmark.rosters_from(received, way, world_size(case.source))) for way in plan_benchmark.WAYS
-    ]
+    plans = [plan_copies(plan_benchmark.rosters_from(received, way)) for way in plan_benchmark.WAYS]
     assert plans[0].digest == plans[1].digest
-    wanted = sum(tensor.nbytes for tensor in _destinations(case))
-    assert traffic_of(plans[0]).total_bytes == wanted
-
-
-class _Sized:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-def _destinations(case: models.Case):
-    for index in range(world_size(case.destination)):
-        for meta in models.registered(case.destination, index):
-            count = meta.element_size
-            for size in meta.shape:
-                count *= size
-            yield _Sized(count)
+    held = [m for index in range(world_size(case.engine)) for m in models.registered(case.engine, index)]
+    assert traffic_of(plans[0]).total_bytes == case.engines * sum(elements(m.shape) * m.element_size for m in held)
 
 
 def test_wire_bytes_are_those_of_the_encoded_shards(small):
@@ -125,17 +111,18 @@ def test_wire_bytes_are_those_of_the_encoded_shards(small):
     wire = plan_benchmark.wire_bytes(received)
     shards = [
         plan_benchmark.shard_of(models.registered(layout, index))
-        for layout in (case.source, case.destination)
+        for layout, _ in case.worlds()
         for index in range(world_size(layout))
     ]
     encoded = [len(plan_benchmark.packed(shard.tensors)) + len(plan_benchmark.packed(shard.groups)) for shard in shards]
     assert wire.each == sum(encoded)
     assert wire.longest == max(encoded)
     assert wire.by_layout_deflated < wire.by_layout < wire.each
+    assert wire.by_shard < wire.each
 
 
 def test_a_case_measures_itself_in_its_own_process(monkeypatch):
-    result = plan_benchmark.measure(models.small_case(), "addressed")
+    result = plan_benchmark.measure(models.small_case(), "by layout")
     assert result["cpu_s"] >= result["plan_cpu_s"] > 0
     assert result["copies"] > 0
     assert result["sender_max_over_mean"] >= 1
@@ -143,20 +130,27 @@ def test_a_case_measures_itself_in_its_own_process(monkeypatch):
 
 
 def test_cases_that_would_not_fit_are_left_out_with_the_reason():
-    case = {"model": "m", "ranks": 64, "way": "each", "wall_s": 50.0, "peak_rss_bytes": 2**30, "rss_before_bytes": 0}
-    assert plan_benchmark._why_not([case], [], "m", 256, "each", 500.0).startswith("about 200 s are expected")
-    assert plan_benchmark._why_not([case], [], "m", 256, "each", -1.0).startswith("the time for all cases")
+    case = {
+        "model": "m",
+        "ranks": 64,
+        "way": "by shard",
+        "wall_s": 50.0,
+        "peak_rss_bytes": 2**30,
+        "rss_before_bytes": 0,
+    }
+    assert plan_benchmark._why_not([case], [], "m", 256, "by shard", 500.0).startswith("about 200 s are expected")
+    assert plan_benchmark._why_not([case], [], "m", 256, "by shard", -1.0).startswith("the time for all cases")
     quick = {**case, "wall_s": 1.0}
-    assert plan_benchmark._why_not([quick], [], "m", 1024, "each", 500.0) == "about 16 GiB are expected"
-    assert plan_benchmark._why_not([quick], [], "m", 128, "each", 500.0) == ""
-    left_out = [{"model": "m", "way": "each"}]
-    assert plan_benchmark._why_not([quick], left_out, "m", 128, "each", 500.0) == "a smaller one was left out"
+    assert plan_benchmark._why_not([quick], [], "m", 1024, "by shard", 500.0) == "about 16 GiB are expected"
+    assert plan_benchmark._why_not([quick], [], "m", 128, "by shard", 500.0) == ""
+    left_out = [{"model": "m", "way": "by shard"}]
+    assert plan_benchmark._why_not([quick], left_out, "m", 128, "by shard", 500.0) == "a smaller one was left out"
 
 
 def test_results_in_the_repository_are_complete():
     report = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())
     assert report["machine"]["cpu"]
-    seen = {(case["model"], case["ranks"]) for case in report["cases"] if case["way"] == "addressed"}
-    seen |= {(case["model"], case["ranks"]) for case in report["left_out"] if case["way"] == "addressed"}
+    seen = {(case["model"], case["ranks"]) for case in report["cases"] if case["way"] == "by layout"}
+    seen |= {(case["model"], case["ranks"]) for case in report["left_out"] if case["way"] == "by layout"}
     assert seen == set(CASES)
     assert (ROOT / "benchmarks" / "results" / "plan.md").read_text().count("\n| ") == len(report["cases"]) + 2
