@@ -12,6 +12,8 @@ COMMANDS = {
     "status": "refitd_cli.commands.status:status",
     "models": "refitd_cli.commands.models:models",
     "plan": "refitd_cli.commands.plan:plan",
+    "explain": "refitd_cli.commands.explain:explain",
+    "manifest": "refitd_cli.commands.manifest:manifest",
     "abort": "refitd_cli.commands.abort:abort",
     "doctor": "refitd_cli.commands.doctor:doctor",
     "demo": "refitd_cli.commands.demo:demo",

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
-from refitd.protocol.reports import PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,6 +34,10 @@ class Control(Protocol):
 
     def plan(self, model: str) -> PlanReport:
         """Return what a swap of `model` would move."""
+        ...
+
+    def describe(self, model: str) -> ModelDescription:
+        """Return what every registered rank of `model` holds."""
         ...
 
     def abort(self, model: str, reason: str = "") -> None:

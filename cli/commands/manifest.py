@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import click
 import msgspec
@@ -12,27 +12,10 @@ import msgspec
 from refitd.describe.manifest import Shards, load, load_model, rosters_of, shards_of, to_json
 from refitd.describe.roster import Roster
 from refitd.errors import ConfigError, RefusedError
-from refitd.protocol.shards import Shard, metadata_of
+from refitd.protocol.reports import ModelDescription
+from refitd.protocol.shards import metadata_of
 from refitd_cli.output import print_json
 from refitd_cli.session import Session, address_option, json_option
-
-
-class DescribedMember(Protocol):
-    """One registered rank, as the coordinator tells it."""
-
-    role: str  # "source" or "target"
-    replica: str
-    rank: int
-    node: str
-    shard: int  # index into the description's shards
-    groups: tuple[tuple[int, ...], ...]  # this rank's, for the shard's indices
-
-
-class Description(Protocol):
-    """A registered model: every different shard once, and who holds which."""
-
-    shards: Sequence[Shard]
-    members: Sequence[DescribedMember]
 
 
 @click.command()
@@ -89,10 +72,7 @@ def _expanded(layout_file: str, model_file: str | None) -> Shards:
 
 def _registered(session: Session, address: str | None, model: str, replica: str | None) -> Shards:
     with session.client(address) as client:
-        describe = getattr(client, "describe", None)
-        if describe is None:
-            raise RefusedError("this client cannot ask for a model's description; refitctl manifest --layout works")
-        found: Description = describe(model)
+        found = client.describe(model)
     rosters = list(_rosters(found, replica))
     if not rosters:
         known = sorted({m.replica for m in found.members if m.role == "target"})
@@ -104,9 +84,9 @@ def _registered(session: Session, address: str | None, model: str, replica: str 
     return msgspec.structs.replace(shards_of(name, rosters, side), first_rank=None)
 
 
-def _rosters(found: Description, replica: str | None) -> Iterator[Roster]:
+def _rosters(found: ModelDescription, replica: str | None) -> Iterator[Roster]:
     for member in found.members:
-        shard = msgspec.structs.replace(found.shards[member.shard], groups=member.groups)
+        shard = found.shards[member.shard]
         if replica is None and member.role == "source":
             held = metadata_of(shard, member.rank)
             yield Roster(member.rank, source=held, node=member.node, label=f"source rank {member.rank}")

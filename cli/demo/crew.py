@@ -68,9 +68,7 @@ class Crew:
         ready, ready_in_child = os.pipe()
         command = ["refitd_cli.daemon", "serve", "--standalone", "--config", str(config)]
         try:
-            child = self._spawn(
-                "refitd", [*command, "--ready-fd", str(ready_in_child)], pass_fds=[ready_in_child]
-            )
+            child = self._spawn("refitd", [*command, "--ready-fd", str(ready_in_child)], pass_fds=[ready_in_child])
         finally:
             os.close(ready_in_child)
         self.daemon = child
@@ -116,9 +114,7 @@ class Crew:
                     found[name] = message
             return found.keys() == wanted
 
-        self.wait_until(
-            complete, lambda: f"{event!r} of {', '.join(sorted(wanted - found.keys()))}", timeout_s
-        )
+        self.wait_until(complete, lambda: f"{event!r} of {', '.join(sorted(wanted - found.keys()))}", timeout_s)
         return found
 
     def wait_until(self, claim: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:

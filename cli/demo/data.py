@@ -46,7 +46,5 @@ def load(folder: Path | None = None) -> Corpus:
         parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(path.read_bytes())
     train, held_out = (np.frombuffer(b"\n".join(part), np.uint8) for part in parts)
     if min(len(train), len(held_out)) < 4096:
-        raise RuntimeError(
-            f"{folder}: no Python sources to train on; the demo needs a Python with its .py files"
-        )
+        raise RuntimeError(f"{folder}: no Python sources to train on; the demo needs a Python with its .py files")
     return Corpus(train, held_out)

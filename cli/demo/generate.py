@@ -17,9 +17,7 @@ class Pipeline:
     def __init__(self, model: DemoModel) -> None:
         self.model, self.layout = model, model.layout
 
-    def run(
-        self, tokens: torch.Tensor, *, dtype: torch.dtype, cache: KVCache | None = None
-    ) -> torch.Tensor | None:
+    def run(self, tokens: torch.Tensor, *, dtype: torch.dtype, cache: KVCache | None = None) -> torch.Tensor | None:
         """Return logits on the last stage and None on the others. Every stage knows the tokens."""
         x = tokens
         if not self.layout.is_first_stage:

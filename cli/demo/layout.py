@@ -169,9 +169,7 @@ def shard(full: Array, cut: Cut | None, layout: Layout) -> Array:
     return full.take(indices(cut, layout.tp_rank, layout.tp_size), axis=cut.dim)
 
 
-def gather(
-    shards: Sequence[Mapping[str, Array]], layouts: Sequence[Layout], config: ModelConfig
-) -> dict[str, Array]:
+def gather(shards: Sequence[Mapping[str, Array]], layouts: Sequence[Layout], config: ModelConfig) -> dict[str, Array]:
     """Put the whole model together from every rank's tensors.
 
     Raises:

@@ -55,9 +55,7 @@ def _weight(*shape: int) -> nn.Parameter:
 class Linear(nn.Module):
     """A weight [out, in], applied in the activations' dtype."""
 
-    def __init__(
-        self, rows: int, columns: int, *, dim: int, stride: int = 1, sizes: list[int] | None = None
-    ) -> None:
+    def __init__(self, rows: int, columns: int, *, dim: int, stride: int = 1, sizes: list[int] | None = None) -> None:
         super().__init__()
         self.weight = _weight(rows, columns)
         _mark(self.weight, dim, stride=stride, sizes=sizes)
@@ -213,9 +211,7 @@ class DemoModel(nn.Module):
     def __init__(self, config: ModelConfig, layout: Layout, comm: Comm) -> None:
         super().__init__()
         self.config, self.layout = config, layout
-        self.pg_collection = Groups(
-            layout.tp_ranks, layout.pp_ranks, [layout.rank], [layout.rank], layout.tp_ranks
-        )
+        self.pg_collection = Groups(layout.tp_ranks, layout.pp_ranks, [layout.rank], [layout.rank], layout.tp_ranks)
         if layout.is_first_stage:
             self.embedding = Embedding(config, comm)
         self.decoder = Decoder(config, layout, comm)

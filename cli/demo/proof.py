@@ -82,9 +82,7 @@ def logits_path(directory: Path, member: str) -> Path:
 
 def whole_model(directory: Path, trainer: Party, config: ModelConfig) -> dict[str, Array]:
     """Gather the trainer's shards into full tensors; raises ValueError if they do not make exactly one model."""
-    return gather(
-        [_read(directory, member) for member in trainer.members], list(trainer.members.values()), config
-    )
+    return gather([_read(directory, member) for member in trainer.members], list(trainer.members.values()), config)
 
 
 def compare(
@@ -99,9 +97,7 @@ def compare(
             name = canonical_name(local, layout, config)
             expected = shard(whole[name], cut_of(name, config), layout)
             if held.dtype != expected.dtype or held.shape != expected.shape:
-                differing.append(
-                    f"{member} {local}: {held.dtype} {held.shape}, not {expected.dtype} {expected.shape}"
-                )
+                differing.append(f"{member} {local}: {held.dtype} {held.shape}, not {expected.dtype} {expected.shape}")
             elif different := _differing_bytes(held, expected):
                 differing.append(f"{member} {local}: {different} of {held.nbytes} bytes")
             seen.add(name)

@@ -243,9 +243,7 @@ def main(json_output: bool) -> int:
     layouts = {party.name: str(party) for party in (TRAINER, *REPLICAS)}
     tables(demo.rows, verdicts, layouts, to_stderr=json_output)
     good = all(verdict.holds for verdict in verdicts) and all(row.places_unchanged for row in demo.rows)
-    progress.say(
-        "every engine holds the trainer's weights" if good else "the engines differ from the trainer"
-    )
+    progress.say("every engine holds the trainer's weights" if good else "the engines differ from the trainer")
     if json_output:
         print(json.dumps(as_object(demo.rows, verdicts, layouts, progress.seconds)))
     return 0 if good else 1

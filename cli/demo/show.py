@@ -143,9 +143,7 @@ def _samples(rows: Sequence[SwapRow]) -> Table:
     table = _table(f"Engines complete {PROMPT.decode()!r}", ">version", "engine", "before", "after")
     for row in rows:
         for replica, flip in row.flips.items():
-            table.add_row(
-                str(row.version), replica, Text(printable(flip.before)), Text(printable(flip.after))
-            )
+            table.add_row(str(row.version), replica, Text(printable(flip.before)), Text(printable(flip.after)))
     return table
 
 
@@ -192,9 +190,7 @@ def as_object(
         "stage_seconds": [row.stage_s for row in rows],
         "total_seconds": [row.total_s for row in rows],
         "publish_seconds": [row.publish_s for row in rows],
-        "paused_seconds": {
-            replica: [row.flips[replica].paused_s for row in rows] for replica in rows[0].flips
-        },
+        "paused_seconds": {replica: [row.flips[replica].paused_s for row in rows] for replica in rows[0].flips},
         "digests_verified": sum(row.digests for row in rows),
         "losses": [row.loss for row in rows],
         "replicas": len(verdicts),

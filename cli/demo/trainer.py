@@ -36,9 +36,7 @@ class Trainer:
         self.model.output_layer.count(first)
         self.weights = list(self.model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.masters, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         self.steps = 0
 
     def step(self) -> float:

@@ -12,7 +12,7 @@ from refitd.client.connection import Connection
 from refitd.config import default_runtime_dir
 from refitd.errors import RefitFailed
 from refitd.protocol import local
-from refitd.protocol.reports import PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
 from refitd.protocol.shards import Place, shard_of
 
 if TYPE_CHECKING:
@@ -187,6 +187,10 @@ class Client:
     def plan(self, model: str) -> PlanReport:
         """Return what a swap of `model` would move; raises PlanError with everything that is wrong."""
         return self._connection.request(local.GetPlan(model=model), PlanReport, 120.0)
+
+    def describe(self, model: str) -> ModelDescription:
+        """Return what every registered rank of `model` holds."""
+        return self._connection.request(local.GetDescription(model=model), ModelDescription, REQUEST_S)
 
     def abort(self, model: str, reason: str = "") -> None:
         """Abort the running swap of `model` unless it is decided."""

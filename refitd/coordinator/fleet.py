@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from refitd.describe.roster import Roster
+from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import AddShard
-from refitd.protocol.reports import NodeStatus, SourceStatus, TargetStatus
-from refitd.protocol.shards import Shard, metadata_of
+from refitd.protocol.reports import DescribedMember, ModelDescription, NodeStatus, SourceStatus, TargetStatus
+from refitd.protocol.shards import Shard
 
 
 @dataclass(slots=True)
@@ -172,18 +172,35 @@ class Model:
             found |= {m.id: offset + rank for (r, rank), m in self.targets.items() if r == replica}
         return found
 
-    def rosters(self) -> list[Roster]:
-        """Return what the planner needs, ranks numbered as `ranks` says."""
-        rosters = [
-            Roster(rank, source=metadata_of(m.shard, rank), node=m.node, label=f"source rank {rank}")
-            for rank, m in sorted(self.sources.items())
-        ]
+    def pools(self) -> list[list[Registered]]:
+        """Return what the planner needs: the sources, then each replica, ranks numbered as `ranks` says."""
         offsets = self._offsets()
-        for (replica, local), m in sorted(self.targets.items()):
-            rank = offsets[replica] + local
-            described = metadata_of(m.shard, rank, offsets[replica])
-            rosters.append(Roster(rank, destination=described, node=m.node, label=f"{replica} rank {local}"))
-        return rosters
+        pools = [[_registered(m, rank, f"source rank {rank}") for rank, m in sorted(self.sources.items())]]
+        for replica, offset in offsets.items():
+            members = [(rank, m) for (r, rank), m in sorted(self.targets.items()) if r == replica]
+            pools.append([_registered(m, offset + rank, f"{replica} rank {rank}") for rank, m in members])
+        return pools
+
+    def description(self) -> ModelDescription:
+        """Return what every member holds, equal descriptions once."""
+        digests = {m.added.digest: m.shard for m in self.members()}
+        index = {digest: i for i, digest in enumerate(digests)}
+        return ModelDescription(
+            model=self.name,
+            shards=tuple(digests.values()),
+            members=tuple(
+                DescribedMember(
+                    role=m.added.role,
+                    replica=m.added.replica,
+                    rank=m.added.rank,
+                    world_size=m.added.world_size,
+                    node=m.node,
+                    host=m.host,
+                    shard=index[m.added.digest],
+                )
+                for m in self.members()
+            ),
+        )
 
     def _offsets(self) -> dict[str, int]:
         offset, found = self.source_world(), {}
@@ -226,3 +243,8 @@ class Model:
             )
             for (replica, rank), m in sorted(self.targets.items())
         )
+
+
+def _registered(member: Member, rank: int, label: str) -> Registered:
+    is_source = member.added.role == "source"
+    return Registered(rank, label, member.node, is_source, member.added.digest, member.shard)

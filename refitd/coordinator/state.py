@@ -26,10 +26,12 @@ from refitd.coordinator.actions import (
 from refitd.coordinator.fleet import Member, Model, Node
 from refitd.coordinator.plans import LoadedPlan, plan_report
 from refitd.coordinator.report import swap_progress, swap_report
+from refitd.coordinator.rosters import ShardReader
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition, ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol.codec import unpack
 from refitd.protocol.reports import ModelStatus, StatusReport, SwapReport
 from refitd.protocol.shards import Shard, shard_digest
 
@@ -89,6 +91,7 @@ class Coordinator:
     models: dict[str, _ModelState] = field(default_factory=dict)
     _members: dict[str, Member] = field(default_factory=dict)
     _shards: dict[str, Shard] = field(default_factory=dict)  # by digest
+    _reader: ShardReader = field(default_factory=ShardReader)
     _plan_requests: dict[int, _PlanRequest] = field(default_factory=dict)
     _tickets: int = 0
     _out: list[Instruction] = field(default_factory=list)
@@ -152,8 +155,8 @@ class Coordinator:
             case cluster.NodeUpdate(status):
                 node.status = status
                 reply = local.Done()
-            case cluster.DescribeShard(digest, shard):
-                self._describe(digest, shard)
+            case cluster.DescribeShard(digest, packed):
+                self._describe(digest, unpack(packed, Shard))
             case cluster.AddShard():
                 self._add(node, message, now)
                 reply = local.Done()
@@ -173,6 +176,8 @@ class Coordinator:
                 reply = local.Done()
             case local.GetStatus():
                 reply = self._status(now)
+            case local.GetDescription(model):
+                reply = self._model(model).fleet.description()
             case local.GetPlan(model):
                 self._show_plan(model, (node.identity, request), now)
             case _:
@@ -214,6 +219,7 @@ class Coordinator:
         # what no member uses any more makes room; a daemon that still counts on it is asked to describe it again
         for old in [d for d in self._shards if d not in used][: max(0, len(self._shards) - MAX_UNUSED_SHARDS)]:
             del self._shards[old]
+        self._reader.keep(self._shards.keys())
         self._shards[digest] = shard
 
     def _add(self, node: Node, added: cluster.AddShard, now: float) -> None:
@@ -375,7 +381,7 @@ class Coordinator:
         self._tickets += 1
         self._plan_requests[self._tickets] = request
         try:
-            self._out.append(MakePlan(self._tickets, state.fleet.rosters()))
+            self._out.append(MakePlan(self._tickets, self._reader.rosters(state.fleet.pools())))
         except RefitdError:
             del self._plan_requests[self._tickets]
             raise

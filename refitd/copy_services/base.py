@@ -16,7 +16,7 @@ class DigestMismatch(TransportError):
 
     code = "digest"
 
-    def __init__(self, message: str, copy: int) -> None:
+    def __init__(self, message: str, copy: int = -1) -> None:
         super().__init__(message)
         self.copy = copy
 

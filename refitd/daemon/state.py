@@ -31,6 +31,7 @@ from refitd.daemon.swaps import LocalSwaps
 from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol.codec import pack
 from refitd.protocol.reports import NodeStatus, SwapProgress
 
 # The coordinator answers every update (one a second); this long without a word and it counts as gone.
@@ -186,7 +187,7 @@ class Daemon:
                 self._swaps.committed(swap, self._own(session, member), paused_s)
             case local.CommitFailed(swap, member, reason):
                 self._swaps.commit_failed(swap, self._own(session, member), reason)
-            case local.StartSwap() | local.AbortSwap() | local.GetStatus() | local.GetPlan():
+            case local.StartSwap() | local.AbortSwap() | local.GetStatus() | local.GetPlan() | local.GetDescription():
 
                 def answer(reply: Message) -> None:
                     self._reply(session.id, request, reply)
@@ -352,7 +353,7 @@ class Daemon:
         known = member.digest in self._described
         if not known and self.is_coordinated:
             self._described.add(member.digest)
-            self._say(0, cluster.DescribeShard(digest=member.digest, shard=member.registration.shard))
+            self._say(0, cluster.DescribeShard(digest=member.digest, packed=pack(member.registration.shard)))
         # asked for once more only when it was left out: a coordinator that keeps forgetting cannot loop us
         self._forward(session, request, self._add_shard(member), answer if known else then)
 

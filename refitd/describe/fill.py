@@ -1,6 +1,6 @@
 """Bit patterns of the values that padding holds: exactly the declared value, or a refusal.
 
-    1.5 as bfloat16 -> 0x3fc0      0.1 as float16 -> refused, the nearest value is another one
+1.5 as bfloat16 -> 0x3fc0      0.1 as float16 -> refused, the nearest value is another one
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from refitd.describe.roster import Roster
 from refitd.errors import PlanError
 from refitd.plan.coalesce import Rows, coalesced
 from refitd.plan.columns import Ints, find, hashed, mixed, numbered, offsets_of, ranges
+from refitd.plan.fills import shared_fills
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
@@ -168,4 +169,5 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedP
         job_rows=kind,
         job_src=layouts.ranks[src[job_start]],
         job_dst=layouts.ranks[dst[job_start]],
+        fills=shared_fills(layouts),
     )

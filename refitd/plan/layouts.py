@@ -14,12 +14,35 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from refitd.plan.columns import Hashes, Ints, hashed, name_hashes, ranges
+from refitd.plan.columns import Hashes, Ints, hashed, name_hashes, numbered, ranges
+
+
+@dataclass(frozen=True, eq=False)
+class Paddings:
+    """What tiles leave of local tensors, as boxes: those of padding p are rows start[p]:start[p + 1]."""
+
+    start: Ints
+    offset: Ints  # elements into the local tensor
+    size: Ints  # [boxes, D]
+    stride: Ints  # [boxes, D]
+
+    def elements(self) -> Ints:
+        """Return the number of elements of each padding."""
+        running = np.concatenate([[0], np.cumsum(np.prod(self.size, axis=1))])
+        return running[self.start[1:]] - running[self.start[:-1]]
+
+
+# as a geometry's padding
+NO_PADDING = -1
+UNCLEAR_PADDING = -2  # there is some, too finely interleaved to be listed
 
 
 @dataclass(frozen=True, eq=False)
 class Geometries:
-    """Geometries as tiles: those of geometry g are rows tile_start[g]:tile_start[g + 1]."""
+    """Geometries as tiles: those of geometry g are rows tile_start[g]:tile_start[g + 1].
+
+    The geometries of one local tensor, one for each canonical tensor in it, have its padding in common.
+    """
 
     tile_start: Ints
     tile_box: Ints
@@ -32,8 +55,12 @@ class Geometries:
     global_shape: Ints  # index into `shapes`, -1 where it is not declared
     dims: Ints
     dtype: Ints  # index into `dtypes`
+    padding: Ints  # index into `paddings`, NO_PADDING or UNCLEAR_PADDING
+    fill: Ints  # index into `fills`, -1 where none is declared
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    paddings: Paddings
+    fills: tuple[float, ...]
 
     def hashes(self) -> Hashes:
         """Return a hash of each geometry's content, whatever numbers its parts have here."""
@@ -41,12 +68,14 @@ class Geometries:
         tile = hashed([box[self.tile_box], self.tile_offset, self.tile_stride])
         running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(tile, dtype=np.uint64)])
         shape = name_hashes([repr(shape) for shape in (*self.shapes, None)])
+        fill = name_hashes([repr(value) for value in (*self.fills, None)])
         return hashed(
             [
                 running[self.tile_start[1:]] - running[self.tile_start[:-1]],
                 shape[self.local_shape],
                 shape[self.global_shape],
                 name_hashes(self.dtypes)[self.dtype],
+                fill[self.fill],
             ]
         )
 
@@ -102,6 +131,12 @@ class Layouts:
             for number in side.rank_class.tolist():
                 result.update(classes[number] if number >= 0 else bytes(16))
         return result.hexdigest()
+
+    def padded(self, side: Side) -> Ints:
+        """Return the rows of a side's entry columns whose local tensors have padding, one for each of them."""
+        rows = np.flatnonzero(self.geometries.padding[side.entry_geometry] != NO_PADDING)
+        first, _ = numbered(side.entry_class[rows] * len(self.locals) + side.entry_local[rows])
+        return rows[first]
 
     def members(self, side: Side, number: int) -> str:
         """Name the ranks of a class for a message: the first one's label and how many more there are."""

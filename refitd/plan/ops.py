@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from refitd.plan.fills import FillTable
+
 
 @dataclass(frozen=True, slots=True)
 class TransferOp:
@@ -61,12 +63,14 @@ class ReshardPlan:
         recv_ops: pieces this rank writes, in plan order.
         transform: what changes on the way, if anything does.
         buffer_dtypes: dtypes that destination buffers take over from the source, by name.
+        fills: what this rank writes where no canonical element belongs; None where there is nothing to fill.
     """
 
     send_ops: Sequence[TransferOp]
     recv_ops: Sequence[TransferOp]
     transform: Any = None
     buffer_dtypes: Mapping[str, torch.dtype] | None = None
+    fills: FillTable | None = None
 
     def __str__(self) -> str:
         return f"ReshardPlan(sends={len(self.send_ops)}, receives={len(self.recv_ops)})"

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints, ranges
 from refitd.plan.layouts import Layouts, Side
-
-MAX_PLACES = 2**26
+from refitd.plan.runs import share_a_place
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +145,10 @@ def doubly_placed(layouts: Layouts, places: Places, side: Side) -> list[str]:
     found: dict[str, str] = {}
     for group in np.unique(where[order][1:][near]).tolist():
         tiles = np.flatnonzero(where == group).tolist()
-        if _share_a_place(places, tiles):
+        boxes = zip(
+            places.local_offset[tiles].tolist(), places.size[tiles].tolist(), places.stride[tiles].tolist(), strict=True
+        )
+        if share_a_place(boxes):
             name = layouts.locals[places.local[tiles[0]]]
             ranks = layouts.members(side, int(places.layout_class[tiles[0]]))
             found.setdefault(
@@ -155,16 +157,3 @@ def doubly_placed(layouts: Layouts, places: Places, side: Side) -> list[str]:
                 "one tile at most",
             )
     return list(found.values())
-
-
-def _share_a_place(places: Places, tiles: Sequence[int]) -> bool:
-    if int(places.size[list(tiles)].prod(axis=1).sum()) > MAX_PLACES:
-        return True  # interleaved more finely than can be checked
-    found = []
-    for tile in tiles:
-        at = places.local_offset[tile : tile + 1]
-        for count, stride in zip(places.size[tile].tolist(), places.stride[tile].tolist(), strict=True):
-            at = (at[:, None] + np.arange(count) * stride).reshape(-1)
-        found.append(at)
-    every = np.concatenate(found)
-    return len(np.unique(every)) < len(every)

@@ -6,7 +6,7 @@ What a rank gets wrong on its own is found here, and what ranks get wrong togeth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refitd.describe.layout import canonical_name, global_shape_of, is_sharded, layout_problems, tiles_of
+from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Tile
 from refitd.dtypes import dtype_name
 from refitd.plan.columns import Ints, offsets_of
-from refitd.plan.layouts import Geometries, Layouts, Side, named
+from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Geometries, Layouts, Paddings, Side, named
+from refitd.plan.padding import padding_problems
+from refitd.plan.runs import left_out
 
 SIDES = ("source", "destination")
 MAX_RANK = 2**20 - 1
@@ -40,6 +42,7 @@ _FIELDS = attrgetter(
     "resolved_name",
     "tiles",
     "global_shape",
+    "fill",
 )
 
 # sizes along the split dimension of every rank of a group that is split unevenly
@@ -90,6 +93,8 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
         reader = _Reader(ordered, uneven)
         layouts = reader.layouts()
         mismatches = _mismatches(layouts)
+    for name, lines in padding_problems(layouts).items():
+        mismatches.setdefault(name, []).extend(lines)
     wrong = before + reader.problems.messages() + [line for lines in mismatches.values() for line in lines]
     # where ranks are not clear, nothing that follows would be
     bad = set(layouts.tensors) if before else reader.bad_tensors | mismatches.keys()
@@ -129,7 +134,10 @@ class _Reader:
         self.geometries: dict[Any, tuple[int, ...] | None] = {}
         self.tile_rows: list[tuple[int, int, tuple[int, ...]]] = []
         self.tile_start: list[int] = [0]
-        self.geometry_rows: list[tuple[int, int, int, int, int]] = []
+        self.geometry_rows: list[tuple[int, int, int, int, int, int, int]] = []
+        self.fills: dict[str, int] = {}
+        self.padding_rows: list[tuple[int, list[int], list[int]]] = []
+        self.padding_start: list[int] = [0]
 
     def layouts(self) -> Layouts:
         """Read both sides."""
@@ -174,7 +182,9 @@ class _Reader:
         names_no_rank = True
         tensors, local_names, geometries = self.tensors, self.locals, self.geometries
         for m in metas:
-            (name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole) = _FIELDS(m)
+            (name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole, fill) = (
+                _FIELDS(m)
+            )
             names: Sequence[str] = (name if resolved is None else resolved,)
             key: Any
             if tiles is not None:
@@ -191,6 +201,8 @@ class _Reader:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
             else:
                 key = (shape, dtype, esize, whole)
+            if fill is not None:
+                key = (*key, repr(fill))  # 0.0 and -0.0 are equal as numbers, and NaN is not
             names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
@@ -225,12 +237,31 @@ class _Reader:
                 tiles.setdefault(tile.tensor, [])
             for tile in tiles_of(owned, sizes):
                 tiles[tile.tensor].append(tile)
-            numbers = tuple(self._add(owned, sizes, part) for part in tiles.values())
+            padding = self._padding(owned, tiles)
+            numbers = tuple(self._add(owned, sizes, part, padding) for part in tiles.values())
         with suppress(TypeError):  # a description with lists where tuples belong is not remembered
             self.geometries[key] = numbers
         return numbers
 
-    def _add(self, m: ParameterMetadata, sizes: tuple[int, ...] | None, tiles: list[Tile]) -> int:
+    def _padding(self, m: ParameterMetadata, tiles: dict[str, list[Tile]]) -> int:
+        """Return the number of what the tiles leave of the local tensor."""
+        total = elements(m.shape)
+        if m.tiles is None or sum(_count(tile) for part in tiles.values() for tile in part) >= total:
+            return NO_PADDING
+        boxes = [
+            (local, tile.size, tile.local_stride)
+            for part in tiles.values()
+            for tile in part
+            for _, local in _occurrences(tile)
+        ]
+        rest = left_out(boxes, total)
+        if rest is None:
+            return UNCLEAR_PADDING
+        self.padding_rows += zip(rest.dst_offset.tolist(), rest.size.tolist(), rest.dst_stride.tolist(), strict=True)
+        self.padding_start.append(len(self.padding_rows))
+        return len(self.padding_start) - 2
+
+    def _add(self, m: ParameterMetadata, sizes: tuple[int, ...] | None, tiles: list[Tile], padding: int) -> int:
         whole = global_shape_of(m, sizes)
         shape = whole if m.tiles is None or whole is not None else tiles[0].size if tiles else None
         self.geometry_rows.append(
@@ -240,16 +271,13 @@ class _Reader:
                 -1 if whole is None else self.shapes.setdefault(whole, len(self.shapes)),
                 -1 if shape is None else len(shape),
                 self.dtypes.setdefault(dtype_name(m.dtype), len(self.dtypes)),
+                padding,
+                -1 if m.fill is None else self.fills.setdefault(repr(float(m.fill)), len(self.fills)),
             )
         )
         for tile in tiles:
-            repeat = tile.repeat
-            for i in range(repeat.count if repeat else 1):
-                offset, local = list(tile.offset), tile.local_offset
-                if repeat:
-                    offset[repeat.dim] += i * repeat.step
-                    local += i * repeat.local_step
-                box = self.boxes.setdefault((tuple(offset), tuple(tile.size)), len(self.boxes))
+            for offset, local in _occurrences(tile):
+                box = self.boxes.setdefault((offset, tuple(tile.size)), len(self.boxes))
                 self.tile_rows.append((box, local, tuple(tile.local_stride)))
         self.tile_start.append(len(self.tile_rows))
         return len(self.geometry_rows) - 1
@@ -276,7 +304,8 @@ class _Reader:
         """Return everything read, with names sorted."""
         ordered = self.ordered
         dims = max([1, *(len(offset) for offset, _ in self.boxes)])
-        columns = np.array(self.geometry_rows, np.int64).reshape(-1, 5)
+        columns = np.array(self.geometry_rows, np.int64).reshape(-1, 7)
+        padding_dims = max([1, *(len(size) for _, size, _ in self.padding_rows)])
         tensors, tensor_at = _sorted(self.tensors)
         names, local_at = _sorted(self.locals)
         nodes = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in ordered if r.node))}
@@ -292,8 +321,17 @@ class _Reader:
             global_shape=columns[:, 2],
             dims=columns[:, 3],
             dtype=columns[:, 4],
+            padding=columns[:, 5],
+            fill=columns[:, 6],
             shapes=tuple(self.shapes),
             dtypes=tuple(self.dtypes),
+            paddings=Paddings(
+                start=np.array(self.padding_start, np.int64),
+                offset=np.array([row[0] for row in self.padding_rows], np.int64),
+                size=_padded([row[1] for row in self.padding_rows], padding_dims, 1),
+                stride=_padded([row[2] for row in self.padding_rows], padding_dims, 0),
+            ),
+            fills=tuple(float(value) for value in self.fills),
         )
         sides = [
             replace(side, entry_local=local_at[side.entry_local], entry_tensor=tensor_at[side.entry_tensor])
@@ -309,6 +347,22 @@ class _Reader:
             destination=sides[1],
             geometries=geometries,
         )
+
+
+def _count(tile: Tile) -> int:
+    return elements(tile.size) * (tile.repeat.count if tile.repeat else 1)
+
+
+def _occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (canonical offset, local offset) of each occurrence of a tile."""
+    repeat = tile.repeat
+    if repeat is None:
+        yield tuple(tile.offset), tile.local_offset
+        return
+    for i in range(repeat.count):
+        offset = list(tile.offset)
+        offset[repeat.dim] += i * repeat.step
+        yield tuple(offset), tile.local_offset + i * repeat.local_step
 
 
 def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:

@@ -63,7 +63,7 @@ def left_out(boxes: Iterable[Box], elements: int) -> Rows | None:
         return None
     order = np.argsort(runs[0])
     start, length = runs[0][order], runs[1][order]
-    begin = np.concatenate([[0], start + length])
+    begin = np.concatenate([[0], np.maximum.accumulate(start + length)])
     size = np.append(start, elements) - begin
     begin, size = begin[size > 0], size[size > 0]
     none, column = np.zeros(len(begin), np.int64), (len(begin), 1)

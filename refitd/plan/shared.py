@@ -6,7 +6,7 @@ Thousands of ranks of few kinds share few rows; only `expand` writes a row for e
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import xxhash
 
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints, hashed, name_hashes, numbered, offsets_of, range_values, ranges
+from refitd.plan.fills import FillTable, SharedFills, fills_from
 from refitd.plan.table import CopyTable
 
 # a task id is the destination's rank, then a hash of the tensor and of the place that is written
@@ -35,6 +36,7 @@ class SharedPlan:
     job_rows: Ints
     job_src: Ints
     job_dst: Ints
+    fills: SharedFills = field(default_factory=SharedFills)
 
     @functools.cached_property
     def places(self) -> Ints:
@@ -95,6 +97,7 @@ class SharedPlan:
             self.job_rows,
             self.job_src,
             self.job_dst,
+            *(self.fills.columns() if len(self.fills.rank) else ()),
         ):
             digest.update(repr(column.shape).encode())
             digest.update(column.tobytes())
@@ -103,7 +106,7 @@ class SharedPlan:
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """Every copy of a refit.
+    """Every copy of a refit, and every fill.
 
     Attributes:
         shared: the copies; rows that several ranks have in common are there once.
@@ -120,9 +123,14 @@ class GlobalPlan:
         """The copies, one row each."""
         return self.shared.expand()
 
+    @functools.cached_property
+    def fills(self) -> FillTable:
+        """What destinations hold where no canonical element belongs, one row per rank and box."""
+        return self.shared.fills.expand(self.shared.locals)
 
-def shared_from(table: CopyTable) -> SharedPlan:
-    """Return any table as a shared plan: the inverse of `expand`, but for the order of rows."""
+
+def shared_from(table: CopyTable, fills: FillTable | None) -> SharedPlan:
+    """Return any tables as a shared plan: the inverse of `expand`, but for the order of rows."""
     order = np.lexsort((np.arange(len(table)), table.src_rank, table.dst_rank))
     sorted_table = table.select(order)
     src, dst = (column.astype(np.int64) for column in (sorted_table.src_rank, sorted_table.dst_rank))
@@ -148,10 +156,11 @@ def shared_from(table: CopyTable) -> SharedPlan:
     owner, at = ranges(job_start[example], count[example])
     return SharedPlan(
         tensors=table.tensors,
-        locals=table.locals,
+        locals=table.locals if fills is None else table.locals + fills.locals,
         rows=replace(rows.select(at), owner=owner),
         row_start=offsets_of(owner, len(example)),
         job_rows=kind,
         job_src=src[job_start],
         job_dst=dst[job_start],
+        fills=SharedFills() if fills is None else fills_from(fills, len(table.locals)),
     )

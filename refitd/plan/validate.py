@@ -22,21 +22,29 @@ import numpy as np
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
+from refitd.plan.fills import FillTable
 from refitd.plan.layouts import Layouts
 from refitd.plan.places import Places, Spans, doubly_placed
 from refitd.plan.read import read_rosters
 from refitd.plan.shared import GlobalPlan, SharedPlan, shared_from
 from refitd.plan.table import CopyTable
+from refitd.plan.validate_fills import fill_violations
 
 MAX_ROUNDS = 1024
 MAX_PIECES = 2**23
 
 
-def violations(plan: GlobalPlan | CopyTable, rosters: Sequence[Roster]) -> list[str]:
+def violations(plan: GlobalPlan | CopyTable, rosters: Sequence[Roster], fills: FillTable | None = None) -> list[str]:
     """Return everything that keeps a plan from filling these rosters' destinations exactly.
 
     An empty list proves: every row lies within what both ranks described, carries the elements it should, every
-    destination element is written once, the ranks at both ends are there, and task ids are unique.
+    element of every destination's local tensor is written once, by a copy or by the fill that it declares, the
+    ranks at both ends are there, and task ids are unique.
+
+    Args:
+        plan: what is to be performed.
+        rosters: what it is for.
+        fills: beside a CopyTable, the fills that go with it; a GlobalPlan has its own.
     """
     layouts, problems = read_rosters(rosters)
     if problems:
@@ -46,7 +54,7 @@ def violations(plan: GlobalPlan | CopyTable, rosters: Sequence[Roster]) -> list[
     found = [] if len(distinct(plan.task_id)) == len(plan) else ["plan: a task id is used by several copies"]
     if len(plan) and int(plan.task_id.min()) < 0:
         found.append("plan: a task id is negative")
-    return found + shared_violations(shared_from(plan), layouts)
+    return found + shared_violations(shared_from(plan, fills), layouts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +82,7 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
         return strangers
     held, wanted = Places(layouts, layouts.source), Places(layouts, layouts.destination)
     found = doubly_placed(layouts, wanted, layouts.destination)
+    found += fill_violations(plan.fills, names[plan.fills.local], layouts)
     uses = _uses(plan, layouts.source.rank_class[src], layouts.destination.rank_class[dst])
     use, at = ranges(plan.row_start[uses.kind], plan.row_start[uses.kind + 1] - plan.row_start[uses.kind])
     spans, wrong = _traced(replace(rows.select(at), owner=use), uses, held, wanted, layouts, plan)

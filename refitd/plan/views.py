@@ -29,10 +29,13 @@ def rank_plans(plan: SharedPlan, layouts: Layouts) -> dict[int, ReshardPlan]:
     sends = np.searchsorted(plan.job_src[by_src], np.append(layouts.ranks, layouts.ranks[-1:] + 1))
     receives = np.searchsorted(plan.job_dst, np.append(layouts.ranks, layouts.ranks[-1:] + 1))
     jobs = np.arange(len(plan.job_dst))
+    fills = plan.fills.expand(plan.locals)
+    filled = np.searchsorted(fills.rank, np.append(layouts.ranks, layouts.ranks[-1:] + 1))
     return {
         rank: ReshardPlan(
             send_ops=RankOps(slicer, by_src[sends[i] : sends[i + 1]], is_send=True),
             recv_ops=RankOps(slicer, jobs[receives[i] : receives[i + 1]], is_send=False),
+            fills=fills.select(np.arange(filled[i], filled[i + 1])) if filled[i] < filled[i + 1] else None,
         )
         for i, rank in enumerate(layouts.ranks.tolist())
     }
@@ -204,7 +207,3 @@ def op_task_id(dst_rank: int, place: int, number: int) -> int:
     if number:
         place = int(mixed(np.array([place * 2**20 + number], np.int64))[0]) & (2**PLACE_BITS - 1)
     return dst_rank << PLACE_BITS | place
-
-
-# former names, in use by refitd.spmd
-_Row, _pieces, _task_id = RowBox, row_pieces, op_task_id

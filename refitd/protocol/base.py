@@ -15,6 +15,7 @@ MAX_TEXT_BYTES = 1 << 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 20))]
+Step = Annotated[int, msgspec.Meta(ge=-(1 << 30), le=(1 << 30))]  # from one rank to another
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Label = Annotated[str, msgspec.Meta(max_length=512)]

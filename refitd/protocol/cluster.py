@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
-from refitd.protocol.local import AbortSwap, Done, Failure, GetPlan, GetStatus, StartSwap
-from refitd.protocol.reports import NodeStatus, PlanReport, StatusReport, SwapProgress, SwapReport
-from refitd.protocol.shards import Shard
+from refitd.protocol.local import AbortSwap, Done, Failure, GetDescription, GetPlan, GetStatus, StartSwap
+from refitd.protocol.reports import ModelDescription, NodeStatus, PlanReport, StatusReport, SwapProgress, SwapReport
 
 # --- daemon to coordinator --------------------------------------------------------------------------------
 
@@ -29,7 +28,7 @@ class DescribeShard(Message, frozen=True):
     """The tensors that AddShard messages name by `digest` (shard_digest): sent once per coordinator life."""
 
     digest: Name
-    shard: Shard
+    packed: bytes  # a Shard, through codec.pack
 
 
 class AddShard(Message, frozen=True):
@@ -199,6 +198,7 @@ NodeMessage = (
     | AbortSwap
     | GetStatus
     | GetPlan
+    | GetDescription
 )
 
 CoordinatorMessage = (
@@ -215,4 +215,5 @@ CoordinatorMessage = (
     | SwapReport
     | StatusReport
     | PlanReport
+    | ModelDescription
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Generic, TypeVar
 
 import msgpack
@@ -11,6 +12,7 @@ from refitd.errors import ProtocolError
 from refitd.protocol.base import MAX_ITEMS, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES, Message
 
 M = TypeVar("M", bound=Message)
+V = TypeVar("V", bound=msgspec.Struct)
 
 
 def encode(request_id: int, message: Message) -> bytes:
@@ -41,22 +43,7 @@ class Decoder(Generic[M]):
         size = len(frame)
         if size > self._max_bytes:
             raise ProtocolError(f"message of {size} bytes refused: the limit is {self._max_bytes}")
-        try:
-            envelope = msgpack.unpackb(
-                frame,
-                max_str_len=min(MAX_TEXT_BYTES * 4, size),
-                max_bin_len=size,
-                max_array_len=min(MAX_ITEMS, size),
-                max_map_len=min(MAX_ITEMS, size),
-                max_ext_len=0,
-                strict_map_key=True,
-                object_pairs_hook=_unique,
-                use_list=True,
-            )
-        except ProtocolError:
-            raise
-        except Exception as exc:  # msgpack raises half a dozen unrelated types, RecursionError among them
-            raise ProtocolError(f"not a MessagePack message of {size} bytes: {exc or type(exc).__name__}") from exc
+        envelope = _bounded(frame)
         if not isinstance(envelope, list) or len(envelope) != 2:
             raise ProtocolError("a message is an array [request id, body]")
         request_id, body = envelope
@@ -68,6 +55,51 @@ class Decoder(Generic[M]):
             kind = body.get("type") if isinstance(body, dict) else None
             raise BadMessage(f"message {kind!r} refused: {exc}", request_id) from exc
         return request_id, message
+
+
+def pack(value: msgspec.Struct) -> bytes:
+    """Return a large value compressed, for a bytes field of a message (zlib, level 1: descriptions repeat)."""
+    return zlib.compress(msgpack.packb(msgspec.to_builtins(value)), 1)
+
+
+def unpack(data: bytes, kind: type[V]) -> V:
+    """Return a value that `pack` made.
+
+    Raises:
+        ProtocolError: it is not one, or larger than a message may be; it is refused before it is built.
+    """
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(data, MAX_MESSAGE_BYTES)
+    except zlib.error as exc:
+        raise ProtocolError(f"a packed {kind.__name__} is damaged: {exc}") from exc
+    if not inflate.eof:
+        raise ProtocolError(f"a packed {kind.__name__} is cut short or takes more than {MAX_MESSAGE_BYTES} bytes")
+    try:
+        return msgspec.convert(_bounded(raw), kind, strict=True)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"a packed {kind.__name__} is refused: {exc}") from exc
+
+
+def _bounded(frame: bytes | memoryview) -> Any:
+    """Decode MessagePack into plain values; no claimed length exceeds what the frame can hold."""
+    size = len(frame)
+    try:
+        return msgpack.unpackb(
+            frame,
+            max_str_len=min(MAX_TEXT_BYTES * 4, size),
+            max_bin_len=size,
+            max_array_len=min(MAX_ITEMS, size),
+            max_map_len=min(MAX_ITEMS, size),
+            max_ext_len=0,
+            strict_map_key=True,
+            object_pairs_hook=_unique,
+            use_list=True,
+        )
+    except ProtocolError:
+        raise
+    except Exception as exc:  # msgpack raises half a dozen unrelated types, RecursionError among them
+        raise ProtocolError(f"not a MessagePack message of {size} bytes: {exc or type(exc).__name__}") from exc
 
 
 class BadMessage(ProtocolError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
-from refitd.protocol.reports import PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
 from refitd.protocol.shards import Place, Shard
 
 # --- client to daemon -------------------------------------------------------------------------------------
@@ -135,6 +135,12 @@ class GetPlan(Message, frozen=True):
     model: Name
 
 
+class GetDescription(Message, frozen=True):
+    """Ask for the ModelDescription of a model."""
+
+    model: Name
+
+
 # --- daemon to client -------------------------------------------------------------------------------------
 
 
@@ -232,9 +238,10 @@ ClientRequest = (
     | AbortSwap
     | GetStatus
     | GetPlan
+    | GetDescription
 )
 
-OperatorRequest = StartSwap | AbortSwap | GetStatus | GetPlan
+OperatorRequest = StartSwap | AbortSwap | GetStatus | GetPlan | GetDescription
 
 ClientReply = (
     Welcome
@@ -251,4 +258,5 @@ ClientReply = (
     | SwapReport
     | StatusReport
     | PlanReport
+    | ModelDescription
 )

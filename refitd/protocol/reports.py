@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Seconds, Small, Text, Value
+from refitd.protocol.shards import Shard
 
 
 class MemberReport(Value, frozen=True):
@@ -142,3 +143,23 @@ class PlanReport(Message, frozen=True):
     pairs: tuple[PairTraffic, ...]
     parameters: tuple[ParameterTraffic, ...]
     unused_sources: tuple[Label, ...] = ()
+
+
+class DescribedMember(Value, frozen=True):
+    """One registered rank of a model and which description is its."""
+
+    role: Label  # "source", "target"
+    replica: Label
+    rank: Small
+    world_size: Small
+    node: Label
+    host: Label
+    shard: Small  # index into ModelDescription.shards
+
+
+class ModelDescription(Message, frozen=True):
+    """What every registered rank of a model holds; equal descriptions once."""
+
+    model: Label
+    shards: tuple[Shard, ...]
+    members: tuple[DescribedMember, ...]

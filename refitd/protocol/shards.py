@@ -12,7 +12,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.dtypes import ELEMENT_SIZES, dtype_name
 from refitd.errors import ProtocolError
-from refitd.protocol.base import Count, Name, Small, Value
+from refitd.protocol.base import Count, Name, Small, Step, Value
 
 
 class WireRepeat(Value, frozen=True, array_like=True):
@@ -36,7 +36,10 @@ class WireTile(Value, frozen=True, array_like=True):
 
 
 class WireTensor(Value, frozen=True, omit_defaults=True):
-    """`ParameterMetadata` on the wire; groups are indices into `Shard.groups`."""
+    """`ParameterMetadata` on the wire; groups are indices into `Shard.groups`.
+
+    Data- and pipeline-parallel groups do not travel: who holds the same is found from what each holds.
+    """
 
     name: Name
     shape: tuple[Count, ...]
@@ -49,8 +52,6 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     num_experts: Small | None = None
     tp_group: Small | None = None
     ep_group: Small | None = None
-    dp_group: Small | None = None
-    pp_group: Small | None = None
     resolved_name: Name | None = None
     global_expert_index: Small | None = None
     tiles: tuple[WireTile, ...] | None = None
@@ -59,10 +60,13 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
 
 
 class Shard(Value, frozen=True):
-    """All tensors of one rank. `groups` holds every rank list once."""
+    """All tensors of one rank. `groups` holds every rank list once, counted from the rank itself.
+
+    Rank 5 of [4, 5, 6, 7] says (-1, 0, 1, 2): ranks that hold the same, data-parallel ones say, say the same.
+    """
 
     tensors: tuple[WireTensor, ...]
-    groups: tuple[tuple[Count, ...], ...] = ()
+    groups: tuple[tuple[Step, ...], ...] = ()
 
 
 class Place(Value, frozen=True, array_like=True):
@@ -79,11 +83,19 @@ def shard_digest(shard: Shard) -> str:
 
 
 def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
-    """Pack descriptions for the wire."""
+    """Pack the descriptions of one rank (their `owner_rank`; 0 where there is none) for the wire.
+
+    Raises:
+        ProtocolError: the descriptions belong to several ranks.
+    """
+    owners = {m.owner_rank or 0 for m in metadata}
+    if len(owners) > 1:
+        raise ProtocolError(f"one shard is what one rank holds; found owner_rank {sorted(owners)}")
+    owner = owners.pop() if owners else 0
     groups: dict[tuple[int, ...], int] = {}
 
     def group(ranks: Sequence[int] | None) -> int | None:
-        return None if ranks is None else groups.setdefault(tuple(ranks), len(groups))
+        return None if ranks is None else groups.setdefault(tuple(r - owner for r in ranks), len(groups))
 
     tensors = tuple(
         WireTensor(
@@ -98,8 +110,6 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
             num_experts=m.num_experts,
             tp_group=group(m.tensor_parallel_group_ranks),
             ep_group=group(m.expert_parallel_group_ranks),
-            dp_group=group(m.data_parallel_group_ranks),
-            pp_group=group(m.pipeline_parallel_group_ranks),
             resolved_name=m.resolved_name,
             global_expert_index=m.global_expert_index,
             tiles=None if m.tiles is None else tuple(_wire_tile(tile) for tile in m.tiles),
@@ -111,13 +121,13 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
     return Shard(tensors=tensors, groups=tuple(groups))
 
 
-def metadata_of(shard: Shard, owner_rank: int, rank_offset: int = 0) -> list[ParameterMetadata]:
-    """Unpack descriptions; ranks in groups move up by `rank_offset`.
+def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
+    """Unpack what rank `owner_rank` holds. Numbered otherwise than by the sender, its groups are renumbered with it.
 
     Raises:
         ProtocolError: a dtype is unknown, a group index points nowhere, or a name occurs twice.
     """
-    lists = [[rank + rank_offset for rank in ranks] for ranks in shard.groups]
+    lists = [[owner_rank + step for step in steps] for steps in shard.groups]
 
     def group(tensor: WireTensor, index: int | None) -> list[int] | None:
         if index is None:
@@ -149,8 +159,6 @@ def metadata_of(shard: Shard, owner_rank: int, rank_offset: int = 0) -> list[Par
                 owner_rank=owner_rank,
                 tensor_parallel_group_ranks=group(t, t.tp_group),
                 expert_parallel_group_ranks=group(t, t.ep_group),
-                data_parallel_group_ranks=group(t, t.dp_group),
-                pipeline_parallel_group_ranks=group(t, t.pp_group),
                 resolved_name=t.resolved_name,
                 global_expert_index=t.global_expert_index,
                 tiles=None if t.tiles is None else tuple(_tile(tile) for tile in t.tiles),

@@ -13,7 +13,7 @@ from refitd.describe.roster import Roster
 from refitd.plan.ops import ReshardPlan, TransferOp
 from refitd.plan.shared import PLACE_BITS, GlobalPlan
 from refitd.plan.table import CopyTable, Int32
-from refitd.plan.views import Slices, _pieces, _Row, _task_id  # the same cut on every rank
+from refitd.plan.views import RowBox, Slices, op_task_id, row_pieces
 
 Shape = tuple[int, ...]
 
@@ -67,7 +67,7 @@ class RankPlan:
         """Yield the pieces of a row that slices can say, in order; both ends get the same."""
         table = self.table
         src, dst = int(table.src_rank[row]), int(table.dst_rank[row])
-        box = _Row(
+        box = RowBox(
             tuple(table.size[row].tolist()),
             int(table.src_offset[row]),
             tuple(table.src_stride[row].tolist()),
@@ -77,8 +77,8 @@ class RankPlan:
         src_shape = self.src_shapes[src, table.locals[int(table.src_local[row])]]
         dst_shape = self.dst_shapes[dst, table.locals[int(table.dst_local[row])]]
         place = int(table.task_id[row]) & (2**PLACE_BITS - 1)
-        for number, (src_slices, dst_slices) in enumerate(_pieces(box, src_shape, dst_shape)):
-            yield Sliced(_task_id(dst, place, number), src_slices, dst_slices)
+        for number, (src_slices, dst_slices) in enumerate(row_pieces(box, src_shape, dst_shape)):
+            yield Sliced(op_task_id(dst, place, number), src_slices, dst_slices)
 
 
 def rank_plans(plan: GlobalPlan, rosters: Sequence[Roster]) -> Iterator[RankPlan]:

@@ -17,6 +17,7 @@ from refitd.describe.manifest import read, rosters_of
 from refitd.errors import TransportError
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
+from refitd.protocol.reports import DescribedMember, ModelDescription
 from refitd.protocol.shards import Shard, WireTensor
 from refitd_cli.group import Commands
 from refitd_cli.heatmap import matrix_of, text_matrix
@@ -350,31 +351,22 @@ def test_manifest_of_a_layout_plans_the_same(sides, tmp_path):
     assert run("manifest", "--layout", sides[1], "--json").object == json.loads(path.read_text())
 
 
-@dataclass
-class Member:
-    role: str
-    replica: str
-    rank: int
-    node: str
-    shard: int
-    groups: tuple[tuple[int, ...], ...]
-
-
 class Describing:
     """A client that can say what is registered."""
 
     def __init__(self) -> None:
         whole = Shard((WireTensor("w", (8, 4), "float32"),))
-        half = Shard((WireTensor("w", (4, 4), "float32", is_tp=True, tp_group=0),))
-        self.shards = (whole, half)
-        self.members = (
-            Member("source", "", 0, "n0", 0, ()),
-            *(Member("target", "a", rank, "n1", 1, ((0, 1),)) for rank in range(2)),
+        cut = WireTensor("w", (4, 4), "float32", is_tp=True, tp_group=0)
+        halves = (Shard((cut,), ((0, 1),)), Shard((cut,), ((-1, 0),)))
+        self._shards = (whole, *halves)
+        self._members = (
+            DescribedMember("source", "", 0, 1, "n0", "h", 0),
+            *(DescribedMember("target", "a", rank, 2, "n1", "h", 1 + rank) for rank in range(2)),
         )
 
-    def describe(self, model: str) -> Describing:
+    def describe(self, model: str) -> ModelDescription:
         assert model == "policy"
-        return self
+        return ModelDescription(model, self._shards, self._members)
 
     def close(self) -> None:
         pass

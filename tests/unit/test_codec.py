@@ -34,7 +34,6 @@ def test_metadata_survives_the_wire() -> None:
             partition_dim=1,
             partition_stride=2,
             tensor_parallel_group_ranks=[0, 1],
-            data_parallel_group_ranks=[0],
             resolved_name="layers.3.w",
             owner_rank=1,
             tiles=(Tile("w", (0, 0), (4, 8), 0, (8, 1), Repeat(0, 2, 4, 4)),),
@@ -51,7 +50,7 @@ def test_metadata_survives_the_wire() -> None:
 
 def test_group_ranks_move_up_by_the_offset() -> None:
     metadata = [ParameterMetadata("w", (1,), "float32", 4, tensor_parallel_group_ranks=[0, 1])]
-    moved = shards.metadata_of(shards.shard_of(metadata), owner_rank=4, rank_offset=4)
+    moved = shards.metadata_of(shards.shard_of(metadata), owner_rank=4)
     assert moved[0].tensor_parallel_group_ranks == [4, 5]
 
 

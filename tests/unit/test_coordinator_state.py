@@ -14,6 +14,7 @@ from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
+from refitd.protocol.codec import pack
 from refitd.protocol.reports import NodeStatus, StatusReport, SwapProgress, SwapReport
 
 
@@ -79,7 +80,7 @@ class Harness:
             "digest": shards.shard_digest(shards.shard_of(metadata)),
         } | fields
         shard = shards.shard_of(metadata)
-        self.say(node, cluster.DescribeShard(digest=shards.shard_digest(shard), shard=shard))
+        self.say(node, cluster.DescribeShard(digest=shards.shard_digest(shard), packed=pack(shard)))
         return self.say(node, cluster.AddShard(**added), request=3)
 
     def ready(self) -> None:
@@ -268,5 +269,5 @@ def test_a_shard_under_a_wrong_digest_is_refused() -> None:
     h = Harness()
     h.join()
     shard = shards.shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2)])
-    (failure,) = h.say("n0", cluster.DescribeShard(digest="0" * 32, shard=shard), request=1)
+    (failure,) = h.say("n0", cluster.DescribeShard(digest="0" * 32, packed=pack(shard)), request=1)
     assert isinstance(failure, local.Failure) and "its content is" in failure.message

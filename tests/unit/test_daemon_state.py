@@ -75,7 +75,7 @@ class Harness:
         source, target = self.ask(SOURCE), self.ask(TARGET)
         assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
         assert self.publish(source.member, 1) == local.Done()
-        rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1, 1))]
+        rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]
         table = plan_copies(rosters).table.to_wire()
         members = (source.member, target.member)
         plan = cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)
@@ -288,7 +288,7 @@ def test_a_commit_copy_is_repeated_when_a_worker_dies_and_given_up_after_three()
     target = h.ask(local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD, live=tuple(places)))
     assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
     h.publish(source.member, 1)
-    rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1, 1))]
+    rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]
     members = (source.member, target.member)
     table = plan_copies(rosters).table.to_wire()
     h.feed(act.CoordinatorSaid(0, cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)))

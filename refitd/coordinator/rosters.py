@@ -1,0 +1,87 @@
+"""From registered shards to rosters: each distinct description is read once, however many ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from refitd.describe.compact import without_ranks
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.errors import PlanError
+from refitd.protocol.shards import Shard, metadata_of
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One rank as the planner numbers it, and the name of its description."""
+
+    rank: int
+    label: str
+    node: str
+    is_source: bool
+    digest: str
+    shard: Shard
+
+
+# (dimension, local size there, ranks that split it, stride): what all shards of one tensor must have in common for
+# one rank alone to know where its own lies
+_Cut = tuple[int, int, int, int]
+
+
+class ShardReader:
+    """Remembers what it has read by digest. Owned by the coordinator; `keep` bounds it."""
+
+    def __init__(self) -> None:
+        self._compact: dict[str, tuple[ParameterMetadata, ...] | None] = {}
+        self._cuts: dict[str, dict[str, _Cut]] = {}
+
+    def rosters(self, pools: Iterable[Sequence[Registered]]) -> list[Roster]:
+        """Return every rank's roster; ranks of equal shards share one sequence, which the planner reads once.
+
+        Where the shards of a pool are cut unevenly, or a description has problems, each rank gets a sequence of its
+        own that names its groups, so that the planner can tell the cuts from one another and the ranks by name.
+        """
+        found: list[Roster] = []
+        for pool in pools:
+            even = self._is_even({r.digest: r.shard for r in pool})
+            for r in pool:
+                held = self._without_ranks(r) if even else None
+                described = metadata_of(r.shard, r.rank) if held is None else held
+                source, destination = (described, ()) if r.is_source else ((), described)
+                found.append(Roster(r.rank, source=source, destination=destination, node=r.node, label=r.label))
+        return found
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Forget every description but these."""
+        for known in (self._compact, self._cuts):
+            for digest in [d for d in known if d not in digests]:
+                del known[digest]
+
+    def _without_ranks(self, r: Registered) -> tuple[ParameterMetadata, ...] | None:
+        if r.digest not in self._compact:
+            try:
+                self._compact[r.digest] = without_ranks(metadata_of(r.shard, r.rank))
+            except PlanError:
+                self._compact[r.digest] = None  # told by the planner, with the labels of the ranks
+        return self._compact[r.digest]
+
+    def _is_even(self, shards: dict[str, Shard]) -> bool:
+        common: dict[str, _Cut] = {}
+        for digest, shard in shards.items():
+            if digest not in self._cuts:
+                self._cuts[digest] = _cuts(shard)
+            for name, cut in self._cuts[digest].items():
+                if common.setdefault(name, cut) != cut:
+                    return False
+        return True
+
+
+def _cuts(shard: Shard) -> dict[str, _Cut]:
+    found: dict[str, _Cut] = {}
+    for t in shard.tensors:
+        if t.is_tp and t.tp_group is not None and t.tp_group < len(shard.groups) and t.tiles is None:
+            dim = t.partition_dim
+            size = t.shape[dim] if -len(t.shape) <= dim < len(t.shape) else -1
+            found[t.resolved_name or t.name] = (dim, size, len(shard.groups[t.tp_group]), t.partition_stride)
+    return found
