@@ -33,7 +33,7 @@ from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import unpack
 from refitd.protocol.reports import ModelStatus, StatusReport, SwapReport
-from refitd.protocol.shards import Shard, shard_digest
+from refitd.protocol.shards import Shard
 
 # A daemon says something every second; this long without a word and its members count as lost.
 NODE_SILENCE_S = 10.0
@@ -156,7 +156,7 @@ class Coordinator:
                 node.status = status
                 reply = local.Done()
             case cluster.DescribeShard(digest, packed):
-                self._describe(digest, unpack(packed, Shard))
+                self._describe(digest, unpack(packed, Shard, digest))
             case cluster.AddShard():
                 self._add(node, message, now)
                 reply = local.Done()
@@ -213,8 +213,6 @@ class Coordinator:
     # --- members ------------------------------------------------------------------------------------------
 
     def _describe(self, digest: str, shard: Shard) -> None:
-        if shard_digest(shard) != digest:
-            raise ProtocolError(f"a shard was described as {digest}, its content is {shard_digest(shard)}")
         used = {member.added.digest for member in self._members.values()}
         # what no member uses any more makes room; a daemon that still counts on it is asked to describe it again
         for old in [d for d in self._shards if d not in used][: max(0, len(self._shards) - MAX_UNUSED_SHARDS)]:

@@ -10,8 +10,9 @@ from refitd.buffers.layout import extent, packed_offsets, row_major_strides
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import RefusedError
 from refitd.execute.copies import PROCESS_MEMORY, LocalTensor
+from refitd.protocol.codec import digest_of
 from refitd.protocol.local import RegisterSource, RegisterTarget
-from refitd.protocol.shards import Place, Shard, metadata_of, shard_digest
+from refitd.protocol.shards import Place, Shard, metadata_of
 
 # No shard of one rank is larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
@@ -164,7 +165,7 @@ def new_member(
         session=session,
         pid=pid,
         registration=r,
-        digest=shard_digest(r.shard),
+        digest=digest_of(r.shard),
         names=tuple(t.name for t in r.shard.tensors),
         packed=packed,
         live=_live_places(r, session, arenas),

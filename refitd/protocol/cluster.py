@@ -25,7 +25,7 @@ class NodeUpdate(Message, frozen=True):
 
 
 class DescribeShard(Message, frozen=True):
-    """The tensors that AddShard messages name by `digest` (shard_digest): sent once per coordinator life."""
+    """The tensors that AddShard messages name by `digest` (codec.digest_of): sent once per coordinator life."""
 
     digest: Name
     packed: bytes  # a Shard, through codec.pack

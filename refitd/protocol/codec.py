@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 import msgspec
+import xxhash
 
 from refitd.errors import ProtocolError
 from refitd.protocol.base import MAX_ITEMS, MAX_MESSAGE_BYTES, MAX_TEXT_BYTES, Message
@@ -57,13 +58,18 @@ class Decoder(Generic[M]):
         return request_id, message
 
 
+def digest_of(value: msgspec.Struct) -> str:
+    """Return the name of a value by its content: xxh3-128 of its encoding, the same on every machine."""
+    return xxhash.xxh3_128_hexdigest(msgpack.packb(msgspec.to_builtins(value)))
+
+
 def pack(value: msgspec.Struct) -> bytes:
     """Return a large value compressed, for a bytes field of a message (zlib, level 1: descriptions repeat)."""
     return zlib.compress(msgpack.packb(msgspec.to_builtins(value)), 1)
 
 
-def unpack(data: bytes, kind: type[V]) -> V:
-    """Return a value that `pack` made.
+def unpack(data: bytes, kind: type[V], digest: str) -> V:
+    """Return a value that `pack` made, whose `digest_of` is `digest`.
 
     Raises:
         ProtocolError: it is not one, or larger than a message may be; it is refused before it is built.
@@ -75,6 +81,8 @@ def unpack(data: bytes, kind: type[V]) -> V:
         raise ProtocolError(f"a packed {kind.__name__} is damaged: {exc}") from exc
     if not inflate.eof:
         raise ProtocolError(f"a packed {kind.__name__} is cut short or takes more than {MAX_MESSAGE_BYTES} bytes")
+    if (found := xxhash.xxh3_128_hexdigest(raw)) != digest:
+        raise ProtocolError(f"a packed {kind.__name__} was named {digest}, its content is {found}")
     try:
         return msgspec.convert(_bounded(raw), kind, strict=True)
     except msgspec.ValidationError as exc:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgpack
-import msgspec
-import xxhash
-
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.dtypes import ELEMENT_SIZES, dtype_name
@@ -75,11 +71,6 @@ class Place(Value, frozen=True, array_like=True):
     arena: Count
     offset: Count
     strides: tuple[Count, ...]
-
-
-def shard_digest(shard: Shard) -> str:
-    """Return the name of a description: equal for equal content, on every machine."""
-    return xxhash.xxh3_128_hexdigest(msgpack.packb(msgspec.to_builtins(shard)))
 
 
 def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 
 import msgpack
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from refitd import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.errors import ProtocolError
 from refitd.protocol import cluster, local, shards
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.codec import Decoder, digest_of, encode, pack, unpack
 
 DECODER: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
 
@@ -110,3 +112,38 @@ def test_a_group_that_was_not_sent_is_refused() -> None:
     tensor = shards.WireTensor(name="w", shape=(1,), dtype="float32", tp_group=3)
     with pytest.raises(ProtocolError, match="group 3"):
         shards.metadata_of(shards.Shard((tensor,)), 0)
+
+
+SHARD = shards.Shard((shards.WireTensor(name="w", shape=(8,), dtype="float32"),))
+
+
+def test_a_packed_value_comes_back_under_its_own_digest_only() -> None:
+    packed = pack(SHARD)
+    assert unpack(packed, shards.Shard, digest_of(SHARD)) == SHARD
+    with pytest.raises(ProtocolError, match="its content is"):
+        unpack(packed, shards.Shard, "0" * 32)
+
+
+def test_a_packed_value_that_would_fill_the_memory_is_refused_while_small() -> None:
+    bomb = zlib.compress(b"\x00" * (65 << 20))
+    assert len(bomb) < 1 << 17
+    with pytest.raises(ProtocolError, match="takes more than"):
+        unpack(bomb, shards.Shard, "")
+
+
+@given(st.binary(max_size=200))
+def test_no_packed_bytes_do_more_than_raise_a_protocol_error(data: bytes) -> None:
+    for packed in (data, zlib.compress(data)):
+        with pytest.raises(ProtocolError):
+            unpack(packed, shards.Shard, xxhash.xxh3_128_hexdigest(data))
+
+
+def test_ranks_that_hold_the_same_say_the_same() -> None:
+    said = {
+        shards.shard_of([ParameterMetadata("w", (4,), "float32", 4, is_tp=True, owner_rank=rank,
+                                           tensor_parallel_group_ranks=[base, base + 1])])
+        for base in (0, 2, 4)
+        for rank in (base,)
+    }  # fmt: skip
+    assert len(said) == 1
+    assert shards.metadata_of(said.pop(), 6)[0].tensor_parallel_group_ranks == [6, 7]

@@ -14,7 +14,7 @@ from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
-from refitd.protocol.codec import pack
+from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus, StatusReport, SwapProgress, SwapReport
 
 
@@ -77,10 +77,10 @@ class Harness:
             "rank": 0,
             "world_size": 1,
             "pid": 5,
-            "digest": shards.shard_digest(shards.shard_of(metadata)),
+            "digest": digest_of(shards.shard_of(metadata)),
         } | fields
         shard = shards.shard_of(metadata)
-        self.say(node, cluster.DescribeShard(digest=shards.shard_digest(shard), packed=pack(shard)))
+        self.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
         return self.say(node, cluster.AddShard(**added), request=3)
 
     def ready(self) -> None:
