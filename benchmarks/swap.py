@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 import refitd
+from benchmarks import machine
 from benchmarks.swap_model import Tensor, llama_like
 from refitd.buffers import arena as memory
 
+RESULTS = Path(__file__).parent / "results"
 ANSWER_S = 180.0
 SMALL_SWAPS = 300
 
@@ -99,6 +101,10 @@ def run(json_output: bool) -> dict[str, Any]:
         results[name] = _large(model, kind, targets, rounds=5)
     _note(f"1 MB model: {SMALL_SWAPS} swaps")
     results["1 MB model"] = _small()
+    results["machine"] = machine.describe()
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "swap.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / "swap.md").write_text(_markdown(results, list(cases)))
     if not json_output:
         _print(results, list(cases))
     return results
@@ -236,6 +242,34 @@ def _small() -> dict[str, Any]:
         for process in processes:
             process.close()
         daemon.close()
+
+
+def _markdown(results: dict[str, Any], cases: list[str]) -> str:
+    about, small = results["machine"], results["1 MB model"]
+    lines = [
+        "# Swaps: from published to live in every replica, on one node",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_bytes'] / 2**30:.0f} GiB, Linux {about['kernel']}, "
+        f"Python {about['python']}, torch {about['packages'].get('torch')}.",
+        "A memcpy is one thread's copy of the same bytes between prefaulted shared mappings, before and after each",
+        "swap of the same round; ratios are medians over rounds. Staging compares a digest of every byte read with",
+        "one of every byte written. Written by `scripts/bench swap`.",
+    ]
+    for name in cases:
+        case = results[name]
+        lines += ["", f"## {name}, {case['bytes'] / 1e9:.2f} GB of bf16, {case['rounds']} rounds", ""]
+        lines += ["| way | median s | GB/s | memcpys | least | most |", "| --- | --- | --- | --- | --- | --- |"]
+        for way, f in case.items():
+            if isinstance(f, dict):
+                figures = (f["median_s"], f["gb_per_s"], f["memcpys"], f["min_memcpys"], f["max_memcpys"])
+                lines.append(f"| {_WAYS[way].strip()} | " + " | ".join(f"{value:.3g}" for value in figures) + " |")
+    lines += [
+        "",
+        f"## A {small['bytes'] / 1e6:.1f} MB model, {small['swaps']} swaps",
+        "",
+        f"median {small['median_ms']:.1f} ms, p99 {small['p99_ms']:.1f} ms, of it staging {small['stage_median_ms']:.1f} ms",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _note(text: str) -> None:

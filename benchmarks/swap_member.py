@@ -103,8 +103,9 @@ class Member:
             dist.broadcast(whole, 0)
             if self.side == "target" and name in self.shard:
                 mine = self.shard[name]
-                cut = dim is not None and self.layout["target"] == "tp"
-                mine.copy_(whole.chunk(self.world, dim)[self.rank] if cut else whole)
+                if dim is not None and self.layout["target"] == "tp":
+                    whole = whole.chunk(self.world, dim)[self.rank]
+                mine.copy_(whole)
         dist.barrier()
         return {"seconds": time.perf_counter() - started}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import xxhash
 
 from refitd.coordinator.fleet import Model
+from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
@@ -44,6 +46,37 @@ class LoadedPlan:
             if by_rank[src].node != by_rank[dst].node:
                 return by_rank[src].describe(), by_rank[dst].describe()
         return None
+
+
+class PlanCache:
+    """The last plans by what they were made from: every rank, its node and its description.
+
+    A layout that changes has another description, so that its plan is never found. Owned by the coordinator.
+    """
+
+    def __init__(self, capacity: int = 16) -> None:
+        self._capacity = capacity
+        self._plans: dict[str, LoadedPlan] = {}  # in order of last use
+
+    def get(self, pools: Sequence[Sequence[Registered]]) -> LoadedPlan | None:
+        """Return the plan of these pools as it was made, loaded nowhere; None if it is not kept."""
+        key = self._key(pools)
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            return None
+        self._plans[key] = plan
+        return replace(plan, members={}, loaded_on=set(), plan_s=0.0)
+
+    def put(self, pools: Sequence[Sequence[Registered]], plan: LoadedPlan) -> None:
+        """Keep a plan, in place of the one that has not been used for longest."""
+        self._plans[self._key(pools)] = plan
+        while len(self._plans) > self._capacity:
+            del self._plans[next(iter(self._plans))]
+
+    @staticmethod
+    def _key(pools: Sequence[Sequence[Registered]]) -> str:
+        content = [(r.rank, r.node, r.is_source, r.digest) for pool in pools for r in pool]
+        return xxhash.xxh3_128_hexdigest(repr(sorted(content)).encode())
 
 
 def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:

@@ -24,7 +24,7 @@ from refitd.coordinator.actions import (
     Tick,
 )
 from refitd.coordinator.fleet import Member, Model, Node
-from refitd.coordinator.plans import LoadedPlan, plan_report
+from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
 from refitd.coordinator.report import swap_progress, swap_report
 from refitd.coordinator.rosters import ShardReader
 from refitd.dtypes import ELEMENT_SIZES
@@ -92,6 +92,7 @@ class Coordinator:
     _members: dict[str, Member] = field(default_factory=dict)
     _shards: dict[str, Shard] = field(default_factory=dict)  # by digest
     _reader: ShardReader = field(default_factory=ShardReader)
+    _plans: PlanCache = field(default_factory=PlanCache)
     _plan_requests: dict[int, _PlanRequest] = field(default_factory=dict)
     _tickets: int = 0
     _out: list[Instruction] = field(default_factory=list)
@@ -373,21 +374,23 @@ class Coordinator:
         if state.plan is not None:
             self._plan_ready(state, state.plan, now)
         else:
-            self._ask_plan(state, _PlanRequest(swap.model, swap=swap.swap))
+            self._ask_plan(state, _PlanRequest(swap.model, swap=swap.swap), now)
 
-    def _ask_plan(self, state: _ModelState, request: _PlanRequest) -> None:
+    def _ask_plan(self, state: _ModelState, request: _PlanRequest, now: float) -> None:
+        pools = state.fleet.pools()
+        rosters = None if (kept := self._plans.get(pools)) is not None else self._reader.rosters(pools)
         self._tickets += 1
         self._plan_requests[self._tickets] = request
-        try:
-            self._out.append(MakePlan(self._tickets, self._reader.rosters(state.fleet.pools())))
-        except RefitdError:
-            del self._plan_requests[self._tickets]
-            raise
+        if rosters is None:
+            self._planned(Planned(self._tickets, kept), now)
+        else:
+            self._out.append(MakePlan(self._tickets, rosters))
 
     def _planned(self, event: Planned, now: float) -> None:
         request = self._plan_requests.pop(event.ticket)
         state = self.models.get(request.model)
         if event.plan is not None and state is not None:
+            self._plans.put(state.fleet.pools(), event.plan)
             state.plan = event.plan
             event.plan.members = state.fleet.ranks()
         error = str(event.error) if event.error else ""
@@ -556,7 +559,7 @@ class Coordinator:
         if state.plan is not None:
             self._send(*viewer, plan_report(state.fleet, state.plan))
         else:
-            self._ask_plan(state, _PlanRequest(model, viewer=viewer))
+            self._ask_plan(state, _PlanRequest(model, viewer=viewer), now)
 
     # --- output -------------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
                 tiles=tiles,
                 global_shape=whole,
                 fill=meta.fill,
+                aliases=meta.aliases,
             )
         )
     return tuple(found)
@@ -57,7 +58,18 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
 def content_digest(metas: Sequence[ParameterMetadata]) -> str:
     """Return a digest of descriptions without ranks: equal exactly where they say the same, in any order."""
     lines = sorted(
-        repr((m.name, canonical_name(m), tuple(m.shape), dtype_name(m.dtype), m.tiles, m.global_shape, m.fill))
+        repr(
+            (
+                m.name,
+                canonical_name(m),
+                tuple(m.shape),
+                dtype_name(m.dtype),
+                m.tiles,
+                m.global_shape,
+                m.fill,
+                m.aliases,
+            )
+        )
         for m in metas
     )
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())

@@ -40,6 +40,8 @@ class ParameterMetadata:
         global_shape: the canonical tensor's shape, where tiles alone do not determine it.
         fill: what the elements of the local tensor hold that belong to no tile. A destination with such elements
             must declare it, and they are written; a source may, and then both must declare the same.
+        aliases: other canonical names of the same weight (tied embeddings). A destination tensor that no source has
+            is fed from one that is tied to it, whichever end says so; see `refitd.plan.aliases`.
     """
 
     name: str
@@ -62,3 +64,4 @@ class ParameterMetadata:
     tiles: tuple[Tile, ...] | None = None
     global_shape: tuple[int, ...] | None = None
     fill: float | None = None
+    aliases: tuple[str, ...] = ()

@@ -9,12 +9,12 @@ pp; each is a torch process group, a sequence of ranks, or None for a group of o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from refitd.describe.layout import layout_problems
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map
+from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map, resolve_layer_prefix
 from refitd.describe.placements import Split, split_tiles
 from refitd.describe.tiles import Tile
 from refitd.errors import PlanError
@@ -186,6 +186,8 @@ def describe_module(
 ) -> list[ParameterMetadata]:
     """Describe every tensor that a refit of this module moves, under the names of `named_refit_tensors`.
 
+    A parameter that is there under several names (tied embeddings) is described once, with the others as aliases.
+
     Args:
         module_or_chunks: a module, or the chunks of a virtual pipeline stage.
         rank: this rank, as the planner numbers ranks.
@@ -206,11 +208,13 @@ def describe_module(
         if experts is None:
             experts = getattr(getattr(chunk, "config", None), "num_moe_experts", None)
         layers = module_layer_prefix_map(chunk)
+        others = _other_names(chunk, layers)
         for name, tensor in named_refit_tensors(chunk):
             try:
                 meta = extract_param_metadata(
                     tensor, name, rank, groups, experts, layers, rank_offset, _rank_list_cache=lists
                 )
+                meta.aliases = tuple(_canonical(meta, other, layers) for other in others.get(name, ()))
             except PlanError as error:
                 problems += error.violations
                 continue
@@ -288,6 +292,40 @@ def _group_ranks(groups: Any, *names: str) -> list[int] | None:
 
         return list(dist.get_process_group_ranks(group))
     return None
+
+
+def _other_names(module: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the further names of each parameter that has several, by the name that `named_refit_tensors` gives it.
+
+    A whole layer that is used twice has one `layer_number`, which says nothing of its second place: names there
+    are left out.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    unnumbered: list[str] | None = None
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if known == name:
+            continue
+        if unnumbered is None:
+            unnumbered = [
+                f"{path}."
+                for path, child in module.named_modules(remove_duplicate=False)
+                if path.rpartition(".")[2].isdigit()
+                and isinstance(getattr(child, "layer_number", None), int)
+                and resolve_layer_prefix(path, layers) == path
+                and path not in layers
+            ]
+        if not name.startswith(tuple(unnumbered)):
+            found.setdefault(known, []).append(name)
+    return found
+
+
+def _canonical(meta: ParameterMetadata, name: str, layers: Mapping[str, str]) -> str:
+    """Return the canonical name of a tensor's other name."""
+    twin = replace(meta, name=name)
+    assign_resolved_name_inplace(twin, layer_module_prefix_map=layers)
+    return twin.resolved_name or name
 
 
 def _describe_dtensor(meta: ParameterMetadata, param: Any) -> None:

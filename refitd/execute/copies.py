@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.buffers.layout import row_major_strides
-from refitd.plan.table import CopyTable
+from refitd.plan.fills import FillTable
+from refitd.plan.table import Columns, CopyTable
 
 Int64 = npt.NDArray[np.int64]
 
@@ -17,6 +18,9 @@ PROCESS_MEMORY = -1  # as `src_arena`: the source lies at an address of another 
 
 # A copy longer than this is cut, so that several workers can share one large tensor.
 SPLIT_BYTES = 32 << 20
+
+# room for one element of any dtype in the arena that fills are read from
+CONSTANT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,63 @@ def address(
     return split_large(copies)
 
 
+def fill_copies(
+    fills: FillTable,
+    destinations: Mapping[tuple[int, str], LocalTensor],
+    constants: int,
+    first_origin: int = 0,
+) -> CopyList:
+    """Turn fills into copies that read one element again and again, from an arena that holds `constant_bytes(fills)`.
+
+    Args:
+        fills: the rows to perform.
+        destinations: (rank, local tensor name) -> place of the tensors to be written.
+        constants: id of the arena whose first bytes are `constant_bytes(fills)`.
+        first_origin: `origin` of the first fill; the number of copies that they are joined to.
+
+    Raises:
+        KeyError: a tensor that the fills name has no place.
+    """
+    dst = _side(fills, fills.rank, fills.local, fills.offset, fills.stride, destinations)
+    _, slot = np.unique(fills.pattern, return_inverse=True)
+    n = len(fills)
+    copies = CopyList(
+        size=fills.size.astype(np.int64),
+        element_size=fills.element_size.astype(np.int64),
+        src_arena=np.full(n, constants, dtype=np.int64),
+        src_pid=np.zeros(n, dtype=np.int64),
+        src_offset=slot.reshape(-1).astype(np.int64) * CONSTANT_BYTES,
+        src_stride=np.zeros_like(dst.stride),
+        dst_arena=dst.arena,
+        dst_offset=dst.offset,
+        dst_stride=dst.stride,
+        origin=np.arange(first_origin, first_origin + n, dtype=np.int64),
+    )
+    return split_large(copies)
+
+
+def constant_bytes(fills: FillTable) -> bytes:
+    """Return the bit patterns that fills write, CONSTANT_BYTES each, lowest first; equal for equal patterns."""
+    patterns = np.unique(fills.pattern)
+    slots = np.zeros((len(patterns), CONSTANT_BYTES // 8), dtype="<i8")
+    slots[:, 0] = patterns
+    return slots.tobytes()
+
+
+def joined(parts: Sequence[CopyList]) -> CopyList:
+    """Put copies end to end; boxes of fewer dimensions are padded in front."""
+    dims = max(part.size.shape[1] for part in parts)
+
+    def column(part: CopyList, name: str) -> Int64:
+        values: Int64 = getattr(part, name)
+        if values.ndim == 1:
+            return values
+        lead = np.full((len(part), dims - values.shape[1]), name == "size", dtype=np.int64)
+        return np.concatenate([lead, values], axis=1)
+
+    return CopyList(**{f.name: np.concatenate([column(part, f.name) for part in parts]) for f in fields(CopyList)})
+
+
 def whole_tensors(pairs: Sequence[tuple[LocalTensor, LocalTensor, int]]) -> CopyList:
     """Return copies of whole tensors of equal shape: (from, to, element size) each."""
     dims = max((len(src.shape) for src, _, _ in pairs), default=1) or 1
@@ -196,7 +257,7 @@ class _Side:
 
 
 def _side(
-    table: CopyTable,
+    table: Columns,
     ranks: npt.NDArray[np.int32],
     local: npt.NDArray[np.int32],
     offsets: Int64,
@@ -224,7 +285,7 @@ def _side(
     )
 
 
-def _is_row_major(tensor: LocalTensor, table: CopyTable, which: Int64, index: int) -> bool:
+def _is_row_major(tensor: LocalTensor, table: Columns, which: Int64, index: int) -> bool:
     es = int(table.element_size[int(np.argmax(which == index))])
     want = row_major_strides(tensor.shape, es)
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, want, strict=True))

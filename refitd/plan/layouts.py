@@ -29,7 +29,8 @@ class Paddings:
     def elements(self) -> Ints:
         """Return the number of elements of each padding."""
         running = np.concatenate([[0], np.cumsum(np.prod(self.size, axis=1))])
-        return running[self.start[1:]] - running[self.start[:-1]]
+        elements: Ints = running[self.start[1:]] - running[self.start[:-1]]
+        return elements
 
 
 # as a geometry's padding

@@ -20,6 +20,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Tile
 from refitd.dtypes import dtype_name
+from refitd.plan.aliases import alias_problem, resolve_aliases, tied_name
 from refitd.plan.columns import Ints, offsets_of
 from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Geometries, Layouts, Paddings, Side, named
 from refitd.plan.padding import padding_problems
@@ -43,7 +44,11 @@ _FIELDS = attrgetter(
     "tiles",
     "global_shape",
     "fill",
+    "aliases",
 )
+
+# the last two of _FIELDS where nothing is declared
+_NO_MORE = [None, ()]
 
 # sizes along the split dimension of every rank of a group that is split unevenly
 Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
@@ -89,12 +94,17 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
     reader = _Reader(ordered, {})
     layouts = reader.layouts()
     mismatches = _mismatches(layouts)
-    if mismatches and (uneven := _uneven_sizes(ordered, mismatches)):
+    tied = [name for name, other in reader.fed_by.items() if other in mismatches]
+    if mismatches and (uneven := _uneven_sizes(ordered, [*mismatches, *tied])):
         reader = _Reader(ordered, uneven)
         layouts = reader.layouts()
         mismatches = _mismatches(layouts)
-    for name, lines in padding_problems(layouts).items():
-        mismatches.setdefault(name, []).extend(lines)
+    for name, other in reader.fed_by.items():
+        if other in mismatches:
+            mismatches[other] = [f"{line}; {name} is fed from it as its alias" for line in mismatches[other]]
+    for found in (padding_problems(layouts), reader.untied):
+        for name, lines in found.items():
+            mismatches.setdefault(name, []).extend(lines)
     wrong = before + reader.problems.messages() + [line for lines in mismatches.values() for line in lines]
     # where ranks are not clear, nothing that follows would be
     bad = set(layouts.tensors) if before else reader.bad_tensors | mismatches.keys()
@@ -136,6 +146,9 @@ class _Reader:
         self.tile_start: list[int] = [0]
         self.geometry_rows: list[tuple[int, int, int, int, int, int, int]] = []
         self.fills: dict[str, int] = {}
+        self.ties: dict[tuple[str, ...], str] = {}
+        self.fed_by: dict[str, str] = {}
+        self.untied: dict[str, list[str]] = {}
         self.padding_rows: list[tuple[int, list[int], list[int]]] = []
         self.padding_start: list[int] = [0]
 
@@ -182,7 +195,7 @@ class _Reader:
         names_no_rank = True
         tensors, local_names, geometries = self.tensors, self.locals, self.geometries
         for m in metas:
-            (name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole, fill) = (
+            (name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole, *more) = (
                 _FIELDS(m)
             )
             names: Sequence[str] = (name if resolved is None else resolved,)
@@ -201,13 +214,15 @@ class _Reader:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
             else:
                 key = (shape, dtype, esize, whole)
-            if fill is not None:
-                key = (*key, repr(fill))  # 0.0 and -0.0 are equal as numbers, and NaN is not
+            if more != _NO_MORE:
+                key = (*key, repr(more[0]))  # 0.0 and -0.0 are equal as numbers, and NaN is not
             names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
                 continue
             seen.add(name)
+            if more != _NO_MORE and not self._tie(roster, side, m):
+                continue
             try:
                 numbers = geometries[key]
             except (KeyError, TypeError):
@@ -219,6 +234,15 @@ class _Reader:
             for tensor, geometry in zip(names, numbers):  # noqa: B905 equal by construction, and strict costs
                 found.append((local, tensors.setdefault(tensor, len(tensors)), geometry))
         return found, names_no_rank
+
+    def _tie(self, roster: Roster, side: str, m: ParameterMetadata) -> bool:
+        """Note a tensor's aliases; False where they are wrong."""
+        if problem := alias_problem(m) if m.aliases else "":
+            self.problems.add(f"{label_of(roster)} {side}", problem)
+            self._spoil(m)
+        elif m.aliases:
+            self.ties.setdefault((tied_name(m), *m.aliases), f"{label_of(roster)} ({side})")
+        return not problem
 
     def _sizes(self, side: str, m: ParameterMetadata) -> tuple[int, ...] | None:
         if not self.uneven or not is_sharded(m):
@@ -307,7 +331,7 @@ class _Reader:
         columns = np.array(self.geometry_rows, np.int64).reshape(-1, 7)
         padding_dims = max([1, *(len(size) for _, size, _ in self.padding_rows)])
         tensors, tensor_at = _sorted(self.tensors)
-        names, local_at = _sorted(self.locals)
+        local_names, local_at = _sorted(self.locals)
         nodes = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in ordered if r.node))}
         geometries = Geometries(
             tile_start=np.array(self.tile_start, np.int64),
@@ -333,16 +357,27 @@ class _Reader:
             ),
             fills=tuple(float(value) for value in self.fills),
         )
+        fed_at = tensor_at
+        if self.ties:
+            # what is tied to a tensor that is reported already would only be reported for the same reason
+            for names in self.ties:
+                self.bad_tensors |= set(names) if self.bad_tensors.intersection(names) else set()
+            held, wanted = ({tensors[i] for i in tensor_at[side.entry_tensor]} for side in (source, destination))
+            self.fed_by, untied = resolve_aliases(self.ties, held, wanted)
+            self.untied = {name: lines for name, lines in untied.items() if name not in self.bad_tensors}
+            fed_at = tensor_at.copy()
+            for name, other in self.fed_by.items():
+                fed_at[self.tensors[name]] = tensor_at[self.tensors[other]]
         sides = [
-            replace(side, entry_local=local_at[side.entry_local], entry_tensor=tensor_at[side.entry_tensor])
-            for side in (source, destination)
+            replace(side, entry_local=local_at[side.entry_local], entry_tensor=at[side.entry_tensor])
+            for side, at in ((source, tensor_at), (destination, fed_at))
         ]
         return Layouts(
             ranks=np.array([r.rank for r in ordered], np.int64),
             labels=tuple(label_of(r) for r in ordered),
             nodes=np.array([nodes.get(r.node, -1) for r in ordered], np.int64),
             tensors=tensors,
-            locals=names,
+            locals=local_names,
             source=sides[0],
             destination=sides[1],
             geometries=geometries,

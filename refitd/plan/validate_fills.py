@@ -41,7 +41,7 @@ def fill_violations(fills: SharedFills, local: Ints, layouts: Layouts) -> list[s
         ]
     kind_of_rank = np.full(len(layouts.ranks), -1, np.int64)
     kind_of_rank[at] = fills.kind
-    padded = np.unique(side.entry_class[tensors.first[tensors.owed != 0]])
+    padded = np.unique(side.entry_class[tensors.first[tensors.owed > 0]])
     concerned = np.flatnonzero((kind_of_rank >= 0) | (np.isin(side.rank_class, padded)))
     pairs, example = np.unique(
         np.stack([side.rank_class[concerned], kind_of_rank[concerned]], axis=1), axis=0, return_index=True
@@ -51,7 +51,7 @@ def fill_violations(fills: SharedFills, local: Ints, layouts: Layouts) -> list[s
     for (number, kind), rank in zip(pairs.tolist(), concerned[example].tolist(), strict=True):
         low, high = (int(fills.row_start[kind]), int(fills.row_start[kind + 1])) if kind >= 0 else (0, 0)
         rows = np.arange(low, high)
-        wanted = tensors.first[tensors.owed != 0]
+        wanted = tensors.first[tensors.owed > 0]
         wanted = side.entry_local[wanted[side.entry_class[wanted] == number]]
         for name in np.union1d(wanted, local[rows]).tolist():
             row = int(find(tensors.key, np.array([number * names + name]))[0]) if name >= 0 else -1
@@ -98,9 +98,9 @@ def _problem(layouts: Layouts, geometry: Ints, owed: int, fills: SharedFills, ro
     geometries = layouts.geometries
     shape = geometries.shapes[int(geometries.local_shape[geometry[0]])]
     filled = int(np.prod(fills.size[rows], axis=1).sum())
-    if filled != owed:
+    if filled != max(owed, 0):
         return f"would fill {filled} elements of its local tensor {shape}, and {owed} belong to no tile"
-    if not owed:
+    if owed <= 0:  # where tiles overlap, that is reported elsewhere
         return ""
     if (geometries.fill[geometry[:1]] < 0).any():
         return "would fill elements, and no value is declared for them"

@@ -53,6 +53,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     tiles: tuple[WireTile, ...] | None = None
     global_shape: tuple[Count, ...] | None = None
     fill: float | None = None
+    aliases: tuple[Name, ...] = ()
 
 
 class Shard(Value, frozen=True):
@@ -106,6 +107,7 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
             tiles=None if m.tiles is None else tuple(_wire_tile(tile) for tile in m.tiles),
             global_shape=m.global_shape,
             fill=m.fill,
+            aliases=m.aliases,
         )
         for m in metadata
     )
@@ -155,6 +157,7 @@ def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
                 tiles=None if t.tiles is None else tuple(_tile(tile) for tile in t.tiles),
                 global_shape=t.global_shape,
                 fill=t.fill,
+                aliases=t.aliases,
             )
         )
     return found

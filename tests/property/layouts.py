@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -101,7 +102,10 @@ def boxes(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) 
             step *= max(1, size[d])
         dealt[rank].append(Tile(name, offset, size, used[rank] + gap, tuple(strides)))
         used[rank] += gap + (step if 0 not in size else 0)
-    return {rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape) for rank in ranks}
+    fill = zlib.crc32(name.encode()) % 256 / 4  # gaps hold it, on both sides
+    return {
+        rank: meta(name, (used[rank],), rank, tiles=tuple(dealt[rank]), global_shape=shape, fill=fill) for rank in ranks
+    }
 
 
 def flat_slices(rng: Random, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Side:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from refitd import ParameterMetadata, PlanError, plan_reshard
 from refitd.plan.build import plan_copies, roster_digest
+from refitd.plan.fills import FillTable
 from refitd.plan.lcm import Transfer, plan_lcm_transfers, sharding_descriptors
 from refitd.plan.validate import violations
 from tests.property.layouts import Fleet, fleets
@@ -26,8 +28,9 @@ def some(examples: int) -> settings:
 @given(fleets())
 def test_every_destination_gets_what_slicing_gives(fleet: Fleet) -> None:
     plan = plan_copies(fleet.rosters)
-    oracle.check(plan.table, fleet.rosters, fleet.shapes)
-    assert violations(plan.table, fleet.rosters) == []
+    oracle.check(plan.table, fleet.rosters, fleet.shapes, plan.fills)
+    assert violations(plan, fleet.rosters) == []
+    assert violations(plan.table, fleet.rosters, plan.fills) == []
 
 
 @some(50)
@@ -55,15 +58,62 @@ def test_order_changes_nothing(fleet: Fleet, seed: int) -> None:
     mixed = Random(seed).sample(fleet.rosters, len(fleet.rosters))
     one, two = plan_copies(fleet.rosters), plan_copies(mixed)
     assert one.table.to_wire() == two.table.to_wire()
+    assert one.fills == two.fills
     assert one.digest == two.digest
     assert roster_digest(fleet.rosters) == roster_digest(mixed)
+
+
+@some(60)
+@given(fleets(), st.integers())
+def test_an_alias_is_fed_whichever_end_declares_it(fleet: Fleet, seed: int) -> None:
+    rng = Random(seed)
+    name = rng.choice(sorted(fleet.shapes))
+    at_source, twin = rng.random() < 0.5, f"{name}.twin"
+    found = []
+    for roster in fleet.rosters:
+        source, destination = list(roster.source), list(roster.destination)
+        if at_source:
+            source = [replace(m, aliases=(twin,)) if m.name == name else m for m in source]
+        for m in roster.destination:
+            if m.name == name:
+                tiles = None if m.tiles is None else tuple(replace(tile, tensor=twin) for tile in m.tiles)
+                aliases = () if at_source else (name,)
+                destination.append(replace(m, name=twin, resolved_name=twin, tiles=tiles, aliases=aliases))
+                if rng.random() < 0.3:
+                    destination.remove(m)
+        found.append(replace(roster, source=source, destination=destination))
+    plan = plan_copies(found)
+    oracle.check(plan.table, found, fleet.shapes, plan.fills, {twin: name})
+    assert violations(plan, found) == []
+
+
+@some(60)
+@given(fleets(), st.integers())
+def test_a_damaged_fill_never_passes_as_sound(fleet: Fleet, seed: int) -> None:
+    rng, plan = Random(seed), plan_copies(fleet.rosters)
+    fills = FillTable.from_wire(plan.fills.to_wire())
+    assume(len(fills))
+    row = rng.randrange(len(fills))
+    name = rng.choice(["rank", "offset", "stride", "size", "pattern", "element_size", "lost"])
+    if name == "lost":
+        fills = fills.select(np.arange(len(fills)) != row)
+    else:
+        column = getattr(fills, name).copy()
+        place = (row, rng.randrange(column.shape[1])) if column.ndim > 1 else (row,)
+        column[place] = max(1 if "size" in name else 0, int(column[place]) + rng.choice([-1, 1, 2]))
+        fills = replace(fills, **{name: column})
+    try:
+        oracle.check(plan.table, fleet.rosters, fleet.shapes, fills)
+    except (AssertionError, KeyError):
+        assert violations(plan.table, fleet.rosters, fills)
 
 
 @some(120)
 @given(fleets(), st.integers())
 def test_a_damaged_plan_never_passes_as_sound(fleet: Fleet, seed: int) -> None:
     rng = Random(seed)
-    table = plan_copies(fleet.rosters).table
+    plan = plan_copies(fleet.rosters)
+    table, fills = plan.table, plan.fills
     assume(len(table))
     row = rng.randrange(len(table))
     name = rng.choice(["src_rank", "dst_rank", "src_offset", "dst_offset", "src_stride", "dst_stride", "size"])
@@ -73,7 +123,7 @@ def test_a_damaged_plan_never_passes_as_sound(fleet: Fleet, seed: int) -> None:
     try:
         oracle.check(table, fleet.rosters, fleet.shapes)
     except (AssertionError, KeyError):
-        assert violations(table, fleet.rosters)
+        assert violations(table, fleet.rosters, fills)
 
 
 worlds, strides = st.integers(1, 4), st.integers(1, 3)

@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Tile
+from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 
 Array = np.ndarray
@@ -63,12 +64,42 @@ def run(table: CopyTable, sources: Mapping[tuple[int, str], Array], wanted: Mapp
         np.testing.assert_array_equal(times[key], (array != EMPTY).astype(np.int64), err_msg=f"{key}: times written")
 
 
-def check(table: CopyTable, rosters: Sequence[Roster], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that a plan gives every destination exactly what slicing the whole tensors gives it."""
+def check(
+    table: CopyTable,
+    rosters: Sequence[Roster],
+    shapes: Mapping[str, Sequence[int]],
+    fills: FillTable | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """Check that a plan gives every destination exactly what slicing the whole tensors gives it.
+
+    With `fills`, also that they write all else of every destination once, with the declared value. `tied` are
+    names that are not in `shapes`, and the tensors that they are other names of.
+    """
     whole = canonical_tensors(shapes)
+    whole.update({name: whole[other] for name, other in (tied or {}).items()})
     sources = {(r.rank, m.name): local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
     wanted = {(r.rank, m.name): local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
     run(table, sources, wanted)
+    if fills is not None:
+        declared = {(r.rank, m.name): m for r in rosters for m in r.destination}
+        run_fills(fills, wanted, declared)
+
+
+def run_fills(
+    fills: FillTable, wanted: Mapping[tuple[int, str], Array], declared: Mapping[tuple[int, str], ParameterMetadata]
+) -> None:
+    """Perform every fill, and check that it writes each EMPTY element once, no other, and the declared bits."""
+    times = {key: np.zeros(array.shape, np.int64) for key, array in wanted.items()}
+    for i in range(len(fills)):
+        key = (int(fills.rank[i]), fills.locals[fills.local[i]])
+        _strided(times[key], int(fills.offset[i]), fills.size[i], fills.stride[i])[...] += 1
+        fill, bits = declared[key].fill, 8 * declared[key].element_size
+        assert fill is not None and fills.element_size[i] == declared[key].element_size
+        wide = int(np.float32(fill).view(np.uint32))  # a bfloat16 is the upper half of a float32
+        assert int(fills.pattern[i]) == wide >> (32 - bits), key
+    for key, array in wanted.items():
+        np.testing.assert_array_equal(times[key], (array == EMPTY).astype(np.int64), err_msg=f"{key}: times filled")
 
 
 def _strided(array: Array, offset: int, size: Array, stride: Array) -> Array:

@@ -35,6 +35,7 @@ class Harness:
             decided=self.journal.get,
         )
         self.now = 0.0
+        self.plans_made = 0
         self.sent: list[tuple[str, int, object]] = []
 
     def feed(self, event: act.Event) -> None:
@@ -45,6 +46,7 @@ class Harness:
                     case act.Send(identity, request, message):
                         self.sent.append((identity.decode(), request, message))
                     case act.MakePlan(ticket, rosters):
+                        self.plans_made += 1
                         try:
                             pending.append(act.Planned(ticket, make_plan(rosters)))
                         except RefitdError as exc:
@@ -271,3 +273,24 @@ def test_a_shard_under_a_wrong_digest_is_refused() -> None:
     shard = shards.shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2)])
     (failure,) = h.say("n0", cluster.DescribeShard(digest="0" * 32, packed=pack(shard)), request=1)
     assert isinstance(failure, local.Failure) and "its content is" in failure.message
+
+
+def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_does() -> None:
+    h = Harness()
+    h.ready()
+    h.say("n0", local.GetPlan("m"), request=1)
+    h.add("b")
+    h.say("n0", local.GetPlan("m"), request=2)
+    assert h.plans_made == 2
+    h.say("n0", cluster.RemoveShard(member="b", reason="left"))
+    (report,) = h.say("n0", local.GetPlan("m"), request=3)
+    assert h.plans_made == 2 and report.bytes == 32
+    # the same rank with another layout is another membership
+    h.say("n0", cluster.RemoveShard(member="a", reason="left"))
+    other = shards.shard_of(
+        [ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w", tiles=None, global_shape=(4, 4))]
+    )
+    h.say("n0", cluster.DescribeShard(digest=digest_of(other), packed=pack(other)))
+    h.add("a", digest=digest_of(other))
+    h.say("n0", local.GetPlan("m"), request=4)
+    assert h.plans_made == 3

@@ -7,13 +7,28 @@ import os
 import numpy as np
 import pytest
 
+from refitd import ParameterMetadata, Roster, Tile
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent, packed_offsets, row_major_strides
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.shm import CHUNK_BYTES, SharedMemoryService
+from refitd.describe.fused import without_padding
+from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ArenaError, TransportError
-from refitd.execute.copies import PROCESS_MEMORY, CopyList, LocalTensor, deal, split_large, whole_tensors
+from refitd.execute.copies import (
+    PROCESS_MEMORY,
+    CopyList,
+    LocalTensor,
+    address,
+    constant_bytes,
+    deal,
+    fill_copies,
+    joined,
+    split_large,
+    whole_tensors,
+)
+from refitd.plan.build import plan_copies
 
 
 @pytest.fixture
@@ -122,6 +137,66 @@ def test_a_gone_process_is_told_from_forbidden_memory(arenas) -> None:
         job = SharedMemoryService().prepare(whole_tensors([(src, contiguous(2, 0, (10,)), 2)]), arenas)
         with pytest.raises(TransportError, match=why):
             job.run(verify=True, on_progress=lambda d: None)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "fill", "shape", "whole"),
+    [
+        ("bfloat16", -1.5, (6, 3), (4, 3)),
+        ("bfloat16", 0.5, (300, 800), (300, 799)),
+        ("float32", 1 / 4, (700, 300), (650, 299)),
+        ("uint8", 7, (9, 4), (5, 4)),
+        ("float64", 2.0**-1000, (5, 5), (4, 3)),
+        ("complex128", 3.0, (4, 4), (4, 2)),
+        ("int64", -2, (1 << 18,), (5,)),
+    ],
+)
+def test_one_element_fills_a_box_beside_copies(arenas, threads, dtype, fill, shape, whole) -> None:
+    es, kind = ELEMENT_SIZES[dtype], "uint16" if dtype == "bfloat16" else dtype
+    padded = without_padding(ParameterMetadata("w", shape, dtype, es), whole, fill)
+    plan = plan_copies([Roster(0, [ParameterMetadata("w", whole, dtype, es)]), Roster(1, (), [padded])])
+    constants = constant_bytes(plan.fills)
+    arenas[2].bytes[: len(constants)] = np.frombuffer(constants, np.uint8)
+    source, target = contiguous(1, 64, whole, es), contiguous(2, 256, shape, es)
+    copies = joined(
+        [
+            address(plan.table, {(0, "w"): source}, {(1, "w"): target}),
+            fill_copies(plan.fills, {(1, "w"): target}, 2, len(plan.table)),
+        ]
+    )
+    expected = arenas[2].bytes.copy()
+    array = np.ndarray(shape, kind, expected.data, 256)
+    array[...] = np.array(fill, "float32").view("uint32") >> 16 if dtype == "bfloat16" else fill
+    array[tuple(slice(n) for n in whole)] = np.ndarray(whole, kind, arenas[1].bytes.data, 64)
+    result = SharedMemoryService(threads).prepare(copies, arenas).run(verify=True, on_progress=lambda done: None)
+    assert result.bytes == int(np.prod(shape)) * es
+    assert np.array_equal(arenas[2].bytes, expected)
+    assert set(copies.origin.tolist()) == set(range(len(plan.table) + len(plan.fills)))
+
+
+def test_constants_are_there_once_and_in_order() -> None:
+    names = ("a", "b", "c")
+    padded = [
+        ParameterMetadata(n, (3,), "int16", 2, tiles=(Tile(n, (0,), (2,), 0, (1,)),), fill=fill)
+        for n, fill in zip(names, (7, 5, 7), strict=True)
+    ]
+    held = [ParameterMetadata(n, (2,), "int16", 2) for n in names]
+    fills = plan_copies([Roster(0, held), Roster(1, (), padded)]).fills
+    assert np.frombuffer(constant_bytes(fills), "<i8").tolist() == [5, 0, 7, 0]
+    places = {(1, name): contiguous(2, 64 * i, (3,)) for i, name in enumerate(names)}
+    copies = fill_copies(fills, places, constants=9, first_origin=10)
+    assert copies.src_offset.tolist() == [16, 0, 16] and copies.dst_offset.tolist() == [4, 68, 132]
+    assert copies.src_arena.tolist() == [9, 9, 9] and copies.origin.tolist() == [10, 11, 12]
+
+
+def test_a_fill_that_does_not_arrive_is_found(arenas, monkeypatch) -> None:
+    padded = ParameterMetadata("w", (9,), "int32", 4, tiles=(Tile("w", (0,), (1,), 0, (1,)),), fill=3)
+    fills = plan_copies([Roster(0, [ParameterMetadata("w", (1,), "int32", 4)]), Roster(1, (), [padded])]).fills
+    job = SharedMemoryService().prepare(fill_copies(fills, {(1, "w"): contiguous(2, 0, (9,), 4)}, 1), arenas)
+    monkeypatch.setattr(np, "copyto", lambda dst, src: None)
+    with pytest.raises(DigestMismatch, match="copy 0: 32 bytes differ"):
+        job.run(verify=True, on_progress=lambda done: None)
 
 
 def test_large_copies_are_cut_without_losing_a_row() -> None:

@@ -24,10 +24,10 @@ SHAPES = {"q": (HEADS * HEAD_DIM, HIDDEN), "k": (KV_HEADS * HEAD_DIM, HIDDEN), "
 def checked(sources: list[Side], destinations: list[Side], shapes: dict[str, tuple[int, ...]]) -> int:
     """Plan and compare with slicing; return the number of copies."""
     found = rosters(sources, destinations)
-    table = plan_copies(found).table
-    oracle.check(table, found, shapes)
-    assert violations(table, found) == []
-    return len(table)
+    plan = plan_copies(found)
+    oracle.check(plan.table, found, shapes, plan.fills)
+    assert violations(plan, found) == []
+    return len(plan.table)
 
 
 def interleaved(ranks: range) -> Side:
@@ -108,7 +108,7 @@ def test_fused_experts_meet_tensors_of_single_experts() -> None:
 def test_vocabularies_padded_differently_meet_in_the_true_one() -> None:
     # 10 rows, padded to 12 over TP2 here and to 16 over TP4 there
     held = {r: without_padding(m, (10, 3)) for r, m in tp("embedding", (6, 3), range(2)).items()}
-    wanted = {r: without_padding(m, (10, 3)) for r, m in tp("embedding", (4, 3), range(10, 14)).items()}
+    wanted = {r: without_padding(m, (10, 3), fill=0.0) for r, m in tp("embedding", (4, 3), range(10, 14)).items()}
     assert held[1].tiles == (Tile("embedding", (6, 0), (4, 3), 0, (3, 1)),)
     assert wanted[13].tiles == ()
     checked([held], [wanted], {"embedding": (10, 3)})

@@ -235,7 +235,24 @@ def test_a_shared_parameter_is_described_once() -> None:
     module = nn.Module()
     module.embedding, module.output = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
     module.output.weight = module.embedding.weight
-    assert [m.name for m in describe_module(module, 0)] == ["embedding.weight"]
+    (tied,) = describe_module(module, 0)
+    assert (tied.name, tied.aliases) == ("embedding.weight", ("output.weight",))
+
+
+def test_other_names_of_a_shared_parameter_are_canonical() -> None:
+    stage = nn.Module()
+    stage.layers = nn.ModuleList([Layer(17), Layer(18), Layer(19)])
+    stage.layers[2].norm.weight = stage.layers[1].norm.weight = stage.layers[0].norm.weight  # type: ignore[union-attr]
+    found = {m.resolved_name: m.aliases for m in describe_module(stage, 0, {"tp": [0]})}
+    assert found["layers.16.norm.weight"] == ("layers.17.norm.weight", "layers.18.norm.weight")
+    assert found["layers.17.norm.bias"] == ()
+
+
+def test_a_layer_that_is_used_twice_has_no_name_at_its_second_place() -> None:
+    stage = nn.Module()
+    layer = Layer(17)
+    stage.layers = nn.ModuleList([layer, layer])
+    assert all(m.aliases == () for m in describe_module(stage, 0, {"tp": [0]}))
 
 
 def test_local_tensors_share_the_storage() -> None:

@@ -1,0 +1,85 @@
+"""Which tensor feeds a destination that only knows it under another of its names.
+
+A tensor and its `aliases` are one weight. Who declares it does not matter:
+
+    source: embedding, aliases (output,)     destination: embedding and output     both from embedding
+    source: embedding                        destination: output, aliases (embedding,)         likewise
+    source: embedding and output             whatever is declared: each from its own
+
+So an alias is only looked at for a tensor that no source has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from refitd.describe.layout import canonical_name
+from refitd.describe.metadata import ParameterMetadata
+
+Ties = Mapping[tuple[str, ...], str]  # a tensor and its aliases -> who says so first
+
+
+def alias_problem(meta: ParameterMetadata) -> str:
+    """Return what is wrong with a tensor's aliases, or ""."""
+    name = tied_name(meta)
+    if not isinstance(meta.aliases, tuple) or not all(isinstance(alias, str) and alias for alias in meta.aliases):
+        return f"{meta.name}: aliases are {meta.aliases!r}, expected a tuple of canonical names"
+    if len({tile.tensor for tile in meta.tiles or ()}) > 1:
+        return (
+            f"{meta.name}: it has aliases {meta.aliases} and holds several canonical tensors; register the tied one "
+            "on its own"
+        )
+    if name in meta.aliases:
+        return f"{name}: it is declared an alias of itself; its aliases are the other names of the same weight"
+    return ""
+
+
+def tied_name(meta: ParameterMetadata) -> str:
+    """Return the canonical name that a tensor's aliases are other names of."""
+    return meta.tiles[0].tensor if meta.tiles else canonical_name(meta)
+
+
+def resolve_aliases(ties: Ties, held: set[str], wanted: Iterable[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the tensor that feeds each wanted one that no source holds, and problems by the tensor's name.
+
+    Where several are held, the first by name is taken: they are declared to be the same.
+    """
+    found: dict[str, str] = {}
+    problems: dict[str, list[str]] = {}
+    groups = _groups(ties)
+    for group in {id(group): group for group in groups.values()}.values():
+        said = [names for names in ties if names[0] in group]
+        if not any(set(names) == group for names in said):
+            problems[said[0][0]] = [_chained(said, ties)]
+    for name in sorted(set(wanted) - held):
+        group = groups.get(name, set())
+        known = sorted(group & held)
+        if known:
+            found[name] = known[0]
+        elif group:
+            others = ", ".join(sorted(group - {name}))
+            who = next(who for names, who in ties.items() if name in names)
+            problems.setdefault(name, []).append(
+                f"{name}: no source has it, nor {others}, which {who} declares to be the same weight; check the names, "
+                "or which source ranks have registered"
+            )
+    return found, problems
+
+
+def _groups(ties: Ties) -> dict[str, set[str]]:
+    """Return, by name, all names that are tied to it, directly or not."""
+    groups: dict[str, set[str]] = {}
+    for names in ties:
+        merged = set(names).union(*(groups.get(name, set()) for name in names))
+        for name in merged:
+            groups[name] = merged
+    return groups
+
+
+def _chained(said: list[tuple[str, ...]], ties: Ties) -> str:
+    links = "; ".join(f"{ties[names]} ties {names[0]} to {', '.join(names[1:])}" for names in said)
+    every = sorted(set().union(*said))
+    return (
+        f"{said[0][0]}: its aliases form a chain or a cycle ({links}); expected one declaration with all of "
+        f"{', '.join(every)}; declare all others as aliases of one of them"
+    )
