@@ -1,0 +1,55 @@
+"""Elements of one dtype made elements of another, with numpy alone, as torch rounds them.
+
+float32 -> bfloat16 keeps the upper half and rounds to nearest, ties to even:
+
+    0x3f808000  half way between 0x3f80 and 0x3f81  ->  0x3f80
+    0x3f818000  half way between 0x3f81 and 0x3f82  ->  0x3f82
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[Any]  # elements as unsigned integers of their size
+
+
+def converted(cast: int, words: Words) -> Words:
+    """Return the elements after the cast of this number (refitd.describe.casts), contiguous, in the same shape.
+
+    Numbers beyond float16 become infinite, as with torch; what is not a number stays none.
+    """
+    return _BY_NUMBER[cast](words)
+
+
+def _float32_to_bfloat16(words: Words) -> Words:
+    result: Words = ((words + (np.uint32(0x7FFF) + ((words >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
+    is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    if is_nan.any():  # rounding would make infinities of some
+        result[is_nan] = ((words[is_nan] >> 16) | np.uint32(0x40)).astype(np.uint16)
+    return result
+
+
+def _bfloat16_to_float32(words: Words) -> Words:
+    return words.astype(np.uint32) << np.uint32(16)
+
+
+def _float32_to_float16(words: Words) -> Words:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return words.view(np.float32).astype(np.float16).view(np.uint16)
+
+
+def _float16_to_float32(words: Words) -> Words:
+    with np.errstate(invalid="ignore"):
+        return words.view(np.float16).astype(np.float32).view(np.uint32)
+
+
+_BY_NUMBER: dict[int, Callable[[Words], Words]] = {
+    1: _float32_to_bfloat16,
+    2: _bfloat16_to_float32,
+    3: _float32_to_float16,
+    4: _float16_to_float32,
+}
