@@ -14,7 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from refitd.describe.manifest import (
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.names import expert_range
+from refitd.dtypes import ELEMENT_SIZES
+from refitd.manifest import (
     Layout,
     Model,
     Position,
@@ -24,9 +27,6 @@ from refitd.describe.manifest import (
     stage_layers,
     world_size,
 )
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.names import expert_range
-from refitd.dtypes import ELEMENT_SIZES
 
 FILES = Path(__file__).parent.parent / "configs" / "layouts" / "models"
 MODELS = {

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
-from refitd.describe.manifest import Manifest, Model, load, load_model, rosters_of
 from refitd.describe.roster import Roster
+from refitd.manifest import Manifest, Model, load, load_model, rosters_of
 from refitd.plan.shared import GlobalPlan
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -47,7 +47,7 @@ def explain(
     """
     if source is None or not targets:
         raise click.UsageError("give the manifests of both sides: --source FILE --target FILE")
-    from refitd.describe.manifest import rosters_of
+    from refitd.manifest import rosters_of
     from refitd.plan.build import plan_copies
     from refitd_cli.picture import pictures
 

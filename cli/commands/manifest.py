@@ -9,9 +9,9 @@ from typing import Literal
 import click
 import msgspec
 
-from refitd.describe.manifest import Shards, load, load_model, rosters_of, shards_of, to_json
 from refitd.describe.roster import Roster
 from refitd.errors import ConfigError, RefusedError
+from refitd.manifest import Shards, load, load_model, rosters_of, shards_of, to_json
 from refitd.protocol.reports import ModelDescription
 from refitd.protocol.shards import metadata_of
 from refitd_cli.output import print_json

@@ -50,6 +50,7 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
                 global_shape=whole,
                 fill=meta.fill,
                 aliases=meta.aliases,
+                cast_from=meta.cast_from,
             )
         )
     return tuple(found)
@@ -68,6 +69,7 @@ def content_digest(metas: Sequence[ParameterMetadata]) -> str:
                 m.global_shape,
                 m.fill,
                 m.aliases,
+                m.cast_from,
             )
         )
         for m in metas

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from refitd.describe.casts import cast_problem
 from refitd.describe.fill import fill_problem
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
@@ -172,6 +173,8 @@ def _dtype_problems(meta: ParameterMetadata) -> list[str]:
         return [f"{name}: element_size is {meta.element_size!r}, expected {want} bytes for {dtype_name(meta.dtype)}"]
     if meta.fill is not None and (problem := fill_problem(meta.fill, dtype_name(meta.dtype))):
         return [f"{name}: fill {problem}; declare what the padding holds after conversion to the tensor's dtype"]
+    if meta.cast_from is not None and (problem := cast_problem(meta.cast_from, meta.dtype)):
+        return [f"{name}: cast_from {problem}; convert one side before, or leave it out where dtypes are equal"]
     return []
 
 

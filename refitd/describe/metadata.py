@@ -42,6 +42,8 @@ class ParameterMetadata:
             must declare it, and they are written; a source may, and then both must declare the same.
         aliases: other canonical names of the same weight (tied embeddings). A destination tensor that no source has
             is fed from one that is tied to it, whichever end says so; see `refitd.plan.aliases`.
+        cast_from: the dtype that sources hold, where a destination wants it converted to its own; says nothing of a
+            source. Which casts there are: `refitd.describe.casts`.
     """
 
     name: str
@@ -65,3 +67,4 @@ class ParameterMetadata:
     global_shape: tuple[int, ...] | None = None
     fill: float | None = None
     aliases: tuple[str, ...] = ()
+    cast_from: str | None = None

@@ -36,10 +36,14 @@ class LocalTensor:
 
 @dataclass(frozen=True, eq=False)
 class CopyList:
-    """Addressed copies, one row each; offsets and strides in bytes, sizes in elements. All columns are int64."""
+    """Addressed copies, one row each; offsets and strides in bytes, sizes in elements. All columns are int64.
+
+    Where elements are converted, `element_size` and `row_bytes` are those of the destination.
+    """
 
     size: Int64  # [n, D]
-    element_size: Int64  # [n]
+    element_size: Int64  # [n] of the destination
+    cast: Int64  # [n] number of the conversion (refitd.describe.casts), 0 for none
     src_arena: Int64  # [n] arena id or PROCESS_MEMORY
     src_pid: Int64  # [n] for PROCESS_MEMORY
     src_offset: Int64  # [n]
@@ -104,11 +108,16 @@ def address(
     Raises:
         KeyError: a tensor that the plan names has no place.
     """
-    src = _side(table, table.src_rank, table.src_local, table.src_offset, table.src_stride, sources)
-    dst = _side(table, table.dst_rank, table.dst_local, table.dst_offset, table.dst_stride, destinations)
+    src = _side(
+        table, table.src_element_size, table.src_rank, table.src_local, table.src_offset, table.src_stride, sources
+    )
+    dst = _side(
+        table, table.element_size, table.dst_rank, table.dst_local, table.dst_offset, table.dst_stride, destinations
+    )
     copies = CopyList(
         size=table.size.astype(np.int64),
         element_size=table.element_size.astype(np.int64),
+        cast=table.cast.astype(np.int64),
         src_arena=src.arena,
         src_pid=src.pid,
         src_offset=src.offset,
@@ -138,12 +147,13 @@ def fill_copies(
     Raises:
         KeyError: a tensor that the fills name has no place.
     """
-    dst = _side(fills, fills.rank, fills.local, fills.offset, fills.stride, destinations)
+    dst = _side(fills, fills.element_size, fills.rank, fills.local, fills.offset, fills.stride, destinations)
     _, slot = np.unique(fills.pattern, return_inverse=True)
     n = len(fills)
     copies = CopyList(
         size=fills.size.astype(np.int64),
         element_size=fills.element_size.astype(np.int64),
+        cast=np.zeros(n, dtype=np.int64),
         src_arena=np.full(n, constants, dtype=np.int64),
         src_pid=np.zeros(n, dtype=np.int64),
         src_offset=slot.reshape(-1).astype(np.int64) * CONSTANT_BYTES,
@@ -198,6 +208,7 @@ def whole_tensors(pairs: Sequence[tuple[LocalTensor, LocalTensor, int]]) -> Copy
     copies = CopyList(
         size=size,
         element_size=column([es for _, _, es in pairs]),
+        cast=np.zeros(n, dtype=np.int64),
         src_arena=column([s.arena for s, _, _ in pairs]),
         src_pid=column([s.pid for s, _, _ in pairs]),
         src_offset=column([s.offset for s, _, _ in pairs]),
@@ -258,6 +269,7 @@ class _Side:
 
 def _side(
     table: Columns,
+    element_size: npt.NDArray[np.int32],
     ranks: npt.NDArray[np.int32],
     local: npt.NDArray[np.int32],
     offsets: Int64,
@@ -269,12 +281,12 @@ def _side(
         ranks.astype(np.int64) * (len(table.locals) + 1) + local.astype(np.int64), return_inverse=True
     )
     found = [places[(int(k) // (len(table.locals) + 1), table.locals[int(k) % (len(table.locals) + 1)])] for k in keys]
-    es = table.element_size.astype(np.int64)
+    es = element_size.astype(np.int64)
     base = np.array([t.offset for t in found], dtype=np.int64)
     offset = offsets * es + base[which] if found else offsets.copy()
     stride = strides * es[:, None]
     for index, tensor in enumerate(found):
-        rows = np.flatnonzero(which == index) if not _is_row_major(tensor, table, which, index) else ()
+        rows = np.flatnonzero(which == index) if not _is_row_major(tensor, int(es[np.argmax(which == index)])) else ()
         for row in rows:
             offset[row], stride[row] = _in_memory(tensor, int(offsets[row]), strides[row], table.size[row])
     return _Side(
@@ -285,8 +297,7 @@ def _side(
     )
 
 
-def _is_row_major(tensor: LocalTensor, table: Columns, which: Int64, index: int) -> bool:
-    es = int(table.element_size[int(np.argmax(which == index))])
+def _is_row_major(tensor: LocalTensor, es: int) -> bool:
     want = row_major_strides(tensor.shape, es)
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, want, strict=True))
 

@@ -153,6 +153,7 @@ def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedP
             src_local=holdings.local[holding],
             dst_local=pieces.local[piece],
             element_size=pieces.element_size[piece],
+            cast=pieces.cast[piece],
             origin=pieces.origin[piece],
             size=pieces.size[piece],
             src_offset=holdings.offset[holding] + (pieces.shift[piece] * stride).sum(axis=1),

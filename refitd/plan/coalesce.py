@@ -23,7 +23,8 @@ class Rows:
     tensor: Ints
     src_local: Ints
     dst_local: Ints
-    element_size: Ints
+    element_size: Ints  # of the destination
+    cast: Ints  # number of the conversion, see refitd.describe.casts
     origin: Ints  # [n, D] canonical coordinates of the first element
     size: Ints  # [n, D]
     src_offset: Ints

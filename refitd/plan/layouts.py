@@ -56,6 +56,8 @@ class Geometries:
     global_shape: Ints  # index into `shapes`, -1 where it is not declared
     dims: Ints
     dtype: Ints  # index into `dtypes`
+    held_dtype: Ints  # of its sources, where it is a destination's: another one where a cast is declared
+    cast: Ints  # number of that cast, 0 for none
     padding: Ints  # index into `paddings`, NO_PADDING or UNCLEAR_PADDING
     fill: Ints  # index into `fills`, -1 where none is declared
     shapes: tuple[tuple[int, ...], ...]
@@ -76,6 +78,7 @@ class Geometries:
                 shape[self.local_shape],
                 shape[self.global_shape],
                 name_hashes(self.dtypes)[self.dtype],
+                self.cast,
                 fill[self.fill],
             ]
         )

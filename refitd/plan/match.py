@@ -44,6 +44,7 @@ class WantedPieces:
     tensor: Ints
     local: Ints
     element_size: Ints
+    cast: Ints
     origin: Ints  # [pieces, D] canonical
     size: Ints  # [pieces, D]
     shift: Ints  # [pieces, D] from the cell's first element to the piece's
@@ -210,13 +211,15 @@ def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _P
     spot = find(spots.key, tensor * max(1, len(patterns.cell_offset)) + cell)
     group, local, layout_class = spots.set[spot], wanted.local[tile], wanted.layout_class[tile]
     order = np.lexsort((offset, local, tensor, group, layout_class))
+    geometry = wanted.geometry[tile[order]]
     return WantedPieces(
         dst_class=layout_class[order],
         set=group[order],
         spot=spot[order],
         tensor=tensor[order],
         local=local[order],
-        element_size=geometries.element_size[wanted.geometry[tile]][order],
+        element_size=geometries.element_size[geometry],
+        cast=geometries.cast[geometry],
         origin=origin[order],
         size=patterns.want_size[at][order],
         shift=(origin - patterns.cell_offset[cell])[order],

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from refitd.describe.casts import cast_number
 from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
@@ -45,10 +46,11 @@ _FIELDS = attrgetter(
     "global_shape",
     "fill",
     "aliases",
+    "cast_from",
 )
 
-# the last two of _FIELDS where nothing is declared
-_NO_MORE = [None, ()]
+# the last three of _FIELDS where nothing is declared
+_NO_MORE = [None, (), None]
 
 # sizes along the split dimension of every rank of a group that is split unevenly
 Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
@@ -144,7 +146,7 @@ class _Reader:
         self.geometries: dict[Any, tuple[int, ...] | None] = {}
         self.tile_rows: list[tuple[int, int, tuple[int, ...]]] = []
         self.tile_start: list[int] = [0]
-        self.geometry_rows: list[tuple[int, int, int, int, int, int, int]] = []
+        self.geometry_rows: list[tuple[int, ...]] = []
         self.fills: dict[str, int] = {}
         self.ties: dict[tuple[str, ...], str] = {}
         self.fed_by: dict[str, str] = {}
@@ -215,7 +217,7 @@ class _Reader:
             else:
                 key = (shape, dtype, esize, whole)
             if more != _NO_MORE:
-                key = (*key, repr(more[0]))  # 0.0 and -0.0 are equal as numbers, and NaN is not
+                key = (*key, repr(more[0]), more[2])  # 0.0 and -0.0 are equal as numbers, and NaN is not
             names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
@@ -288,13 +290,17 @@ class _Reader:
     def _add(self, m: ParameterMetadata, sizes: tuple[int, ...] | None, tiles: list[Tile], padding: int) -> int:
         whole = global_shape_of(m, sizes)
         shape = whole if m.tiles is None or whole is not None else tiles[0].size if tiles else None
+        dtype = dtype_name(m.dtype)
+        held = dtype if m.cast_from is None else dtype_name(m.cast_from)
         self.geometry_rows.append(
             (
                 m.element_size,
                 self.shapes.setdefault(tuple(m.shape), len(self.shapes)),
                 -1 if whole is None else self.shapes.setdefault(whole, len(self.shapes)),
                 -1 if shape is None else len(shape),
-                self.dtypes.setdefault(dtype_name(m.dtype), len(self.dtypes)),
+                self.dtypes.setdefault(dtype, len(self.dtypes)),
+                self.dtypes.setdefault(held, len(self.dtypes)),
+                cast_number(held, dtype) or 0,
                 padding,
                 -1 if m.fill is None else self.fills.setdefault(repr(float(m.fill)), len(self.fills)),
             )
@@ -328,7 +334,7 @@ class _Reader:
         """Return everything read, with names sorted."""
         ordered = self.ordered
         dims = max([1, *(len(offset) for offset, _ in self.boxes)])
-        columns = np.array(self.geometry_rows, np.int64).reshape(-1, 7)
+        columns = np.array(self.geometry_rows, np.int64).reshape(-1, 9)
         padding_dims = max([1, *(len(size) for _, size, _ in self.padding_rows)])
         tensors, tensor_at = _sorted(self.tensors)
         local_names, local_at = _sorted(self.locals)
@@ -345,8 +351,10 @@ class _Reader:
             global_shape=columns[:, 2],
             dims=columns[:, 3],
             dtype=columns[:, 4],
-            padding=columns[:, 5],
-            fill=columns[:, 6],
+            held_dtype=columns[:, 5],
+            cast=columns[:, 6],
+            padding=columns[:, 7],
+            fill=columns[:, 8],
             shapes=tuple(self.shapes),
             dtypes=tuple(self.dtypes),
             paddings=Paddings(
@@ -435,10 +443,17 @@ def _mismatches(layouts: Layouts) -> dict[str, list[str]]:
     geometries = layouts.geometries
     tensor = np.concatenate([layouts.source.entry_tensor, layouts.destination.entry_tensor])
     geometry = np.concatenate([layouts.source.entry_geometry, layouts.destination.entry_geometry])
+    # a destination that declares a cast says what its sources must hold
+    dtype = np.concatenate(
+        [
+            geometries.dtype[layouts.source.entry_geometry],
+            geometries.held_dtype[layouts.destination.entry_geometry],
+        ]
+    )
     found: dict[str, list[str]] = defaultdict(list)
     checks: list[tuple[str, Ints, Sequence[Any], str]] = [
         ("global shape", geometries.global_shape[geometry], geometries.shapes, "check the parallel groups"),
-        ("dtype", geometries.dtype[geometry], geometries.dtypes, "convert one side; casts are not implied"),
+        ("dtype", dtype, geometries.dtypes, "convert one side, or declare cast_from at the destination"),
         ("number of dimensions", geometries.dims[geometry], range(16), "check the tiles"),
     ]
     for what, value, words, advice in checks:

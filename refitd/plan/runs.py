@@ -73,6 +73,7 @@ def left_out(boxes: Iterable[Box], elements: int) -> Rows | None:
         src_local=none,
         dst_local=none,
         element_size=none,
+        cast=none,
         origin=begin.reshape(column),
         size=size.reshape(column),
         src_offset=none,

@@ -75,6 +75,7 @@ class SharedPlan:
             src_stride=column(rows.src_stride),
             dst_offset=column(rows.dst_offset),
             dst_stride=column(rows.dst_stride),
+            cast=column(rows.cast.astype(np.int32)),
         )
 
     def digest(self) -> str:
@@ -97,6 +98,7 @@ class SharedPlan:
             self.job_rows,
             self.job_src,
             self.job_dst,
+            *([rows.cast] if rows.cast.any() else ()),
             *(self.fills.columns() if len(self.fills.rank) else ()),
         ):
             digest.update(repr(column.shape).encode())
@@ -140,6 +142,7 @@ def shared_from(table: CopyTable, fills: FillTable | None) -> SharedPlan:
         src_local=sorted_table.src_local.astype(np.int64),
         dst_local=sorted_table.dst_local.astype(np.int64),
         element_size=sorted_table.element_size.astype(np.int64),
+        cast=sorted_table.cast.astype(np.int64),
         origin=np.zeros_like(sorted_table.size),
         size=sorted_table.size,
         src_offset=sorted_table.src_offset,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 MAX_DIMS = 8
 NAMES = ("tensors", "locals")
+OPTIONAL = ("cast",)  # columns that do not travel where they are all zero
 BOXES = ("size", "stride", "src_stride", "dst_stride")
 
 
@@ -55,6 +58,8 @@ class Columns:
         wire: dict[str, Any] = {"rows": len(self), "dims": int(self.size.shape[1])}
         for f in fields(self):
             value = getattr(self, f.name)
+            if f.name in OPTIONAL and not value.any():
+                continue
             if isinstance(value, np.ndarray):
                 wire[f.name] = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"))).tobytes()
             else:
@@ -70,6 +75,8 @@ class Columns:
         columns: dict[str, Any] = {}
         for f in fields(cls):
             value = wire.get(f.name)
+            if f.name in OPTIONAL and value is None:
+                continue
             if f.name in NAMES:
                 if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
                     raise ValueError(f"plan table: {f.name} must be a list of names")
@@ -124,9 +131,23 @@ class CopyTable(Columns):
     src_stride: Int64  # [n, D]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
+    cast: Int32 = field(default=None)  # type: ignore[assignment]  # [n] see refitd.describe.casts; all 0 by default
+
+    def __post_init__(self) -> None:
+        if self.cast is None:
+            object.__setattr__(self, "cast", np.zeros(len(self), np.int32))
+
+    @property
+    def src_element_size(self) -> Int32:
+        """Bytes per element at the source, shape [n]; `element_size` is the destination's."""
+        return np.where(self.cast == 0, self.element_size, np.array(SOURCE_SIZES, np.int32)[self.cast])
 
     def _check_ranges(self) -> None:
         super()._check_ranges()
+        if self.cast.min() < 0 or self.cast.max() >= len(DESTINATION_SIZES):
+            raise ValueError("plan table: a cast that this version does not know")
+        if ((self.cast > 0) & (self.element_size != np.array(DESTINATION_SIZES)[self.cast])).any():
+            raise ValueError("plan table: a cast to elements of another size")
         self._check_names(self.tensor, self.tensors)
         self._check_names(self.src_local, self.locals)
         self._check_names(self.dst_local, self.locals)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from refitd.describe.casts import SOURCE_SIZES
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
@@ -145,8 +146,10 @@ def _traced(
         true = (src.offset == dst.offset).all(axis=1) & (src.size == dst.size).all(axis=1)
         true &= (src.along == dst.along).all(axis=1)
         if len(held.key) and len(wanted.key):
-            true &= held.element_size[src.tile] == rows.element_size
+            sizes = np.where(rows.cast == 0, rows.element_size, np.array(SOURCE_SIZES)[rows.cast])
+            true &= held.element_size[src.tile] == sizes
             true &= wanted.element_size[dst.tile] == rows.element_size
+            true &= wanted.cast[dst.tile] == rows.cast
         complain(rows.select(whole & ~true), "would put other elements there than belong there")
         done.append(dst.select(whole))
         part = ~lost & ~whole

@@ -54,6 +54,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     global_shape: tuple[Count, ...] | None = None
     fill: float | None = None
     aliases: tuple[Name, ...] = ()
+    cast_from: Name | None = None
 
 
 class Shard(Value, frozen=True):
@@ -108,6 +109,7 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
             global_shape=m.global_shape,
             fill=m.fill,
             aliases=m.aliases,
+            cast_from=m.cast_from,
         )
         for m in metadata
     )
@@ -158,6 +160,7 @@ def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
                 global_shape=t.global_shape,
                 fill=t.fill,
                 aliases=t.aliases,
+                cast_from=t.cast_from,
             )
         )
     return found

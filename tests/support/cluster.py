@@ -193,7 +193,10 @@ def own_memory_files() -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # it has ended between being listed and being asked
     return [int(child) for child in children] + [g for child in children for g in _children(int(child))]
 
 

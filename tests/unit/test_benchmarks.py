@@ -13,7 +13,7 @@ from benchmarks import __main__ as bench
 from benchmarks import machine, models
 from benchmarks import plan as plan_benchmark
 from refitd.describe.layout import elements
-from refitd.describe.manifest import world_size
+from refitd.manifest import world_size
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from refitd.describe.manifest import read, rosters_of
 from refitd.errors import TransportError
+from refitd.manifest import read, rosters_of
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
 from refitd.protocol.reports import DescribedMember, ModelDescription

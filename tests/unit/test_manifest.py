@@ -12,7 +12,10 @@ import msgspec
 import pytest
 
 from refitd.describe.layout import elements, tiles_of
-from refitd.describe.manifest import (
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.errors import ConfigError
+from refitd.manifest import (
     Layout,
     Model,
     Position,
@@ -30,9 +33,6 @@ from refitd.describe.manifest import (
     to_json,
     world_size,
 )
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.roster import Roster
-from refitd.errors import ConfigError
 from refitd.plan.build import plan_copies
 
 LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"

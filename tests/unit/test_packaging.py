@@ -25,6 +25,7 @@ PURE = {
     "dtypes": {"errors"},
     "config": {"errors"},
     "describe": VALUES,
+    "manifest": VALUES | {"manifest"},
     "plan": VALUES | {"plan"},
 }
 PROCESSES = ("coordinator", "daemon", "worker", "client")
@@ -121,7 +122,7 @@ def test_torch_is_not_loaded_by(statement):
     assert "torch" not in loaded_after(statement)
 
 
-@pytest.mark.parametrize("package", ["describe", "plan"])
+@pytest.mark.parametrize("package", ["describe", "manifest", "plan"])
 def test_pure_package_loads_neither_sockets_nor_torch(package):
     modules = sorted(
         ".".join(("refitd", *path.relative_to(FOLDERS["refitd"]).with_suffix("").parts))

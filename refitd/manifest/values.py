@@ -1,0 +1,181 @@
+"""What a manifest says, as frozen tables, with the bounds of its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from refitd.describe.layout import MAX_CANONICAL_DIMS, MAX_ELEMENTS
+
+MAX_FILE_BYTES = 64 << 20
+MAX_RANKS = 2**17
+MAX_DESCRIPTIONS = 2**22  # different tensor descriptions that one layout may take
+MAX_SHOWN = 20
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_ELEMENTS)]
+Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_ELEMENTS)]
+Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_CANONICAL_DIMS)]
+LocalShape = Annotated[tuple[Extent, ...], msgspec.Meta(max_length=MAX_CANONICAL_DIMS)]
+Numbers = Annotated[tuple[Extent, ...], msgspec.Meta(max_length=MAX_CANONICAL_DIMS)]
+Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
+Dim = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CANONICAL_DIMS)]
+Layers = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+Experts = Annotated[int, msgspec.Meta(ge=0, le=65536)]
+Times = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Stage = Literal["first", "last", "every"]
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A table of a manifest; a key that it does not know is refused."""
+
+
+class Split(Table, frozen=True):
+    """How a tensor is cut along one dimension; by default into equal parts over the tensor-parallel group."""
+
+    dim: Dim
+    group: Literal["", "tp", "etp"] = ""  # "" means etp for the tensors of experts, tp for others
+    stride: Times = 1  # so many parts, each cut on its own (gated fc1: 2)
+    sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)] | None = None  # the same with parts of these sizes
+    units: Degree | None = None  # whole units (heads) go to ranks; fewer units than ranks are replicated
+    uneven: bool = False  # as torch.chunk: the last ranks may hold less, or nothing
+
+
+class Part(Table, frozen=True):
+    """One canonical tensor inside a fused local one."""
+
+    tensor: Name
+    size: Size  # along the split dimension
+    units: Degree | None = None
+
+
+class TensorSpec(Table, frozen=True):
+    """One tensor, or one for each layer and expert: "{layer}" and "{expert}" in names stand for their numbers."""
+
+    name: Name
+    shape: Shape
+    tensor: Name | None = None  # the canonical name, where it is another one
+    dtype: Name = ""
+    layers: tuple[Layers, Layers] | None = None  # first, end (not included)
+    experts: tuple[Experts, Experts] | None = None
+    split: Split | None = None
+    stage: Stage | tuple[Stage, ...] | None = None  # of a tensor without {layer}
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=1, max_length=64)] | None = None
+    interleave: Times | None = None  # the parts alternate so many times (query groups)
+    fused: Name | None = None  # all experts of a rank are one local tensor of this name, with a leading dimension
+
+
+class Model(Table, frozen=True, tag_field="kind", tag="model"):
+    """The tensors of a model, whoever holds them."""
+
+    name: Name
+    tensors: tuple[TensorSpec, ...]
+    dtype: Name = "bfloat16"
+    layers: Layers = 0
+    experts: Experts = 0
+
+
+class Layout(Table, frozen=True, tag_field="kind", tag="layout"):
+    """A model over ranks."""
+
+    name: Name
+    model: Model | None = None
+    tp: Degree = 1
+    pp: Degree = 1
+    pp_layers: tuple[Layers, ...] | None = None  # layers of each stage; by default as even as can be
+    ep: Degree = 1
+    etp: Degree = 1
+    dp: Degree = 1
+    fsdp: Degree = 1  # data-parallel ranks that share one copy, each tensor cut along dimension 0
+    first_rank: Rank | None = None  # None: behind the manifests before it
+    ranks_per_node: Degree = 8
+    first_node: Rank | None = None  # None: where first_rank stands, or behind the nodes before
+    label: str = ""  # what messages call it; by default its name
+
+
+class ShardSplit(Table, frozen=True):
+    """The fields of a tensor that is split over a group."""
+
+    dim: Dim
+    group: Name
+    stride: Times = 1
+    sizes: tuple[Extent, ...] | None = None  # local sizes
+
+
+class ShardRepeat(Table, frozen=True):
+    """`refitd.describe.Repeat` in a file."""
+
+    dim: Dim
+    count: Size
+    step: Extent
+    local_step: Extent
+
+
+class ShardTile(Table, frozen=True):
+    """`refitd.describe.Tile` in a file."""
+
+    tensor: Name
+    offset: Numbers
+    size: Numbers
+    local_offset: Extent
+    local_stride: Numbers
+    repeat: ShardRepeat | None = None
+
+
+class ShardTensor(Table, frozen=True):
+    """One local tensor."""
+
+    name: Name
+    shape: LocalShape
+    dtype: Name
+    tensor: Name | None = None
+    split: ShardSplit | None = None
+    tiles: tuple[ShardTile, ...] | None = None
+    global_shape: LocalShape | None = None
+
+
+class ShardRank(Table, frozen=True):
+    """One rank: which shard it holds, and its groups by name."""
+
+    rank: Rank
+    shard: Name
+    node: str = ""
+    label: str = ""
+    groups: dict[str, tuple[Rank, ...]] = {}
+
+
+class Shards(Table, frozen=True, tag_field="kind", tag="shards"):
+    """Ranks and what each holds; ranks that hold the same name the same shard."""
+
+    name: Name
+    shards: dict[str, tuple[ShardTensor, ...]]
+    ranks: tuple[ShardRank, ...]
+    first_rank: Rank | None = None  # added to every rank; None: as many as there are ranks before this manifest
+
+
+Manifest = Layout | Shards
+KINDS: dict[str, type[Model] | type[Layout] | type[Shards]] = {"model": Model, "layout": Layout, "shards": Shards}
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank stands in its layout; `expert_dp` counts copies of its experts, as `dp` does of the rest."""
+
+    pp: int
+    tp: int
+    dp: int
+    ep: int
+    etp: int
+    expert_dp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A manifest with the ranks and nodes it got."""
+
+    manifest: Manifest
+    first_rank: int
+    first_node: int
