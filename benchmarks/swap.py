@@ -267,7 +267,7 @@ def _markdown(results: dict[str, Any], cases: list[str]) -> str:
         "",
         f"## A {small['bytes'] / 1e6:.1f} MB model, {small['swaps']} swaps",
         "",
-        f"median {small['median_ms']:.1f} ms, p99 {small['p99_ms']:.1f} ms, of it staging {small['stage_median_ms']:.1f} ms",
+        f"median {small['median_ms']:.1f} ms, p99 {small['p99_ms']:.1f} ms; staging {small['stage_median_ms']:.1f} ms",
     ]
     return "\n".join(lines) + "\n"
 

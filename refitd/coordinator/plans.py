@@ -13,6 +13,7 @@ from refitd.coordinator.fleet import Model
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
+from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol.cluster import LoadPlan
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
@@ -24,6 +25,7 @@ class LoadedPlan:
 
     id: str  # digest of the rosters
     table: CopyTable
+    fills: FillTable
     unused_sources: tuple[str, ...]
     plan_s: float
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
@@ -33,9 +35,15 @@ class LoadedPlan:
         """Return the part of the plan that `node` performs: everything its targets receive."""
         here = [self.members[m.id] for m in fleet.targets.values() if m.node == node]
         table = self.table.select(np.isin(self.table.dst_rank, here))
+        fills = self.fills.select(np.isin(self.fills.rank, here))
         ranks = {rank: member for member, rank in self.members.items()}
         return LoadPlan(
-            plan=self.id, model=model, ranks=tuple(ranks), members=tuple(ranks.values()), table=table.to_wire()
+            plan=self.id,
+            model=model,
+            ranks=tuple(ranks),
+            members=tuple(ranks.values()),
+            table=table.to_wire(),
+            fills=fills.to_wire() if len(fills) else {},
         )
 
     def crossing(self, fleet: Model) -> tuple[str, str] | None:
@@ -83,7 +91,7 @@ def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
     """Plan these rosters; raises PlanError with everything that is wrong with them."""
     started = time.perf_counter()
     plan = plan_copies(rosters)
-    return LoadedPlan(plan.digest, plan.table, plan.unused_sources, time.perf_counter() - started)
+    return LoadedPlan(plan.digest, plan.table, plan.fills, plan.unused_sources, time.perf_counter() - started)
 
 
 def plan_report(fleet: Model, plan: LoadedPlan) -> PlanReport:

@@ -18,11 +18,11 @@ Words = npt.NDArray[Any]  # elements as unsigned integers of their size
 
 
 def converted(cast: int, words: Words) -> Words:
-    """Return the elements after the cast of this number (refitd.describe.casts), contiguous, in the same shape.
+    """Return the elements after the cast of this number (refitd.describe.casts), in the same shape.
 
     Numbers beyond float16 become infinite, as with torch; what is not a number stays none.
     """
-    return _BY_NUMBER[cast](words)
+    return _BY_NUMBER[cast](np.atleast_1d(words)).reshape(words.shape)
 
 
 def _float32_to_bfloat16(words: Words) -> Words:

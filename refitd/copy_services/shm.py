@@ -17,7 +17,9 @@ import xxhash
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent
 from refitd.copy_services.base import CopyService, DigestMismatch, PreparedJob, RunResult
+from refitd.copy_services.conversions import converted
 from refitd.copy_services.process_memory import RemoteChunk
+from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
 from refitd.execute.copies import PROCESS_MEMORY, CopyList
 
@@ -37,6 +39,17 @@ class _Chunk:
     nbytes: int
     source: npt.NDArray[np.generic] | RemoteChunk
     destination: npt.NDArray[np.generic]
+    cast: int
+
+    def read(self, scratch: Bytes) -> npt.NDArray[np.generic]:
+        """Return the elements as they are to be written, in the destination's shape; read anew at each call."""
+        if isinstance(self.source, RemoteChunk):
+            raw = self.source.read(scratch)
+            words = raw.view(_UNSIGNED[SOURCE_SIZES[self.cast]] if self.cast else self.destination.dtype)
+            words = words.reshape(self.destination.shape)
+        else:
+            words = self.source
+        return converted(self.cast, words) if self.cast else words
 
 
 class SharedMemoryService(CopyService):
@@ -53,6 +66,10 @@ class SharedMemoryService(CopyService):
         chunks: list[_Chunk] = []
         for row in range(len(copies)):
             size, element = copies.size[row].tolist(), int(copies.element_size[row])
+            cast = int(copies.cast[row])
+            if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]):
+                raise TransportError(f"copy {row}: there is no conversion {cast} to elements of {element} bytes")
+            src_element = SOURCE_SIZES[cast] or element
             src_stride, dst_stride = copies.src_stride[row].tolist(), copies.dst_stride[row].tolist()
             src_arena = int(copies.src_arena[row])
             src_at, dst_at = int(copies.src_offset[row]), int(copies.dst_offset[row])
@@ -60,20 +77,21 @@ class SharedMemoryService(CopyService):
             if not target.writable:
                 raise TransportError(f"copy {row}: arena {int(copies.dst_arena[row])} is mapped for reading only")
             if src_arena != PROCESS_MEMORY:
-                origin = _checked(arenas, src_arena, src_at, size, src_stride, element, row)
-            for box, src_skip, dst_skip in _boxes(size, src_stride, dst_stride, element):
-                view = _view(target.bytes, dst_at + dst_skip, box, 2, element)
+                origin = _checked(arenas, src_arena, src_at, size, src_stride, src_element, row)
+            for box, src_skip, dst_skip in _boxes(size, src_stride, dst_stride, max(element, src_element)):
+                as_bytes = not cast and bool(box) and box[-1][1] == box[-1][2] == element
+                view = _view(target.bytes, dst_at + dst_skip, box, 2, element, as_bytes)
                 source: npt.NDArray[np.generic] | RemoteChunk
                 if src_arena == PROCESS_MEMORY:
                     source = RemoteChunk(
-                        int(copies.src_pid[row]), src_at + src_skip, [(n, s) for n, s, _ in box], element
+                        int(copies.src_pid[row]), src_at + src_skip, [(n, s) for n, s, _ in box], src_element
                     )
                 else:
-                    source = _view(origin.bytes, src_at + src_skip, box, 1, element)
+                    source = _view(origin.bytes, src_at + src_skip, box, 1, src_element, as_bytes)
                 nbytes = element
                 for n, _, _ in box:
                     nbytes *= n
-                chunks.append(_Chunk(row, nbytes, source, view))
+                chunks.append(_Chunk(row, nbytes, source, view, cast))
         return _SharedMemoryJob(chunks, len(copies), self._threads)
 
     def close(self) -> None:
@@ -140,15 +158,10 @@ class _SharedMemoryJob(PreparedJob):
         # numpy's arrays are buffers; its stubs do not say so
         digest: Callable[[Any], int] = xxhash.xxh3_64_intdigest
         for chunk in chunks:
-            source, destination = chunk.source, chunk.destination
-            if isinstance(source, RemoteChunk):
-                raw = source.read(scratch[0])
-                copyto(destination, raw.view(destination.dtype).reshape(destination.shape))
-                # the pages are the other process's: read twice, so that a change in between is seen
-                read = digest(source.read(scratch[0])) if verify else 0
-            else:
-                copyto(destination, source)
-                read = digest(_packed(source, scratch[0])) if verify else 0
+            destination = chunk.destination
+            copyto(destination, chunk.read(scratch[0]))
+            # read again, so that a source that changes meanwhile is seen: nothing locks its pages
+            read = digest(_packed(chunk.read(scratch[0]), scratch[0])) if verify else 0
             if verify and read != digest(_packed(destination, scratch[1])):
                 raise DigestMismatch(
                     f"copy {chunk.copy}: {chunk.nbytes} bytes differ after writing; the source changed while it was "
@@ -228,18 +241,16 @@ def _cut(dims: list[_Dim], element: int) -> Iterator[tuple[list[_Dim], int, int]
             yield box, start * src + a, start * dst + b
 
 
-def _view(buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int) -> npt.NDArray[np.generic]:
-    """Return the box as an array over `buffer`; a contiguous last dimension is seen as bytes."""
+def _view(
+    buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, as_bytes: bool
+) -> npt.NDArray[np.generic]:
+    """Return the box as an array over `buffer`; one whose last dimension is contiguous at both ends, as bytes."""
     shape = [d[0] for d in box]
     strides = [d[side] for d in box]
-    if not box:
-        return buffer[offset : offset + element]
-    if box[-1][1] == element and box[-1][2] == element:
+    if as_bytes:
         shape[-1] *= element
         strides[-1] = 1
         if len(box) == 1:
             return buffer[offset : offset + shape[0]]
-        dtype: type[np.generic] = np.uint8
-    else:
-        dtype = _UNSIGNED[element]
+    dtype: type[np.generic] = np.uint8 if as_bytes else _UNSIGNED[element]
     return np.ndarray(tuple(shape), dtype, buffer.data, offset, tuple(strides))

@@ -133,6 +133,14 @@ class MakeArenas:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteArena:
+    """Write bytes at the start of an arena."""
+
+    arena: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CloseArena:
     """Close the daemon's descriptor of an arena."""
 
@@ -154,4 +162,4 @@ class Log:
     fields: dict[str, object]
 
 
-Instruction = ToClient | ToCoordinator | ToWorker | MakeArenas | CloseArena | RestartWorker | Log
+Instruction = ToClient | ToCoordinator | ToWorker | MakeArenas | WriteArena | CloseArena | RestartWorker | Log

@@ -196,6 +196,8 @@ class DaemonShell:
                 future = self._maker.submit(_make_arenas, wanted)
                 self._making[ticket] = future
                 future.add_done_callback(lambda _: os.write(self._made_w, b"."))
+            case act.WriteArena(arena, data):
+                os.pwrite(self._arena_fds[arena], data, 0)
             case act.CloseArena(arena):
                 os.close(self._arena_fds.pop(arena))
             case act.RestartWorker(worker):

@@ -24,6 +24,7 @@ from refitd.daemon.actions import (
     ToWorker,
     WorkerDied,
     WorkerSaid,
+    WriteArena,
 )
 from refitd.daemon.members import Arena, Member, Slot, new_member
 from refitd.daemon.publishing import Publishing
@@ -88,7 +89,7 @@ class Daemon:
         self._coordinator_heard = -1e9
         self._now = 0.0
         self._out: list[Instruction] = []
-        self._swaps = LocalSwaps(node, workers, self.members, self._out.append, self._restart)
+        self._swaps = LocalSwaps(node, workers, self.members, self._out.append, self._restart, self._make_constants)
         self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -235,11 +236,11 @@ class Daemon:
             self._map(arenas[0], write=True)
             self._reply(session.id, request, local.ArenaCreated(arena=arenas[0], nbytes=nbytes))
 
-        self._allocate(session, request, ((nbytes, label or session.name or "client"),), made)
+        self._allocate(session.id, request, ((nbytes, label or session.name or "client"),), made)
 
     def _allocate(
         self,
-        session: Session,
+        session: int,
         request: int,
         wanted: tuple[tuple[int, str], ...],
         then: Callable[[tuple[int, ...]], None],
@@ -253,12 +254,12 @@ class Daemon:
                 f"{self._max_arena_bytes} (node.max_arena_bytes)"
             )
         ticket = self._next()
-        self._allocating[ticket] = _Allocating(session.id, request, then, wanted)
+        self._allocating[ticket] = _Allocating(session, request, then, wanted)
         self._out.append(MakeArenas(ticket, wanted))
 
     def _arenas_made(self, ticket: int, arenas: tuple[int, ...]) -> None:
         waiting = self._allocating.pop(ticket)
-        if waiting.session not in self._sessions:
+        if waiting.session and waiting.session not in self._sessions:
             for arena in arenas:  # the client died while they were being made
                 self._out.append(CloseArena(arena))
             return
@@ -267,7 +268,18 @@ class Daemon:
         except RefitdError as exc:
             self._fail(waiting.session, waiting.request, exc)
 
-    def _own_arena(self, arena: int, nbytes: int, label: str, session: int, *, write: bool) -> None:
+    def _make_constants(self, data: bytes, label: str, then: Callable[[int], None]) -> None:
+        """Put what plans fill paddings with into an arena of the daemon's own, for the workers to read."""
+
+        def made(arenas: tuple[int, ...]) -> None:
+            self._own_arena(arenas[0], len(data), label, None, write=False)
+            self._out.append(WriteArena(arenas[0], data))
+            self._map(arenas[0], write=False)
+            then(arenas[0])
+
+        self._allocate(0, 0, ((len(data), label),), made)
+
+    def _own_arena(self, arena: int, nbytes: int, label: str, session: int | None, *, write: bool) -> None:
         self.arenas[arena] = Arena(arena, nbytes, label, session, write)
 
     def _map(self, arena: int, *, write: bool, worker: int | None = None) -> None:
@@ -308,7 +320,7 @@ class Daemon:
             self._introduce(session, request, member, arenas, nbytes)
 
         if labels:
-            self._allocate(session, request, labels, made)
+            self._allocate(session.id, request, labels, made)
         else:
             made(())
 
@@ -414,7 +426,7 @@ class Daemon:
             case cluster.LoadPlan():
                 self._swaps.load_plan(message)
             case cluster.DropPlan(plan):
-                self._swaps.drop_plan(plan)
+                self._free(self._swaps.drop_plan(plan))
             case cluster.Stage(swap, plan, version):
                 self._swaps.stage(swap, plan, version)
             case cluster.Commit(swap, version):

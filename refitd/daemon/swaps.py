@@ -11,7 +11,17 @@ from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
 from refitd.daemon.jobs import JobTable, Run
 from refitd.daemon.members import Member
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.execute.copies import CopyList, LocalTensor, address, whole_tensors
+from refitd.errors import ArenaError
+from refitd.execute.copies import (
+    CopyList,
+    LocalTensor,
+    address,
+    constant_bytes,
+    fill_copies,
+    joined,
+    whole_tensors,
+)
+from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
@@ -25,6 +35,8 @@ class _Plan:
     id: str
     members: dict[int, str]  # plan-wide rank -> member
     table: CopyTable
+    fills: FillTable | None
+    constants: int  # arena of what is filled in; -1 where nothing is
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +78,13 @@ class LocalSwaps:
         members: dict[str, Member],
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
+        make_constants: Callable[[bytes, str, Callable[[int], None]], None],
     ) -> None:
         self._node = node
         self._members = members
         self._out = out
         self._restart = restart
+        self._make_constants = make_constants
         self._plans: dict[str, _Plan] = {}
         self._swaps: dict[str, _LocalSwap] = {}  # being staged
         self._attempts: dict[str, _Committing] = {}  # latest commit copy, by member
@@ -82,17 +96,29 @@ class LocalSwaps:
         """Keep a plan until it is dropped."""
         try:
             table = CopyTable.from_wire(message.table)
+            fills = FillTable.from_wire(message.fills) if message.fills else None
         except ValueError as exc:
             self._log("bad-plan", plan=message.plan, reason=str(exc))
             return  # the coordinator's deadline names this node
         members = dict(zip(message.ranks, message.members, strict=True))
-        self._plans[message.plan] = _Plan(message.plan, members, table)
-        self._say(cluster.PlanLoaded(plan=message.plan))
 
-    def drop_plan(self, plan: str) -> None:
-        """Forget a plan and the jobs made from it."""
-        self._plans.pop(plan, None)
-        self.jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan))
+        def keep(constants: int) -> None:
+            self._plans[message.plan] = _Plan(message.plan, members, table, fills, constants)
+            self._say(cluster.PlanLoaded(plan=message.plan))
+
+        if fills is None:
+            keep(-1)
+            return
+        try:
+            self._make_constants(constant_bytes(fills), f"fills of plan {message.plan}", keep)
+        except ArenaError as exc:
+            self._log("bad-plan", plan=message.plan, reason=str(exc))
+
+    def drop_plan(self, plan_id: str) -> set[int]:
+        """Forget a plan and the jobs made from it; return the arenas that nobody needs any more."""
+        plan = self._plans.pop(plan_id, None)
+        self.jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
+        return {plan.constants} if plan is not None and plan.constants >= 0 else set()
 
     # --- staging ------------------------------------------------------------------------------------------
 
@@ -121,9 +147,9 @@ class LocalSwaps:
             if member is None:
                 self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
                 return
-            destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
-        for member in self._targets(plan):
+        for rank, member in self._targets(plan):
             member.staged, member.staged_version = None, version
+            destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
         local_swap = _LocalSwap(swap, plan, version, 0.0)
         self._swaps[swap] = local_swap
         for member in read:
@@ -132,7 +158,10 @@ class LocalSwaps:
                 readers.add(swap)
 
         def make() -> CopyList:
-            return address(plan.table, sources, destinations)
+            copies = address(plan.table, sources, destinations)
+            if plan.fills is None:
+                return copies
+            return joined([copies, fill_copies(plan.fills, destinations, plan.constants, len(plan.table))])
 
         try:
             runs = self.jobs.start(("stage", plan_id, *places_key), make, _Staging(swap), verify=True)
@@ -143,14 +172,14 @@ class LocalSwaps:
         if not runs:
             self._staged(local_swap)
 
-    def _targets(self, plan: _Plan) -> list[Member]:
-        """Return this node's targets; one that receives nothing (all its shards are empty) is among them."""
-        here = [self._members.get(member) for member in plan.members.values()]
-        return [member for member in here if member is not None and not member.is_source]
+    def _targets(self, plan: _Plan) -> list[tuple[int, Member]]:
+        """Return this node's targets and their ranks; one that receives nothing (all its shards are empty) too."""
+        here = [(rank, self._members.get(member)) for rank, member in plan.members.items()]
+        return [(rank, member) for rank, member in here if member is not None and not member.is_source]
 
     def _staged(self, local_swap: _LocalSwap) -> None:
         del self._swaps[local_swap.swap]
-        for member in self._targets(local_swap.plan):
+        for _, member in self._targets(local_swap.plan):
             member.staged = local_swap.swap
         self._say(
             cluster.StageDone(
@@ -294,7 +323,7 @@ class LocalSwaps:
             local_swap = self._swaps.get(run.purpose.swap)
             row = self.jobs.copy_origin(run, copy)
             what = f"worker {worker} on node {self._node}"
-            if local_swap is not None and row is not None:
+            if local_swap is not None and row is not None and row < len(local_swap.plan.table):
                 table = local_swap.plan.table
                 name = table.tensors[int(table.tensor[row])]
                 members = local_swap.plan.members

@@ -10,7 +10,7 @@ from refitd.describe.names import expert_range
 from refitd.describe.tiles import Tile
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.manifest.cut import Cut, cut_of
-from refitd.manifest.layouts import Kind, expert_fsdp, group_of, stage_layers
+from refitd.manifest.layouts import Kind, expert_fsdp_of, group_of, stage_layers
 from refitd.manifest.models import span_of
 from refitd.manifest.values import Layout, TensorSpec
 
@@ -36,7 +36,9 @@ class Describer:
             place = expert_shard if is_expert else shard
             key = (number, index, place)
             if key not in self.cuts:
-                self.cuts[key] = cut_of(spec, layout, index, place, expert_fsdp(layout) if is_expert else layout.fsdp)
+                self.cuts[key] = cut_of(
+                    spec, layout, index, place, expert_fsdp_of(layout) if is_expert else layout.fsdp
+                )
             cut = self.cuts[key]
             experts = _common(held_experts, span_of(spec.experts, model.experts)) if is_expert else range(1)
             for layer in self._layers(spec, stage, held_layers):

@@ -124,7 +124,7 @@ def group_of(spec: TensorSpec, layout: Layout) -> tuple[str, int]:
 
 def classes_of(layout: Layout) -> Iterator[Kind]:
     """Yield, rank by rank, what tells apart what ranks hold."""
-    expert_fsdp = expert_fsdp(layout)
+    expert_fsdp = expert_fsdp_of(layout)
     has_experts = layout.model is not None and layout.model.experts > 0
     for index in range(world_size(layout)):
         p = position(layout, index)
@@ -132,6 +132,6 @@ def classes_of(layout: Layout) -> Iterator[Kind]:
         yield p.pp, p.tp, experts[0], experts[1], p.dp % layout.fsdp, experts[2]
 
 
-def expert_fsdp(layout: Layout) -> int:
+def expert_fsdp_of(layout: Layout) -> int:
     """Copies of the experts may be fewer than of the rest; as many ranks as can share one do."""
     return math.gcd(layout.fsdp, layout.tp * layout.dp // (layout.ep * layout.etp))

@@ -49,9 +49,6 @@ _FIELDS = attrgetter(
     "cast_from",
 )
 
-# the last three of _FIELDS where nothing is declared
-_NO_MORE = [None, (), None]
-
 # sizes along the split dimension of every rank of a group that is split unevenly
 Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
 
@@ -197,9 +194,10 @@ class _Reader:
         names_no_rank = True
         tensors, local_names, geometries = self.tensors, self.locals, self.geometries
         for m in metas:
-            (name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole, *more) = (
-                _FIELDS(m)
-            )
+            (
+                name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole,
+                fill, aliases, cast,
+            ) = _FIELDS(m)  # fmt: skip
             names: Sequence[str] = (name if resolved is None else resolved,)
             key: Any
             if tiles is not None:
@@ -216,14 +214,14 @@ class _Reader:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
             else:
                 key = (shape, dtype, esize, whole)
-            if more != _NO_MORE:
-                key = (*key, repr(more[0]), more[2])  # 0.0 and -0.0 are equal as numbers, and NaN is not
+            if fill is not None or cast is not None:
+                key = (*key, repr(fill), cast)  # 0.0 and -0.0 are equal as numbers, and NaN is not
             names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
                 continue
             seen.add(name)
-            if more != _NO_MORE and not self._tie(roster, side, m):
+            if aliases and not self._tie(roster, side, m):
                 continue
             try:
                 numbers = geometries[key]
@@ -239,10 +237,10 @@ class _Reader:
 
     def _tie(self, roster: Roster, side: str, m: ParameterMetadata) -> bool:
         """Note a tensor's aliases; False where they are wrong."""
-        if problem := alias_problem(m) if m.aliases else "":
+        if problem := alias_problem(m):
             self.problems.add(f"{label_of(roster)} {side}", problem)
             self._spoil(m)
-        elif m.aliases:
+        else:
             self.ties.setdefault((tied_name(m), *m.aliases), f"{label_of(roster)} ({side})")
         return not problem
 
@@ -480,8 +478,12 @@ def _entry_ranks(layouts: Layouts, row: int) -> str:
     sources = len(layouts.source.entry_tensor)
     if row < sources:
         return f"{layouts.members(layouts.source, int(layouts.source.entry_class[row]))} (source)"
-    number = int(layouts.destination.entry_class[row - sources])
-    return f"{layouts.members(layouts.destination, number)} (destination)"
+    row -= sources
+    ranks = layouts.members(layouts.destination, int(layouts.destination.entry_class[row]))
+    geometry = layouts.destination.entry_geometry[row]
+    wanted = layouts.geometries.dtypes[int(layouts.geometries.dtype[geometry])]
+    cast = f", cast to {wanted}" if layouts.geometries.cast[geometry] else ""
+    return f"{ranks} (destination{cast})"
 
 
 def _uneven_sizes(ordered: Sequence[Roster], names: Iterable[str]) -> Uneven:

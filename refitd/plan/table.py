@@ -15,6 +15,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 MAX_DIMS = 8
+NO_CASTS: Int32 = np.zeros(0, np.int32)
 NAMES = ("tensors", "locals")
 OPTIONAL = ("cast",)  # columns that do not travel where they are all zero
 BOXES = ("size", "stride", "src_stride", "dst_stride")
@@ -131,10 +132,10 @@ class CopyTable(Columns):
     src_stride: Int64  # [n, D]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
-    cast: Int32 = field(default=None)  # type: ignore[assignment]  # [n] see refitd.describe.casts; all 0 by default
+    cast: Int32 = field(default_factory=lambda: NO_CASTS)  # [n] refitd.describe.casts; by default no row has one
 
     def __post_init__(self) -> None:
-        if self.cast is None:
+        if self.cast is NO_CASTS:
             object.__setattr__(self, "cast", np.zeros(len(self), np.int32))
 
     @property

@@ -146,7 +146,9 @@ def _traced(
         true = (src.offset == dst.offset).all(axis=1) & (src.size == dst.size).all(axis=1)
         true &= (src.along == dst.along).all(axis=1)
         if len(held.key) and len(wanted.key):
-            sizes = np.where(rows.cast == 0, rows.element_size, np.array(SOURCE_SIZES)[rows.cast])
+            sizes = np.where(
+                rows.cast == 0, rows.element_size, np.array(SOURCE_SIZES)[rows.cast.clip(0, len(SOURCE_SIZES) - 1)]
+            )
             true &= held.element_size[src.tile] == sizes
             true &= wanted.element_size[dst.tile] == rows.element_size
             true &= wanted.cast[dst.tile] == rows.cast

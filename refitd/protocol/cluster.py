@@ -136,13 +136,17 @@ class NodeWelcome(Message, frozen=True):
 
 
 class LoadPlan(Message, frozen=True):
-    """The part of a plan that this node executes. `table` is CopyTable.to_wire(); `members[i]` has rank `ranks[i]`."""
+    """The part of a plan that this node executes; `members[i]` has rank `ranks[i]`.
+
+    `table` is CopyTable.to_wire(), `fills` FillTable.to_wire(), empty where nothing is filled.
+    """
 
     plan: Name
     model: Name
     ranks: tuple[Count, ...]
     members: tuple[Name, ...]
     table: dict[str, int | bytes | list[str]]
+    fills: dict[str, int | bytes | list[str]] = {}
 
 
 class DropPlan(Message, frozen=True):

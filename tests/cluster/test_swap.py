@@ -263,3 +263,44 @@ def test_a_rank_whose_shards_are_all_empty_commits_with_the_others(daemon: Runni
             assert trainer.swap("policy", timeout=20).outcome == "committed"
         assert [target.version for target in targets] == [1, 1]
         assert torch.equal(live[0], full["w"])
+
+
+def test_rows_that_pad_a_vocabulary_hold_what_was_declared(daemon: RunningDaemon) -> None:
+    full = {"embedding": torch.arange(10 * 4, dtype=torch.float32).reshape(10, 4)}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        trainer.register_source("policy", full).publish(1)
+        # the engine pads 10 rows to 12, six on each of two ranks
+        targets, live = [], [torch.ones(6, 4), torch.ones(6, 4)]
+        for rank, mine in enumerate(live):
+            rows = min(6, 10 - 6 * rank)
+            described = refitd.ParameterMetadata(
+                "embedding",
+                (6, 4),
+                mine.dtype,
+                4,
+                owner_rank=rank,
+                resolved_name="embedding",
+                tiles=(refitd.Tile("embedding", (6 * rank, 0), (rows, 4), 0, (4, 1)),),
+                global_shape=(10, 4),
+                fill=-1.5,
+            )
+            options = {"replica": "r", "rank": rank, "world_size": 2, "metadata": [described]}
+            targets.append(engine.register_target("policy", {"embedding": mine}, **options))
+        with Engine(*targets):
+            assert trainer.swap("policy", timeout=20).outcome == "committed"
+        assert torch.equal(torch.cat(live)[:10], full["embedding"])
+        assert torch.equal(live[1][4:], torch.full((2, 4), -1.5))
+
+
+def test_a_declared_cast_is_made_on_the_way(daemon: RunningDaemon) -> None:
+    full = {"w": torch.randn(33, 7)}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        trainer.register_source("policy", full).publish(1)
+        live = {"w": torch.zeros(33, 7, dtype=torch.bfloat16)}
+        described = refitd.ParameterMetadata(
+            "w", (33, 7), torch.bfloat16, 2, owner_rank=0, resolved_name="w", cast_from="float32"
+        )
+        target = engine.register_target("policy", live, replica="r", metadata=[described])
+        with Engine(target):
+            assert trainer.swap("policy", timeout=20).outcome == "committed"
+        assert torch.equal(live["w"], full["w"].to(torch.bfloat16))

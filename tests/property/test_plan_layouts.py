@@ -14,6 +14,7 @@ from refitd import ParameterMetadata, PlanError, plan_reshard
 from refitd.plan.build import plan_copies, roster_digest
 from refitd.plan.fills import FillTable
 from refitd.plan.lcm import Transfer, plan_lcm_transfers, sharding_descriptors
+from refitd.plan.table import CopyTable
 from refitd.plan.validate import violations
 from tests.property.layouts import Fleet, fleets
 from tests.support import oracle
@@ -85,6 +86,29 @@ def test_an_alias_is_fed_whichever_end_declares_it(fleet: Fleet, seed: int) -> N
     plan = plan_copies(found)
     oracle.check(plan.table, found, fleet.shapes, plan.fills, {twin: name})
     assert violations(plan, found) == []
+
+
+@some(50)
+@given(fleets(), st.integers())
+def test_a_declared_cast_changes_sizes_and_nothing_else(fleet: Fleet, seed: int) -> None:
+    rng = Random(seed)
+    cast = {name for name in fleet.shapes if rng.random() < 0.5}
+    found = [
+        replace(
+            roster,
+            source=[replace(m, dtype="float32", element_size=4) if m.name in cast else m for m in roster.source],
+            destination=[replace(m, cast_from="float32") if m.name in cast else m for m in roster.destination],
+        )
+        for roster in fleet.rosters
+    ]
+    plan, plain = plan_copies(found), plan_copies(fleet.rosters)
+    oracle.check(plan.table, found, fleet.shapes, plan.fills)
+    assert violations(plan, found) == violations(CopyTable.from_wire(plan.table.to_wire()), found, plan.fills) == []
+    is_cast = np.array([plan.table.tensors[i] in cast for i in plan.table.tensor], bool)
+    assert plan.table.cast.tolist() == is_cast.astype(int).tolist()
+    assert plan.table.src_element_size.tolist() == np.where(is_cast, 4, 2).tolist()
+    assert np.array_equal(plan.table.row_bytes, plain.table.row_bytes)
+    assert (plan.digest == plain.digest) == (not is_cast.any())
 
 
 @some(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent, packed_offsets, row_major_strides
 from refitd.copy_services.base import DigestMismatch
+from refitd.copy_services.conversions import converted
 from refitd.copy_services.shm import CHUNK_BYTES, SharedMemoryService
+from refitd.describe.casts import CASTS
 from refitd.describe.fused import without_padding
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ArenaError, TransportError
@@ -197,6 +200,92 @@ def test_a_fill_that_does_not_arrive_is_found(arenas, monkeypatch) -> None:
     monkeypatch.setattr(np, "copyto", lambda dst, src: None)
     with pytest.raises(DigestMismatch, match="copy 0: 32 bytes differ"):
         job.run(verify=True, on_progress=lambda done: None)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("pair", CASTS.values())
+@pytest.mark.parametrize(
+    ("shape", "src_order", "dst_order"),
+    [
+        ((), (), ()),
+        ((7,), (0,), (0,)),
+        ((130, 1021), (0, 1), (0, 1)),
+        ((70, 300), (1, 0), (0, 1)),
+        ((3, 5, 4), (2, 0, 1), (1, 2, 0)),
+    ],
+)
+def test_elements_are_converted_as_torch_does(arenas, lent, pair, shape, src_order, dst_order) -> None:
+    torch = pytest.importorskip("torch")
+    held, wanted = (getattr(torch, name) for name in pair)
+    count = int(np.prod(shape))
+
+    def strides(order: tuple[int, ...], es: int) -> tuple[int, ...]:
+        steps = row_major_strides([shape[d] for d in order], es)
+        return tuple(steps[order.index(d)] for d in range(len(shape)))
+
+    noise = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    numbers = (noise * torch.exp2(torch.arange(count) % 60 - 30)).to(held)
+    special = torch.tensor([np.inf, -np.inf, np.nan, 0.0, -0.0, 65519.0, 65520.0, 1e-45, 3.3895e38]).to(held)
+    numbers[: min(count, 9)] = special[: min(count, 9)]
+    source = LocalTensor(1, 68, shape, strides(src_order, held.itemsize))
+    target = LocalTensor(2, 134, shape, strides(dst_order, wanted.itemsize))
+    memory_there = np.frombuffer(numbers.view(torch.uint8).numpy().tobytes(), np.uint8).copy()
+    arenas[1].bytes[68 : 68 + len(memory_there)] = memory_there
+    if lent:
+        source = replace(source, arena=PROCESS_MEMORY, offset=memory_there.ctypes.data, pid=os.getpid())
+    ends = [
+        ParameterMetadata("w", shape, dtype, ELEMENT_SIZES[dtype], cast_from=cast)
+        for dtype, cast in zip(pair, (None, pair[0]), strict=True)
+    ]
+    plan = plan_copies([Roster(0, [ends[0]]), Roster(1, (), [ends[1]])])
+    copies = CopyList.from_bytes(address(plan.table, {(0, "w"): source}, {(1, "w"): target}).to_bytes())
+    result = SharedMemoryService(2).prepare(copies, arenas).run(verify=True, on_progress=lambda done: None)
+    assert result.bytes == count * wanted.itemsize
+
+    def permuted(flat: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        return flat.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
+
+    got = torch.frombuffer(bytearray(arenas[2].bytes[134 : 134 + count * wanted.itemsize]), dtype=wanted)
+    got, want = permuted(got, dst_order), permuted(numbers, src_order).to(wanted)
+    words = {2: torch.int16, 4: torch.int32}[wanted.itemsize]
+    number = ~want.isnan()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.contiguous().view(words)[number], want.contiguous().view(words)[number])
+
+
+def test_every_float32_exponent_and_tie_rounds_as_torch_does() -> None:
+    torch = pytest.importorskip("torch")
+    words = np.random.default_rng(2).integers(0, 2**32, 1 << 20, dtype=np.uint32)
+    words[::2] = (words[::2] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)  # ties of bfloat16
+    words[1::4] = (words[1::4] & np.uint32(0xFFFFE000)) | np.uint32(0x1000)  # ties of float16
+    whole = torch.from_numpy(words.view(np.int32)).view(torch.float32)
+    for number, dtype in ((1, torch.bfloat16), (3, torch.float16)):
+        want = whole.to(dtype)
+        got = torch.from_numpy(converted(number, words).view(np.int16))
+        assert torch.equal(got.view(dtype).isnan(), want.isnan())
+        assert torch.equal(got[~want.isnan()], want.view(torch.int16)[~want.isnan()])
+
+
+def test_a_conversion_that_does_not_arrive_is_found(arenas, monkeypatch) -> None:
+    copies = replace(whole_tensors([(contiguous(1, 0, (9,), 4), contiguous(2, 0, (9,), 2), 2)]), cast=np.array([1]))
+    job = SharedMemoryService().prepare(copies, arenas)
+    monkeypatch.setattr(np, "copyto", lambda dst, src: None)
+    with pytest.raises(DigestMismatch, match="copy 0: 18 bytes differ"):
+        job.run(verify=True, on_progress=lambda done: None)
+
+
+@pytest.mark.parametrize(("cast", "es"), [(5, 2), (-1, 2), (1, 4), (2, 2)])
+def test_a_conversion_that_there_is_not_is_refused(arenas, cast, es) -> None:
+    copies = whole_tensors([(contiguous(1, 0, (9,), es), contiguous(2, 0, (9,), es), es)])
+    with pytest.raises(TransportError, match=f"copy 0: there is no conversion {cast} to elements of {es} bytes"):
+        SharedMemoryService().prepare(replace(copies, cast=np.array([cast])), arenas)
+
+
+def test_a_converted_source_that_would_leave_its_arena_is_refused(arenas) -> None:
+    # 10 float32 do not fit where 10 bfloat16 would
+    pair = (contiguous(1, (8 << 20) - 30, (10,), 4), contiguous(2, 0, (10,), 2), 2)
+    with pytest.raises(TransportError, match="leave arena 1"):
+        SharedMemoryService().prepare(replace(whole_tensors([pair]), cast=np.array([1])), arenas)
 
 
 def test_large_copies_are_cut_without_losing_a_row() -> None:

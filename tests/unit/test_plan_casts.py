@@ -1,0 +1,161 @@
+"""Dtypes that differ: refused unless the destination declares the cast, and then said in every row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refitd import ParameterMetadata, PlanError, Roster, Tile
+from refitd.describe.casts import CASTS, cast_number
+from refitd.describe.compact import content_digest, without_ranks
+from refitd.describe.fused import without_padding
+from refitd.dtypes import ELEMENT_SIZES
+from refitd.plan.build import plan_copies, roster_digest
+from refitd.plan.table import CopyTable
+from refitd.plan.validate import violations
+from refitd.protocol.shards import metadata_of, shard_of
+from tests.support import oracle
+from tests.support.layouts import meta, rosters, tp
+
+
+def of(dtype: str, rank: int, **fields: Any) -> ParameterMetadata:
+    return meta("w", (4, 2), rank, dtype=dtype, element_size=ELEMENT_SIZES[dtype], **fields)
+
+
+def refusal(found: list[Roster]) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_copies(found)
+    assert len(caught.value.violations) == 1, caught.value.violations
+    return caught.value.violations[0]
+
+
+def test_a_declared_cast_carries_both_element_sizes() -> None:
+    # float32 rows 0:2 and 2:4 over TP2 become columns of bfloat16
+    source = tp("w", (2, 2), [0, 1], dtype="float32", element_size=4)
+    found = rosters([source], [tp("w", (4, 1), [2, 3], dim=1, cast_from="float32")])
+    plan = plan_copies(found)
+    table = plan.table
+    assert table.cast.tolist() == [1, 1, 1, 1]
+    assert table.element_size.tolist() == [2, 2, 2, 2] and table.src_element_size.tolist() == [4, 4, 4, 4]
+    assert table.row_bytes.tolist() == [4, 4, 4, 4]
+    assert table.src_offset.tolist() == [0, 0, 1, 1]  # elements, whatever their size
+    oracle.check(table, found, {"w": (4, 2)})
+    assert violations(plan, found) == []
+
+
+@pytest.mark.parametrize(("held", "wanted"), CASTS.values())
+def test_every_cast_that_there_is_can_be_planned(held: str, wanted: str) -> None:
+    table = plan_copies([Roster(0, [of(held, 0)]), Roster(1, (), [of(wanted, 1, cast_from=held)])]).table
+    assert table.cast.tolist() == [cast_number(held, wanted)]
+
+
+def test_destinations_may_convert_differently() -> None:
+    wanted = [
+        of("bfloat16", 1, cast_from="float32"),
+        of("float16", 2, cast_from="float32"),
+        of("float32", 3),
+        of("float32", 4, cast_from="float32"),
+    ]
+    found = [Roster(0, [of("float32", 0)]), *(Roster(i + 1, (), [m]) for i, m in enumerate(wanted))]
+    table = plan_copies(found).table
+    assert dict(zip(table.dst_rank.tolist(), table.cast.tolist(), strict=True)) == {1: 1, 2: 3, 3: 0, 4: 0}
+
+
+def test_torch_dtypes_declare_casts_as_well() -> None:
+    torch = pytest.importorskip("torch")
+    held = ParameterMetadata("w", (4,), torch.float32, 4)
+    wanted = ParameterMetadata("w", (4,), torch.bfloat16, 2, cast_from="torch.float32")
+    assert plan_copies([Roster(0, [held]), Roster(1, (), [wanted])]).table.cast.tolist() == [1]
+
+
+def test_a_cast_that_is_not_declared_is_refused() -> None:
+    said = refusal([Roster(0, [of("float32", 0)]), Roster(1, (), [of("bfloat16", 1)])])
+    assert said == (
+        "w: dtype is float32 on rank 0 (source), bfloat16 on rank 1 (destination); it must be the same everywhere, "
+        "convert one side, or declare cast_from at the destination"
+    )
+
+
+def test_a_source_that_holds_another_dtype_than_declared_is_refused() -> None:
+    said = refusal([Roster(0, [of("float16", 0)]), Roster(1, (), [of("bfloat16", 1, cast_from="float32")])])
+    assert said.startswith("w: dtype is float16 on rank 0 (source), float32 on rank 1 (destination, cast to bfloat16)")
+
+
+def test_sources_that_differ_are_refused_whatever_is_declared() -> None:
+    found = [Roster(0, [of("float32", 0)]), Roster(1, [of("float16", 1)])]
+    assert "float32 on rank 0 (source), float16 on rank 1 (source)" in refusal(
+        [*found, Roster(2, (), [of("bfloat16", 2, cast_from="float32")])]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [("bfloat16", "float64"), ("float8_e4m3fn", "bfloat16"), ("int32", "float32"), ("float16", "bfloat16")],
+)
+def test_a_cast_that_there_is_not_is_refused_with_those_that_there_are(dtype: str, cast: str) -> None:
+    said = refusal([Roster(1, (), [of(dtype, 1, cast_from=cast)])])
+    assert said.startswith(f"rank 1 destination: w: cast_from is {cast!r} for a tensor of {dtype}, expected one of")
+    assert "float32 to bfloat16, bfloat16 to float32, float32 to float16, float16 to float32" in said
+
+
+@pytest.mark.parametrize("cast", [1, "", "float99"])
+def test_a_cast_from_nothing_is_refused(cast: Any) -> None:
+    assert "cast_from is" in refusal([Roster(1, (), [of("bfloat16", 1, cast_from=cast)])])
+
+
+def test_what_a_source_declares_about_casts_says_nothing() -> None:
+    found = [Roster(0, [of("bfloat16", 0, cast_from="float32")]), Roster(1, (), [of("bfloat16", 1)])]
+    assert plan_copies(found).table.cast.tolist() == [0]
+
+
+def test_fills_are_of_the_destinations_dtype() -> None:
+    wanted = without_padding(of("bfloat16", 1, cast_from="float32"), (3, 2), 1.0)
+    held = meta("w", (3, 2), 0, dtype="float32", element_size=4)
+    fills = plan_copies([Roster(0, [held]), Roster(1, (), [wanted])]).fills
+    assert (fills.pattern.tolist(), fills.element_size.tolist()) == ([0x3F80], [2])
+
+
+def test_casts_and_aliases_and_tiles_go_together() -> None:
+    tiles = (Tile("a", (0,), (3,), 0, (1,)), Tile("b", (0,), (3,), 3, (1,)))
+    held = meta("a", (3,), 0, dtype="float32", element_size=4, aliases=("b",))
+    found = [Roster(0, [held]), Roster(1, (), [meta("ab", (6,), 1, tiles=tiles, cast_from="float32")])]
+    plan = plan_copies(found)
+    assert plan.table.cast.tolist() == [1] and violations(plan, found) == []
+
+
+def test_casts_survive_the_wire_and_are_part_of_digests() -> None:
+    wanted = of("bfloat16", 1, cast_from="float32")
+    assert metadata_of(shard_of([wanted]), owner_rank=1) == [wanted]
+    assert without_ranks([wanted])[0].cast_from == "float32"
+    plain = replace(wanted, cast_from=None)
+    assert content_digest(without_ranks([wanted])) != content_digest(without_ranks([plain]))
+    assert roster_digest([Roster(1, (), [wanted])]) != roster_digest([Roster(1, (), [plain])])
+
+
+def test_a_table_without_casts_travels_as_before_and_reads_as_zeros() -> None:
+    table = plan_copies([Roster(0, [of("float32", 0)]), Roster(1, (), [of("float32", 1)])]).table
+    wire = table.to_wire()
+    assert "cast" not in wire
+    assert CopyTable.from_wire(wire).cast.tolist() == [0]
+
+
+def converting() -> tuple[CopyTable, list[Roster]]:
+    found = [Roster(0, [of("float32", 0)]), Roster(1, (), [of("bfloat16", 1, cast_from="float32")])]
+    return plan_copies(found).table, found
+
+
+@pytest.mark.parametrize("cast", [5, -1, 2])
+def test_a_table_with_a_cast_that_there_is_not_is_refused(cast: int) -> None:
+    wire = replace(converting()[0], cast=np.array([cast], np.int32)).to_wire()
+    with pytest.raises(ValueError, match="plan table: a cast"):
+        CopyTable.from_wire(wire)
+
+
+@pytest.mark.parametrize("cast", [0, 2, 3, 9, -1])
+def test_the_validator_finds_a_wrong_cast(cast: int) -> None:
+    table, found = converting()
+    said = violations(replace(table, cast=np.array([cast], np.int32)), found)
+    assert any("would put other elements there" in line for line in said)
