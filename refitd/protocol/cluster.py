@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
 from refitd.protocol.local import AbortSwap, Done, Failure, GetDescription, GetPlan, GetStatus, StartSwap
 from refitd.protocol.reports import ModelDescription, NodeStatus, PlanReport, StatusReport, SwapProgress, SwapReport
@@ -146,7 +148,7 @@ class LoadPlan(Message, frozen=True):
     ranks: tuple[Count, ...]
     members: tuple[Name, ...]
     table: dict[str, int | bytes | list[str]]
-    fills: dict[str, int | bytes | list[str]] = {}
+    fills: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
 
 
 class DropPlan(Message, frozen=True):

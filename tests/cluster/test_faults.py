@@ -318,7 +318,7 @@ def test_a_coordinator_that_dies_beside_its_daemon_is_started_again_and_loses_no
 def test_a_coordinator_that_cannot_start_ends_the_daemon_with_the_reason(
     start_daemon: Callable[..., RunningDaemon], tmp_path: Path
 ) -> None:
-    with pytest.raises(AssertionError, match="journal .* check coordinator.journal") as failure:
+    with pytest.raises(AssertionError, match=r"journal .* check coordinator\.journal") as failure:
         start_daemon(f'[coordinator]\njournal = "{tmp_path}"\n')
     assert "as soon as it had started" in str(failure.value)
 

@@ -166,9 +166,7 @@ def test_gathering_every_shard_gives_the_whole_model(tp: int, pp: int) -> None:
     for layout in layouts:
         names = tensors_of(DemoModel(CONFIG, layout, Threads(layout.tp_rank, tp, threading.Barrier(tp), [])))
         canonical = {local: canonical_name(local, layout, CONFIG) for local in names}
-        shards.append(
-            {loc: shard(whole[name], cut_of(name, CONFIG), layout) for loc, name in canonical.items()}
-        )
+        shards.append({loc: shard(whole[name], cut_of(name, CONFIG), layout) for loc, name in canonical.items()})
         assert {local: part.shape for local, part in shards[-1].items()} == {
             local: tuple(tensor.shape) for local, tensor in names.items()
         }
@@ -185,9 +183,7 @@ def test_gathering_refuses_replicas_that_differ_and_shards_that_are_missing() ->
     with pytest.raises(ValueError, match="tokens_seen is replicated, but differs on rank 1"):
         gather([shards[0], shards[1] | {"tokens_seen": np.ones((), np.int64)}], layouts, CONFIG)
     with pytest.raises(ValueError, match=r"not held exactly once: .*output_layer\.weight"):
-        gather(
-            [shards[0], {n: v for n, v in shards[1].items() if n != "output_layer.weight"}], layouts, CONFIG
-        )
+        gather([shards[0], {n: v for n, v in shards[1].items() if n != "output_layer.weight"}], layouts, CONFIG)
 
 
 def test_the_text_is_split_by_file_and_the_same_every_time(tmp_path: Path) -> None:
