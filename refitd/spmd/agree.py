@@ -96,7 +96,10 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
                 )
     if problems:
         raise PlanError(problems)
-    return [encode(0, part_of(plan)) for plan in rank_plans(plan_copies(rosters), rosters)]
+    plan = plan_copies(rosters)
+    if len(plan.fills) or plan.table.cast.any():
+        raise PlanError("declared fills and cast_from are performed by the service only; here pass `casts` to the call")
+    return [encode(0, part_of(part)) for part in rank_plans(plan, rosters)]
 
 
 def _said(exc: Exception, rank: int) -> tuple[str, ...]:
