@@ -107,6 +107,9 @@ def shard_metadata(tensor: ShardTensor, rank: ShardRank, offset: int = 0) -> Par
         resolved_name=tensor.tensor or tensor.name,
         tiles=tiles,
         global_shape=tensor.global_shape,
+        fill=tensor.fill,
+        aliases=tensor.aliases,
+        cast_from=tensor.cast_from,
     )
 
 
@@ -158,6 +161,9 @@ def _shard(held: Iterable[ParameterMetadata]) -> tuple[tuple[ShardTensor, ...], 
                 split=split,
                 tiles=None if meta.tiles is None else tuple(map(_shard_tile, meta.tiles)),
                 global_shape=None if meta.global_shape is None else tuple(meta.global_shape),
+                fill=meta.fill,
+                aliases=tuple(meta.aliases),
+                cast_from=meta.cast_from,
             )
         )
     return tuple(tensors), {name: group for group, name in groups.items()}

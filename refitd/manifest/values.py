@@ -135,6 +135,9 @@ class ShardTensor(Table, frozen=True):
     split: ShardSplit | None = None
     tiles: tuple[ShardTile, ...] | None = None
     global_shape: LocalShape | None = None
+    fill: float | None = None
+    aliases: tuple[Name, ...] = ()
+    cast_from: Name | None = None
 
 
 class ShardRank(Table, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support import shards
 from tests.support.cluster import Engine, RunningDaemon
@@ -15,7 +16,7 @@ def refitctl(daemon: RunningDaemon, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon) -> None:
+def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon, tmp_path: Path) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         full = shards.whole(1)
         source = trainer.register_source("policy", full)
@@ -33,6 +34,13 @@ def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon) ->
             assert shown.returncode == 0, shown.stderr
             assert json.loads(refitctl(daemon, *command, "--json").stdout)
         assert "engine-a" in refitctl(daemon, "status").stdout
+        # what is registered can be planned again from files, without the daemon
+        for name, side in (("a", ()), ("b", ("--replica", "engine-a"))):
+            written = refitctl(daemon, "manifest", "policy", *side, "--output", str(tmp_path / f"{name}.json"))
+            assert written.returncode == 0, written.stderr
+        sides = ("--source", str(tmp_path / "a.json"), "--target", str(tmp_path / "b.json"))
+        offline = json.loads(refitctl(daemon, "plan", *sides, "--json").stdout)
+        assert offline["bytes"] == report["bytes"]
 
 
 def test_a_swap_that_failed_exits_non_zero_and_names_the_culprit(daemon: RunningDaemon) -> None:

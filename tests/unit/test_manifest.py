@@ -14,6 +14,7 @@ import pytest
 from refitd.describe.layout import elements, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
+from refitd.describe.tiles import Tile
 from refitd.errors import ConfigError
 from refitd.manifest import (
     Layout,
@@ -597,3 +598,16 @@ def test_documentation_has_every_key_and_its_examples_load():
         if values["kind"] == "layout":
             values["model"] = parse(blocks[0], "docs/manifests.md", is_json=False)
         read(values, "docs/manifests.md")
+
+
+def test_fills_aliases_and_casts_survive_a_manifest():
+    held = ParameterMetadata(
+        "w", (4, 2), "bfloat16", 2, owner_rank=0, resolved_name="w", tiles=(Tile("w", (0, 0), (3, 2), 0, (2, 1)),),
+        global_shape=(3, 2), fill=-1.0, aliases=("tied",), cast_from="float32",
+    )  # fmt: skip
+    written = shards_of("m", [Roster(0, destination=[held])], "destination")
+    again = read(json.loads(to_json(written)), "m.json")
+    source = read(json.loads(to_json(shards_of("s", [Roster(0, source=[held])], "source"))), "s.json")
+    (roster,) = [r for r in rosters_of(source, [again]) if r.destination]
+    (found,) = roster.destination
+    assert (found.fill, found.aliases, found.cast_from) == (-1.0, ("tied",), "float32")
