@@ -61,7 +61,7 @@ class Target:
         self.replica = replica
         self.member = registered.member
         self.last_pause_s = 0.0
-        self.error: RefitdError | None = None  # what a callback's commit failed with
+        self.error: RefitdError | None = None  # what a callback's commit failed with, or that the daemon has gone
         connection.listen(self.member, self._notified)
         if on_commit is not None:
             thread = threading.Thread(target=self._call_back, args=(on_commit,), name="refitd-commit", daemon=True)
@@ -201,6 +201,8 @@ class Target:
             with self._changed:
                 self._changed.wait_for(lambda: self._prepare or self._failure or self._closed)
                 prepare = self._prepare
+                if self._failure is not None and not self._closed:
+                    self.error = from_code(self._failure.code, self._failure.message)
                 if self._closed or prepare is None:
                     return
             try:

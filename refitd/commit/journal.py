@@ -69,16 +69,6 @@ class Journal:
         except sqlite3.Error as exc:
             raise CommitError(f"journal {self._path}: {exc}; free disk space, then swap again") from exc
 
-    def records(self, model: str | None = None, limit: int = 100) -> list[Record]:
-        """Return the latest records, newest first."""
-        where, values = ("WHERE model = ?", (model,)) if model else ("", ())
-        rows = self._db.execute(
-            f"SELECT swap, model, version, state, plan, reason, at FROM swaps {where} "
-            "ORDER BY at DESC, rowid DESC LIMIT ?",
-            (*values, limit),
-        )
-        return [Record(*row) for row in rows]
-
     def decided(self, swap: str) -> Record | None:
         """Return the record of a swap whose commit was decided, None if it was not."""
         row = self._db.execute(

@@ -50,10 +50,6 @@ class CopyService(ABC):
     """One way to move bytes. A worker owns its services and closes them."""
 
     name: str
-    #: whether sources may lie in another process's private memory
-    reads_process_memory: bool = False
-    #: whether copies may end on another node
-    crosses_nodes: bool = False
 
     @abstractmethod
     def prepare(self, copies: CopyList, arenas: Mapping[int, MappedArena]) -> PreparedJob:

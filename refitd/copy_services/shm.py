@@ -56,7 +56,6 @@ class SharedMemoryService(CopyService):
     """Copies between arenas mapped into this process, on `threads` threads."""
 
     name = "shm"
-    reads_process_memory = True
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads

@@ -57,7 +57,6 @@ class _Forwarded:
     session: int
     request: int
     then: Callable[[Message], None]
-    streams: bool = False  # progress comes before the final reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +194,7 @@ class Daemon:
 
                 if isinstance(message, local.GetStatus):
                     self._say(0, cluster.NodeUpdate(status=self.status()))  # the figures of now
-                streams = isinstance(message, local.StartSwap)
-                self._forward(session.id, request, message, answer, streams=streams)
+                self._forward(session.id, request, message, answer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
 
@@ -473,8 +471,6 @@ class Daemon:
         request: int,
         message: Message,
         then: Callable[[Message], None],
-        *,
-        streams: bool = False,
     ) -> None:
         if not self.is_coordinated:
             then(
@@ -485,7 +481,7 @@ class Daemon:
             )
             return
         number = self._next()
-        self._forwarded[number] = _Forwarded(session, request, then, streams)
+        self._forwarded[number] = _Forwarded(session, request, then)
         self._say(number, message)
 
     # --- workers and time ---------------------------------------------------------------------------------

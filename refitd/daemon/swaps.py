@@ -60,10 +60,8 @@ class _LocalSwap:
     swap: str
     plan: _Plan
     version: int
-    started: float
     outstanding: set[int] = field(default_factory=set)  # runs
     progress: dict[int, int] = field(default_factory=dict)
-    copies: int = 0
     seconds: float = 0.0
     failed: bool = False
 
@@ -150,7 +148,7 @@ class LocalSwaps:
         for rank, member in self._targets(plan):
             member.staged, member.staged_version = None, version
             destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
-        local_swap = _LocalSwap(swap, plan, version, 0.0)
+        local_swap = _LocalSwap(swap, plan, version)
         self._swaps[swap] = local_swap
         for member in read:
             readers = member.readers_of(version)
@@ -282,10 +280,10 @@ class LocalSwaps:
                 run = self.jobs.run(number)
                 if run is not None and isinstance(run.purpose, _Staging):
                     self._progress(run, run.purpose.swap, bytes_done)
-            case sidecar.RunDone(number, copies, _, seconds):
+            case sidecar.RunDone(number, _, _, seconds):
                 run = self.jobs.end(number)
                 if run is not None:
-                    self._run_done(run, copies, seconds)
+                    self._run_done(run, seconds)
             case sidecar.RunFailed(number, reason, copy):
                 run = self.jobs.end(number)
                 if run is not None:
@@ -299,13 +297,12 @@ class LocalSwaps:
             local_swap.progress[run.number] = bytes_done
             self._say(cluster.StageProgress(swap=swap, bytes_done=sum(local_swap.progress.values())))
 
-    def _run_done(self, run: Run, copies: int, seconds: float) -> None:
+    def _run_done(self, run: Run, seconds: float) -> None:
         if isinstance(run.purpose, _Committing):
             self._commit_run_done(run.purpose)
             return
         if isinstance(run.purpose, _Staging) and (local_swap := self._swaps.get(run.purpose.swap)) is not None:
             local_swap.outstanding.discard(run.number)
-            local_swap.copies += copies
             local_swap.seconds = max(local_swap.seconds, seconds)
             if not local_swap.outstanding and not local_swap.failed:
                 self._staged(local_swap)

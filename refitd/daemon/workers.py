@@ -49,10 +49,6 @@ class Workers:
         """Return descriptor -> worker."""
         return {p.socket.fileno(): i for i, p in enumerate(self._processes) if not p.lost}
 
-    def pid(self, worker: int) -> int:
-        """Return the process id of a worker."""
-        return self._processes[worker].popen.pid
-
     def send(self, worker: int, message: Message, fd: int | None = None, block: bytes | None = None) -> None:
         """Queue a message with a duplicate of `fd`, or with `block` in a memory file."""
         process = self._processes[worker]

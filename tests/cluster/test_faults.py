@@ -326,11 +326,13 @@ def test_a_coordinator_that_cannot_start_ends_the_daemon_with_the_reason(
 def test_a_client_notices_at_once_that_the_daemon_is_gone(daemon: RunningDaemon) -> None:
     with daemon.connect() as client:
         target = client.register_target("policy", shards.whole(1), replica="r")
+        called = client.register_target("policy", shards.whole(1), replica="c", on_commit=lambda commit: commit.apply())
         daemon.process.kill()
         with pytest.raises(refitd.PeerLost, match="daemon of node n0 has ended"):
             target.wait(1, timeout=10)
         with pytest.raises(refitd.PeerLost):
             client.status()
+        eventually(lambda: isinstance(called.error, refitd.PeerLost), "the engine with a callback is told as well")
     daemon.process.wait()
 
 

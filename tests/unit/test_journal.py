@@ -28,14 +28,6 @@ def test_an_aborted_swap_was_not_decided(tmp_path: Path) -> None:
     assert journal.decided("unknown") is None
 
 
-def test_records_come_newest_first_and_by_model(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    for i, model in enumerate(("a", "b", "a")):
-        journal.write(Record(f"s{i}", model, i, "committed", "", "", float(i)))
-    assert [r.swap for r in journal.records()] == ["s2", "s1", "s0"]
-    assert [r.swap for r in journal.records("a", limit=1)] == ["s2"]
-
-
 def test_a_file_that_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_text("this is not a database, and it is long enough to look like one" * 20)
