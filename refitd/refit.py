@@ -18,7 +18,8 @@ from refitd.errors import ConfigError
 from refitd.spmd.agree import PlanCache, agree_on_plan
 from refitd.spmd.caches import BoundedCache
 from refitd.spmd.execute import Job, execute
-from refitd.spmd.peers import Deadline, Group, Peers
+from refitd.copy_services.peers import Deadline, Group, Peers
+from refitd.copy_services.registry import installed
 from refitd.spmd.request import Request
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from refitd.plan.ops import ReshardPlan
     from refitd.transforms.base import ReshardTransform
 
-RefitBackendName = Literal["gloo"]
+RefitBackendName = Literal["gloo", "nccl", "nvshmem"]
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -172,20 +173,19 @@ def reshard_model_weights(
     return execute(plan, job, service, deadline, verify=verify)
 
 
-def get_or_create_service(backend: RefitBackendName, group: Group = None) -> ExchangeService:
+def get_or_create_service(backend: RefitBackendName | str, group: Group = None) -> ExchangeService:
     """Return the service of a backend for a group; the same one for the same group as long as it is usable.
 
     Raises:
-        ConfigError: this is not the name of a backend.
+        ConfigError: this is not the name of a backend for process groups, or what it needs is not installed.
     """
-    if backend != "gloo":
-        raise ConfigError(f"unknown refit backend {backend!r}; expected 'gloo', or pass an ExchangeService")
-    from refitd.copy_services.gloo import GlooService
-
+    make = installed().find(backend).over_group
+    if make is None:
+        raise ConfigError(f"copy service {backend!r} does not work over a process group; use 'gloo' or 'nccl'")
     key = backend, Peers(group).group
     service = _caches.services.get(key)
     if service is None or not service.is_usable:
-        service = GlooService(group)
+        service = make(group)
         _caches.services.put(key, service)
     return service
 

@@ -1,10 +1,11 @@
-"""CopyService: how bytes move between places that a worker can reach."""
+"""CopyService: one way to move bytes, what it can do, and its one-sided kind, whose worker reaches both ends."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from refitd.buffers.arena import MappedArena
 from refitd.errors import TransportError
@@ -19,6 +20,41 @@ class DigestMismatch(TransportError):
     def __init__(self, message: str, copy: int = -1) -> None:
         super().__init__(message)
         self.copy = copy
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a service can do, for whoever chooses one.
+
+    Attributes:
+        is_one_sided: one process reaches both ends; else both ends take part in every transfer.
+        crosses_nodes: its ends may be on different machines.
+        devices: where tensors may lie, as torch names device types.
+        needs_contiguous: strided tensors are packed before they travel, and unpacked after.
+        max_message_bytes: the longest single message; longer tensors are cut. None: no limit.
+    """
+
+    is_one_sided: bool
+    crosses_nodes: bool
+    devices: frozenset[str] = frozenset({"cpu"})
+    needs_contiguous: bool = False
+    max_message_bytes: int | None = None
+
+
+class CopyService(ABC):
+    """One way to move bytes. Whoever made it closes it.
+
+    Sources must not change while a run is under way; destinations hold what was sent once it has returned. An
+    exception raised by a run's `on_progress` ends the run between two chunks and is passed on: that is how a run
+    is cancelled. Nothing is written after a run has raised.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; nothing may be run afterwards. May be called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +74,7 @@ class PreparedJob(ABC):
         """Perform every copy; return once all bytes are visible to every process that maps the destination.
 
         The sources must not change until this returns. `on_progress` is told the bytes written so far, at most
-        every few milliseconds.
+        every few milliseconds; what it raises ends the run.
 
         Raises:
             DigestMismatch: with `verify`, the digest of a copy's source differs from its destination's.
@@ -46,10 +82,8 @@ class PreparedJob(ABC):
         """
 
 
-class CopyService(ABC):
-    """One way to move bytes. A worker owns its services and closes them."""
-
-    name: str
+class MappedCopyService(CopyService):
+    """A one-sided service: copies between arenas that are mapped into one process."""
 
     @abstractmethod
     def prepare(self, copies: CopyList, arenas: Mapping[int, MappedArena]) -> PreparedJob:
@@ -58,7 +92,3 @@ class CopyService(ABC):
         Raises:
             TransportError: a copy leaves its arena, or this service cannot perform it.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything; prepared jobs must not be run afterwards."""

@@ -6,13 +6,17 @@ only its own tensors, so a transfer has two halves, told apart by an id that bot
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from refitd.copy_services.base import CopyService
+
 if TYPE_CHECKING:
     import torch
+
+    from refitd.copy_services.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +28,24 @@ class ExchangeResult:
     local_bytes: int
     messages: int
     seconds: float
+    staging_bytes: int = 0  # most that this service has held in buffers of its own
 
 
-class ExchangeService(ABC):
-    """One way to exchange tensors within a process group. Whoever made it closes it.
+class Transfers:
+    """Halves that were noted, laid out to be run as often as wanted. Made by `ExchangeService.hold`."""
+
+
+class ExchangeService(CopyService):
+    """One way to exchange tensors within a process group.
 
     A transfer is (task id, part): parts number the tensors of one logical transfer, from 0. An id is used once
     per direction and run.
     """
 
-    name: str
     #: the torch process group whose ranks exchange
     group: Any
     #: its ranks, as parallel groups number ranks; peers are named by them
     ranks: tuple[int, ...]
-    #: whether tensors may lie on an accelerator
-    moves_device_memory: bool = False
-    #: whether tensors must be contiguous
-    needs_contiguous: bool = False
 
     @property
     @abstractmethod
@@ -50,27 +54,38 @@ class ExchangeService(ABC):
 
     @abstractmethod
     def send(
-        self, task_id: int, tensor: torch.Tensor, peer: int, *, part: int = 0, dtype: torch.dtype | None = None
+        self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, dtype: torch.dtype | None = None
     ) -> None:
-        """Note that `tensor` goes to rank `peer`; with this rank itself, to the receive of the same id.
+        """Note that `data` goes to rank `peer`; with this rank itself, to the receive of the same id.
 
-        The tensor is read during `run` and must not change until that returns. `dtype` is what the elements are
+        It is read during `run` and must not change until that returns. `dtype` is what the elements of a tensor are
         converted to on the way, by default nothing.
         """
 
     @abstractmethod
-    def receive(self, task_id: int, tensor: torch.Tensor, peer: int, *, part: int = 0) -> None:
-        """Note that rank `peer` fills `tensor`, in the order of its elements.
+    def receive(self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0) -> None:
+        """Note that rank `peer` fills `data`, in the order of its elements.
 
-        The tensor may change at any time during `run`. It holds what was sent once `run` has returned; after an
-        error its content is undefined.
+        It may change at any time during `run`. It holds what was sent once `run` has returned; after an error its
+        content is undefined.
         """
 
     @abstractmethod
+    def hold(self) -> Transfers:
+        """Take what was noted since the last run, or the last `hold`, as transfers that can be run repeatedly."""
+
+    @abstractmethod
     def run(
-        self, timeout: float, *, verify: bool = True, refuse: str = "", finish: Callable[[], object] | None = None
+        self,
+        timeout: float,
+        transfers: Transfers | None = None,
+        *,
+        verify: bool = True,
+        refuse: str = "",
+        finish: Callable[[], object] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> ExchangeResult:
-        """Perform what was noted since the last run, and forget it, whatever happens. Collective.
+        """Perform transfers: those held, or what was noted since the last run, which is then forgotten. Collective.
 
         Every rank of the group calls it, those with nothing to move too. All pairs of ranks first compare what
         one is about to send with what the other expects; unless all agree, nothing moves and every rank raises.
@@ -78,10 +93,12 @@ class ExchangeService(ABC):
 
         Args:
             timeout: seconds until every wait of this run ends.
+            transfers: what to perform; None for what was noted.
             verify: read back what was written and compare its digest with that of what was read; the same on every
                 rank.
             refuse: what stands in the way on this rank; not empty, nothing moves and every rank raises it.
             finish: what this rank still does once everything has arrived; if it raises, every rank does.
+            on_progress: told the bytes that have arrived here after each message; what it raises ends the run.
 
         Raises:
             RefusedError: a rank refuses, or the ends do not agree, with the first difference; tensors are as before.

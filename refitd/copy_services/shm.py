@@ -16,7 +16,7 @@ import xxhash
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent
-from refitd.copy_services.base import CopyService, DigestMismatch, PreparedJob, RunResult
+from refitd.copy_services.base import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.conversions import converted
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
@@ -52,10 +52,11 @@ class _Chunk:
         return converted(self.cast, words) if self.cast else words
 
 
-class SharedMemoryService(CopyService):
+class SharedMemoryService(MappedCopyService):
     """Copies between arenas mapped into this process, on `threads` threads."""
 
     name = "shm"
+    capabilities = Capabilities(is_one_sided=True, crosses_nodes=False)
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads

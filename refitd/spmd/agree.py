@@ -19,7 +19,7 @@ from refitd.plan.build import plan_copies
 from refitd.protocol.codec import encode
 from refitd.protocol.shards import metadata_of
 from refitd.spmd.caches import BoundedCache
-from refitd.spmd.peers import Deadline, Peers
+from refitd.copy_services.peers import Deadline, Peers
 from refitd.spmd.rank_plan import RankPlan, rank_plans
 from refitd.spmd.request import Brought, Request, bring
 from refitd.spmd.wire import (

@@ -9,7 +9,7 @@ import torch
 
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
 from refitd.errors import RefusedError
-from refitd.spmd.peers import Deadline
+from refitd.copy_services.peers import Deadline
 from refitd.spmd.rank_plan import RankPlan
 from refitd.transforms.base import ReshardTransform
 

@@ -8,7 +8,7 @@ import sys
 
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
-from refitd.copy_services.base import CopyService, DigestMismatch, PreparedJob
+from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob
 from refitd.copy_services.shm import SharedMemoryService
 from refitd.errors import PeerLost, RefitdError
 from refitd.execute.copies import CopyList
@@ -19,7 +19,7 @@ from refitd.protocol.codec import Decoder, encode
 class Worker:
     """Holds the CopyServices of one device and performs what the daemon says, one message at a time."""
 
-    def __init__(self, daemon: socket.socket, service: CopyService) -> None:
+    def __init__(self, daemon: socket.socket, service: MappedCopyService) -> None:
         self._daemon = daemon
         self._service = service
         self._arenas: dict[int, MappedArena] = {}

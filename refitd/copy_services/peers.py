@@ -65,8 +65,8 @@ class Peers:
         device: where tensors must lie to be exchanged.
     """
 
-    def __init__(self, group: Group = None) -> None:
-        """Look at a group; None is the default group.
+    def __init__(self, group: Group = None, labels: Sequence[str] = ()) -> None:
+        """Look at a group; None is the default group. `labels` are how errors name each position.
 
         Raises:
             ConfigError: there is no default group, or this process is not in the group.
@@ -84,6 +84,7 @@ class Peers:
         except (KeyError, ValueError):  # a group that torch has not registered
             self.ranks = tuple(range(group.size()))
         self.device = _device(group)
+        self._labels = tuple(labels)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -92,6 +93,10 @@ class Peers:
     def rank(self) -> int:
         """This process's rank, as parallel groups number ranks."""
         return self.ranks[self.index]
+
+    def label(self, position: int) -> str:
+        """Return how people are told about a position."""
+        return self._labels[position] if self._labels else f"rank {self.ranks[position]}"
 
     def meet(self, deadline: Deadline, purpose: str) -> None:
         """Return once everyone has come. Position 0 waits for the others and names the first that is missing.
@@ -107,7 +112,7 @@ class Peers:
             self.wait(self.send(tokens[0], 0, _MEET_TAG), 0, deadline, f"{purpose}: coming to")
             self.wait(self.receive(tokens[1], 0, _MEET_TAG), 0, deadline, f"{purpose}: all others, counted by")
             if gone := int(tokens[1].item()):
-                raise PeerLost(f"{purpose}: rank {self.ranks[gone - 1]} is gone")
+                raise PeerLost(f"{purpose}: {self.label(gone - 1)} is gone")
             return
         lost: dict[int, PeerLost] = {}
 
@@ -129,7 +134,7 @@ class Peers:
                 if work is not None:
                     trying(i, partial(self.wait, work, i, deadline, f"{purpose}: {what}"))
         if lost:
-            raise PeerLost(f"{purpose}: rank {self.ranks[min(lost)]} is gone") from lost[min(lost)]
+            raise PeerLost(f"{purpose}: {self.label(min(lost))} is gone") from lost[min(lost)]
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         """Return everyone's record, by position. Records are as long as each other."""
@@ -180,8 +185,7 @@ class Peers:
         for position, length in enumerate(lengths):
             if not 0 < length <= MAX_MESSAGE_BYTES:
                 raise ProtocolError(
-                    f"{purpose}: rank {self.ranks[position]} has {length} bytes to say, expected 1 to "
-                    f"{MAX_MESSAGE_BYTES}"
+                    f"{purpose}: {self.label(position)} has {length} bytes to say, expected 1 to {MAX_MESSAGE_BYTES}"
                 )
         if self.index:
             self.wait(self.send(_as_tensor(payload, self.device), 0, _PAYLOAD_TAG), 0, deadline, purpose)
@@ -213,9 +217,7 @@ class Peers:
         self.wait(self.receive(head, 0, _LENGTH_TAG), 0, deadline, purpose)
         (length,) = _LENGTH.unpack(_as_bytes(head))
         if not 0 < length <= MAX_MESSAGE_BYTES:
-            raise ProtocolError(
-                f"{purpose}: rank {self.ranks[0]} sends {length} bytes, expected 1 to {MAX_MESSAGE_BYTES}"
-            )
+            raise ProtocolError(f"{purpose}: {self.label(0)} sends {length} bytes, expected 1 to {MAX_MESSAGE_BYTES}")
         buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
         self.wait(self.receive(buffer, 0, _PAYLOAD_TAG), 0, deadline, purpose)
         return _as_bytes(buffer)
@@ -225,14 +227,14 @@ class Peers:
         try:
             return _Posted(self.group.send([tensor], position, tag), tensor)
         except RuntimeError as exc:
-            raise PeerLost(f"sending to rank {self.ranks[position]}: {_first_line(exc)}") from exc
+            raise PeerLost(f"sending to {self.label(position)}: {_first_line(exc)}") from exc
 
     def receive(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
         """Start receiving into a contiguous tensor, which is filled once `wait` has returned."""
         try:
             return _Posted(self.group.recv([tensor], position, tag), tensor)
         except RuntimeError as exc:
-            raise PeerLost(f"receiving from rank {self.ranks[position]}: {_first_line(exc)}") from exc
+            raise PeerLost(f"receiving from {self.label(position)}: {_first_line(exc)}") from exc
 
     def wait(self, posted: _Posted, position: int, deadline: Deadline, purpose: str) -> None:
         """Wait for one send or receive.
@@ -240,11 +242,11 @@ class Peers:
         Raises:
             DeadlineExceeded, PeerLost: naming the rank; the group cannot be used for transfers afterwards.
         """
-        with self._errors(deadline, f"{purpose} rank {self.ranks[position]}"):
+        with self._errors(deadline, f"{purpose} {self.label(position)}"):
             posted.work.wait(deadline.left())
 
     def _errors(self, deadline: Deadline, subject: str) -> _Translating:
-        return _Translating(deadline, subject, self.rank)
+        return _Translating(deadline, subject, self.label(self.index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,21 +263,21 @@ class _Translating:
 
     deadline: Deadline
     subject: str
-    rank: int
+    who: str
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
         if isinstance(exc, RuntimeError):
-            raise _translated(exc, self.deadline, self.subject, self.rank) from exc
+            raise _translated(exc, self.deadline, self.subject, self.who) from exc
 
 
-def _translated(exc: RuntimeError, deadline: Deadline, subject: str, rank: int) -> TransportError:
+def _translated(exc: RuntimeError, deadline: Deadline, subject: str, who: str) -> TransportError:
     said = _first_line(exc)
     if time.monotonic() >= deadline.at or "imed out" in said:
-        return DeadlineExceeded(f"{subject}; rank {rank} waited {deadline.seconds:g} s ({said})")
-    return PeerLost(f"{subject}; rank {rank} lost its connection ({said}); another rank's error may say why")
+        return DeadlineExceeded(f"{subject}; {who} waited {deadline.seconds:g} s ({said})")
+    return PeerLost(f"{subject}; {who} lost its connection ({said}); another rank's error may say why")
 
 
 def _first_line(exc: BaseException) -> str:

@@ -1,0 +1,458 @@
+"""The pipeline of two-sided services: pieces packed into messages per pair of ranks, sent, unpacked and proven.
+
+    note     send / receive halves, local ones paired by id
+    agree    each pair compares digests of (id, bytes) before anything is posted: a receive that is smaller than
+             its send would end the process with some transports
+    move     at most WINDOW messages per direction and peer are in flight; all first messages are posted, then each
+             message, in the order of posting, is waited for and replaced by its stream's next one
+    prove    each stream ends with the digest of what was packed, compared with that of what then lies in the
+             destinations; all ranks learn whether every rank has everything
+
+No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have finished
+its (k - WINDOW)-th, and both wait for messages in the order of k.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from refitd.copy_services.base import DigestMismatch
+from refitd.copy_services.exchange import ExchangeResult, ExchangeService, Transfers
+from refitd.copy_services.peers import Deadline, Peers
+from refitd.copy_services.pieces import Piece, TensorPiece
+from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
+from refitd.execute.messages import Message, Span, lay_out
+
+WINDOW = 2
+MAX_MESSAGE_BYTES = 8 << 20
+MIN_MESSAGE_BYTES = 64 << 10
+# staging for all streams of a rank together, where the group is so large that messages must shrink
+STAGING_BYTES = 256 << 20
+# packed and hashed, or unpacked and hashed, while it is in the second-level cache
+STEP_BYTES = 256 << 10
+
+TAG = 0x52470000
+DIGEST_BYTES = 16
+_OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
+
+Key = tuple[int, int]  # task id, part
+
+
+class Digest(Protocol):
+    """A digest over buffers in the order they are given; position sensitive, equal however they are cut."""
+
+    def update(self, buffer: Any, /) -> None:
+        """Take in one more buffer, uint8."""
+
+    def digest(self) -> bytes:
+        """Return DIGEST_BYTES bytes."""
+
+
+class _HostDigest:
+    """xxh3-128 of buffers in main memory."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, buffer: torch.Tensor, /) -> None:
+        data: Any = buffer.numpy()  # numpy's arrays are buffers; its stubs do not say so
+        self._state.update(data)
+
+    def digest(self) -> bytes:
+        return self._state.digest()
+
+
+@dataclass(slots=True)
+class Stream:
+    """All pieces of one direction to or from one peer, and the messages they are laid into."""
+
+    position: int
+    is_send: bool
+    keys: list[Key]
+    pieces: list[Piece]
+    messages: list[Message]
+    offer: bytes
+    next: int = 0
+    digest: Digest = field(default_factory=_HostDigest)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A message that has been posted."""
+
+    stream: Stream
+    number: int
+    posted: Any
+    buffer: torch.Tensor
+    is_staged: bool
+
+
+@dataclass(frozen=True)
+class _Held(Transfers):
+    outgoing: Mapping[int, Stream]
+    incoming: Mapping[int, Stream]
+    local: tuple[dict[Key, Piece], dict[Key, Piece]]
+    offers: list[bytes]
+    expected: list[bytes]
+
+
+class PackedExchange(ExchangeService):
+    """What two-sided services over a torch process group have in common. See ExchangeService for the promises."""
+
+    def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
+        """Use the processes of a group.
+
+        Args:
+            peers: the group.
+            message_bytes: most bytes of a message, the same on every rank; by default what the size of the group
+                allows.
+            staging_bytes: most bytes in buffers of this service, the same on every rank.
+        """
+        self.peers = peers
+        self.group = peers.group
+        self.ranks = peers.ranks
+        self._staging_limit = staging_bytes
+        share = staging_bytes // (2 * WINDOW * max(1, len(peers) - 1))
+        self._limit = message_bytes or max(MIN_MESSAGE_BYTES, min(MAX_MESSAGE_BYTES, share))
+        self._limit -= self._limit % 16
+        self._sends: dict[int, dict[Key, Piece]] = {}
+        self._receives: dict[int, dict[Key, Piece]] = {}
+        self._spare: list[torch.Tensor] = []
+        self._buffers = 0
+        self._position = {rank: position for position, rank in enumerate(peers.ranks)}
+        self._unusable = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """See ExchangeService.is_usable."""
+        return not self._unusable
+
+    def send(
+        self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, dtype: torch.dtype | None = None
+    ) -> None:
+        """See ExchangeService.send."""
+        if isinstance(data, torch.Tensor):
+            data = TensorPiece(data.detach(), dtype or data.dtype)
+        self._note(self._sends, (task_id, part), data, peer)
+
+    def receive(self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0) -> None:
+        """See ExchangeService.receive."""
+        if isinstance(data, torch.Tensor):
+            data = TensorPiece(data.detach(), data.dtype)
+        self._note(self._receives, (task_id, part), data, peer)
+
+    def _note(self, halves: dict[int, dict[Key, Piece]], key: Key, piece: Piece, peer: int) -> None:
+        if peer not in self._position:
+            raise TransportError(f"task {key}: rank {peer} is not in the group {list(self.peers.ranks)}")
+        noted = halves.setdefault(self._position[peer], {})
+        if noted.setdefault(key, piece) is not piece:
+            raise TransportError(f"task {key} with rank {peer}: its id is used twice; give each tensor a part")
+
+    def hold(self) -> Transfers:
+        """See ExchangeService.hold."""
+        sends, self._sends = self._sends, {}
+        receives, self._receives = self._receives, {}
+        me = self.peers.index
+        local = sends.pop(me, {}), receives.pop(me, {})
+        outgoing = self._streams(sends, is_send=True)
+        incoming = self._streams(receives, is_send=False)
+        everyone = range(len(self.peers))
+        nothing = _offer([], [])
+        return _Held(
+            outgoing,
+            incoming,
+            local,
+            [outgoing[i].offer if i in outgoing else nothing for i in everyone],
+            [incoming[i].offer if i in incoming else nothing for i in everyone],
+        )
+
+    def run(
+        self,
+        timeout: float,
+        transfers: Transfers | None = None,
+        *,
+        verify: bool = True,
+        refuse: str = "",
+        finish: Callable[[], object] | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> ExchangeResult:
+        """See ExchangeService.run."""
+        held = self.hold() if transfers is None else transfers
+        assert isinstance(held, _Held)
+        if self._unusable:
+            raise TransportError(f"this service cannot be used any more: {self._unusable}; make one on a new group")
+        started, deadline = time.perf_counter(), Deadline.after(timeout)
+        streams = [*held.incoming.values(), *held.outgoing.values()]
+        for stream in streams:
+            stream.next, stream.digest = 0, self._new_digest()
+        trouble = refuse or _mismatch(*held.local, self.peers.rank)
+        try:
+            self._agree(held, trouble, verify, deadline)
+            with torch.no_grad():
+                trouble = self._move(
+                    streams, lambda: self._copy_local(*held.local, verify), verify, deadline, on_progress
+                )
+            self._conclude(trouble, finish, deadline)
+        except _Agreed as exc:
+            raise exc.error from exc.__cause__
+        except BaseException as exc:
+            # connections may hold half a message
+            self._unusable = f"a run ended with {type(exc).__name__}: {exc}"
+            raise
+        return ExchangeResult(
+            sent_bytes=sum(stream.nbytes for stream in held.outgoing.values()),
+            received_bytes=sum(stream.nbytes for stream in held.incoming.values()),
+            local_bytes=sum(piece.nbytes for piece in held.local[1].values()),
+            messages=sum(len(s.messages) for s in streams),
+            seconds=time.perf_counter() - started,
+            staging_bytes=self._buffers * self._limit,
+        )
+
+    def close(self) -> None:
+        """See ExchangeService.close."""
+        self._unusable = self._unusable or "it has been closed"
+        self._sends, self._receives, self._spare = {}, {}, []
+
+    def _streams(self, halves: Mapping[int, Mapping[Key, Piece]], *, is_send: bool) -> dict[int, Stream]:
+        streams = {}
+        for position in sorted(halves):
+            noted = halves[position]
+            # large ones first: what is left at the end is short on every rank
+            keys = sorted(noted, key=lambda key: (-noted[key].nbytes, key))
+            pieces = [noted[key] for key in keys]
+            messages = lay_out([piece.nbytes for piece in pieces], self._limit)
+            streams[position] = Stream(position, is_send, keys, pieces, messages, _offer(keys, pieces))
+        return streams
+
+    def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> None:
+        """Compare what each pair is about to do; everyone raises unless all agree."""
+        peers = self.peers
+        terms = struct.pack("<q?7x", self._limit, verify)
+        offered = peers.all_to_all([offer + terms for offer in held.offers], deadline, "comparing transfers")
+        for position, offer in enumerate(offered):
+            expected = held.expected[position]
+            _, pieces, nbytes = _OFFER.unpack(offer[: _OFFER.size])
+            _, want, want_bytes = _OFFER.unpack(expected)
+            same = offer == expected + terms or (not pieces and not want)
+            if not trouble and position != peers.index and not same:
+                trouble = (
+                    f"{peers.label(position)} is about to send {pieces} pieces, {nbytes} bytes, and "
+                    f"{peers.label(peers.index)} expects {want} pieces, {want_bytes} bytes, or others of that size; "
+                    "all ranks must use one plan, and equal message sizes and verification"
+                )
+        if found := peers.first_trouble(trouble, deadline, "agreeing on transfers"):
+            raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
+
+    def _conclude(self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline) -> None:
+        """Do what is left to do here, and learn whether every rank has done its part."""
+        failure: Exception | None = None
+        if finish is not None and not trouble:
+            try:
+                finish()
+            except Exception as exc:  # whatever it is, the others must not believe it was done
+                failure = exc
+        said = f"d{trouble}" if trouble else ""
+        if failure is not None:
+            said = f"f {self.peers.label(self.peers.index)}: {type(failure).__name__}: {failure}"
+        found = self.peers.first_trouble(said, deadline, "concluding transfers")
+        if found.startswith("d"):
+            raise _Agreed(DigestMismatch(found[1:], copy=-1))
+        if found:
+            raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
+
+    def _move(
+        self,
+        streams: Sequence[Stream],
+        meanwhile: Callable[[], str],
+        verify: bool,
+        deadline: Deadline,
+        on_progress: Callable[[int], None] | None,
+    ) -> str:
+        """Post, wait and replace until every stream is at its end; `meanwhile` runs while the first are moving.
+
+        Returns what `meanwhile` or a comparison of digests has found wrong, or "".
+        """
+        flying: deque[InFlight] = deque()
+        arrived = 0
+        order = self._order(streams)
+        for _ in range(WINDOW):
+            flying.extend(flight for stream in order if (flight := self._post(stream, verify)))
+        trouble = meanwhile()
+        while flying:
+            done = flying.popleft()
+            self.peers.wait(done.posted, done.stream.position, deadline, _doing(done))
+            if not done.stream.is_send:
+                trouble = self._land(done, verify) or trouble
+                arrived += done.buffer.numel()
+            if done.is_staged:
+                self._give_back(done.buffer)
+            if on_progress is not None:
+                on_progress(arrived)
+            if flight := self._post(done.stream, verify):
+                flying.append(flight)
+        return trouble
+
+    def _order(self, streams: Sequence[Stream]) -> list[Stream]:
+        """Return the order in which streams are served: each rank begins with the next one, not all with the first."""
+        me, size = self.peers.index, len(self.peers)
+        return sorted(streams, key=lambda s: (s.is_send, (s.position - me) % size))
+
+    def _post(self, stream: Stream, verify: bool) -> InFlight | None:
+        """Start a stream's next message, None behind the last one. With `verify` the last one is the digest."""
+        made = self._next_buffer(stream, verify)
+        if made is None:
+            return None
+        number, buffer, is_staged = made
+        post = self.peers.send if stream.is_send else self.peers.receive
+        # a message can only meet its own other half
+        return InFlight(stream, number, post(buffer, stream.position, TAG + number % 0x10000), buffer, is_staged)
+
+    def _next_buffer(self, stream: Stream, verify: bool) -> tuple[int, torch.Tensor, bool] | None:
+        """Return number, buffer and whether it is staging, for a stream's next message; filled where it is sent."""
+        number = stream.next
+        if not stream.messages or number >= len(stream.messages) + verify:
+            return None
+        stream.next += 1
+        if number == len(stream.messages):
+            said = stream.digest.digest() if stream.is_send else bytes(DIGEST_BYTES)
+            return number, torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.peers.device), False
+        message = stream.messages[number]
+        direct = self._direct(stream, message)
+        buffer = self._staging()[: message.nbytes] if direct is None else direct
+        if stream.is_send:
+            for span, here in _steps(message):
+                if direct is None:
+                    stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
+                if verify:
+                    stream.digest.update(buffer[here])
+        return number, buffer, direct is None
+
+    def _land(self, done: InFlight, verify: bool) -> str:
+        """Write a message that has arrived to its places, and take the digest of what lies there then.
+
+        Returns what is wrong, once the last message has brought the digest of what was read.
+        """
+        stream = done.stream
+        if done.number == len(stream.messages):
+            if done.buffer.cpu().numpy().tobytes() == stream.digest.digest():
+                return ""
+            return (
+                f"what {self.peers.label(self.peers.index)} wrote is not what {self.peers.label(stream.position)} "
+                "read; something else writes to these tensors during the transfer"
+            )
+        again = self._staging() if done.is_staged and verify else None
+        for span, here in _steps(stream.messages[done.number]):
+            piece = stream.pieces[span.piece]
+            found = done.buffer[here]
+            if done.is_staged:
+                piece.unpack(span.start, span.end, found)
+            if again is not None:
+                found = again[: span.end - span.start]
+                piece.pack(span.start, span.end, found)
+            if verify:
+                stream.digest.update(found)
+        if again is not None:
+            self._give_back(again)
+        return ""
+
+    def _direct(self, stream: Stream, message: Message) -> torch.Tensor | None:
+        """Return the message's bytes in the tensor itself, where one piece has them where this transport reads."""
+        if len(message.spans) != 1:
+            return None
+        span = message.spans[0]
+        found = stream.pieces[span.piece].direct(span.start, span.end)
+        return found if found is not None and found.device.type == self.peers.device.type else None
+
+    def _copy_local(self, sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], verify: bool) -> str:
+        """Copy what stays on this rank; return what turned out wrong, or ""."""
+        for key in sorted(receives):
+            source, target = sends[key], receives[key]
+            if isinstance(source, TensorPiece) and isinstance(target, TensorPiece):
+                is_same = target.copy_from(source, verify=verify)
+            else:
+                is_same = self._copy_staged(source, target, verify)
+            if not is_same:
+                return f"task {key}: the local copy differs from its source; something else writes to one of them"
+        return ""
+
+    def _copy_staged(self, source: Piece, target: Piece, verify: bool) -> bool:
+        buffer, again = self._staging(), self._staging()
+        is_same = True
+        for message in lay_out([source.nbytes], self._limit):
+            for span, here in _steps(message):
+                source.pack(span.start, span.end, buffer[here])
+                target.unpack(span.start, span.end, buffer[here])
+                if verify:
+                    target.pack(span.start, span.end, again[here])
+                    is_same = is_same and torch.equal(buffer[here], again[here])
+        self._give_back(buffer)
+        self._give_back(again)
+        return is_same
+
+    def _new_digest(self) -> Digest:
+        return _HostDigest()
+
+    def _staging(self) -> torch.Tensor:
+        # first touch of fresh pages costs several copies: buffers are kept between runs
+        if self._spare:
+            return self._spare.pop()
+        self._buffers += 1
+        return torch.empty(self._limit, dtype=torch.uint8, device=self.peers.device)
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        if len(self._spare) * self._limit < self._staging_limit:
+            self._spare.append(buffer.new_empty(0).set_(buffer.untyped_storage()))
+        else:
+            self._buffers -= 1
+
+
+class _Agreed(Exception):
+    """All ranks have come to the same conclusion; the connections are in order."""
+
+    def __init__(self, error: RefitdError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _doing(flight: InFlight) -> str:
+    return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
+
+
+def _steps(message: Message) -> Iterator[tuple[Span, slice]]:
+    """Cut a message's spans into steps that fit the cache: (part of the piece, where it lies in the message)."""
+    for span in message.spans:
+        for start in range(span.start, span.end, STEP_BYTES):
+            end = min(span.end, start + STEP_BYTES)
+            at = span.at + start - span.start
+            yield Span(span.piece, start, end, at), slice(at, at + end - start)
+
+
+def _offer(keys: Sequence[Key], pieces: Sequence[Piece]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for key, piece in zip(keys, pieces, strict=True):
+        digest.update(struct.pack("<qqqq", *key, piece.nbytes, piece.itemsize))
+    return _OFFER.pack(digest.digest(), len(pieces), sum(piece.nbytes for piece in pieces))
+
+
+def _mismatch(sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], rank: int) -> str:
+    """Return what is wrong with this rank's transfers to itself, or ""."""
+    if odd := sorted(sends.keys() ^ receives.keys()):
+        return f"task {odd[0]} of rank {rank} with itself has {'no receive' if odd[0] in sends else 'no send'}"
+    for key, piece in sends.items():
+        other = receives[key]
+        if (piece.nbytes, piece.itemsize) != (other.nbytes, other.itemsize):
+            return f"task {key} of rank {rank} with itself sends {piece.describe()} and receives {other.describe()}"
+    return ""

@@ -1,0 +1,136 @@
+"""Which ways of moving bytes there are: names, what each can do, what it lacks here, how one is made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from refitd.copy_services.base import Capabilities
+from refitd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from refitd.copy_services.base import MappedCopyService
+    from refitd.copy_services.epoch import Epoch
+    from refitd.copy_services.exchange import ExchangeService
+
+# Packages offer a Backend, or a function that returns one, under this group of entry points.
+ENTRY_POINTS = "refitd.copy_services"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to move bytes. Nothing it needs is imported before a service is made.
+
+    Attributes:
+        name: what configurations and errors call it.
+        capabilities: see Capabilities.
+        missing: returns "" where it can run here, else what is missing and the command that brings it.
+        mapped: makes a one-sided service with so many threads.
+        over_group: makes a two-sided service over a torch process group (None: the default group).
+        join: makes a two-sided service by joining a membership epoch; a fresh process group each time.
+    """
+
+    name: str
+    capabilities: Capabilities
+    missing: Callable[[], str]
+    mapped: Callable[[int], MappedCopyService] | None = None
+    over_group: Callable[[Any], ExchangeService] | None = None
+    join: Callable[[Epoch], ExchangeService] | None = None
+
+
+class Registry:
+    """Backends by name. Whoever needs one makes it, or is given it."""
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        """Take backends; a later one does not replace an earlier one of the same name.
+
+        Raises:
+            ConfigError: two backends have one name.
+        """
+        self._backends: dict[str, Backend] = {}
+        for backend in backends:
+            if backend.name in self._backends:
+                raise ConfigError(f"two copy services are named {backend.name!r}; uninstall one of the packages")
+            self._backends[backend.name] = backend
+
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(self._backends.values())
+
+    def find(self, name: str) -> Backend:
+        """Return a backend that can run here.
+
+        Raises:
+            ConfigError: there is none of this name, or it lacks something; the text says what to install.
+        """
+        backend = self._backends.get(name)
+        if backend is None:
+            raise ConfigError(f"unknown copy service {name!r}; there are {', '.join(sorted(self._backends))}")
+        if missing := backend.missing():
+            raise ConfigError(f"copy service {name!r} cannot run here: {missing}")
+        return backend
+
+
+def installed() -> Registry:
+    """Return refitd's own backends and those that other packages offer.
+
+    Raises:
+        ConfigError: an offered backend cannot be loaded; the text names its package.
+    """
+    return Registry([*_own(), *_offered()])
+
+
+def _own() -> list[Backend]:
+    return [
+        Backend("shm", Capabilities(is_one_sided=True, crosses_nodes=False), lambda: "", mapped=_shm),
+        Backend(
+            "gloo",
+            Capabilities(
+                is_one_sided=False, crosses_nodes=True, devices=frozenset({"cpu", "cuda"}), max_message_bytes=8 << 20
+            ),
+            lambda: _lacks("torch", "pip install torch"),
+            over_group=_gloo,
+            join=_join_gloo,
+        ),
+    ]
+
+
+def _offered() -> Iterator[Backend]:
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = point.dist.name if point.dist else point.value
+        try:
+            found = point.load()
+            backend = found() if callable(found) else found
+        except Exception as exc:  # whatever a foreign package raises while it is imported
+            raise ConfigError(f"copy service {point.name!r} of package {package} cannot be loaded: {exc}") from exc
+        if not isinstance(backend, Backend):
+            raise ConfigError(f"copy service {point.name!r} of package {package} is no Backend but {backend!r}")
+        yield backend
+
+
+def _lacks(module: str, command: str) -> str:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    return "" if found is not None else f"{module} is not installed; `{command}` brings it"
+
+
+def _shm(threads: int) -> MappedCopyService:
+    from refitd.copy_services.shm import SharedMemoryService
+
+    return SharedMemoryService(threads)
+
+
+def _gloo(group: Any) -> ExchangeService:
+    from refitd.copy_services.gloo import GlooService
+
+    return GlooService(group)
+
+
+def _join_gloo(epoch: Epoch) -> ExchangeService:
+    from refitd.copy_services.gloo import join
+
+    return join(epoch)

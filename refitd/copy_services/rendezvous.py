@@ -1,0 +1,65 @@
+"""A torch Store over an epoch's mailbox, so that process groups meet through the control plane, not an open port."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from refitd.copy_services.epoch import Epoch
+from refitd.errors import RefitdError, TransportError
+
+
+class MailboxStore(Store):
+    """What process groups ask of a store while they are made: set, wait, get.
+
+    `failure` is the error that ended a wait; torch turns it into an exception of its own on the way.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        super().__init__()
+        self._epoch = epoch
+        self._deadline = time.monotonic() + epoch.timeout
+        self._found: dict[str, bytes] = {}
+        self.failure: RefitdError | None = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Leave a value for the others, once."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._found[key] = data
+        self._epoch.mailbox.put(key, data)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it until the epoch's deadline."""
+        if key not in self._found:
+            try:
+                self._found[key] = self._epoch.mailbox.get(key, max(0.001, self._deadline - time.monotonic()))
+            except RefitdError as exc:
+                self.failure = exc
+                raise
+        return self._found[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all values are there."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all values are there."""
+        return all(key in self._found for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Counting needs one place that counts; no transport of refitd asks for it."""
+        raise TransportError(f"epoch {self._epoch.id}: the rendezvous has no counters (asked for {key!r})")
+
+    def delete_key(self, key: str) -> bool:
+        """Values go with their epoch."""
+        return False
+
+    def num_keys(self) -> int:
+        """Return how many values are known here."""
+        return len(self._found)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The epoch's deadline counts, not torch's."""
