@@ -9,16 +9,18 @@ import os
 import platform
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from refitd.buffers import room
 from refitd.config import default_runtime_dir
-from refitd.errors import RefitdError
+from refitd.copy_services import measure
+from refitd.errors import RefitdError, TransportError
 from refitd_cli.output import size
 from refitd_cli.session import Control
 
-# Descriptors a daemon may need: two per arena and a few per client.
+# Descriptors a daemon may need: one per arena, one more for each worker it goes to, two per client.
 WANTED_DESCRIPTORS = 4096
 
 # What each way of copying needs: (name, distribution, module); the first is part of refitd itself.
@@ -46,9 +48,10 @@ def all_findings(connect: Callable[[], Control], address: str | None) -> Iterato
     yield python()
     yield torch()
     yield sealed_memory()
-    yield memory(_read("/proc/meminfo"))
+    yield memory(_read("/proc/meminfo"), _limits())
     yield huge_pages(_read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), _read("/proc/meminfo"))
     yield ptrace(_read("/proc/sys/kernel/yama/ptrace_scope"))
+    yield private_tensors()
     yield descriptors()
     yield from backends()
     yield runtime_dir(Path(address) if address else default_runtime_dir())
@@ -94,18 +97,17 @@ def sealed_memory() -> Finding:
         os.close(descriptor)
 
 
-def memory(meminfo: str) -> Finding:
-    """How much memory arenas could take, within the control group if there is one."""
+def memory(meminfo: str, limits: Sequence[room.Limit] = ()) -> Finding:
+    """How much memory arenas could take, within control groups and this process's own limits if there are any."""
     fields = _meminfo(meminfo)
     if "MemAvailable" not in fields:
         return Finding("memory", "warn", "unknown", "no MemAvailable in /proc/meminfo")
     free = fields["MemAvailable"]
     found = f"{size(free)} of {size(fields.get('MemTotal', 0))} available"
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdigit():
-        left = int(limit) - int(_read("/sys/fs/cgroup/memory.current").strip() or 0)
-        free = min(free, left)
-        found += f", {size(max(left, 0))} left in this control group"
+    for limit in limits:
+        if not limit.name.startswith("MemAvailable"):
+            free = min(free, limit.left)
+            found += f", {size(limit.left)} left under {limit.name}"
     if free < 1 << 30:
         return Finding("memory", "warn", found, "arenas hold each source shard twice and each target shard once")
     return Finding("memory", "ok", found)
@@ -126,24 +128,40 @@ def ptrace(scope: str) -> Finding:
     """Whether a worker may read the memory a trainer lends out of its own heap."""
     name = "ptrace scope"
     value = scope.strip()
-    if value in ("", "0"):
+    if value in ("", "0", "1"):
+        # under 1 a process may be read by those it names, and a client that lends names its daemon
         return Finding(name, "ok", f"{value or 'no Yama'}: workers may read memory a client lends")
     if os.geteuid() == 0:
         return Finding(name, "ok", f"{value}, running as root")
-    advice = "snapshots (publish) and arenas (allocate) work; lending a trainer's own tensors needs ptrace_scope 0"
+    advice = "lent tensors outside arenas are copied once; to have them pulled, set kernel.yama.ptrace_scope to 0 or 1"
     return Finding(name, "warn", value, advice)
 
 
+def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure_here) -> Finding:
+    """Which way a trainer's tensors outside arenas take when they are lent, measured between two processes."""
+    name = "private tensors"
+    try:
+        choice = measure_here()
+    except TransportError as exc:
+        advice = (
+            "works, with one more copy; to have them pulled, allow process_vm_readv: ptrace_scope 0 or 1, a seccomp "
+            "profile with it (containers: CAP_SYS_PTRACE); or keep them in an arena (client.allocate)"
+        )
+        return Finding(name, "warn", f"lent ones are copied: {str(exc).partition(';')[0]}", advice)
+    rows = size(measure.HERE_ROW_BYTES // 2)
+    return Finding(name, "ok", f"{choice.why}, in rows of {rows}: lent ones are {choice.way}")
+
+
 def descriptors() -> Finding:
-    """How many files a daemon started from here may open."""
+    """How many files a daemon started from here may open: it raises its soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} (hard limit {hard})"
-    if soft != resource.RLIM_INFINITY and soft < WANTED_DESCRIPTORS:
+    found = f"{hard} (soft limit {soft})"
+    if hard != resource.RLIM_INFINITY and hard < WANTED_DESCRIPTORS:
         return Finding(
             "open files",
             "warn",
             found,
-            f"ulimit -n {WANTED_DESCRIPTORS}, for nodes with many tensors or clients",
+            f"ulimit -Hn {WANTED_DESCRIPTORS}, for nodes with many models or clients",
         )
     return Finding("open files", "ok", found)
 
@@ -201,6 +219,13 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
+
+
+def _limits() -> list[room.Limit]:
+    try:
+        return [*room.memory_limits(), *room.process_limits()]
+    except (RefitdError, OSError):
+        return []  # `memory` says that the kernel does not tell
 
 
 def _meminfo(text: str) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import tomllib
@@ -29,13 +30,30 @@ class NodeConfig(Section, frozen=True):
     threads_per_worker: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     allowed_uids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # besides the daemon's own user
     max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
+    address: Annotated[str, msgspec.Meta(max_length=200)] = ""  # where other nodes' workers reach this one's
 
 
 class CoordinatorConfig(Section, frozen=True):
     """The coordinator, and how daemons reach it."""
 
-    endpoint: str = ""  # "" means ipc in the runtime directory; tcp must be on loopback
+    endpoint: str = ""  # "" means ipc in the runtime directory; tcp beyond loopback needs [security]
     journal: str = ""  # "" means journal.sqlite in the runtime directory
+
+
+class SecurityConfig(Section, frozen=True):
+    """The keys by which a coordinator and the daemons of other hosts know each other. ipc has no use for them."""
+
+    key: str = ""  # this process's .key file
+    server_key: str = ""  # a daemon: the coordinator's public key, or its .pub file
+    allowed: str = ""  # the coordinator: a file with the .pub lines of the daemons it lets in
+
+
+class TransportConfig(Section, frozen=True):
+    """How bytes cross between nodes. The coordinator's settings count."""
+
+    service: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "gloo"
+    lanes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # workers of each node that take part; 0: all
+    staging_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 34)] = 32 << 20  # buffers of each worker
 
 
 class Deadlines(Section, frozen=True):
@@ -65,6 +83,8 @@ class Config(Section, frozen=True):
 
     node: NodeConfig = NodeConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    security: SecurityConfig = SecurityConfig()
+    transport: TransportConfig = TransportConfig()
     deadlines: Deadlines = Deadlines()
     models: dict[str, ModelConfig] = {}
     log: LogConfig = LogConfig()
@@ -85,6 +105,12 @@ class Config(Section, frozen=True):
         return self.coordinator.endpoint or f"ipc://{self.runtime_dir / 'coordinator.sock'}"
 
     @property
+    def uses_keys(self) -> bool:
+        """Whether the coordinator and its daemons prove by keys who they are."""
+        is_ipc = self.coordinator_endpoint.startswith("ipc://")
+        return not is_ipc and (self.security != SecurityConfig() or not is_loopback(self.coordinator_endpoint))
+
+    @property
     def journal_path(self) -> Path:
         """Where decisions are journalled."""
         return Path(self.coordinator.journal or self.runtime_dir / "journal.sqlite")
@@ -97,6 +123,15 @@ def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
     if base := environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "refitd"
     return Path(f"/tmp/refitd-{os.getuid()}")
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether a tcp endpoint can be reached from this machine only."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **flags: Any) -> Config:
@@ -144,6 +179,8 @@ def _set(values: dict[str, Any], section: str, key: str, value: Any, origin: str
 
 
 def _parse(text: str) -> Any:
+    if "#" in text and not text.startswith(('"', "'", "[", "{")):
+        return text  # a key, say; TOML would take the rest for a comment
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -152,10 +189,13 @@ def _parse(text: str) -> Any:
 
 def _check(config: Config, where: str) -> None:
     endpoint = config.coordinator_endpoint
-    if not endpoint.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")):
+    if not endpoint.startswith(("ipc://", "tcp://")):
+        raise ConfigError(f"{where}: coordinator.endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT")
+    if config.uses_keys and not config.security.key:
+        why = "is loopback, but [security] is begun" if is_loopback(endpoint) else "is not ipc:// and not loopback"
         raise ConfigError(
-            f"{where}: coordinator.endpoint {endpoint!r} is not ipc:// and not loopback; without keys refitd "
-            "only listens on this machine"
+            f"{where}: coordinator.endpoint {endpoint!r} {why}, so that security.key must name a key file; "
+            "`refitctl keygen NAME` makes one and says what else to set"
         )
     limit = 100  # sun_path holds 108 bytes
     if len(str(config.runtime_dir)) + len("/coordinator.sock") > limit:

@@ -47,6 +47,25 @@ class EventLog:
         self._log.info(event, extra={"fields": dict(fields)})
 
 
+class Throttle:
+    """Bounds lines whose number others decide: each subject once a period, and not too many subjects."""
+
+    def __init__(self, period_s: float = 30.0, most: int = 100) -> None:
+        self._period_s, self._most = period_s, most
+        self._since = -period_s
+        self._seen: set[str] = set()
+
+    def lets(self, subject: str, now: float) -> bool:
+        """Return whether a line about `subject` may be written."""
+        if now - self._since >= self._period_s:
+            self._since = now
+            self._seen.clear()
+        if subject in self._seen or len(self._seen) >= self._most:
+            return False
+        self._seen.add(subject)
+        return True
+
+
 def _value(value: object) -> str:
     text = f"{value:.6f}" if isinstance(value, float) else str(value)
     if not text or _QUOTED & set(text):

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
+from refitd.copy_services.peers import Deadline, Group, Peers
+from refitd.copy_services.registry import installed
 from refitd.errors import ConfigError
 from refitd.spmd.agree import PlanCache, agree_on_plan
 from refitd.spmd.caches import BoundedCache
 from refitd.spmd.execute import Job, execute
-from refitd.copy_services.peers import Deadline, Group, Peers
-from refitd.copy_services.registry import installed
 from refitd.spmd.request import Request
 
 if TYPE_CHECKING:

@@ -55,10 +55,11 @@ def _show_model(model: ModelStatus) -> None:
             str(source.tensors),
             size(source.bytes),
             versions(source.versions),
+            source.way or "-",
         )
         for source in model.sources
     )
-    print_table("sources", (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions held"), sources)
+    print_table("sources", (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions held", "given"), sources)
     targets = (
         (
             target.replica,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import click
@@ -71,6 +72,13 @@ def culprits(report: SwapReport) -> list[str]:
     ]
 
 
+def ways(report: SwapReport) -> str:
+    """Return how many source ranks gave the version in which way; of a single one, also the measurement behind it."""
+    found = ", ".join(f"{count} {way or 'unknown'}" for way, count in Counter(s.way for s in report.sources).items())
+    why = report.sources[0].why if len(report.sources) == 1 else ""
+    return f"{found} ({why})" if why else found
+
+
 def _as_object(report: SwapReport, error: RefitFailed | None) -> dict[str, Any]:
     found = to_json(report)
     if report.outcome != COMMITTED or error is not None:
@@ -90,6 +98,8 @@ def _show(report: SwapReport) -> None:
             f"({rate(report.bytes, report.stage_s)}), commit {duration(report.commit_s)}, "
             f"total {duration(report.total_s)}"
         )
+        if report.sources:
+            click.echo(f"sources: {ways(report)}")
         return
     click.echo(f"{report.model}: version {version(report.version)} did not go live: {report.outcome}", err=True)
     for line in culprits(report):

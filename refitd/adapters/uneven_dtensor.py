@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from refitd.copy_services.peers import Deadline, Peers
 from refitd.errors import PlanError
 from refitd.plan.intersect import overlapping
-from refitd.spmd.peers import Deadline, Peers
 
 DEFAULT_TIMEOUT_S = 300.0
 

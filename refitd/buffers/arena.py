@@ -6,11 +6,11 @@ import ctypes
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from refitd.buffers.room import check_bytes, memory_limits, process_limits
 from refitd.errors import ArenaError
 
 # Not in every Python's fcntl and mmap modules; the numbers are the kernel's (fcntl.h, mman-common.h).
@@ -24,14 +24,9 @@ def create(nbytes: int, label: str) -> int:
     """Return the descriptor of a new memory file of `nbytes`, mode 0600, sealed, its pages allocated.
 
     Raises:
-        ArenaError: there is not that much memory left, or the kernel refuses.
+        ArenaError: there is not that much memory left, or the kernel refuses; everything has been given back.
     """
-    available = available_memory()
-    if nbytes > available:
-        raise ArenaError(
-            f"arena {label!r} needs {nbytes} bytes, this node has {available} bytes of memory available; "
-            "register a smaller shard here, lower `slots`, or free memory"
-        )
+    check_bytes([(nbytes, label)])
     try:
         fd = os.memfd_create(f"refitd:{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
@@ -39,15 +34,27 @@ def create(nbytes: int, label: str) -> int:
             f"arena {label!r}: the kernel gives no memory file: {exc.strerror}; check `ulimit -n`"
         ) from exc
     try:
+        _fill(fd, nbytes, label)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _fill(fd: int, nbytes: int, label: str) -> None:
+    try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-        MappedArena(fd, nbytes, write=True)  # touches every page now: 5 to 10 times the cost of a copy
     except OSError as exc:
-        os.close(fd)
-        raise ArenaError(f"arena {label!r} of {nbytes} bytes: {exc.strerror}; free memory on this node") from exc
-    return fd
+        allocated = os.fstat(fd).st_blocks * 512
+        limits = ", ".join(map(str, memory_limits() + process_limits()))
+        raise ArenaError(
+            f"arena {label!r}: {nbytes} bytes asked for, the kernel said {exc.strerror!r} after {allocated}; "
+            f"all were given back, and now there are: {limits}; free memory or raise the limit that is too low"
+        ) from exc
+    MappedArena(fd, nbytes, write=True)  # touches every page now: 5 to 10 times the cost of a copy
 
 
 def is_sealed(fd: int) -> bool:
@@ -56,16 +63,15 @@ def is_sealed(fd: int) -> bool:
 
 
 def read_only(fd: int) -> int:
-    """Return a new descriptor of the same memory file that cannot be mapped for writing."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    """Return a new descriptor of the same memory file that cannot be mapped for writing.
 
-
-def available_memory() -> int:
-    """Return the bytes that can be allocated without swapping, as the kernel estimates them."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ArenaError("/proc/meminfo has no MemAvailable; refitd needs Linux 3.14 or newer")
+    Raises:
+        ArenaError: this process may open no more files.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise ArenaError(f"no descriptor for an arena's reader: {exc.strerror}; raise `ulimit -Hn`") from exc
 
 
 class MappedArena:

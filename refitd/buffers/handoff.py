@@ -98,6 +98,10 @@ def receive(connection: socket.socket, max_fds: int = 1) -> tuple[bytes, tuple[i
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC and not fds:
+        raise ProtocolError(
+            "a descriptor could not be taken in: this process may open no more files; raise its limit (`ulimit -n`)"
+        )
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > max_fds:
         close_all(tuple(fds))
         raise ProtocolError("a datagram was longer, or carried more descriptors, than this socket allows")

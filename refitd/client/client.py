@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from refitd.buffers.arena import MappedArena
 from refitd.client.connection import Connection
 from refitd.config import default_runtime_dir
-from refitd.errors import RefitFailed
+from refitd.errors import RefitdError, RefitFailed
 from refitd.protocol import local
 from refitd.protocol.reports import ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
 from refitd.protocol.shards import Place, shard_of
@@ -52,6 +53,7 @@ class Client:
         pg_collection: Any = None,
         num_experts: int | None = None,
         slots: int = 2,
+        pull: bool | None = None,
         timeout: float = 60.0,
     ) -> Source:
         """Offer this rank's tensors of `model`.
@@ -65,6 +67,8 @@ class Client:
             pg_collection: the parallel groups, where the module has none of its own.
             num_experts: experts in the whole model.
             slots: versions that are kept; each takes the size of the shard on this node.
+            pull: how lent tensors outside arenas travel: the workers read this process's memory (True), this process
+                copies them once (False), or what is worthwhile by a measurement at the first lend (None).
             timeout: seconds for allocating the slots and being admitted.
 
         Raises:
@@ -85,8 +89,9 @@ class Client:
             live=live,
         )
         registered = self._connection.request(message, local.SourceRegistered, timeout)
-        mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
-        source = Source(self._connection, model, tensors, registered, mapped)
+        with self._given_back(registered.member):
+            mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
+        source = Source(self._connection, model, tensors, registered, mapped, pull)
         self._registered.append(source)
         return source
 
@@ -136,7 +141,8 @@ class Client:
             live=live,
         )
         registered = self._connection.request(message, local.TargetRegistered, timeout)
-        staging = None if live else self._connection.map_arena(registered.staging, write=False)
+        with self._given_back(registered.member):
+            staging = None if live else self._connection.map_arena(registered.staging, write=False)
         target = Target(self._connection, model, replica, tensors, registered, staging, on_commit)
         self._registered.append(target)
         return target
@@ -203,6 +209,16 @@ class Client:
         self._registered.clear()
         self._arenas.clear()  # tensors that were allocated in them keep their memory
         self._connection.close()
+
+    @contextlib.contextmanager
+    def _given_back(self, member: str) -> Iterator[None]:
+        """Take a registration back whose arenas this process cannot map."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RefitdError):
+                self._connection.request(local.Deregister(member=member), local.Done, REQUEST_S)
+            raise
 
     def _live(self, tensors: TensorSet) -> tuple[Place, ...]:
         tensors.arena_places = tensors.places(self._arenas)

@@ -13,6 +13,7 @@ import torch
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import packed_offsets
+from refitd.copy_services.measure import Span
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, module_tensors
 from refitd.dtypes import dtype_name
@@ -106,10 +107,19 @@ class TensorSet:
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise RefusedError(
-                    f"{name}: only contiguous CPU tensors can be lent (found {tensor.device}, strides "
+                    f"{name}: only contiguous CPU tensors can be pulled (found {tensor.device}, strides "
                     f"{tuple(tensor.stride())}); publish a snapshot instead"
                 )
         return tuple(tensor.data_ptr() for tensor in self.tensors)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the memory of every tensor that `addresses` allows: (address, rows, bytes of a row)."""
+        found = []
+        for address, tensor in zip(self.addresses(), self.tensors, strict=True):
+            row = (tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()) * tensor.element_size()
+            if row:
+                found.append((address, tensor.numel() * tensor.element_size() // row, row))
+        return tuple(found)
 
     def check_unmoved(self) -> None:
         """Raise CommitError when a registered tensor has been replaced, moved or reshaped since."""
@@ -202,9 +212,3 @@ def _whole(named: Mapping[str, torch.Tensor], rank: int) -> list[ParameterMetada
         )
         for name, tensor in named.items()
     ]
-
-
-def allow_reader(daemon_pid: int) -> None:
-    """Let the daemon's workers read this process's memory where the Yama module would forbid it."""
-    pr_set_ptracer: Any = 0x59616D61
-    ctypes.CDLL(None).prctl(pr_set_ptracer, ctypes.c_ulong(daemon_pid), 0, 0, 0)

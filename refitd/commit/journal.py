@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ CREATE TABLE IF NOT EXISTS swaps (
     at REAL NOT NULL          -- seconds since the epoch
 ) STRICT
 """
+
+_VERSION = 1  # of the schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Journal:
         """Open or create the journal, readable by its owner only.
 
         Raises:
-            CommitError: the file cannot be written or is no journal.
+            CommitError: the file cannot be written (the disk is full, it is read-only, it is in use) or is no journal.
         """
         self._path = path
         try:
@@ -51,8 +55,10 @@ class Journal:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute(_SCHEMA)
+            # written anew at every start: a coordinator that could not write a decision must not begin a swap
+            self._db.execute(f"PRAGMA user_version={_VERSION}")
         except (OSError, sqlite3.Error) as exc:
-            raise CommitError(f"journal {path}: {exc}; check coordinator.journal and the disk") from exc
+            raise CommitError(f"journal {path}: {exc}{_room(path)}; check coordinator.journal and the disk") from exc
 
     def write(self, record: Record) -> None:
         """Insert or replace a record, durably.
@@ -67,7 +73,9 @@ class Journal:
                 (record.swap, record.model, record.version, record.state, record.plan, record.reason, record.at),
             )
         except sqlite3.Error as exc:
-            raise CommitError(f"journal {self._path}: {exc}; free disk space, then swap again") from exc
+            raise CommitError(
+                f"journal {self._path}: {exc}{_room(self._path)}; free disk space, then swap again"
+            ) from exc
 
     def decided(self, swap: str) -> Record | None:
         """Return the record of a swap whose commit was decided, None if it was not."""
@@ -80,3 +88,16 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def _room(path: Path) -> str:
+    """Return what a failed write should be told with: sqlite says "disk I/O error" for most limits."""
+    try:
+        disk = os.statvfs(path.parent)
+    except OSError:
+        return ""
+    found = f" ({disk.f_bavail * disk.f_frsize} bytes free on its file system"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        found += f", files may grow to {limit} bytes (RLIMIT_FSIZE)"
+    return found + ")"

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import AddShard
-from refitd.protocol.reports import DescribedMember, ModelDescription, NodeStatus, SourceStatus, TargetStatus
+from refitd.protocol.reports import (
+    DescribedMember,
+    ModelDescription,
+    NodeStatus,
+    SourceReport,
+    SourceStatus,
+    TargetStatus,
+)
 from refitd.protocol.shards import Shard
 
 
@@ -31,6 +38,9 @@ class Member:
     bytes: int
     attached: bool = True
     versions: set[int] = field(default_factory=set)  # source: published and held
+    ways: dict[int, str] = field(default_factory=dict)  # source: how each of these is given
+    way: str = ""  # source: how the latest version was given, held or not
+    why: str = ""  # source: the measurement that chose it
     version: int | None = None  # target: served
     staged: str | None = None  # target: a decided swap that it has not taken over yet
 
@@ -222,7 +232,16 @@ class Model:
                 tensors=len(m.shard.tensors),
                 bytes=m.bytes,
                 versions=tuple(sorted(m.versions)),
+                way=m.way,
+                why=m.why,
             )
+            for rank, m in sorted(self.sources.items())
+        )
+
+    def source_reports(self, version: int) -> tuple[SourceReport, ...]:
+        """Return how each source rank gives this version."""
+        return tuple(
+            SourceReport(rank, m.node, m.host, way=m.ways.get(version, ""), why=m.why)
             for rank, m in sorted(self.sources.items())
         )
 

@@ -17,11 +17,12 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import Coordinator
 from refitd.errors import CommitError, ProtocolError, RefitdError
-from refitd.logs import EventLog, setup
+from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster
 from refitd.protocol.channel import Router, make_runtime_dir
 from refitd.protocol.codec import BadMessage, Decoder
 from refitd.protocol.local import Failure
+from refitd.security import coordinator_keys
 
 _TICK_S = 1.0
 
@@ -33,6 +34,7 @@ class CoordinatorShell:
         self._router = router
         self._journal = journal
         self._log = log
+        self._turned_away = Throttle()
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
         self._state = Coordinator(
             config=config,
@@ -48,11 +50,15 @@ class CoordinatorShell:
         """Work until `stop` holds a signal number; `wakeup` becomes readable when it does."""
         poller = zmq.Poller()
         poller.register(wakeup, zmq.POLLIN)
-        poller.register(self._router.socket, zmq.POLLIN)
+        for sock in (self._router.socket, *self._router.doors):
+            poller.register(sock, zmq.POLLIN)
         next_tick = time.monotonic() + _TICK_S
         while not stop:
             deadline = min(next_tick, self._state.next_deadline() or next_tick)
             poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
+            for fields in self._router.turned_away():
+                if self._turned_away.lets(str(fields), time.monotonic()):
+                    self._log.write("turned-away", fields)
             while (received := self._router.receive()) is not None:
                 self._take(*received)
             if (now := time.monotonic()) >= deadline:
@@ -113,6 +119,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
         die_with_parent()
     setup(config.log.level)
     log = EventLog("coordinator")
+    keys = coordinator_keys(config)
     make_runtime_dir(config.runtime_dir)
     stop: list[int] = []
 
@@ -125,7 +132,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        router = Router(context, config.coordinator_endpoint)
+        router = Router(context, config.coordinator_endpoint, keys)
         try:
             journal = Journal(config.journal_path)
             log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())

@@ -15,7 +15,7 @@ from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
-from refitd.protocol.cluster import LoadPlan
+from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 
 
@@ -30,13 +30,20 @@ class LoadedPlan:
     plan_s: float
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
     loaded_on: set[str] = field(default_factory=set)
+    epoch: EpochPlan | None = None  # of the workers that exchange between nodes; None until it is formed
+    crossing_s: dict[str, float] = field(default_factory=dict)  # node -> its slowest worker in the last swap
 
     def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
-        """Return the part of the plan that `node` performs: everything its targets receive."""
-        here = [self.members[m.id] for m in fleet.targets.values() if m.node == node]
-        table = self.table.select(np.isin(self.table.dst_rank, here))
+        """Return the part of the plan that `node` performs: what its targets receive, and its sources send away."""
+        node_of = self._node_of(fleet)
+        here = [rank for rank, where in node_of.items() if where == node]
+        sent, received = np.isin(self.table.src_rank, here), np.isin(self.table.dst_rank, here)
+        table = self.table.select(sent & received)
+        crossing = self.table.select(sent ^ received)
         fills = self.fills.select(np.isin(self.fills.rank, here))
         ranks = {rank: member for member, rank in self.members.items()}
+        epoch = self.epoch if self.epoch is not None and node in self.epoch.nodes else None
+        position = {name: i for i, name in enumerate(epoch.nodes)} if epoch is not None else {}
         return LoadPlan(
             plan=self.id,
             model=model,
@@ -44,16 +51,27 @@ class LoadedPlan:
             members=tuple(ranks.values()),
             table=table.to_wire(),
             fills=fills.to_wire() if len(fills) else {},
+            crossing=crossing.to_wire() if epoch is not None else {},
+            crossing_nodes=tuple(position.get(node_of[rank], -1) for rank in ranks) if epoch is not None else (),
+            epoch=epoch,
         )
 
-    def crossing(self, fleet: Model) -> tuple[str, str] | None:
-        """Return one (source, target) pair that exchanges bytes between nodes, described; None if there is none."""
-        by_rank = {self.members[m.id]: m for m in fleet.members()}
-        pairs = np.unique(np.stack([self.table.src_rank, self.table.dst_rank], axis=1), axis=0)
-        for src, dst in pairs.tolist():
-            if by_rank[src].node != by_rank[dst].node:
-                return by_rank[src].describe(), by_rank[dst].describe()
-        return None
+    def links(self, fleet: Model) -> dict[tuple[str, str], int]:
+        """Return the bytes that cross between nodes in one swap, by (source node, target node)."""
+        node_of = self._node_of(fleet)
+        pairs, which = np.unique(
+            np.stack([self.table.src_rank, self.table.dst_rank], axis=1), axis=0, return_inverse=True
+        )
+        nbytes = np.bincount(which.reshape(-1), weights=self.table.row_bytes, minlength=len(pairs))
+        found: dict[tuple[str, str], int] = {}
+        for (src, dst), moved in zip(pairs.tolist(), nbytes.tolist(), strict=True):
+            link = node_of[src], node_of[dst]
+            if link[0] != link[1]:
+                found[link] = found.get(link, 0) + int(moved)
+        return found
+
+    def _node_of(self, fleet: Model) -> dict[int, str]:
+        return {self.members[m.id]: m.node for m in fleet.members()}
 
 
 class PlanCache:
@@ -73,7 +91,7 @@ class PlanCache:
         if plan is None:
             return None
         self._plans[key] = plan
-        return replace(plan, members={}, loaded_on=set(), plan_s=0.0)
+        return replace(plan, members={}, loaded_on=set(), plan_s=0.0, epoch=None, crossing_s={})
 
     def put(self, pools: Sequence[Sequence[Registered]], plan: LoadedPlan) -> None:
         """Keep a plan, in place of the one that has not been used for longest."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from refitd.commit.machine import Phase, Swap
 from refitd.coordinator.fleet import Member
-from refitd.protocol.reports import MemberReport, SwapProgress, SwapReport
+from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
 
 _PHASES = {Phase.IDLE: "plan", Phase.PLANNED: "plan", Phase.STAGING: "stage", Phase.STAGED: "commit"}
 
@@ -28,7 +28,7 @@ def swap_progress(swap: Swap) -> SwapProgress | None:
     )
 
 
-def swap_report(swap: Swap, members: Mapping[str, Member], now: float) -> SwapReport:
+def swap_report(swap: Swap, members: Mapping[str, Member], sources: tuple[SourceReport, ...], now: float) -> SwapReport:
     """Return how a finished swap ended."""
     outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
     at = swap.entered
@@ -51,6 +51,7 @@ def swap_report(swap: Swap, members: Mapping[str, Member], now: float) -> SwapRe
         stage_s=spent(Phase.STAGING, Phase.STAGED),
         commit_s=spent(Phase.STAGED, swap.phase) if Phase.STAGED.value in at else 0.0,
         total_s=max(0.0, now - swap.started),
+        sources=sources,
         members=tuple(
             _member_report(swap, member)
             for member_id, member in members.items()

@@ -32,7 +32,7 @@ from refitd.errors import IllegalTransition, ProtocolError, RefitdError, Refused
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import unpack
-from refitd.protocol.reports import ModelStatus, StatusReport, SwapReport
+from refitd.protocol.reports import LinkStatus, ModelStatus, SourceReport, StatusReport, SwapReport
 from refitd.protocol.shards import Shard
 
 # A daemon says something every second; this long without a word and its members count as lost.
@@ -56,6 +56,7 @@ class _Running:
     version: int
     waiters: list[tuple[bytes, int]]
     members: dict[str, Member]  # as they were when it began: those that leave are reported too
+    sources: tuple[SourceReport, ...] = ()  # likewise: a lent version ends when it has been read
     plan: LoadedPlan | None = None
 
 
@@ -165,8 +166,8 @@ class Coordinator:
                 self._remove(member, reason, now)
             case cluster.DetachShard(member, reason):
                 self._detach(member, reason)
-            case cluster.ShardPublished(member, version):
-                self._published(member, version, now)
+            case cluster.ShardPublished():
+                self._published(message, now)
                 reply = local.Done()
             case cluster.ShardWithdrawn(member, version):
                 self._withdrawn(member, version, now)
@@ -189,14 +190,21 @@ class Coordinator:
     def _swap_event(self, node: Node, message: cluster.NodeMessage, now: float) -> None:
         name = node.status.node
         match message:
-            case cluster.PlanLoaded(plan):
-                for state in self.models.values():
-                    if state.running and state.running.plan and state.running.plan.id == plan:
+            case cluster.PlanLoaded(plan, epoch):
+                for state in self._running_plan(plan, epoch):
+                    if state.running is not None and state.running.plan is not None:
                         state.running.plan.loaded_on.add(name)
                         self._step(state, machine.NodeLoaded(name), now)
+            case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
+                self._plan_lost(plan, epoch, name, where, reason, now)
+            case cluster.EpochPut(epoch, lane, key, value):
+                self._relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
             case cluster.StageProgress(swap, bytes_done):
                 self._step_swap(swap, machine.NodeProgress(name, bytes_done), now)
-            case cluster.StageDone(swap, copies, nbytes, _):
+            case cluster.StageDone(swap, copies, nbytes, _, crossing_s):
+                for state in self.models.values():
+                    if state.running and state.running.swap.swap == swap and state.running.plan:
+                        state.running.plan.crossing_s[name] = crossing_s
                 self._step_swap(swap, machine.NodeStaged(name, copies, nbytes), now)
             case cluster.StageFailed(swap, where, reason):
                 self._step_swap(swap, machine.NodeFailed(name, where, reason), now)
@@ -240,6 +248,9 @@ class Coordinator:
             nbytes,
             attached=added.attached,
             versions=set(added.versions),
+            ways=dict(zip(added.versions, added.ways, strict=False)),
+            way=added.way,
+            why=added.why,
             version=added.version,
             staged=added.staged,
         )
@@ -297,14 +308,19 @@ class Coordinator:
             self._drop(plan)
 
     def _drop(self, plan: LoadedPlan) -> None:
-        for name in sorted(plan.loaded_on & self.nodes.keys()):
+        """Have every node forget a plan; it is loaded anew, with a new epoch, if it is used again."""
+        nodes = plan.loaded_on | set(plan.epoch.nodes if plan.epoch is not None else ())
+        plan.loaded_on, plan.epoch = set(), None
+        for name in sorted(nodes & self.nodes.keys()):
             self._to_node(name, cluster.DropPlan(plan=plan.id))
 
-    def _published(self, member_id: str, version: int, now: float) -> None:
-        member = self._member(member_id)
+    def _published(self, published: cluster.ShardPublished, now: float) -> None:
+        member, version = self._member(published.member), published.version
         member.versions.add(version)
+        member.ways[version] = member.way = published.way
+        member.why = published.why
         state = self.models[member.added.model]
-        self._log("published", model=state.fleet.name, member=member_id, version=version)
+        self._log("published", model=state.fleet.name, member=member.id, version=version, way=published.way)
         self._auto(state, now)
 
     def _auto(self, state: _ModelState, now: float) -> None:
@@ -327,6 +343,7 @@ class Coordinator:
         if member is None:
             return
         member.versions.discard(version)
+        member.ways.pop(version, None)
         state = self.models[member.added.model]
         running = state.running
         if running is not None and running.version == version and self._takes_part(state, member):
@@ -369,7 +386,8 @@ class Coordinator:
         d = self.config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, timeout_s or None)
         swap = machine.begin(self.new_swap_id(), state.fleet.name, version, limits, now)
-        state.running = _Running(swap, version, waiters, {m.id: m for m in state.fleet.members()})
+        members, sources = {m.id: m for m in state.fleet.members()}, state.fleet.source_reports(version)
+        state.running = _Running(swap, version, waiters, members, sources)
         self._log("swap", swap=swap.swap, model=swap.model, version=version, phase=swap.phase.value)
         if state.plan is not None:
             self._plan_ready(state, state.plan, now)
@@ -409,21 +427,67 @@ class Coordinator:
     def _plan_ready(self, state: _ModelState, plan: LoadedPlan, now: float) -> None:
         assert state.running is not None
         fleet = state.fleet
-        if crossing := plan.crossing(fleet):
-            self._step(
-                state,
-                machine.AbortAsked(
-                    f"{crossing[0]} and {crossing[1]} are on different nodes and the shm service does not cross "
-                    "nodes; run sources and targets on one node"
-                ),
-                now,
-            )
-            return
+        links = plan.links(fleet)
+        if links and plan.epoch is None:
+            plan.epoch = self._new_epoch({node for link in links for node in link})
         state.running.plan = plan
         members = {m.id: m.node for m in fleet.targets.values()}
         names = {m.id: m.describe() for m in fleet.members()}
-        ready = machine.PlanReady(members, frozenset(members.values()), plan.table.total_bytes, names)
-        self._step(state, ready, now)
+        nodes = frozenset(members.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
+        self._step(state, machine.PlanReady(members, nodes, plan.table.total_bytes, names), now)
+
+    # --- epochs -------------------------------------------------------------------------------------------
+
+    def _new_epoch(self, names: set[str]) -> cluster.EpochPlan:
+        """Return an epoch of these nodes, to be formed while the plan is loaded."""
+        nodes = tuple(sorted(names & self.nodes.keys()))
+        status = [self.nodes[name].status for name in nodes]
+        transport = self.config.transport
+        self._tickets += 1
+        lanes = min((len(s.workers) for s in status), default=1)
+        return cluster.EpochPlan(
+            id=f"{self.boot}.{self._tickets}",
+            service=transport.service,
+            nodes=nodes,
+            hosts=tuple(s.host for s in status),
+            lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
+            staging_bytes=transport.staging_bytes,
+            # the workers' own words, which name who is missing, come before the phase ends
+            timeout_s=0.9 * self.config.deadlines.plan_s,
+        )
+
+    def _running_plan(self, plan: str, epoch: str) -> list[_ModelState]:
+        """Return the models whose running swap uses this forming of a plan."""
+        return [
+            state
+            for state in self.models.values()
+            if state.running is not None
+            and state.running.plan is not None
+            and state.running.plan.id == plan
+            and (state.running.plan.epoch.id if state.running.plan.epoch is not None else "") == epoch
+        ]
+
+    def _plan_lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
+        """A node cannot use a plan, or its epoch: whoever uses it aborts, and it is loaded anew for the next swap."""
+        self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
+        for state in self._running_plan(plan, epoch):
+            if state.running is not None and state.running.swap.phase in (Phase.PLANNED, Phase.STAGING):
+                self._step(state, machine.NodeFailed(node, where, reason), now)
+        for state in self.models.values():
+            kept = state.plan
+            if kept is not None and kept.id == plan and kept.epoch is not None and kept.epoch.id == epoch:
+                self._drop(kept)
+
+    def _relay(self, origin: str, message: cluster.EpochValue) -> None:
+        """Pass a worker's value on to its peers."""
+        plans = [s.plan for s in self.models.values()] + [s.running.plan for s in self.models.values() if s.running]
+        epoch = next((p.epoch for p in plans if p is not None and p.epoch and p.epoch.id == message.epoch), None)
+        if epoch is not None and origin in epoch.nodes and message.lane < epoch.lanes:
+            for node in epoch.nodes:
+                if node != origin:
+                    self._to_node(node, message)
+
+    # --- steps --------------------------------------------------------------------------------------------
 
     def _step_swap(self, swap: str, event: machine.Event, now: float) -> None:
         for state in self.models.values():
@@ -463,7 +527,10 @@ class Coordinator:
                     self._to_node(node, running.plan.message(s.model, state.fleet, node))
             case machine.StageOn(node):
                 assert running.plan is not None
-                self._to_node(node, cluster.Stage(swap=s.swap, plan=running.plan.id, version=s.version))
+                # the workers' own words, which name who is late, come before the phase ends
+                timeout_s = max(0.05, 0.9 * (running.swap.deadline - now))
+                stage = cluster.Stage(swap=s.swap, plan=running.plan.id, version=s.version, timeout_s=timeout_s)
+                self._to_node(node, stage)
             case machine.ReleaseSources():
                 for node in sorted({m.node for m in state.fleet.sources.values()}):
                     self._to_node(node, cluster.EndSwap(swap=s.swap))
@@ -499,10 +566,11 @@ class Coordinator:
 
     def _finish(self, state: _ModelState, running: _Running, now: float) -> None:
         s = running.swap
-        report = swap_report(s, running.members, now)
+        report = swap_report(s, running.members, running.sources, now)
         state.running, state.last = None, report
-        if running.plan is not None and running.plan is not state.plan:
-            self._drop(running.plan)
+        broken = s.phase is Phase.ABORTED and running.plan is not None and running.plan.epoch is not None
+        if running.plan is not None and (running.plan is not state.plan or broken):
+            self._drop(running.plan)  # an epoch does not outlive a swap that failed
         outcome = "committed" if s.phase is Phase.COMMITTED else s.phase.value
         self._out.append(Remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, self.wall_clock())))
         for identity, request in running.waiters:
@@ -539,7 +607,28 @@ class Coordinator:
             uptime_s=max(0.0, now - self.started),
             nodes=tuple(node.status for _, node in sorted(self.nodes.items())),
             models=tuple(self._model_status(state) for _, state in sorted(self.models.items())),
+            links=tuple(link for _, state in sorted(self.models.items()) for link in self._links(state)),
         )
+
+    def _links(self, state: _ModelState) -> list[LinkStatus]:
+        plan = state.plan
+        if plan is None:
+            return []
+        epoch = plan.epoch
+        is_up = epoch is not None and plan.loaded_on.issuperset(epoch.nodes)
+        return [
+            LinkStatus(
+                model=state.fleet.name,
+                source=source,
+                target=target,
+                service=epoch.service if epoch is not None else self.config.transport.service,
+                lanes=epoch.lanes if epoch is not None else 0,
+                bytes=nbytes,
+                state="up" if is_up else "down",
+                seconds=plan.crossing_s.get(target, 0.0),
+            )
+            for (source, target), nbytes in sorted(plan.links(state.fleet).items())
+        ]
 
     def _model_status(self, state: _ModelState) -> ModelStatus:
         fleet = state.fleet

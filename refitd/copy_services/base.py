@@ -64,17 +64,19 @@ class RunResult:
     copies: int
     bytes: int
     seconds: float
+    staging_bytes: int = 0  # held in buffers of its own
 
 
 class PreparedJob(ABC):
     """Copies made ready for a service: views built, addresses checked. Run as often as wanted."""
 
     @abstractmethod
-    def run(self, *, verify: bool, on_progress: Callable[[int], None]) -> RunResult:
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """Perform every copy; return once all bytes are visible to every process that maps the destination.
 
         The sources must not change until this returns. `on_progress` is told the bytes written so far, at most
-        every few milliseconds; what it raises ends the run.
+        every few milliseconds; what it raises ends the run. `timeout` bounds waits for other processes, in
+        seconds, where there are any.
 
         Raises:
             DigestMismatch: with `verify`, the digest of a copy's source differs from its destination's.

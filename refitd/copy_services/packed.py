@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import xxhash
@@ -110,7 +110,15 @@ class _Held(Transfers):
 
 
 class PackedExchange(ExchangeService):
-    """What two-sided services over a torch process group have in common. See ExchangeService for the promises."""
+    """What two-sided services over a torch process group have in common. See ExchangeService for the promises.
+
+    Attributes:
+        peers: the processes of the group, and where tensors of their agreements lie.
+        device: where messages lie.
+    """
+
+    #: most bytes that are packed and digested at once
+    step_bytes: ClassVar[int] = STEP_BYTES
 
     def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
         """Use the processes of a group.
@@ -122,6 +130,7 @@ class PackedExchange(ExchangeService):
             staging_bytes: most bytes in buffers of this service, the same on every rank.
         """
         self.peers = peers
+        self.device = peers.device
         self.group = peers.group
         self.ranks = peers.ranks
         self._staging_limit = staging_bytes
@@ -320,20 +329,25 @@ class PackedExchange(ExchangeService):
         # a message can only meet its own other half
         return InFlight(stream, number, post(buffer, stream.position, TAG + number % 0x10000), buffer, is_staged)
 
-    def _next_buffer(self, stream: Stream, verify: bool) -> tuple[int, torch.Tensor, bool] | None:
-        """Return number, buffer and whether it is staging, for a stream's next message; filled where it is sent."""
+    def _next_buffer(
+        self, stream: Stream, verify: bool, room: torch.Tensor | None = None
+    ) -> tuple[int, torch.Tensor, bool] | None:
+        """Return number, buffer and whether it is staging, for a stream's next message; filled where it is sent.
+
+        With `room` the message is put there, else into staging unless the tensor itself can serve.
+        """
         number = stream.next
         if not stream.messages or number >= len(stream.messages) + verify:
             return None
         stream.next += 1
         if number == len(stream.messages):
             said = stream.digest.digest() if stream.is_send else bytes(DIGEST_BYTES)
-            return number, torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.peers.device), False
+            return number, torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self.device), False
         message = stream.messages[number]
-        direct = self._direct(stream, message)
-        buffer = self._staging()[: message.nbytes] if direct is None else direct
+        direct = self._direct(stream, message) if room is None else None
+        buffer = (self._staging() if room is None else room)[: message.nbytes] if direct is None else direct
         if stream.is_send:
-            for span, here in _steps(message):
+            for span, here in _steps(message, self.step_bytes):
                 if direct is None:
                     stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
                 if verify:
@@ -354,7 +368,7 @@ class PackedExchange(ExchangeService):
                 "read; something else writes to these tensors during the transfer"
             )
         again = self._staging() if done.is_staged and verify else None
-        for span, here in _steps(stream.messages[done.number]):
+        for span, here in _steps(stream.messages[done.number], self.step_bytes):
             piece = stream.pieces[span.piece]
             found = done.buffer[here]
             if done.is_staged:
@@ -374,7 +388,7 @@ class PackedExchange(ExchangeService):
             return None
         span = message.spans[0]
         found = stream.pieces[span.piece].direct(span.start, span.end)
-        return found if found is not None and found.device.type == self.peers.device.type else None
+        return found if found is not None and found.device == self.device else None
 
     def _copy_local(self, sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], verify: bool) -> str:
         """Copy what stays on this rank; return what turned out wrong, or ""."""
@@ -392,7 +406,7 @@ class PackedExchange(ExchangeService):
         buffer, again = self._staging(), self._staging()
         is_same = True
         for message in lay_out([source.nbytes], self._limit):
-            for span, here in _steps(message):
+            for span, here in _steps(message, self.step_bytes):
                 source.pack(span.start, span.end, buffer[here])
                 target.unpack(span.start, span.end, buffer[here])
                 if verify:
@@ -410,7 +424,7 @@ class PackedExchange(ExchangeService):
         if self._spare:
             return self._spare.pop()
         self._buffers += 1
-        return torch.empty(self._limit, dtype=torch.uint8, device=self.peers.device)
+        return torch.empty(self._limit, dtype=torch.uint8, device=self.device)
 
     def _give_back(self, buffer: torch.Tensor) -> None:
         if len(self._spare) * self._limit < self._staging_limit:
@@ -431,11 +445,11 @@ def _doing(flight: InFlight) -> str:
     return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
 
 
-def _steps(message: Message) -> Iterator[tuple[Span, slice]]:
-    """Cut a message's spans into steps that fit the cache: (part of the piece, where it lies in the message)."""
+def _steps(message: Message, longest: int) -> Iterator[tuple[Span, slice]]:
+    """Cut a message's spans into steps of at most so many bytes: (part of the piece, where it lies in the message)."""
     for span in message.spans:
-        for start in range(span.start, span.end, STEP_BYTES):
-            end = min(span.end, start + STEP_BYTES)
+        for start in range(span.start, span.end, longest):
+            end = min(span.end, start + longest)
             at = span.at + start - span.start
             yield Span(span.piece, start, end, at), slice(at, at + end - start)
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
-from refitd.protocol.base import MAX_MESSAGE_BYTES
 
 Group = Any  # a torch ProcessGroup or one of its backends; None for the default group
 
@@ -27,6 +26,11 @@ Group = Any  # a torch ProcessGroup or one of its backends; None for the default
 _MEET_TAG = 0x52460000
 _LENGTH_TAG = 0x52460001
 _PAYLOAD_TAG = 0x52460002
+_RECORD_TAG = 0x52460003
+
+# In groups up to this size everyone hears everyone directly, so that an error can name who did not answer.
+# In larger ones, which only the in-process library has, torch's collectives do it with fewer connections.
+NAMED_SIZE = 32
 _TROUBLE_BYTES = 480
 _LENGTH = struct.Struct("<q")
 
@@ -138,6 +142,8 @@ class Peers:
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         """Return everyone's record, by position. Records are as long as each other."""
+        if self._is_named:
+            return self._exchange([record or b"\0"] * len(self), deadline, purpose, len(record))
         mine = _as_tensor(record or b"\0", self.device)
         found = self.all_gather_tensor(mine, deadline, purpose)
         return [_as_bytes(row)[: len(record)] for row in found]
@@ -160,6 +166,8 @@ class Peers:
         """Give record i to position i; return what everyone gave to this one. Records are equally long."""
         if len(self) == 1:
             return list(records)
+        if self._is_named:
+            return self._exchange(records, deadline, purpose, len(records[0]))
         mine = _as_tensor(b"".join(records), self.device)
         found = torch.empty_like(mine)
         options = AllToAllOptions()
@@ -167,6 +175,21 @@ class Peers:
         with self._errors(deadline, purpose):
             self.group.alltoall_base(found, mine, [], [], options).wait(deadline.left())
         return [_as_bytes(row) for row in found.reshape(len(self), -1)]
+
+    @property
+    def _is_named(self) -> bool:
+        return self.device.type == "cpu" and 1 < len(self) <= NAMED_SIZE
+
+    def _exchange(self, records: Sequence[bytes], deadline: Deadline, purpose: str, length: int) -> list[bytes]:
+        """Give record i to position i and return what each gave, `length` bytes; an error names who did not answer."""
+        others = [i for i in range(len(self)) if i != self.index]
+        found = {i: torch.empty(len(records[i]), dtype=torch.uint8) for i in others}
+        receives = {i: self.receive(found[i], i, _RECORD_TAG) for i in others}
+        sends = {i: self.send(_as_tensor(records[i], self.device), i, _RECORD_TAG) for i in others}
+        for works, step in ((receives, "from"), (sends, "to")):
+            for position, work in works.items():
+                self.wait(work, position, deadline, f"{purpose}: a record {step}")
+        return [(_as_bytes(found[i]) if i in found else records[i])[:length] for i in range(len(self))]
 
     def first_trouble(self, trouble: str, deadline: Deadline, purpose: str) -> str:
         """Return what some rank has found wrong, "" if nobody has: the first rank's words, the same everywhere."""
@@ -182,6 +205,8 @@ class Peers:
         Raises:
             ProtocolError: a payload is larger than a message may be; nothing is allocated for it.
         """
+        from refitd.protocol.base import MAX_MESSAGE_BYTES  # with msgspec, which transfers alone do not need
+
         for position, length in enumerate(lengths):
             if not 0 < length <= MAX_MESSAGE_BYTES:
                 raise ProtocolError(
@@ -202,6 +227,8 @@ class Peers:
         Raises:
             ProtocolError: a payload is larger than a message may be.
         """
+        from refitd.protocol.base import MAX_MESSAGE_BYTES
+
         if payloads is not None:
             works = []
             for position in range(1, len(self)):

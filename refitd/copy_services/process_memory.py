@@ -7,14 +7,21 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from refitd.errors import PeerLost, TransportError
 
-Bytes = npt.NDArray[np.uint8]
 _IOV_MAX = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_IOVEC = ctypes.c_uint64 * 2  # struct iovec { void *base; size_t len; }
 
 
 class RemoteChunk:
@@ -32,35 +39,26 @@ class RemoteChunk:
             starts = (starts[:, None] + steps[None, :]).reshape(-1)
         self.pid = pid
         self.nbytes = run * len(starts)
-        # struct iovec { void *base; size_t len; }
-        self._remote = np.empty((len(starts), 2), dtype=np.uint64)
+        self._remote = np.empty((len(starts), 2), dtype=np.uint64)  # struct iovec each
         self._remote[:, 0] = starts
         self._remote[:, 1] = run
+        self._remote_at: int = self._remote.ctypes.data
         self._run = run
 
-    def read(self, scratch: Bytes) -> Bytes:
-        """Return the box's bytes, packed, in (a part of) `scratch`.
+    def read(self, address: int) -> None:
+        """Put the box's bytes, packed, at an address of this process, which has room for `nbytes`.
 
         Raises:
             PeerLost: the process is gone.
             TransportError: the kernel does not let this process read there, or the memory is unmapped.
         """
-        out = scratch[: self.nbytes]
         for first in range(0, len(self._remote), _IOV_MAX):
-            part = self._remote[first : first + _IOV_MAX]
-            want = self._run * len(part)
-            local = np.array([out.ctypes.data + first * self._run, want], dtype=np.uint64)
-            got = _libc.process_vm_readv(
-                ctypes.c_int(self.pid),
-                ctypes.c_void_p(local.ctypes.data),
-                ctypes.c_ulong(1),
-                ctypes.c_void_p(part.ctypes.data),
-                ctypes.c_ulong(len(part)),
-                ctypes.c_ulong(0),
-            )
+            count = min(_IOV_MAX, len(self._remote) - first)
+            want = count * self._run
+            local = _IOVEC(address + first * self._run, want)
+            got = _libc.process_vm_readv(self.pid, local, 1, self._remote_at + first * 16, count, 0)
             if got != want:
                 self._fail(got)
-        return out
 
     def _fail(self, got: int) -> None:
         reason = os.strerror(ctypes.get_errno()) if got < 0 else f"only {got} bytes came"

@@ -46,6 +46,13 @@ class CoordinatorSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorUnreachable:
+    """No connection to the coordinator has come about, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSaid:
     """A worker sent a message."""
 
@@ -87,6 +94,7 @@ Event = (
     | SessionClosed
     | ClientSaid
     | CoordinatorSaid
+    | CoordinatorUnreachable
     | WorkerSaid
     | WorkerDied
     | ArenasMade
@@ -130,6 +138,17 @@ class MakeArenas:
 
     ticket: int
     wanted: tuple[tuple[int, str], ...]  # (bytes, label)
+    held: tuple[int, ...] = ()  # bytes of every arena there is, or will be before these
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurePull:
+    """Read these spans of a process, away from the loop; answer the client with PullMeasured."""
+
+    session: int
+    request: int
+    pid: int
+    spans: tuple[tuple[int, int, int], ...]  # (address, rows, bytes from one row to the next)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,4 +181,6 @@ class Log:
     fields: dict[str, object]
 
 
-Instruction = ToClient | ToCoordinator | ToWorker | MakeArenas | WriteArena | CloseArena | RestartWorker | Log
+Instruction = (
+    ToClient | ToCoordinator | ToWorker | MakeArenas | MeasurePull | WriteArena | CloseArena | RestartWorker | Log
+)

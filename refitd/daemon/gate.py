@@ -11,12 +11,16 @@ from pathlib import Path
 
 from refitd.buffers import handoff
 from refitd.buffers.arena import read_only
+from refitd.buffers.room import descriptors_left
 from refitd.errors import PeerLost, ProtocolError, RefitdError, RefusedError
 from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.local import Failure
 
 MAX_SESSIONS = 4096
+
+# A client takes two descriptors and its arenas travel as more: with fewer than this free nobody else comes in.
+CLIENT_RESERVE = 16
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Gate:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return ""
+        except OSError as exc:
+            return f"a client could not be let in: {exc.strerror}"
         connection.setblocking(False)
         peer = handoff.peer_of(connection)
         refusal = ""
@@ -71,6 +77,11 @@ class Gate:
             refusal = f"uid {peer.uid} (pid {peer.pid}) may not use this daemon; add it to node.allowed_uids"
         elif len(self._visitors) >= MAX_SESSIONS:
             refusal = f"this daemon has {MAX_SESSIONS} clients already"
+        elif (left := descriptors_left()) < CLIENT_RESERVE:
+            refusal = (
+                f"this daemon can open only {left} more files (RLIMIT_NOFILE) and keeps {CLIENT_RESERVE} free; "
+                "close registrations or clients, or raise its limit (`ulimit -Hn`, LimitNOFILE=)"
+            )
         try:
             if refusal:
                 handoff.send(connection, encode(0, Failure(code=RefusedError.code, message=refusal)))
@@ -129,14 +140,14 @@ class Gate:
         request, message = self._decoder.decode(data)
         try:
             fd, nbytes, _ = fetch(visitor.session, message.arena, message.write)
+            narrowed = None if message.write else read_only(fd)
         except RefitdError as exc:
             handoff.send(visitor.socket, encode(request, Failure(code=exc.code, message=str(exc))))
             return
         reply = encode(request, sidecar.ArenaDescriptor(arena=message.arena, nbytes=nbytes))
-        if message.write:
+        if narrowed is None:
             handoff.send(visitor.socket, reply, (fd,))
             return
-        narrowed = read_only(fd)
         try:
             handoff.send(visitor.socket, reply, (narrowed,))
         finally:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.execute.copies import CopyList, deal
+from refitd.execute.halves import Halves
 from refitd.protocol import sidecar
 
-# Prepared jobs a node keeps: two snapshot slots times a few models.
-MAX_JOBS = 16
+# Prepared jobs a node keeps: two snapshot slots times a few models, within the node and between nodes.
+MAX_JOBS = 32
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """One worker's part of a job: copies within the node, or halves of an epoch's transfers."""
+
+    worker: int
+    rows: CopyList | Halves
+    epoch: str | None = None
+
+
+def dealt(copies: CopyList, workers: int) -> list[Share]:
+    """Deal copies to workers; those that get none have no share."""
+    return [Share(worker, copies.select(rows)) for worker, rows in enumerate(deal(copies, workers)) if len(rows)]
 
 
 @dataclass(slots=True)
 class Job:
-    """Copies loaded into the workers."""
+    """Shares loaded into the workers."""
 
     number: int
-    copies: CopyList
-    dealt: list[np.ndarray[tuple[int], np.dtype[np.int64]]]  # rows of `copies`, by worker
+    shares: dict[int, Share]  # by worker
     loaded: set[int] = field(default_factory=set)  # workers that have it
     running: set[int] = field(default_factory=set)  # runs
 
@@ -35,38 +47,52 @@ class Run:
     worker: int
     purpose: Hashable
 
+    @property
+    def crosses(self) -> bool:
+        """Whether it exchanges with workers of other nodes."""
+        return self.job.shares[self.worker].epoch is not None
+
 
 class JobTable:
     """Which jobs are loaded where and which runs are under way. Instructions go to `out`."""
 
-    def __init__(self, workers: int, out: Callable[[Instruction], None]) -> None:
-        self._workers = workers
+    def __init__(self, out: Callable[[Instruction], None]) -> None:
         self._out = out
         self._jobs: dict[Hashable, Job] = {}  # in order of last use
         self._runs: dict[int, Run] = {}
         self._numbers = 0
 
-    def start(self, key: Hashable, make: Callable[[], CopyList], purpose: Hashable, *, verify: bool) -> list[Run]:
-        """Run the job `key`, addressing and loading it first where that has not been done; return its runs."""
+    def start(
+        self,
+        key: Hashable,
+        make: Callable[[], Sequence[Share]],
+        purpose: Hashable,
+        *,
+        verify: bool,
+        timeout_s: float = 0.0,
+    ) -> list[Run]:
+        """Run the job `key`, addressing and loading it first where that has not been done; return its runs.
+
+        `timeout_s` bounds what workers of several nodes do together.
+        """
         job = self._jobs.pop(key, None)
         if job is None:
-            copies = make()
-            job = Job(self._next(), copies, deal(copies, self._workers))
+            job = Job(self._next(), {share.worker: share for share in make()})
         self._jobs[key] = job
         self._evict()
         runs: list[Run] = []
-        for worker, rows in enumerate(job.dealt):
-            if not len(rows):
-                continue
+        for worker, share in job.shares.items():
             if worker not in job.loaded:
-                block = job.copies.select(rows).to_bytes()
-                self._out(ToWorker(worker, sidecar.LoadJob(job=job.number, nbytes=len(block)), block=block))
+                block = share.rows.to_bytes()
+                load = sidecar.LoadJob(job=job.number, nbytes=len(block), epoch=share.epoch)
+                self._out(ToWorker(worker, load, block=block))
                 job.loaded.add(worker)
             run = Run(self._next(), job, worker, purpose)
             self._runs[run.number] = run
             runs.append(run)
             job.running.add(run.number)
-            self._out(ToWorker(worker, sidecar.RunJob(job=job.number, run=run.number, verify=verify)))
+            message = sidecar.RunJob(job=job.number, run=run.number, verify=verify, timeout_s=timeout_s)
+            self._out(ToWorker(worker, message))
         return runs
 
     def run(self, number: int) -> Run | None:
@@ -93,7 +119,7 @@ class JobTable:
     def drop_arenas(self, arenas: set[int]) -> None:
         """Forget every job that touches one of these arenas."""
         for key, job in list(self._jobs.items()):
-            if job.copies.arenas() & arenas:
+            if any(share.rows.arenas() & arenas for share in job.shares.values()):
                 self._drop(key)
 
     def drop_keys(self, matches: Callable[[Hashable], bool]) -> None:
@@ -103,10 +129,10 @@ class JobTable:
 
     def copy_origin(self, run: Run, copy: int | None) -> int | None:
         """Return the plan row that a run's copy was cut from."""
-        rows = run.job.dealt[run.worker]
+        rows = run.job.shares[run.worker].rows
         if copy is None or not 0 <= copy < len(rows):
             return None
-        return int(run.job.copies.origin[rows[copy]])
+        return int(rows.origin[copy])
 
     def _evict(self) -> None:
         for key in list(self._jobs)[:-1]:

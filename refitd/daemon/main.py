@@ -13,18 +13,24 @@ from types import FrameType
 import zmq
 
 from refitd.buffers import arena as memory
+from refitd.buffers import room
 from refitd.config import Config
+from refitd.copy_services.measure import pull_seconds
+from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
+from refitd.daemon.address import reachable_address
 from refitd.daemon.beside import CoordinatorBeside
 from refitd.daemon.gate import Gate
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError
-from refitd.logs import EventLog, setup
+from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.channel import Dealer, Router, make_runtime_dir
 from refitd.protocol.codec import BadMessage, Decoder
+from refitd.protocol.keys import ClientKeys
+from refitd.security import daemon_keys
 
 TICK_S = 1.0
 
@@ -32,24 +38,29 @@ TICK_S = 1.0
 class DaemonShell:
     """Performs what the state says and feeds the results back."""
 
-    def __init__(self, config: Config, context: zmq.Context[zmq.Socket[bytes]], log: EventLog) -> None:
+    def __init__(
+        self, config: Config, keys: ClientKeys | None, context: zmq.Context[zmq.Socket[bytes]], log: EventLog
+    ) -> None:
         """Open every socket and start the workers.
 
         Raises:
             RefusedError: a socket is in use.
+            ConfigError: the coordinator's endpoint is none.
         """
         self._log = log
+        self._uncoordinated = Throttle()
+        self._started = time.monotonic()
         self._host = socket.gethostname()
         self._config = config
         self._poller = zmq.Poller()
         directory = config.runtime_dir
         endpoint = f"ipc://{directory / 'refitd.sock'}"
         allowed = frozenset({os.getuid(), *config.node.allowed_uids})
+        self._dealer = Dealer(context, config.coordinator_endpoint, keys)
         self._gate = Gate(directory / "refitd.fds", endpoint, allowed, self._watch)
         self._router = Router(context, endpoint)
-        self._dealer = Dealer(context, config.coordinator_endpoint)
-        self._poller.register(self._router.socket, zmq.POLLIN)
-        self._poller.register(self._dealer.socket, zmq.POLLIN)
+        for sock in (self._router.socket, self._dealer.socket, *self._dealer.doors):
+            self._poller.register(sock, zmq.POLLIN)
         self._clients: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
         self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
         self._arena_fds: dict[int, int] = {}
@@ -58,9 +69,16 @@ class DaemonShell:
         self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._watch(self._made_r, select.POLLIN)
         self._making: dict[int, Future[list[int]]] = {}
+        self._measuring: dict[tuple[int, int], Future[local.PullMeasured]] = {}  # by session and request
         self._workers = Workers(config.node.workers, config.node.threads_per_worker, self._watch)
         self._state = Daemon(
-            config.node_name, self._host, os.getpid(), config.node.workers, config.node.max_arena_bytes
+            config.node_name,
+            self._host,
+            os.getpid(),
+            config.node.workers,
+            config.node.max_arena_bytes,
+            reachable_address(config),
+            _services(config.transport.service),
         )
 
     def serve(self, stop: list[int], wakeup: int, beside: CoordinatorBeside | None, ready_fd: int | None) -> None:
@@ -78,6 +96,8 @@ class DaemonShell:
                 self._serve_one(ready, events)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
+                self._dealer.retry()
+                self._tell_if_alone(time.monotonic())
                 self._feed(act.Tick())
                 if beside is not None and (status := beside.restart_if_ended()) is not None:
                     self._log("coordinator-restarted", status=status)
@@ -95,17 +115,35 @@ class DaemonShell:
         elif ready is self._dealer.socket:
             while (frame := self._dealer.receive()) is not None:
                 self._from_coordinator(frame)
+        elif ready in self._dealer.doors:
+            self._no_handshake()
         elif ready == self._gate.listener_fd:
             if refusal := self._gate.accept():
                 self._log("turned-away", reason=refusal)
         elif ready == self._made_r:
-            self._collect_arenas()
+            self._collect()
         elif isinstance(ready, int) and self._gate.owns(ready):
             gone = self._gate.serve(ready, self._fetch)
             if gone is not None:
                 self._feed(act.SessionClosed(gone, "its process has ended or closed the connection"))
         elif isinstance(ready, int) and (worker := self._workers.fds().get(ready)) is not None:
             self._from_worker(worker, events)
+
+    def _no_handshake(self) -> None:
+        reason = self._dealer.failure()
+        if reason is None:
+            return
+        self._feed(act.CoordinatorUnreachable(reason))
+        if self._uncoordinated.lets(reason, time.monotonic()):
+            self._log("handshake-failed", reason=reason)
+
+    def _tell_if_alone(self, now: float) -> None:
+        waited_s = now - self._started
+        if self._state.is_coordinated or waited_s < self._config.deadlines.connect_s:
+            return
+        if self._uncoordinated.lets("alone", now):
+            reason = "no coordinator answers; check that it runs, its endpoint, firewalls and keys"
+            self._log("no-coordinator", endpoint=self._config.coordinator_endpoint, reason=reason)
 
     def _from_worker(self, worker: int, events: int) -> None:
         if events & select.POLLOUT:
@@ -192,10 +230,14 @@ class DaemonShell:
             case act.ToWorker(worker, message, arena, block):
                 fd = self._arena_fds[arena] if arena is not None else None
                 self._workers.send(worker, message, fd, block)
-            case act.MakeArenas(ticket, wanted):
-                future = self._maker.submit(_make_arenas, wanted)
+            case act.MakeArenas(ticket, wanted, held):
+                future = self._maker.submit(_make_arenas, wanted, held, self._config.node.workers)
                 self._making[ticket] = future
                 future.add_done_callback(lambda _: os.write(self._made_w, b"."))
+            case act.MeasurePull(session, request, pid, spans):
+                measured = self._maker.submit(_measure, pid, spans)
+                self._measuring[(session, request)] = measured
+                measured.add_done_callback(lambda _: os.write(self._made_w, b"."))
             case act.WriteArena(arena, data):
                 os.pwrite(self._arena_fds[arena], data, 0)
             case act.CloseArena(arena):
@@ -205,7 +247,7 @@ class DaemonShell:
             case act.Log(event, fields):
                 self._log.write(event, fields)
 
-    def _collect_arenas(self) -> None:
+    def _collect(self) -> None:
         os.read(self._made_r, 4096)
         for ticket, future in list(self._making.items()):
             if not future.done():
@@ -222,6 +264,11 @@ class DaemonShell:
                 self._arena_fds[self._arena_numbers] = fd
                 numbers.append(self._arena_numbers)
             self._feed(act.ArenasMade(ticket, tuple(numbers)))
+
+        for (session, request), measured in list(self._measuring.items()):
+            if measured.done():
+                del self._measuring[(session, request)]
+                self._perform(act.ToClient(session, request, measured.result()))
 
     def _watch(self, fd: int, events: int) -> None:
         if events:
@@ -240,8 +287,17 @@ class DaemonShell:
             os.close(fd)
 
 
-def _make_arenas(wanted: tuple[tuple[int, str], ...]) -> list[int]:
+def _services(needed: str) -> tuple[str, ...]:
+    """Return the copy services that can run here; raises ConfigError, with what to install, if `needed` cannot."""
+    registry = installed()
+    registry.find(needed)
+    return tuple(backend.name for backend in registry if not backend.missing())
+
+
+def _make_arenas(wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int) -> list[int]:
     """Make all of them or none."""
+    room.check_bytes(wanted, sum(held))
+    room.check_descriptors(wanted, len(held), workers)
     fds: list[int] = []
     try:
         for nbytes, label in wanted:
@@ -251,6 +307,14 @@ def _make_arenas(wanted: tuple[tuple[int, str], ...]) -> list[int]:
             os.close(fd)
         raise
     return fds
+
+
+def _measure(pid: int, spans: tuple[tuple[int, int, int], ...]) -> local.PullMeasured:
+    """Read another process as a worker would: both are this user's, and a client that lets one read lets the other."""
+    try:
+        return local.PullMeasured(seconds=pull_seconds(pid, spans))
+    except (RefitdError, ValueError, MemoryError, OverflowError) as exc:
+        return local.PullMeasured(seconds=0.0, reason=str(exc).partition(";")[0])
 
 
 def run(config: Config, beside: CoordinatorBeside | None, ready_fd: int | None) -> int:
@@ -266,6 +330,10 @@ def run(config: Config, beside: CoordinatorBeside | None, ready_fd: int | None) 
     """
     setup(config.log.level)
     log = EventLog("daemon")
+    was, now = room.raise_descriptor_limit()
+    if was != now:
+        log("descriptor-limit-raised", was=was, now=now)
+    keys = daemon_keys(config)
     make_runtime_dir(config.runtime_dir)
     stop: list[int] = []
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -278,7 +346,7 @@ def run(config: Config, beside: CoordinatorBeside | None, ready_fd: int | None) 
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        shell = DaemonShell(config, context, log)
+        shell = DaemonShell(config, keys, context, log)
         try:
             shell.serve(stop, wakeup_r, beside, ready_fd)
         finally:

@@ -78,6 +78,8 @@ class Member:
     staged: str | None = None  # swap whose bytes are in the staging arena and verified
     staged_version: int | None = None
     newest: int = -1  # highest version ever published
+    way: str = ""  # how the newest version is given: "arena", "pulled" or "copied"
+    why: str = ""  # the measurement that chose between pulling and copying
 
     @property
     def is_source(self) -> bool:
@@ -105,6 +107,13 @@ class Member:
             if slot.version == version:
                 return self.packed_places(slot.arena)
         return None
+
+    def way_of(self, version: int) -> str:
+        """Return how workers get a version: from the live "arena", "pulled" out of the client, or "copied" by it."""
+        lease = self.leases.get(version)
+        if lease is None:
+            return "copied"
+        return "pulled" if any(place.arena == PROCESS_MEMORY for place in lease.places) else "arena"
 
     def where(self, version: int) -> Hashable:
         """Return a key that is equal for two versions exactly if their tensors lie in the same places."""

@@ -49,30 +49,30 @@ class Publishing:
         member.waiting.append(WaitingPublish(session, request, version, deadline))
         self._grant(member)
 
-    def publish(self, member: Member, session: int, request: int, version: int, index: int) -> None:
+    def publish(self, member: Member, session: int, request: int, message: local.Publish) -> None:
         """Take a finished snapshot over.
 
         Raises:
             RefusedError: the slot was not granted for this version.
         """
+        version, index = message.version, message.slot
         slot = member.slots[index] if index < len(member.slots) else None
         if slot is None or slot.writing != version:
             raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
         slot.writing = None
         slot.version = version
-        member.newest = version
-        self._announce(member, session, request, version)
+        self._announce(member, session, request, version, message.why)
 
-    def lend(self, member: Member, session: int, request: int, version: int, addresses: tuple[int, ...]) -> None:
+    def lend(self, member: Member, session: int, request: int, message: local.Lend) -> None:
         """Take live tensors as a version.
 
         Raises:
             RefusedError: the version is not newer, or the addresses do not fit the tensors.
         """
+        version = message.version
         _check_newer(member, version)
-        member.leases[version] = Lease(version, lease_places(member, addresses))
-        member.newest = version
-        self._announce(member, session, request, version)
+        member.leases[version] = Lease(version, lease_places(member, message.addresses))
+        self._announce(member, session, request, version, message.why)
 
     def withdraw(self, member: Member, version: int, reason: str) -> None:
         """Drop a version. When this returns nothing reads it any more; one that is gone already is no error."""
@@ -130,11 +130,15 @@ class Publishing:
                 self._say(0, cluster.ShardWithdrawn(member=member.id, version=old))
             self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
 
-    def _announce(self, member: Member, session: int, request: int, version: int) -> None:
+    def _announce(self, member: Member, session: int, request: int, version: int, why: str) -> None:
+        member.newest = version
+        member.way, member.why = member.way_of(version), why
+
         def answer(reply: Message) -> None:
             self._reply(session, request, reply)
 
-        self._forward(session, request, cluster.ShardPublished(member=member.id, version=version), answer)
+        published = cluster.ShardPublished(member=member.id, version=version, way=member.way, why=why)
+        self._forward(session, request, published, answer)
 
     def _end_lease(self, member: Member, version: int) -> None:
         if member.leases[version].readers:

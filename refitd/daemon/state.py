@@ -11,10 +11,12 @@ from refitd.daemon.actions import (
     ClientSaid,
     CloseArena,
     CoordinatorSaid,
+    CoordinatorUnreachable,
     Event,
     Instruction,
     Log,
     MakeArenas,
+    MeasurePull,
     RestartWorker,
     SessionClosed,
     SessionOpened,
@@ -37,6 +39,10 @@ from refitd.protocol.reports import NodeStatus, SwapProgress
 
 # The coordinator answers every update (one a second); this long without a word and it counts as gone.
 COORDINATOR_SILENCE_S = 5.0
+
+# A client has this much read to learn how fast that goes: some milliseconds' worth.
+MAX_MEASURED_BYTES = 64 << 20
+MAX_MEASURED_ROWS = 1 << 19
 
 
 @dataclass(slots=True)
@@ -72,7 +78,16 @@ class _Allocating:
 class Daemon:
     """All of one node's knowledge. `handle` takes an event and returns what is to be done."""
 
-    def __init__(self, node: str, host: str, pid: int, workers: int, max_arena_bytes: int) -> None:
+    def __init__(
+        self,
+        node: str,
+        host: str,
+        pid: int,
+        workers: int,
+        max_arena_bytes: int,
+        address: str = "127.0.0.1",
+        services: tuple[str, ...] = ("shm",),
+    ) -> None:
         self._node, self._host, self._pid = node, host, pid
         self._max_arena_bytes = max_arena_bytes
         self._worker_pids: dict[int, int] = {}
@@ -86,9 +101,13 @@ class Daemon:
         self._described: set[str] = set()  # digests of the shards that this coordinator has been told
         self._boot = ""  # of the coordinator; "" while none has welcomed us
         self._coordinator_heard = -1e9
+        self._unreachable = ""  # why, as far as is known
         self._now = 0.0
         self._out: list[Instruction] = []
-        self._swaps = LocalSwaps(node, workers, self.members, self._out.append, self._restart, self._make_constants)
+        self._address, self._services = address, services
+        self._swaps = LocalSwaps(
+            node, workers, address, self.members, self._out.append, self._restart, self._make_constants
+        )
         self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -100,6 +119,8 @@ class Daemon:
                     self._client(self._sessions[session], request, message)
             case CoordinatorSaid(request, message):
                 self._coordinator(request, message)
+            case CoordinatorUnreachable(reason):
+                self._unreachable = reason
             case WorkerSaid(worker, message):
                 if isinstance(message, sidecar.WorkerReady):
                     self._worker_pids[worker] = message.pid
@@ -151,6 +172,8 @@ class Daemon:
             clients=len(self._sessions),
             arenas=len(self.arenas),
             arena_bytes=sum(a.nbytes for a in self.arenas.values()),
+            address=self._address,
+            services=self._services,
         )
 
     # --- clients ------------------------------------------------------------------------------------------
@@ -174,10 +197,12 @@ class Daemon:
             case local.BeginPublish(member, version, timeout_s):
                 deadline = self._now + timeout_s
                 self._publishing.begin(self._own(session, member), session.id, request, version, deadline)
-            case local.Publish(member, version, slot):
-                self._publishing.publish(self._own(session, member), session.id, request, version, slot)
-            case local.Lend(member, version, addresses):
-                self._publishing.lend(self._own(session, member), session.id, request, version, addresses)
+            case local.Publish(member):
+                self._publishing.publish(self._own(session, member), session.id, request, message)
+            case local.MeasurePull(member, spans):
+                self._measure(session, request, self._own(session, member), spans)
+            case local.Lend(member):
+                self._publishing.lend(self._own(session, member), session.id, request, message)
             case local.Withdraw(member, version):
                 self._publishing.withdraw(self._own(session, member), version, "it was withdrawn")
                 self._reply(session.id, request, local.Done())
@@ -197,6 +222,15 @@ class Daemon:
                 self._forward(session.id, request, message, answer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
+
+    def _measure(self, session: Session, request: int, member: Member, spans: tuple[tuple[int, int, int], ...]) -> None:
+        nbytes, rows = sum(rows * row for _, rows, row in spans), sum(rows for _, rows, _ in spans)
+        if not 0 < nbytes <= MAX_MEASURED_BYTES or rows > MAX_MEASURED_ROWS:
+            raise RefusedError(
+                f"{member.id}: {nbytes} bytes in {rows} rows to measure, the limits are {MAX_MEASURED_BYTES} bytes "
+                f"and {MAX_MEASURED_ROWS} rows"
+            )
+        self._out.append(MeasurePull(session.id, request, member.pid, spans))
 
     def _own(self, session: Session, member_id: str) -> Member:
         member = self.members.get(member_id)
@@ -243,17 +277,19 @@ class Daemon:
         wanted: tuple[tuple[int, str], ...],
         then: Callable[[tuple[int, ...]], None],
     ) -> None:
-        used = sum(a.nbytes for a in self.arenas.values())
-        used += sum(nbytes for waiting in self._allocating.values() for nbytes, _ in waiting.wanted)
+        held = [a.nbytes for a in self.arenas.values()]
+        held += [nbytes for waiting in self._allocating.values() for nbytes, _ in waiting.wanted]
+        used = sum(held)
         more = sum(nbytes for nbytes, _ in wanted)
         if more <= 0 or used + more > self._max_arena_bytes:
             raise ArenaError(
-                f"{more} bytes of arenas asked for, {used} are in use on node {self._node} and the limit is "
-                f"{self._max_arena_bytes} (node.max_arena_bytes)"
+                f"{more} bytes of arenas asked for, {max(0, self._max_arena_bytes - used)} are available on node "
+                f"{self._node}: {used} are in use and the limit is {self._max_arena_bytes} (node.max_arena_bytes); "
+                "raise it, register a smaller shard here, lower `slots`, or close registrations"
             )
         ticket = self._next()
         self._allocating[ticket] = _Allocating(session, request, then, wanted)
-        self._out.append(MakeArenas(ticket, wanted))
+        self._out.append(MakeArenas(ticket, wanted, tuple(held)))
 
     def _arenas_made(self, ticket: int, arenas: tuple[int, ...]) -> None:
         waiting = self._allocating.pop(ticket)
@@ -298,7 +334,7 @@ class Daemon:
 
     def _register(self, session: Session, request: int, message: local.RegisterSource | local.RegisterTarget) -> None:
         if not self.is_coordinated:
-            raise TransportError(f"node {self._node} has no coordinator at present; check that it runs, then try again")
+            raise TransportError(self._no_coordinator())
         source = isinstance(message, local.RegisterSource)
         who = "source" if isinstance(message, local.RegisterSource) else message.replica
         member_id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._next()}"
@@ -388,6 +424,9 @@ class Daemon:
             digest=member.digest,
             attached=member.session is not None,
             versions=tuple(member.held()),
+            ways=tuple(member.way_of(version) for version in member.held()),
+            way=member.way,
+            why=member.why,
             version=member.version,
             staged=member.staged,
         )
@@ -407,6 +446,7 @@ class Daemon:
 
     def _coordinator(self, request: int, message: cluster.CoordinatorMessage) -> None:
         self._coordinator_heard = self._now
+        self._unreachable = ""
         match message:
             case cluster.NodeWelcome(_, boot):
                 self._welcomed(boot)
@@ -425,8 +465,10 @@ class Daemon:
                 self._swaps.load_plan(message)
             case cluster.DropPlan(plan):
                 self._free(self._swaps.drop_plan(plan))
-            case cluster.Stage(swap, plan, version):
-                self._swaps.stage(swap, plan, version)
+            case cluster.EpochValue():
+                self._swaps.epochs.value(message)
+            case cluster.Stage(swap, plan, version, timeout_s):
+                self._swaps.stage(swap, plan, version, timeout_s)
             case cluster.Commit(swap, version):
                 self._swaps.commit(swap, version)
             case cluster.Abort(swap, reason):
@@ -473,16 +515,15 @@ class Daemon:
         then: Callable[[Message], None],
     ) -> None:
         if not self.is_coordinated:
-            then(
-                local.Failure(
-                    code=TransportError.code,
-                    message=f"node {self._node} has no coordinator at present; check that it runs, then try again",
-                )
-            )
+            then(local.Failure(code=TransportError.code, message=self._no_coordinator()))
             return
         number = self._next()
         self._forwarded[number] = _Forwarded(session, request, then)
         self._say(number, message)
+
+    def _no_coordinator(self) -> str:
+        why = self._unreachable or "check that it runs, then try again"
+        return f"node {self._node} has no coordinator at present; {why}"
 
     # --- workers and time ---------------------------------------------------------------------------------
 

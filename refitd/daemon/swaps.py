@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
-from refitd.daemon.jobs import JobTable, Run
+from refitd.daemon.epochs import LocalEpochs
+from refitd.daemon.jobs import JobTable, Run, Share, dealt
 from refitd.daemon.members import Member
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ArenaError
 from refitd.execute.copies import (
-    CopyList,
     LocalTensor,
     address,
     constant_bytes,
@@ -21,6 +21,7 @@ from refitd.execute.copies import (
     joined,
     whole_tensors,
 )
+from refitd.execute.halves import Crossing, crossing, halves_of
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
@@ -37,6 +38,27 @@ class _Plan:
     table: CopyTable
     fills: FillTable | None
     constants: int  # arena of what is filled in; -1 where nothing is
+    outer: _Outer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """What a plan moves between this node and others."""
+
+    rows: Crossing
+    index: int  # this node's position in the epoch
+    epoch: cluster.EpochPlan
+
+    def sent_ranks(self) -> set[int]:
+        return set(np.unique(self.rows.table.src_rank[self.rows.src_node == self.index]).tolist())
+
+    def received_ranks(self) -> set[int]:
+        return set(np.unique(self.rows.table.dst_rank[self.rows.dst_node == self.index]).tolist())
+
+    def received(self) -> tuple[int, int]:
+        """Return (rows of the plan, bytes) that come here."""
+        here = self.rows.dst_node == self.index
+        return len(np.unique(self.rows.origin[here])), int(self.rows.table.row_bytes[here].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +85,8 @@ class _LocalSwap:
     outstanding: set[int] = field(default_factory=set)  # runs
     progress: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
+    crossing_s: float = 0.0
+    staging_bytes: int = 0
     failed: bool = False
 
 
@@ -73,12 +97,14 @@ class LocalSwaps:
         self,
         node: str,
         workers: int,
+        address: str,
         members: dict[str, Member],
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
         make_constants: Callable[[bytes, str, Callable[[int], None]], None],
     ) -> None:
         self._node = node
+        self._workers = workers
         self._members = members
         self._out = out
         self._restart = restart
@@ -86,42 +112,80 @@ class LocalSwaps:
         self._plans: dict[str, _Plan] = {}
         self._swaps: dict[str, _LocalSwap] = {}  # being staged
         self._attempts: dict[str, _Committing] = {}  # latest commit copy, by member
-        self.jobs = JobTable(workers, out)
+        self.jobs = JobTable(out)
+        self.epochs = LocalEpochs(node, address, out)
 
     # --- plans --------------------------------------------------------------------------------------------
 
     def load_plan(self, message: cluster.LoadPlan) -> None:
-        """Keep a plan until it is dropped."""
+        """Keep a plan until it is dropped; have the workers meet those of other nodes where it crosses to them."""
+        old = self._plans.get(message.plan)
+        if old is not None and old.outer is not None:
+            self.epochs.leave(old.outer.epoch.id)
         try:
             table = CopyTable.from_wire(message.table)
             fills = FillTable.from_wire(message.fills) if message.fills else None
+            outer = self._outer(message)
         except ValueError as exc:
-            self._log("bad-plan", plan=message.plan, reason=str(exc))
-            return  # the coordinator's deadline names this node
-        members = dict(zip(message.ranks, message.members, strict=True))
-
-        def keep(constants: int) -> None:
-            self._plans[message.plan] = _Plan(message.plan, members, table, fills, constants)
-            self._say(cluster.PlanLoaded(plan=message.plan))
-
-        if fills is None:
-            keep(-1)
+            self._plan_refused(message, str(exc))
             return
-        try:
-            self._make_constants(constant_bytes(fills), f"fills of plan {message.plan}", keep)
-        except ArenaError as exc:
-            self._log("bad-plan", plan=message.plan, reason=str(exc))
+        members = dict(zip(message.ranks, message.members, strict=True))
+        missing = {"constants"} if fills is not None else set()
+        missing |= {"epoch"} if outer is not None else set()
+        constants = -1
+
+        def done(what: str) -> None:
+            missing.discard(what)
+            if not missing:
+                self._plans[message.plan] = _Plan(message.plan, members, table, fills, constants, outer)
+                epoch = outer.epoch.id if outer is not None else ""
+                self._say(cluster.PlanLoaded(plan=message.plan, epoch=epoch))
+
+        def made(arena: int) -> None:
+            nonlocal constants
+            constants = arena
+            done("constants")
+
+        if outer is not None:
+            self.epochs.join(message.plan, outer.epoch, lambda: done("epoch"))
+        if fills is not None:
+            try:
+                self._make_constants(constant_bytes(fills), f"fills of plan {message.plan}", made)
+            except ArenaError as exc:
+                self._plan_refused(message, str(exc))
+        done("")
+
+    def _outer(self, message: cluster.LoadPlan) -> _Outer | None:
+        epoch = message.epoch
+        if epoch is None:
+            return None
+        if self._node not in epoch.nodes or not 0 < epoch.lanes <= self._workers:
+            raise ValueError(f"an epoch of nodes {epoch.nodes} with {epoch.lanes} lanes does not fit this node")
+        node_of = dict(zip(message.ranks, message.crossing_nodes, strict=True))
+        table = CopyTable.from_wire(message.crossing)
+        used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
+        if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
+            raise ValueError("a crossing row names a rank whose node is not in the epoch")
+        return _Outer(crossing(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
+
+    def _plan_refused(self, message: cluster.LoadPlan, reason: str) -> None:
+        self._log("bad-plan", plan=message.plan, reason=reason)
+        epoch = message.epoch.id if message.epoch is not None else ""
+        where = f"node {self._node}"
+        self._say(cluster.PlanRefused(plan=message.plan, epoch=epoch, where=where, reason=reason))
 
     def drop_plan(self, plan_id: str) -> set[int]:
         """Forget a plan and the jobs made from it; return the arenas that nobody needs any more."""
         plan = self._plans.pop(plan_id, None)
         self.jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
+        if plan is not None and plan.outer is not None:
+            self.epochs.leave(plan.outer.epoch.id)
         return {plan.constants} if plan is not None and plan.constants >= 0 else set()
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, swap: str, plan_id: str, version: int) -> None:
-        """Start copying a version into the staging arenas of this node's members."""
+    def stage(self, swap: str, plan_id: str, version: int, timeout_s: float) -> None:
+        """Start copying a version into the staging arenas of this node's members, and to other nodes."""
         plan = self._plans.get(plan_id)
         if plan is None:
             self._stage_failed(swap, "", f"node {self._node} does not have plan {plan_id}")
@@ -129,7 +193,8 @@ class LocalSwaps:
         sources: dict[tuple[int, str], LocalTensor] = {}
         places_key: list[Hashable] = []
         read: list[Member] = []
-        for rank in np.unique(plan.table.src_rank).tolist():
+        outer = plan.outer
+        for rank in sorted({*np.unique(plan.table.src_rank).tolist(), *(outer.sent_ranks() if outer else ())}):
             member = self._members.get(plan.members.get(rank, ""))
             places = member.source_places(version) if member is not None else None
             if member is None or places is None:
@@ -140,7 +205,7 @@ class LocalSwaps:
             sources |= {(rank, name): place for name, place in places.items()}
             places_key.append(member.where(version))
         destinations: dict[tuple[int, str], LocalTensor] = {}
-        for rank in np.unique(plan.table.dst_rank).tolist():
+        for rank in sorted({*np.unique(plan.table.dst_rank).tolist(), *(outer.received_ranks() if outer else ())}):
             member = self._members.get(plan.members.get(rank, ""))
             if member is None:
                 self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
@@ -155,14 +220,28 @@ class LocalSwaps:
             if readers is not None:
                 readers.add(swap)
 
-        def make() -> CopyList:
+        def inner() -> list[Share]:
             copies = address(plan.table, sources, destinations)
-            if plan.fills is None:
-                return copies
-            return joined([copies, fill_copies(plan.fills, destinations, plan.constants, len(plan.table))])
+            if plan.fills is not None:
+                fills = fill_copies(plan.fills, destinations, plan.constants, len(plan.table))
+                copies = joined([copies, fills])
+            return dealt(copies, self._workers)
 
+        def crossing_shares() -> list[Share]:
+            assert outer is not None
+            epoch = outer.epoch
+            return [
+                Share(lane, halves_of(outer.rows, outer.index, lane, sources, destinations), epoch.id)
+                for lane in range(epoch.lanes)
+            ]
+
+        purpose = _Staging(swap)
         try:
-            runs = self.jobs.start(("stage", plan_id, *places_key), make, _Staging(swap), verify=True)
+            # what stays here first: it is soon done, and nobody else waits for it
+            runs = self.jobs.start(("stage", plan_id, *places_key), inner, purpose, verify=True)
+            if outer is not None:
+                key = ("stage", plan_id, outer.epoch.id, *places_key)
+                runs += self.jobs.start(key, crossing_shares, purpose, verify=True, timeout_s=timeout_s)
         except (KeyError, ValueError) as exc:
             self._stage_failed(swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}")
             return
@@ -179,12 +258,16 @@ class LocalSwaps:
         del self._swaps[local_swap.swap]
         for _, member in self._targets(local_swap.plan):
             member.staged = local_swap.swap
+        plan = local_swap.plan
+        rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
         self._say(
             cluster.StageDone(
                 swap=local_swap.swap,
-                copies=len(local_swap.plan.table),
-                bytes=local_swap.plan.table.total_bytes,
+                copies=len(plan.table) + rows,
+                bytes=plan.table.total_bytes + nbytes,
                 seconds=local_swap.seconds,
+                crossing_s=local_swap.crossing_s,
+                staging_bytes=local_swap.staging_bytes,
             )
         )
 
@@ -202,6 +285,7 @@ class LocalSwaps:
         for worker in sorted(self.jobs.busy_with(_Staging(swap))):
             self.jobs.ended_by(worker)
             self._restart(worker)
+            self.epochs.worker_gone(worker, f"worker {worker} on node {self._node}", f"ended with swap {swap}")
         self._swaps.pop(swap, None)
         for member in self._members.values():
             if member.staged == swap:
@@ -237,9 +321,10 @@ class LocalSwaps:
         staging = member.packed_places(member.staging)
         shard = member.registration.shard
 
-        def make() -> CopyList:
+        def make() -> list[Share]:
             pairs = zip(staging.values(), member.live, shard.tensors, strict=True)
-            return whole_tensors([(src, dst, ELEMENT_SIZES[tensor.dtype]) for src, dst, tensor in pairs])
+            copies = whole_tensors([(src, dst, ELEMENT_SIZES[tensor.dtype]) for src, dst, tensor in pairs])
+            return dealt(copies, self._workers)
 
         purpose = _Committing(swap, member.id, attempt)
         self._attempts[member.id] = purpose
@@ -280,14 +365,16 @@ class LocalSwaps:
                 run = self.jobs.run(number)
                 if run is not None and isinstance(run.purpose, _Staging):
                     self._progress(run, run.purpose.swap, bytes_done)
-            case sidecar.RunDone(number, _, _, seconds):
+            case sidecar.RunDone(number):
                 run = self.jobs.end(number)
                 if run is not None:
-                    self._run_done(run, seconds)
+                    self._run_done(run, message)
             case sidecar.RunFailed(number, reason, copy):
                 run = self.jobs.end(number)
                 if run is not None:
                     self._run_failed(run, reason, copy, worker)
+            case sidecar.EpochPut() | sidecar.EpochJoined() | sidecar.EpochFailed():
+                self.epochs.worker_said(worker, message)
             case _:
                 pass
 
@@ -297,13 +384,16 @@ class LocalSwaps:
             local_swap.progress[run.number] = bytes_done
             self._say(cluster.StageProgress(swap=swap, bytes_done=sum(local_swap.progress.values())))
 
-    def _run_done(self, run: Run, seconds: float) -> None:
+    def _run_done(self, run: Run, done: sidecar.RunDone) -> None:
         if isinstance(run.purpose, _Committing):
             self._commit_run_done(run.purpose)
             return
         if isinstance(run.purpose, _Staging) and (local_swap := self._swaps.get(run.purpose.swap)) is not None:
             local_swap.outstanding.discard(run.number)
-            local_swap.seconds = max(local_swap.seconds, seconds)
+            local_swap.seconds = max(local_swap.seconds, done.seconds)
+            if run.crosses:
+                local_swap.crossing_s = max(local_swap.crossing_s, done.seconds)
+                local_swap.staging_bytes = max(local_swap.staging_bytes, done.staging_bytes)
             if not local_swap.outstanding and not local_swap.failed:
                 self._staged(local_swap)
 
@@ -320,7 +410,7 @@ class LocalSwaps:
             local_swap = self._swaps.get(run.purpose.swap)
             row = self.jobs.copy_origin(run, copy)
             what = f"worker {worker} on node {self._node}"
-            if local_swap is not None and row is not None and row < len(local_swap.plan.table):
+            if not run.crosses and local_swap is not None and row is not None and row < len(local_swap.plan.table):
                 table = local_swap.plan.table
                 name = table.tensors[int(table.tensor[row])]
                 members = local_swap.plan.members
@@ -335,6 +425,7 @@ class LocalSwaps:
                 self._stage_failed(run.purpose.swap, who, f"{how} while staging")
             elif isinstance(run.purpose, _Committing):
                 self._commit_again(run.purpose, f"{who}: {how} while committing")
+        self.epochs.worker_gone(worker, who, how)
 
     def _commit_again(self, purpose: _Committing, reason: str) -> None:
         """Repeat a commit copy from the start: the shares of other workers that still run write the same bytes."""

@@ -108,10 +108,10 @@ def address(
     Raises:
         KeyError: a tensor that the plan names has no place.
     """
-    src = _side(
+    src = side(
         table, table.src_element_size, table.src_rank, table.src_local, table.src_offset, table.src_stride, sources
     )
-    dst = _side(
+    dst = side(
         table, table.element_size, table.dst_rank, table.dst_local, table.dst_offset, table.dst_stride, destinations
     )
     copies = CopyList(
@@ -147,7 +147,7 @@ def fill_copies(
     Raises:
         KeyError: a tensor that the fills name has no place.
     """
-    dst = _side(fills, fills.element_size, fills.rank, fills.local, fills.offset, fills.stride, destinations)
+    dst = side(fills, fills.element_size, fills.rank, fills.local, fills.offset, fills.stride, destinations)
     _, slot = np.unique(fills.pattern, return_inverse=True)
     n = len(fills)
     copies = CopyList(
@@ -260,14 +260,14 @@ def deal(copies: CopyList, workers: int) -> list[Int64]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
+class Side:
     arena: Int64
     pid: Int64
     offset: Int64
     stride: Int64
 
 
-def _side(
+def side(
     table: Columns,
     element_size: npt.NDArray[np.int32],
     ranks: npt.NDArray[np.int32],
@@ -275,7 +275,7 @@ def _side(
     offsets: Int64,
     strides: Int64,
     places: Mapping[tuple[int, str], LocalTensor],
-) -> _Side:
+) -> Side:
     """Turn one end's row-major element addresses into byte addresses in memory."""
     keys, which = np.unique(
         ranks.astype(np.int64) * (len(table.locals) + 1) + local.astype(np.int64), return_inverse=True
@@ -289,7 +289,7 @@ def _side(
         rows = np.flatnonzero(which == index) if not _is_row_major(tensor, int(es[np.argmax(which == index)])) else ()
         for row in rows:
             offset[row], stride[row] = _in_memory(tensor, int(offsets[row]), strides[row], table.size[row])
-    return _Side(
+    return Side(
         arena=np.array([t.arena for t in found], dtype=np.int64)[which] if found else offsets.copy(),
         pid=np.array([t.pid for t in found], dtype=np.int64)[which] if found else offsets.copy(),
         offset=offset,

@@ -13,6 +13,9 @@ from refitd.buffers.handoff import refuse_if_listening
 from refitd.errors import ConfigError, RefusedError
 from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
+from refitd.protocol.doorkeeper import DOMAIN, Doorkeeper
+from refitd.protocol.handshakes import Failed, Handshakes
+from refitd.protocol.keys import KEYGEN, ClientKeys, KeyPair, ServerKeys
 
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
 HIGH_WATER_MARK = 10_000
@@ -27,6 +30,11 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     sock.setsockopt(zmq.IPV6, 1)
+
+
+def _use_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
+    sock.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+    sock.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
 
 
 @contextmanager
@@ -58,9 +66,13 @@ def make_runtime_dir(path: Path) -> None:
 
 
 class Router:
-    """The listening end: many peers, each known by the identity ZeroMQ gave it."""
+    """The listening end: many peers, each known by the identity ZeroMQ gave it.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    With keys only peers that have an allowed one, and know this end's, are heard; the loop that polls `doors` calls
+    `turned_away`. One such end per context.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ServerKeys | None = None) -> None:
         """Bind.
 
         Raises:
@@ -70,6 +82,14 @@ class Router:
         _bound(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
+        self._keys = keys
+        self._doorkeeper = Doorkeeper(context, keys.allowed) if keys is not None else None
+        self._handshakes = Handshakes(self.socket) if endpoint.startswith("tcp://") else None
+        if keys is not None:
+            _use_key(self.socket, keys.own)
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._file = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         if self._file is not None:
             refuse_if_listening(self._file)
@@ -77,7 +97,7 @@ class Router:
             with _private():
                 self.socket.bind(endpoint)
         except zmq.ZMQError as exc:
-            self.socket.close()
+            self._close_sockets()
             raise RefusedError(f"{endpoint}: cannot listen here: {exc.strerror}; is another one running?") from exc
 
     def receive(self) -> tuple[bytes, bytes] | None:
@@ -96,23 +116,102 @@ class Router:
             return False
         return True
 
-    def close(self) -> None:
-        """Close the socket and remove its file, which ZeroMQ leaves behind."""
+    @property
+    def doors(self) -> list[zmq.Socket[bytes]]:
+        """What to poll besides `socket`."""
+        return [end.socket for end in (self._doorkeeper, self._handshakes) if end is not None]
+
+    def turned_away(self) -> Iterator[dict[str, str]]:
+        """Decide over the peers that knock; yield what a log should say of each that may not come in."""
+        if self._doorkeeper is not None:
+            for peer in self._doorkeeper.answer():
+                reason = "its key is not in security.allowed; if it is a daemon of yours, add it there and start again"
+                yield {"key": peer.key, "address": peer.address, "reason": reason}
+        while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
+            if failed is Failed.OTHER_MECHANISM and self._keys is not None:
+                yield {"reason": "a peer uses no keys; a daemon needs security.key and security.server_key"}
+            elif failed is Failed.OTHER_MECHANISM:
+                yield {"reason": "a peer uses keys and there are none here; set security.key and security.allowed"}
+            elif failed is Failed.PROTOCOL and self._keys is not None:
+                yield {"reason": f"{failed.value}; a daemon's security.server_key must be {self._keys.own.public}"}
+
+    def _close_sockets(self) -> None:
+        if self._handshakes is not None:
+            self._handshakes.close()
         self.socket.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+
+    def close(self) -> None:
+        """Close the sockets and remove the file, which ZeroMQ leaves behind."""
+        self._close_sockets()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
 
 class Dealer:
-    """The calling end: one peer, reconnected to by ZeroMQ for as long as it takes."""
+    """The calling end: one peer, reconnected to by ZeroMQ for as long as it takes.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    ZeroMQ gives up on a peer that refuses a handshake. Over tcp the loop that polls `doors` calls `failure`, and
+    `retry` now and then.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
+        """Connect, which goes on in the background.
+
+        Raises:
+            ConfigError: the endpoint is none that can be connected to.
+        """
+        self._endpoint = endpoint
+        self._keys = keys
+        self._is_refused = False
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self.socket.connect(endpoint)
+        self._handshakes = Handshakes(self.socket) if endpoint.startswith("tcp://") else None
+        if keys is not None:
+            _use_key(self.socket, keys.own)
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise ConfigError(f"{endpoint}: cannot connect to it: {exc.strerror}; tcp://HOST:PORT is expected") from exc
+
+    @property
+    def doors(self) -> list[zmq.Socket[bytes]]:
+        """What to poll besides `socket`."""
+        return [self._handshakes.socket] if self._handshakes is not None else []
+
+    def failure(self) -> str | None:
+        """Return why a handshake has failed since the last call and what to do; None if none has."""
+        said = None
+        while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
+            self._is_refused = self._is_refused or failed is not Failed.ENDED
+            said = f"{self._endpoint}: {failed.value}; {self._advice(failed)}"
+        return said
+
+    def _advice(self, failed: Failed) -> str:
+        if self._keys is None:
+            return f"if the coordinator uses keys, set security.key and security.server_key here ({KEYGEN})"
+        match failed:
+            case Failed.KEY_REFUSED:
+                return (
+                    f"add the line {self._keys.own.public_line!r} to the file security.allowed of the coordinator "
+                    "and start that again"
+                )
+            case Failed.OTHER_MECHANISM:
+                return "set security.key and security.allowed for the coordinator, too"
+        return f"if this goes on, check that the coordinator's key is security.server_key here, {self._keys.server}"
+
+    def retry(self) -> None:
+        """Connect again if the last handshake was refused: somebody may have mended the reason."""
+        if self._is_refused:
+            self._is_refused = False
+            self.socket.disconnect(self._endpoint)
+            self.socket.connect(self._endpoint)
 
     def receive(self) -> bytes | None:
         """Return a frame, None when nothing waits."""
@@ -131,5 +230,7 @@ class Dealer:
         return True
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the sockets."""
+        if self._handshakes is not None:
+            self._handshakes.close()
         self.socket.close()

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Step, Text, Value
 from refitd.protocol.local import AbortSwap, Done, Failure, GetDescription, GetPlan, GetStatus, StartSwap
 from refitd.protocol.reports import ModelDescription, NodeStatus, PlanReport, StatusReport, SwapProgress, SwapReport
 
@@ -49,6 +49,9 @@ class AddShard(Message, frozen=True):
     digest: Name
     attached: bool = True
     versions: tuple[Count, ...] = ()  # source: published and held
+    ways: tuple[Label, ...] = ()  # of each of these versions: "arena", "pulled", "copied"
+    way: Label = ""  # of the latest version, held or not
+    why: Text = ""  # the measurement that chose it
     version: Count | None = None  # target: served
     staged: Name | None = None  # target: the swap whose staged bytes wait for commit
 
@@ -68,10 +71,12 @@ class DetachShard(Message, frozen=True):
 
 
 class ShardPublished(Message, frozen=True):
-    """A source rank holds this version. Reply: Done or Failure."""
+    """A source rank holds this version. Reply: Done or Failure. `way` and `why`: as in SourceStatus."""
 
     member: Name
     version: Count
+    way: Label = ""
+    why: Text = ""
 
 
 class ShardWithdrawn(Message, frozen=True):
@@ -82,9 +87,37 @@ class ShardWithdrawn(Message, frozen=True):
 
 
 class PlanLoaded(Message, frozen=True):
-    """Workers have the plan mapped and ready."""
+    """The node has the plan, and its workers have met those of the other nodes where bytes cross between nodes."""
 
     plan: Name
+    epoch: Label = ""
+
+
+class PlanRefused(Message, frozen=True):
+    """The node cannot use the plan; `where` says which process."""
+
+    plan: Name
+    epoch: Label
+    where: Text
+    reason: Text
+
+
+class EpochPut(Message, frozen=True):
+    """A worker leaves a value for those of its lane on other nodes."""
+
+    epoch: Name
+    lane: Small
+    key: Name
+    value: bytes
+
+
+class EpochLost(Message, frozen=True):
+    """A worker of the epoch is gone: it must be formed anew before the plan is used again."""
+
+    plan: Name
+    epoch: Name
+    where: Text
+    reason: Text
 
 
 class StageProgress(Message, frozen=True):
@@ -101,6 +134,8 @@ class StageDone(Message, frozen=True):
     copies: Count
     bytes: Count
     seconds: Seconds
+    crossing_s: Seconds = 0.0  # of it, the slowest worker's exchange with other nodes
+    staging_bytes: Count = 0  # most that one worker holds in buffers of its own
 
 
 class StageFailed(Message, frozen=True):
@@ -137,10 +172,25 @@ class NodeWelcome(Message, frozen=True):
     boot: Name
 
 
+class EpochPlan(Value, frozen=True):
+    """The workers that exchange between nodes: worker i of each node is in lane i, at the position of its node."""
+
+    id: Name
+    service: Name
+    nodes: tuple[Name, ...]
+    hosts: tuple[Label, ...]
+    lanes: Small
+    staging_bytes: Count  # per worker
+    timeout_s: Seconds  # to meet
+
+
 class LoadPlan(Message, frozen=True):
     """The part of a plan that this node executes; `members[i]` has rank `ranks[i]`.
 
-    `table` is CopyTable.to_wire(), `fills` FillTable.to_wire(), empty where nothing is filled.
+    `table` is CopyTable.to_wire() of what is copied within this node, `fills` FillTable.to_wire(), empty where
+    nothing is filled. `crossing` is CopyTable.to_wire() of what this node sends to, or receives from, others, empty
+    where nothing is; `crossing_nodes[i]` is then the position of rank `ranks[i]`'s node in the epoch, -1 where that
+    takes no part.
     """
 
     plan: Name
@@ -149,6 +199,18 @@ class LoadPlan(Message, frozen=True):
     members: tuple[Name, ...]
     table: dict[str, int | bytes | list[str]]
     fills: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
+    crossing: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
+    crossing_nodes: tuple[Step, ...] = ()
+    epoch: EpochPlan | None = None
+
+
+class EpochValue(Message, frozen=True):
+    """What a worker of this lane on another node has left for all."""
+
+    epoch: Name
+    lane: Small
+    key: Name
+    value: bytes
 
 
 class DropPlan(Message, frozen=True):
@@ -163,6 +225,7 @@ class Stage(Message, frozen=True):
     swap: Name
     plan: Name
     version: Count
+    timeout_s: Seconds = 60.0
 
 
 class Commit(Message, frozen=True):
@@ -195,6 +258,9 @@ NodeMessage = (
     | ShardPublished
     | ShardWithdrawn
     | PlanLoaded
+    | PlanRefused
+    | EpochPut
+    | EpochLost
     | StageProgress
     | StageDone
     | StageFailed
@@ -212,6 +278,7 @@ CoordinatorMessage = (
     | Done
     | Failure
     | LoadPlan
+    | EpochValue
     | DropPlan
     | Stage
     | Commit

@@ -62,22 +62,34 @@ class BeginPublish(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """The snapshot in `slot` is complete."""
+    """The snapshot in `slot` is complete. `why` it was made, where the tensors could have been lent instead."""
 
     member: Name
     version: Count
     slot: Small
+    why: Text = ""
+
+
+class MeasurePull(Message, frozen=True):
+    """Have the daemon read parts of this source's private tensors and say how long that takes. Reply: PullMeasured.
+
+    `spans` are (address, rows, bytes from one row to the next).
+    """
+
+    member: Name
+    spans: tuple[tuple[Count, Count, Count], ...]
 
 
 class Lend(Message, frozen=True):
     """The live tensors are `version` and stay unchanged until LeaseEnded.
 
-    `addresses` are needed for tensors outside arenas: where each starts in this process.
+    `addresses` are needed for tensors outside arenas: where each starts in this process. `why` they are not copied.
     """
 
     member: Name
     version: Count
     addresses: tuple[Count, ...] = ()
+    why: Text = ""
 
 
 class Withdraw(Message, frozen=True):
@@ -193,6 +205,13 @@ class SlotGranted(Message, frozen=True):
     slot: Small
 
 
+class PullMeasured(Message, frozen=True):
+    """Reading the spans took this long, or, with a `reason`, is not possible."""
+
+    seconds: Seconds
+    reason: Text = ""
+
+
 class PrepareCommit(Message, frozen=True):
     """A verified version is staged and decided: take it over at your next commit point.
 
@@ -229,6 +248,7 @@ ClientRequest = (
     | Deregister
     | BeginPublish
     | Publish
+    | MeasurePull
     | Lend
     | Withdraw
     | CommitQuiet
@@ -251,6 +271,7 @@ ClientReply = (
     | SourceRegistered
     | TargetRegistered
     | SlotGranted
+    | PullMeasured
     | PrepareCommit
     | CommitApplied
     | LeaseEnded

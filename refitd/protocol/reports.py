@@ -20,6 +20,16 @@ class MemberReport(Value, frozen=True):
     reason: Text = ""
 
 
+class SourceReport(Value, frozen=True):
+    """How one source rank gave the version of a swap: `way` is "arena", "pulled" or "copied"."""
+
+    rank: Small
+    node: Label
+    host: Label
+    way: Label
+    why: Text = ""  # the measurement that chose between pulling and copying, if one did
+
+
 class SwapReport(Message, frozen=True):
     """How a swap ended. `outcome` is "committed" only if every member serves `version`."""
 
@@ -37,6 +47,7 @@ class SwapReport(Message, frozen=True):
     commit_s: Seconds = 0.0
     total_s: Seconds = 0.0
     members: tuple[MemberReport, ...] = ()
+    sources: tuple[SourceReport, ...] = ()
 
 
 class SwapProgress(Message, frozen=True):
@@ -63,6 +74,8 @@ class SourceStatus(Value, frozen=True):
     tensors: Count
     bytes: Count
     versions: tuple[Count, ...]
+    way: Label = ""  # how it gave its latest version: "arena", "pulled", "copied"; "" before the first
+    why: Text = ""  # the measurement that chose between pulling and copying, if one did
 
 
 class TargetStatus(Value, frozen=True):
@@ -104,6 +117,21 @@ class NodeStatus(Value, frozen=True):
     clients: Count
     arenas: Count
     arena_bytes: Count
+    address: Label = ""  # where its workers are reached
+    services: tuple[Label, ...] = ()  # copy services that can run there
+
+
+class LinkStatus(Value, frozen=True):
+    """What one node sends another for one model."""
+
+    model: Label
+    source: Label  # node
+    target: Label  # node
+    service: Label
+    lanes: Small  # pairs of workers
+    bytes: Count  # per swap
+    state: Label  # "down" until the workers have met, "up"
+    seconds: Seconds = 0.0  # of the target's slowest worker in the last swap
 
 
 class StatusReport(Message, frozen=True):
@@ -113,6 +141,7 @@ class StatusReport(Message, frozen=True):
     uptime_s: Seconds
     nodes: tuple[NodeStatus, ...]
     models: tuple[ModelStatus, ...]
+    links: tuple[LinkStatus, ...] = ()
 
 
 class PairTraffic(Value, frozen=True):

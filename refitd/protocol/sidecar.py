@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from refitd.protocol.base import Count, Message, Name, Seconds, Text
+from refitd.protocol.base import Count, Message, Name, Seconds, Small, Text
 from refitd.protocol.local import Failure
 
 # --- daemon to worker -------------------------------------------------------------------------------------
@@ -22,19 +22,56 @@ class UnmapArena(Message, frozen=True):
     arena: Count
 
 
+class JoinEpoch(Message, frozen=True):
+    """Join a membership epoch at position `index` of `labels`; reply EpochJoined or EpochFailed."""
+
+    epoch: Name
+    service: Name
+    index: Small
+    labels: tuple[Name, ...]
+    address: Name
+    staging_bytes: Count
+    timeout_s: Seconds
+
+
+class EpochValue(Message, frozen=True):
+    """What another worker of an epoch has left for all."""
+
+    epoch: Name
+    key: Name
+    value: bytes
+
+
+class LeaveEpoch(Message, frozen=True):
+    """The epoch is over: jobs of it have been dropped."""
+
+    epoch: Name
+
+
+class WarmUp(Message, frozen=True):
+    """Import what a service needs, so that the next epoch does not wait for it."""
+
+    service: Name
+
+
 class LoadJob(Message, frozen=True):
-    """Prepare the copies in the memory file that comes along (CopyList.to_bytes, `nbytes` long)."""
+    """Prepare what is in the memory file that comes along, `nbytes` long.
+
+    Without an epoch it is CopyList.to_bytes, else Halves.to_bytes, to be run together with the epoch's others.
+    """
 
     job: Count
     nbytes: Count
+    epoch: Name | None = None
 
 
 class RunJob(Message, frozen=True):
-    """Perform a loaded job once."""
+    """Perform a loaded job once; one of an epoch within `timeout_s`."""
 
     job: Count
     run: Count
     verify: bool = True
+    timeout_s: Seconds = 0.0
 
 
 class DropJob(Message, frozen=True):
@@ -53,6 +90,27 @@ class WorkerReady(Message, frozen=True):
     services: tuple[Name, ...]
 
 
+class EpochPut(Message, frozen=True):
+    """This worker leaves a value for the others of an epoch."""
+
+    epoch: Name
+    key: Name
+    value: bytes
+
+
+class EpochJoined(Message, frozen=True):
+    """All workers of the epoch have met."""
+
+    epoch: Name
+
+
+class EpochFailed(Message, frozen=True):
+    """This worker could not join."""
+
+    epoch: Name
+    reason: Text
+
+
 class RunProgress(Message, frozen=True):
     """Bytes written so far in this run."""
 
@@ -67,6 +125,7 @@ class RunDone(Message, frozen=True):
     copies: Count
     bytes: Count
     seconds: Seconds
+    staging_bytes: Count = 0  # held in buffers of its own
 
 
 class RunFailed(Message, frozen=True):
@@ -101,7 +160,7 @@ class ArenaDescriptor(Message, frozen=True):
     nbytes: Count
 
 
-ToWorker = MapArena | UnmapArena | LoadJob | RunJob | DropJob
-FromWorker = WorkerReady | RunProgress | RunDone | RunFailed
+ToWorker = MapArena | UnmapArena | LoadJob | RunJob | DropJob | JoinEpoch | EpochValue | LeaveEpoch | WarmUp
+FromWorker = WorkerReady | RunProgress | RunDone | RunFailed | EpochPut | EpochJoined | EpochFailed
 DescriptorRequest = FetchArena
 DescriptorReply = Session | ArenaDescriptor | Failure

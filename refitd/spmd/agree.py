@@ -13,13 +13,13 @@ from typing import Any
 
 import xxhash
 
+from refitd.copy_services.peers import Deadline, Peers
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError, ProtocolError, RefitdError
 from refitd.plan.build import plan_copies
 from refitd.protocol.codec import encode
 from refitd.protocol.shards import metadata_of
 from refitd.spmd.caches import BoundedCache
-from refitd.copy_services.peers import Deadline, Peers
 from refitd.spmd.rank_plan import RankPlan, rank_plans
 from refitd.spmd.request import Brought, Request, bring
 from refitd.spmd.wire import (

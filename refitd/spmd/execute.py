@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
-from refitd.errors import RefusedError
 from refitd.copy_services.peers import Deadline
+from refitd.errors import RefusedError
 from refitd.spmd.rank_plan import RankPlan
 from refitd.transforms.base import ReshardTransform
 

@@ -5,34 +5,111 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+from collections import deque
+from collections.abc import Callable
 
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
-from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob
-from refitd.copy_services.shm import SharedMemoryService
-from refitd.errors import PeerLost, RefitdError
+from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services.epoch import Mailbox
+from refitd.copy_services.registry import Registry, installed
+from refitd.errors import DeadlineExceeded, PeerLost, RefitdError
 from refitd.execute.copies import CopyList
 from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
+from refitd.worker.exchanges import Exchanges
+
+
+class Daemon:
+    """The worker's end of the socket pair. Messages that come while something else is awaited are kept in order."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._decoder: Decoder[sidecar.ToWorker] = Decoder(sidecar.ToWorker, handoff.MAX_DATAGRAM)
+        self._kept: deque[tuple[sidecar.ToWorker, tuple[int, ...]]] = deque()
+
+    def next(self) -> tuple[sidecar.ToWorker, tuple[int, ...]]:
+        """Return the next message and its descriptors, which are the caller's to close."""
+        return self._kept.popleft() if self._kept else self._receive()
+
+    def _receive(self) -> tuple[sidecar.ToWorker, tuple[int, ...]]:
+        data, fds = handoff.receive(self._connection)
+        try:
+            return self._decoder.decode(data)[1], fds
+        except BaseException:
+            handoff.close_all(fds)
+            raise
+
+    def await_value(self, epoch: str, key: str, values: dict[tuple[str, str], bytes], timeout: float) -> bytes:
+        """Return what another worker of the epoch leaves under `key`; other messages are kept for `next`.
+
+        Raises:
+            DeadlineExceeded: it has not come in time.
+            PeerLost: the daemon has given the epoch up.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while (epoch, key) not in values:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(f"nobody left {key!r} within {timeout:.1f} s")
+                self._connection.settimeout(left)
+                try:
+                    message, fds = self._receive()
+                except TimeoutError:
+                    continue
+                if isinstance(message, sidecar.EpochValue):
+                    values[(message.epoch, message.key)] = message.value
+                else:
+                    self._kept.append((message, fds))
+                    if isinstance(message, sidecar.LeaveEpoch) and message.epoch == epoch:
+                        raise PeerLost("the epoch has been given up")
+        finally:
+            self._connection.settimeout(None)
+        return values[(epoch, key)]
+
+    def say(self, message: sidecar.FromWorker) -> None:
+        """Send a message."""
+        handoff.send(self._connection, encode(0, message))
+
+
+class EpochMailbox(Mailbox):
+    """Carries an epoch's values through the daemon."""
+
+    def __init__(self, epoch: str, daemon: Daemon, values: dict[tuple[str, str], bytes]) -> None:
+        self._epoch, self._daemon, self._values = epoch, daemon, values
+
+    def put(self, key: str, value: bytes) -> None:
+        """See Mailbox.put."""
+        self._daemon.say(sidecar.EpochPut(epoch=self._epoch, key=key, value=value))
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """See Mailbox.get."""
+        return self._daemon.await_value(self._epoch, key, self._values, timeout)
 
 
 class Worker:
     """Holds the CopyServices of one device and performs what the daemon says, one message at a time."""
 
-    def __init__(self, daemon: socket.socket, service: MappedCopyService) -> None:
-        self._daemon = daemon
-        self._service = service
+    def __init__(self, connection: socket.socket, registry: Registry, threads: int) -> None:
+        self._daemon = Daemon(connection)
+        self._registry = registry
+        make = registry.find("shm").mapped
+        assert make is not None
+        self._service: MappedCopyService = make(threads)
         self._arenas: dict[int, MappedArena] = {}
+        self._exchanges = Exchanges(registry, self._arenas)
+        self._values: dict[tuple[str, str], bytes] = {}
         self._jobs: dict[int, PreparedJob | str] = {}  # a job that could not be prepared keeps its reason
-        self._decoder: Decoder[sidecar.ToWorker] = Decoder(sidecar.ToWorker, handoff.MAX_DATAGRAM)
 
     def serve(self) -> None:
         """Work until the daemon closes its end."""
-        self._say(sidecar.WorkerReady(pid=os.getpid(), services=(self._service.name,)))
+        self._daemon.say(sidecar.WorkerReady(pid=os.getpid(), services=(self._service.name,)))
         while True:
-            data, fds = handoff.receive(self._daemon)
+            message, fds = self._daemon.next()
             try:
-                self._handle(self._decoder.decode(data)[1], fds)
+                self._handle(message, fds)
             finally:
                 handoff.close_all(fds)
 
@@ -42,40 +119,67 @@ class Worker:
                 self._arenas[arena] = MappedArena(_only(fds), nbytes, write=write)
             case sidecar.UnmapArena(arena):
                 self._arenas.pop(arena, None)
-            case sidecar.LoadJob(job, nbytes):
-                self._jobs[job] = self._load(_only(fds), nbytes)
+            case sidecar.JoinEpoch():
+                self._join(message)
+            case sidecar.EpochValue(epoch, key, value):
+                self._values[(epoch, key)] = value
+            case sidecar.LeaveEpoch(epoch):
+                self._exchanges.leave(epoch)
+                self._values = {at: value for at, value in self._values.items() if at[0] != epoch}
+            case sidecar.WarmUp(service):
+                self._exchanges.warm_up(service)
+            case sidecar.LoadJob(job, nbytes, epoch):
+                self._jobs[job] = self._load(_only(fds), nbytes, epoch)
             case sidecar.DropJob(job):
                 self._jobs.pop(job, None)
-            case sidecar.RunJob(job, run, verify):
-                self._run(job, run, verify)
+            case sidecar.RunJob(job, run, verify, timeout_s):
+                self._run(job, run, verify, timeout_s)
 
-    def _load(self, fd: int, nbytes: int) -> PreparedJob | str:
+    def _join(self, message: sidecar.JoinEpoch) -> None:
+        try:
+            self._exchanges.join(message, EpochMailbox(message.epoch, self._daemon, self._values))
+        except RefitdError as exc:
+            self._daemon.say(sidecar.EpochFailed(epoch=message.epoch, reason=str(exc)))
+        else:
+            self._daemon.say(sidecar.EpochJoined(epoch=message.epoch))
+
+    def _load(self, fd: int, nbytes: int, epoch: str | None) -> PreparedJob | str:
         try:
             data = os.pread(fd, nbytes, 0)
+            if epoch is not None:
+                return self._exchanges.prepare(epoch, data)
             return self._service.prepare(CopyList.from_bytes(data), self._arenas)
         except (RefitdError, ValueError) as exc:
             return str(exc)
 
-    def _run(self, job: int, run: int, verify: bool) -> None:
+    def _run(self, job: int, run: int, verify: bool, timeout_s: float) -> None:
         prepared = self._jobs.get(job, f"job {job} is not loaded")
         if isinstance(prepared, str):
-            self._say(sidecar.RunFailed(run=run, reason=prepared))
+            self._daemon.say(sidecar.RunFailed(run=run, reason=prepared))
             return
 
         def progress(bytes_done: int) -> None:
-            self._say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
+            self._daemon.say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
 
+        self._perform(run, lambda: prepared.run(verify=verify, on_progress=progress, timeout=timeout_s or None))
+
+    def _perform(self, run: int, perform: Callable[[], RunResult]) -> None:
         try:
-            result = prepared.run(verify=verify, on_progress=progress)
+            result = perform()
         except DigestMismatch as exc:
-            self._say(sidecar.RunFailed(run=run, reason=str(exc), copy=exc.copy))
+            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc), copy=exc.copy if exc.copy >= 0 else None))
         except RefitdError as exc:
-            self._say(sidecar.RunFailed(run=run, reason=str(exc)))
+            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc)))
         else:
-            self._say(sidecar.RunDone(run=run, copies=result.copies, bytes=result.bytes, seconds=result.seconds))
-
-    def _say(self, message: sidecar.FromWorker) -> None:
-        handoff.send(self._daemon, encode(0, message))
+            self._daemon.say(
+                sidecar.RunDone(
+                    run=run,
+                    copies=result.copies,
+                    bytes=result.bytes,
+                    seconds=result.seconds,
+                    staging_bytes=result.staging_bytes,
+                )
+            )
 
 
 def _only(fds: tuple[int, ...]) -> int:
@@ -88,7 +192,7 @@ def main() -> int:
     """Run as `python -m refitd.worker FD THREADS`; FD is this end of the daemon's socket pair."""
     die_with_parent()
     fd, threads = int(sys.argv[1]), int(sys.argv[2])
-    worker = Worker(socket.socket(fileno=fd), SharedMemoryService(threads))
+    worker = Worker(socket.socket(fileno=fd), installed(), threads)
     try:
         worker.serve()
     except PeerLost:

@@ -28,7 +28,7 @@ def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Runni
     gc.collect()
     before = len(own_memory_files())
 
-    def start(config: str = "", **options: bool) -> RunningDaemon:
+    def start(config: str = "", **options: object) -> RunningDaemon:
         started.append(RunningDaemon(config, **options))
         return started[-1]
 

@@ -109,13 +109,14 @@ def test_lent_tensors_are_read_where_they_live(daemon: RunningDaemon, in_arena: 
             live = trainer.allocate({name: (tuple(t.shape), t.dtype) for name, t in full.items()})
             for name, tensor in live.items():
                 tensor.copy_(full[name])
-        source = trainer.register_source("policy", live)
+        source = trainer.register_source("policy", live, pull=True)
         before = daemon.node().arenas
         target, mine = register_targets(engine, "r", 1)[0]
         with Engine(target), source.lend(5) as lease:
             assert not lease.has_ended
-            trainer.swap("policy", 5, timeout=20)
+            report = trainer.swap("policy", 5, timeout=20)
             lease.wait(5)
+        assert source.lending == report.sources[0].way == ("arena" if in_arena else "pulled")
         assert shards.equal(mine, full)
         assert before == (1 if in_arena else 2)
         # the tensors were only lent: the version is not held any more
@@ -127,7 +128,7 @@ def test_lent_tensors_are_read_where_they_live(daemon: RunningDaemon, in_arena: 
 def test_publishing_lent_returns_when_the_swap_has_read(daemon: RunningDaemon) -> None:
     full = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
-        source = trainer.register_source("policy", full)
+        source = trainer.register_source("policy", full, pull=True)
         target, mine = register_targets(engine, "r", 1)[0]
         with pytest.raises(refitd.DeadlineExceeded, match="no swap read it"):
             source.publish(1, lend=True, timeout=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import refitd
@@ -24,7 +25,24 @@ START_S = 30.0
 class RunningDaemon:
     """`refitd serve --standalone` (or without, beside a coordinator of its own) in a directory of its own."""
 
-    def __init__(self, config: str = "", *, standalone: bool = True) -> None:
+    def __init__(
+        self,
+        config: str = "",
+        *,
+        standalone: bool = True,
+        limits: Mapping[int, tuple[int, int]] | None = None,
+        preexec: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`limits` are resource limits (RLIMIT_*: soft, hard) that the daemon and what it starts live under.
+
+        `preexec` is called in the daemon's process before it is one.
+        """
+
+        def prepare() -> None:
+            for what, to in (limits or {}).items():
+                resource.setrlimit(what, to)
+            preexec()
+
         # short: a socket's path holds 107 bytes
         self.directory = Path(tempfile.mkdtemp(prefix="rfd"))
         self._coordinators: list[subprocess.Popen[bytes]] = []
@@ -39,7 +57,13 @@ class RunningDaemon:
         command += ["--ready-fd", str(ready_w), *(["--standalone"] if standalone else [])]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=self._env, pass_fds=(ready_w,), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                command,
+                env=self._env,
+                pass_fds=(ready_w,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=prepare,
             )
         os.close(ready_w)
         # the pipe ends when the daemon does, so this wait is bounded by its life
@@ -55,6 +79,10 @@ class RunningDaemon:
     def node(self) -> NodeStatus:
         with self.connect("status") as client:
             return client.status().nodes[0]
+
+    def node_of(self, name: str) -> NodeStatus:
+        with self.connect("status") as client:
+            return next(node for node in client.status().nodes if node.node == name)
 
     def log(self) -> str:
         return self.log_path.read_text()

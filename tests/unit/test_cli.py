@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
+from refitd.buffers import room
+from refitd.copy_services import measure
 from refitd.errors import ConfigError, PlanError, RefitdError, RefitFailed, RefusedError, TransportError
 from refitd.protocol.reports import (
     MemberReport,
@@ -17,6 +20,7 @@ from refitd.protocol.reports import (
     PairTraffic,
     ParameterTraffic,
     PlanReport,
+    SourceReport,
     SourceStatus,
     StatusReport,
     SwapProgress,
@@ -417,6 +421,44 @@ def test_huge_pages_come_from_a_pool_or_from_shmem(shmem, pool, state):
 
 def test_little_memory_is_a_warning():
     assert checks.memory("MemTotal: 8000000 kB\nMemAvailable: 900000 kB\n").state == "warn"
+
+
+def test_the_tightest_limit_counts_as_memory():
+    limits = [room.Limit("memory.max of control group /job", 700_000_000, ""), room.Limit("RLIMIT_AS", 1 << 40, "")]
+    found = checks.memory("MemTotal: 8000000 kB\nMemAvailable: 4000000 kB\n", limits)
+    assert found.state == "warn"
+    assert "700 MB left under memory.max of control group /job" in found.found
+
+
+@pytest.mark.parametrize(("scope", "state"), [("", "ok"), ("0", "ok"), ("1", "ok"), ("2", "warn"), ("3", "warn")])
+def test_ptrace_scopes_that_keep_workers_out_are_warnings(monkeypatch, scope, state):
+    monkeypatch.setattr(checks.os, "geteuid", lambda: 1000)
+    assert checks.ptrace(scope).state == state
+
+
+def test_doctor_measures_how_private_tensors_are_lent():
+    choice = measure.Choice("pulled", "pulled at 5.0 GB/s, copied at 7.0 GB/s")
+    found = checks.private_tensors(lambda: choice)
+    assert (found.state, found.found) == ("ok", f"{choice.why}, in rows of 16.4 kB: lent ones are pulled")
+
+    def forbidden() -> measure.Choice:
+        raise TransportError("the memory of process 7 cannot be read: Operation not permitted; publish a snapshot")
+
+    found = checks.private_tensors(forbidden)
+    assert (found.state, "ptrace_scope" in found.advice) == ("warn", True)
+    assert found.found == "lent ones are copied: the memory of process 7 cannot be read: Operation not permitted"
+
+
+def test_a_swap_says_how_its_sources_gave_the_version():
+    def given(rank: int, way: str) -> SourceReport:
+        return SourceReport(rank, "n0", "box", way, why="pulled at 5.0 GB/s, copied at 7.0 GB/s")
+
+    several = structs.replace(COMMITTED, sources=(given(0, "pulled"), given(1, "copied"), given(2, "pulled")))
+    assert "sources: 2 pulled, 1 copied\n" in run(FakeClient(swap_result=several), "swap", "policy").stdout
+    one = structs.replace(COMMITTED, sources=(given(0, "pulled"),))
+    shown = run(FakeClient(swap_result=one), "swap", "policy").stdout
+    assert "sources: 1 pulled (pulled at 5.0 GB/s, copied at 7.0 GB/s)" in shown
+    assert run(FakeClient(swap_result=one), "swap", "policy", "--json").object["sources"][0]["way"] == "pulled"
 
 
 def test_every_command_has_help_and_json():

@@ -16,7 +16,7 @@ from refitd.config import Config, default_runtime_dir, load
 from refitd.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-EXAMPLES = sorted(CONFIGS.glob("*.toml"))
+EXAMPLES = sorted([*CONFIGS.glob("*.toml"), *CONFIGS.glob("cluster/*.toml")])
 
 
 @pytest.fixture
@@ -29,16 +29,21 @@ def write(tmp_path):
     return write
 
 
-def test_there_are_examples_for_a_laptop_a_node_and_a_coordinator():
-    assert [path.stem for path in EXAMPLES] == ["coordinator", "laptop", "node"]
+def name_of(path: Path) -> str:
+    return str(path.relative_to(CONFIGS).with_suffix(""))
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_there_are_examples_for_a_laptop_a_node_a_coordinator_and_two_nodes():
+    names = ["cluster/coordinator", "cluster/node-a", "cluster/node-b", "coordinator", "laptop", "node"]
+    assert [name_of(path) for path in EXAMPLES] == names
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_example_loads(path):
     assert isinstance(load(path, environ={}), Config)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_example_explains_every_key_it_sets(path):
     lines = path.read_text().splitlines()
     for above, line in itertools.pairwise(lines):
@@ -70,6 +75,15 @@ def test_laptop_example_holds_the_defaults_it_claims():
 def test_node_and_coordinator_examples_meet_at_one_endpoint():
     node, coordinator = (load(CONFIGS / f"{name}.toml", environ={}) for name in ("node", "coordinator"))
     assert node.coordinator_endpoint == coordinator.coordinator_endpoint
+
+
+def test_two_node_examples_meet_at_one_port_with_a_key_for_each():
+    head, a, b = (load(CONFIGS / f"cluster/{name}.toml", environ={}) for name in ("coordinator", "node-a", "node-b"))
+    assert len({config.coordinator_endpoint.rpartition(":")[2] for config in (head, a, b)}) == 1
+    assert a.coordinator_endpoint == b.coordinator_endpoint
+    assert len({config.security.key for config in (head, a, b)}) == 3
+    assert Path(a.security.server_key) == Path(b.security.server_key) == Path(head.security.key).with_suffix(".pub")
+    assert head.security.allowed and head.uses_keys and a.uses_keys
 
 
 def test_service_unit_runs_a_command_that_exists():
@@ -152,10 +166,57 @@ def test_variables_of_the_scripts_are_not_configuration():
     assert load(None, environ={"REFITD_VENV": "/somewhere", "REFITD_RUNTIME_DIR": "/elsewhere"}) == Config()
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "tcp://10.1.2.3:5555", "tcp://*:5555", "udp://127.0.0.1:1"])
-def test_coordinator_does_not_listen_beyond_this_machine(endpoint):
-    with pytest.raises(ConfigError, match="loopback"):
+BEYOND_LOOPBACK = (
+    "tcp://0.0.0.0:5555",
+    "tcp://10.1.2.3:5555",
+    "tcp://*:5555",
+    "tcp://127.example.com:5555",
+    "tcp://127.0.0.1:0;10.1.2.3:5555",
+    "tcp://[::]:5555",
+)
+
+
+@pytest.mark.parametrize("endpoint", BEYOND_LOOPBACK)
+def test_no_endpoint_beyond_this_machine_without_a_key(endpoint):
+    with pytest.raises(ConfigError, match=r"loopback.*security\.key.*refitctl keygen"):
         load(None, environ={}, **{"coordinator.endpoint": endpoint})
+    with_key = load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "/k"})
+    assert with_key.uses_keys
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:5555", "tcp://127.1.2.3:5555", "tcp://[::1]:5", "tcp://localhost:5"]
+)
+def test_loopback_uses_keys_if_they_are_set(endpoint):
+    assert not load(None, environ={}, **{"coordinator.endpoint": endpoint}).uses_keys
+    assert load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "/k"}).uses_keys
+
+
+@pytest.mark.parametrize("key", ["server_key", "allowed"])
+def test_half_a_security_section_is_not_taken_for_none(key):
+    with pytest.raises(ConfigError, match=r"security\.key"):
+        load(None, environ={}, **{"coordinator.endpoint": "tcp://127.0.0.1:5555", f"security.{key}": "/k"})
+
+
+def test_ipc_never_uses_keys():
+    assert not load(None, environ={}, **{"security.key": "/k", "security.allowed": "/a"}).uses_keys
+
+
+@pytest.mark.parametrize("endpoint", ["udp://127.0.0.1:1", "127.0.0.1:5555", "inproc://x"])
+def test_endpoint_is_ipc_or_tcp(endpoint):
+    with pytest.raises(ConfigError, match="neither ipc://PATH nor tcp://HOST:PORT"):
+        load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "/k"})
+
+
+@pytest.mark.parametrize("text", ["5#" + "a" * 38, "plain" * 8, "{}[]()<>" * 5, "#" * 40, "1#2"])
+def test_key_in_the_environment_is_taken_as_it_is(text):
+    assert load(None, environ={"REFITD_SECURITY__SERVER_KEY": text}).security.server_key == text
+
+
+def test_environment_stands_above_the_file_for_keys_as_well(write):
+    path = write('[security]\nkey = "/a.key"\nserver_key = "/a.pub"\n')
+    found = load(path, environ={"REFITD_SECURITY__KEY": "/b.key"}).security
+    assert (found.key, found.server_key) == ("/b.key", "/a.pub")
 
 
 def test_runtime_dir_that_no_socket_path_can_hold_is_refused():

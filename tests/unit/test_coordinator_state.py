@@ -15,7 +15,7 @@ from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
-from refitd.protocol.reports import NodeStatus, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import NodeStatus, SourceReport, StatusReport, SwapProgress, SwapReport
 
 
 class Harness:
@@ -64,8 +64,8 @@ class Harness:
         self.feed(act.FromNode(node.encode(), request, message))
         return [message for _, _, message in self.sent]
 
-    def join(self, node: str = "n0", pid: int = 10) -> None:
-        status = NodeStatus(node=node, host="h", pid=pid, workers=(), clients=0, arenas=0, arena_bytes=0)
+    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> None:
+        status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
         assert isinstance(self.say(node, cluster.NodeHello(protocol=1, status=status))[-1], cluster.NodeWelcome)
 
     def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:
@@ -215,15 +215,79 @@ def test_a_source_that_withdraws_what_is_being_read_aborts_the_swap() -> None:
     assert report.outcome == "aborted" and "withdrew version 1" in report.reason
 
 
-def test_members_on_different_nodes_are_refused_with_both_names() -> None:
+def two_nodes() -> tuple[Harness, cluster.LoadPlan]:
+    """A source on n0, a target on n1, a swap asked for; the plan as n1 gets it."""
     h = Harness()
-    h.join("n0")
-    h.join("n1", pid=11)
+    h.join("n0", workers=(1, 2, 3))
+    h.join("n1", pid=11, workers=(4, 5))
     h.add("src")
     h.add("a", node="n1")
     h.say("n0", cluster.ShardPublished(member="src", version=1))
-    (report,) = reports(h.say("n0", local.StartSwap("m"), request=2))
-    assert "are on different nodes" in report.reason
+    h.say("n0", local.StartSwap("m"), request=2)
+    loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+    assert set(loads) == {"n0", "n1"}
+    assert loads["n0"].epoch == loads["n1"].epoch
+    return h, loads["n1"]
+
+
+def loaded(h: Harness, plan: cluster.LoadPlan) -> list[object]:
+    assert plan.epoch is not None
+    h.say("n0", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))
+    return h.say("n1", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))
+
+
+def test_rows_between_nodes_make_an_epoch_of_as_many_lanes_as_the_smaller_node_has_workers() -> None:
+    h, plan = two_nodes()
+    assert plan.epoch is not None
+    assert (plan.epoch.nodes, plan.epoch.lanes, plan.epoch.service) == (("n0", "n1"), 2, "gloo")
+    assert plan.table["rows"] == 0 and plan.crossing["rows"] == 1
+    assert dict(zip(plan.ranks, plan.crossing_nodes, strict=True)) == {0: 0, 1: 1}
+    assert kinds(loaded(h, plan)) == ["Stage", "Stage"]
+
+
+def test_what_a_worker_leaves_reaches_the_other_nodes_of_its_epoch_only() -> None:
+    h, plan = two_nodes()
+    h.join("n2", pid=12)
+    assert plan.epoch is not None
+    left = cluster.EpochPut(epoch=plan.epoch.id, lane=1, key="k", value=b"v")
+    h.say("n0", left)
+    assert h.sent == [("n1", 0, cluster.EpochValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v"))]
+    assert h.say("n2", left) == []
+    assert h.say("n0", cluster.EpochPut(epoch=plan.epoch.id, lane=2, key="k", value=b"v")) == []
+    assert h.say("n0", cluster.EpochPut(epoch="another", lane=0, key="k", value=b"v")) == []
+
+
+def test_a_source_node_takes_part_until_everything_is_staged() -> None:
+    h, plan = two_nodes()
+    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
+    assert kinds(h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))) == []
+    done = h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
+    assert kinds(done) == ["EndSwap", "Commit"]
+
+
+def test_a_lost_epoch_aborts_the_swap_that_uses_it_and_the_next_gets_a_new_one() -> None:
+    h, plan = two_nodes()
+    loaded(h, plan)
+    assert plan.epoch is not None
+    lost = cluster.EpochLost(plan=plan.plan, epoch=plan.epoch.id, where="worker 1 on node n1", reason="was killed")
+    ended = h.say("n1", lost)
+    (report,) = reports(ended)
+    assert report.reason == "worker 1 on node n1: was killed" and report.phase == "stage"
+    assert kinds(ended).count("Abort") == 2 and kinds(ended).count("DropPlan") == 2
+    again = [m for m in h.say("n0", local.StartSwap("m"), request=3) if isinstance(m, cluster.LoadPlan)]
+    assert len(again) == 2
+    assert again[0].epoch is not None and again[0].epoch.id != plan.epoch.id
+    # an echo of the old epoch changes nothing
+    assert kinds(h.say("n0", lost)) == []
+    assert kinds(h.say("n0", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))) == []
+
+
+def test_a_node_that_cannot_use_the_plan_ends_the_swap_with_its_words() -> None:
+    h, plan = two_nodes()
+    assert plan.epoch is not None
+    refused = cluster.PlanRefused(plan=plan.plan, epoch=plan.epoch.id, where="worker 0 on node n1", reason="no route")
+    (report,) = reports(h.say("n1", refused))
+    assert (report.phase, report.reason) == ("plan", "worker 0 on node n1: no route")
 
 
 def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
@@ -294,3 +358,25 @@ def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_doe
     h.add("a", digest=digest_of(other))
     h.say("n0", local.GetPlan("m"), request=4)
     assert h.plans_made == 3
+
+
+def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended() -> None:
+    h = Harness()
+    h.ready()
+    h.say("n0", cluster.ShardPublished(member="src", version=2, way="pulled", why="it is fast"))
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.ShardWithdrawn(member="src", version=2))
+    (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0)))
+    assert report.sources == (SourceReport(rank=0, node="n0", host="h", way="pulled", why="it is fast"),)
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert isinstance(status, StatusReport)
+    assert (status.models[0].sources[0].way, status.models[0].sources[0].why) == ("pulled", "it is fast")
+
+
+def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> None:
+    h = Harness()
+    h.join()
+    h.add("src", versions=(1, 2), ways=("copied", "pulled"), way="pulled", why="it is fast")
+    fleet = h.state.models["m"].fleet
+    assert [fleet.source_reports(version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]

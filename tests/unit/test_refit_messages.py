@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from refitd.spmd.caches import BoundedCache
-from refitd.spmd.messages import ALIGNMENT, Span, boxes_between, lay_out
+from refitd.execute.messages import ALIGNMENT, Span, boxes_between, lay_out
 
 
 def test_small_pieces_share_a_message_and_large_ones_are_cut() -> None:

@@ -1,0 +1,160 @@
+"""Pieces that lie in arenas mapped into a worker, or in another process's memory: strided boxes, numpy alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.layout import extent
+from refitd.copy_services.conversions import converted
+from refitd.copy_services.pieces import Piece
+from refitd.copy_services.process_memory import RemoteChunk
+from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
+from refitd.errors import TransportError
+from refitd.execute.copies import PROCESS_MEMORY
+from refitd.execute.halves import Halves
+from refitd.execute.messages import boxes_between
+
+_UNSIGNED: dict[int, type[np.generic]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+    16: np.complex128,
+}
+Words = npt.NDArray[Any]
+
+
+class ArenaPiece(Piece):
+    """A strided box of an arena."""
+
+    def __init__(self, words: Words, cast: int, element: int) -> None:
+        """`words` are the elements as they lie there; `element` is the size they have on the way."""
+        self._words = words
+        self._cast = cast
+        self._element = element
+        self._flat: torch.Tensor | None = None
+        if not cast and words.flags.c_contiguous:
+            with warnings.catch_warnings():
+                # an arena that is mapped for reading only is only read
+                warnings.filterwarnings("ignore", message=".*not writable.*")
+                self._flat = torch.from_numpy(words.reshape(-1).view(np.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """See Piece.nbytes."""
+        return self._words.size * self._element
+
+    @property
+    def itemsize(self) -> int:
+        """See Piece.itemsize."""
+        return self._element
+
+    def describe(self) -> str:
+        """See Piece.describe."""
+        return f"{self._words.size} elements of {self._element} bytes"
+
+    def direct(self, start: int, end: int) -> torch.Tensor | None:
+        """See Piece.direct."""
+        return None if self._flat is None else self._flat[start:end]
+
+    def pack(self, start: int, end: int, out: torch.Tensor) -> None:
+        """See Piece.pack."""
+        place, at = out.numpy().view(_UNSIGNED[self._element]), 0
+        for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
+            words = self._words[index]
+            if self._cast:
+                words = converted(self._cast, words)
+            np.copyto(place[at : at + count].reshape(words.shape), words)
+            at += count
+
+    def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
+        """See Piece.unpack."""
+        place, at = found.numpy().view(_UNSIGNED[self._element]), 0
+        for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
+            words = self._words[index]
+            np.copyto(words, place[at : at + count].reshape(words.shape))
+            at += count
+
+
+class ProcessPiece(Piece):
+    """A strided box at an address of another process; it can only be sent."""
+
+    def __init__(
+        self, pid: int, address: int, size: list[int], stride: list[int], held: int, cast: int, element: int
+    ) -> None:
+        """`held` is the bytes of an element there, `element` on the way."""
+        self._pid, self._address = pid, address
+        self._size, self._stride = size, stride
+        self._held, self._cast, self._element = held, cast, element
+        self._count = int(np.prod(size))
+
+    @property
+    def nbytes(self) -> int:
+        """See Piece.nbytes."""
+        return self._count * self._element
+
+    @property
+    def itemsize(self) -> int:
+        """See Piece.itemsize."""
+        return self._element
+
+    def describe(self) -> str:
+        """See Piece.describe."""
+        return f"{self._count} elements of {self._element} bytes in process {self._pid}"
+
+    def direct(self, start: int, end: int) -> torch.Tensor | None:
+        """See Piece.direct: never."""
+        return None
+
+    def pack(self, start: int, end: int, out: torch.Tensor) -> None:
+        """See Piece.pack."""
+        place, at = out.numpy().view(_UNSIGNED[self._element]), 0
+        for index, count in boxes_between(self._size, start // self._element, end // self._element):
+            skip = sum(part.start * step for part, step in zip(index, self._stride, strict=True))
+            dims = [
+                (part.stop - part.start, step)
+                for part, step in zip(index, self._stride, strict=True)
+                if part.stop - part.start != 1
+            ]
+            scratch = np.empty(count * self._held, dtype=np.uint8)
+            words = RemoteChunk(self._pid, self._address + skip, dims, self._held).read(scratch)
+            elements = words.view(_UNSIGNED[self._held])
+            place[at : at + count] = converted(self._cast, elements) if self._cast else elements
+            at += count
+
+    def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
+        """Refuse: nobody writes another process's memory."""
+        raise TransportError(f"process {self._pid}: its private memory is read, never written")
+
+
+def piece_of(halves: Halves, row: int, arenas: Mapping[int, MappedArena]) -> Piece:
+    """Return one half of a transfer, checked to stay inside its arena.
+
+    Raises:
+        TransportError: it does not, or the arena is not mapped here, or not for writing where it must be.
+    """
+    size, stride = halves.size[row].tolist(), halves.stride[row].tolist()
+    element, cast, offset = int(halves.element_size[row]), int(halves.cast[row]), int(halves.offset[row])
+    if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
+        raise TransportError(f"transfer {row}: there is no conversion {cast} to elements of {element} bytes")
+    held = SOURCE_SIZES[cast] or element
+    if int(halves.arena[row]) == PROCESS_MEMORY:
+        return ProcessPiece(int(halves.pid[row]), offset, size, stride, held, cast, element)
+    arena = arenas.get(int(halves.arena[row]))
+    if arena is None:
+        raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is not mapped here")
+    end = offset + extent(size, stride, held)
+    if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
+        raise TransportError(f"transfer {row}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
+    if not halves.is_send[row] and not arena.writable:
+        raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is mapped for reading only")
+    # dimensions of one element may have any stride; numpy then still sees that the box is contiguous
+    words = np.ndarray(tuple(size), _UNSIGNED[held], arena.bytes.data, offset, tuple(stride))
+    return ArenaPiece(words, cast, element)

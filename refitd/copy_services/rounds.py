@@ -1,0 +1,130 @@
+"""Messages in symmetric rounds: round k is one group call with every stream's k-th message in it.
+
+Transports that match operations by their order and run a group call as a whole (NCCL) can wait for each other in a
+circle unless all ranks issue matching calls in one order. Every message therefore has a place that both its ends
+derive from its number and the distance between them, and all ranks go through the places in one order:
+
+    (number, class)     class = (distance - 1) // 128,  distance = (destination - source) mod size
+
+A class has at most 128 sends and 128 receives on any rank, so a group call has at most 256 operations.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from refitd.copy_services.packed import WINDOW, InFlight, PackedExchange, Stream
+from refitd.copy_services.peers import Deadline
+from refitd.copy_services.waits import poll
+
+MAX_OPERATIONS = 256
+_CLASS = MAX_OPERATIONS // 2
+
+Turn = tuple[int, bool]  # position of the peer; whether it is a send
+
+
+def rounds(index: int, size: int, sends: Mapping[int, int], receives: Mapping[int, int]) -> Iterator[list[Turn]]:
+    """Yield what each group call holds: turns, each of which is its stream's next message.
+
+    Args:
+        index: of this rank in its group.
+        size: of the group.
+        sends: how many messages go to each position; none to this rank itself.
+        receives: how many come from each.
+    """
+    classes: dict[int, list[tuple[Turn, int]]] = {}
+    for is_send, counts in ((False, receives), (True, sends)):
+        for position, count in counts.items():
+            distance = (position - index if is_send else index - position) % size
+            classes.setdefault((distance - 1) // _CLASS, []).append(((position, is_send), count))
+    for number in range(max([*sends.values(), *receives.values()], default=0)):
+        for _, members in sorted(classes.items()):
+            if turns := [turn for turn, count in members if count > number]:
+                yield turns
+
+
+class RoundsExchange(PackedExchange):
+    """The pipeline of packed.py with group calls instead of single messages. WINDOW of them are in flight."""
+
+    @abstractmethod
+    def _issue(self, flights: Sequence[InFlight]) -> Any:
+        """Start sending and receiving these buffers, as one group call; what is returned is asked for its end."""
+
+    @abstractmethod
+    def _is_over(self, issued: Any) -> bool:
+        """Whether a group call has ended, well or not. Never waits."""
+
+    @abstractmethod
+    def _finish(self, issued: Any, deadline: Deadline, subject: str) -> None:
+        """Take note of a group call that is over; what is queued afterwards sees the buffers it filled.
+
+        Raises:
+            PeerLost: it has failed.
+        """
+
+    def _working(self, deadline: Deadline) -> AbstractContextManager[object]:
+        """Return what surrounds packing and unpacking; when it ends, both have been done."""
+        return nullcontext()
+
+    def _move(
+        self,
+        streams: Sequence[Stream],
+        meanwhile: Callable[[], str],
+        verify: bool,
+        deadline: Deadline,
+        on_progress: Callable[[int], None] | None,
+    ) -> str:
+        """See PackedExchange._move."""
+        by_turn = {(stream.position, stream.is_send): stream for stream in streams}
+        counts = {turn: len(s.messages) + verify for turn, s in by_turn.items() if s.messages}
+        calls = rounds(
+            self.peers.index,
+            len(self.peers),
+            {position: count for (position, is_send), count in counts.items() if is_send},
+            {position: count for (position, is_send), count in counts.items() if not is_send},
+        )
+        flying: deque[tuple[list[InFlight], Any]] = deque()
+
+        def launch() -> None:
+            turns = next(calls, ())
+            flights = []
+            for turn in turns:
+                made = self._next_buffer(by_turn[turn], verify)
+                assert made is not None  # as many turns as messages
+                number, buffer, is_staged = made
+                flights.append(InFlight(by_turn[turn], number, None, buffer, is_staged))
+            if flights:
+                flying.append((flights, self._issue(flights)))
+
+        arrived = 0
+        with self._working(deadline):
+            for _ in range(WINDOW):
+                launch()
+            trouble = meanwhile()
+            while flying:
+                flights, issued = flying.popleft()
+                subject = self._subject(flights)
+                poll(lambda issued=issued: self._is_over(issued), deadline, lambda subject=subject: subject)
+                self._finish(issued, deadline, subject)
+                for flight in flights:
+                    if not flight.stream.is_send:
+                        trouble = self._land(flight, verify) or trouble
+                        arrived += flight.buffer.numel()
+                    if flight.is_staged:
+                        self._give_back(flight.buffer)
+                if on_progress is not None:
+                    on_progress(arrived)
+                launch()
+        return trouble
+
+    def _subject(self, flights: Sequence[InFlight]) -> str:
+        """Name who takes part in a group call, for errors."""
+        positions = sorted({flight.stream.position for flight in flights})
+        names = ", ".join(self.peers.label(position) for position in positions[:8])
+        more = f" and {len(positions) - 8} more" if len(positions) > 8 else ""
+        numbers = f"{min(f.number for f in flights)}"
+        return f"{self.peers.label(self.peers.index)} exchanged no message {numbers} with {names}{more}"

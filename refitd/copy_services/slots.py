@@ -1,0 +1,186 @@
+"""Messages put into slots of the other end, told by signals: nobody waits for a rank that it does not talk to.
+
+Every ordered pair of ranks has WINDOW slots to leave from, in the sender's memory, and WINDOW to land in, in the
+receiver's. Message `number` of a pair, counted over the pair's whole life, uses slot number % WINDOW of both. Two
+words say where it is, both counting from 1 so that 0 is "never":
+
+    arrived   at the receiver, set by the sender's put: number + 1 of the message that lies in the slot
+    freed     at the sender, set by the receiver: number + 1 of the last message that was taken out of it
+
+A slot's word is written by one rank only and a slot holds one message at a time, so nothing is assumed about the
+order in which puts arrive. Slots are found by the distance from sender to receiver, which both ends know.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from refitd.copy_services.packed import DIGEST_BYTES, WINDOW, InFlight, PackedExchange, Stream
+from refitd.copy_services.peers import Deadline, Peers
+from refitd.copy_services.waits import Pause
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where slots and their words lie, the same on every rank.
+
+    Attributes:
+        size: ranks of the group.
+        limit: bytes of a slot.
+    """
+
+    size: int
+    limit: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots of a rank: those that others land in, then those that it leaves from."""
+        return 2 * self._count * self.limit
+
+    @property
+    def words(self) -> int:
+        """Words of a rank: `arrived` of each landing slot, then `freed` of each leaving slot."""
+        return 2 * self._count
+
+    @property
+    def _count(self) -> int:
+        return (self.size - 1) * WINDOW
+
+    def _slot(self, source: int, target: int, number: int) -> int:
+        return ((target - source) % self.size - 1) * WINDOW + number % WINDOW
+
+    def landing(self, source: int, target: int, number: int) -> int:
+        """Return the offset, at the target, where a message lands."""
+        return self._slot(source, target, number) * self.limit
+
+    def leaving(self, source: int, target: int, number: int) -> int:
+        """Return the offset, at the source, where a message leaves from."""
+        return (self._count + self._slot(source, target, number)) * self.limit
+
+    def arrived(self, source: int, target: int, number: int) -> int:
+        """Return the index, at the target, of the word that tells that a message has arrived."""
+        return self._slot(source, target, number)
+
+    def freed(self, source: int, target: int, number: int) -> int:
+        """Return the index, at the source, of the word that tells that a message's slot has been freed."""
+        return self._count + self._slot(source, target, number)
+
+
+def has_arrived(number: int, word: int) -> bool:
+    """Whether message `number` lies in its slot, whose `arrived` word this is."""
+    return word == number + 1
+
+
+def may_put(number: int, word: int) -> bool:
+    """Whether message `number` may be put into its slot, whose `freed` word this is: its predecessor was taken out."""
+    return word >= number + 1 - WINDOW
+
+
+class SlottedExchange(PackedExchange):
+    """The pipeline of packed.py over one-sided puts. A new service starts with all words 0 on all ranks."""
+
+    def __init__(self, peers: Peers, *, message_bytes: int | None, staging_bytes: int) -> None:
+        """See PackedExchange."""
+        super().__init__(peers, message_bytes=message_bytes, staging_bytes=staging_bytes)
+        self.slots = Slots(len(peers), self._limit)
+        self._put_count = [0] * len(peers)
+        self._taken_count = [0] * len(peers)
+
+    @abstractmethod
+    def _room(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return part of this rank's slots, uint8."""
+
+    @abstractmethod
+    def _put(self, position: int, leaving: int, landing: int, nbytes: int, word: int, value: int) -> None:
+        """Copy from this rank's slots into those of another; once that is done, set a word there."""
+
+    @abstractmethod
+    def _signal(self, position: int, word: int, value: int) -> None:
+        """Set a word of another rank, once what has been queued before is done."""
+
+    @abstractmethod
+    def _look(self) -> Sequence[int]:
+        """Return this rank's words as they are now. What they tell of can be read by what is queued afterwards."""
+
+    def _working(self, deadline: Deadline) -> AbstractContextManager[object]:
+        """Return what surrounds packing and unpacking; when it ends, both have been done."""
+        return nullcontext()
+
+    def _move(
+        self,
+        streams: Sequence[Stream],
+        meanwhile: Callable[[], str],
+        verify: bool,
+        deadline: Deadline,
+        on_progress: Callable[[int], None] | None,
+    ) -> str:
+        """See PackedExchange._move."""
+        left = {id(s): len(s.messages) + verify for s in streams if s.messages}
+        waiting = [s for s in self._order(streams) if s.messages]
+        found, arrived, pause = "", 0, Pause()
+        is_first = True
+        with self._working(deadline):
+            while waiting or is_first:
+                words, moved = self._look(), False
+                for stream in waiting:
+                    step = self._leave if stream.is_send else self._take
+                    for _ in range(WINDOW):
+                        if not left[id(stream)] or (done := step(stream, words, verify)) is None:
+                            break
+                        nbytes, trouble = done
+                        left[id(stream)] -= 1
+                        arrived += nbytes
+                        found = trouble or found
+                        moved = True
+                if is_first:
+                    found, is_first = meanwhile() or found, False
+                waiting = [s for s in waiting if left[id(s)]]
+                if moved:
+                    pause = Pause()
+                    if on_progress is not None:
+                        on_progress(arrived)
+                elif waiting:
+                    pause.take(deadline, lambda: self._subject(waiting))
+        return found
+
+    def _leave(self, stream: Stream, words: Sequence[int], verify: bool) -> tuple[int, str] | None:
+        """Put a stream's next message, if its slot is free: (0 bytes arrived, no trouble)."""
+        me, target = self.peers.index, stream.position
+        number = self._put_count[target]
+        if not may_put(number, words[self.slots.freed(me, target, number)]):
+            return None
+        leaving = self.slots.leaving(me, target, number)
+        made = self._next_buffer(stream, verify, self._room(leaving, self._limit))
+        assert made is not None  # some are left
+        _, buffer, is_staged = made
+        if not is_staged:  # the digest
+            self._room(leaving, buffer.numel()).copy_(buffer)
+        landing, word = self.slots.landing(me, target, number), self.slots.arrived(me, target, number)
+        self._put(target, leaving, landing, buffer.numel(), word, number + 1)
+        self._put_count[target] += 1
+        return 0, ""
+
+    def _take(self, stream: Stream, words: Sequence[int], verify: bool) -> tuple[int, str] | None:
+        """Take a stream's next message out of its slot, if it is there: (bytes, what is wrong with it)."""
+        me, source = self.peers.index, stream.position
+        number = self._taken_count[source]
+        if not has_arrived(number, words[self.slots.arrived(source, me, number)]):
+            return None
+        nth, stream.next = stream.next, stream.next + 1
+        nbytes = stream.messages[nth].nbytes if nth < len(stream.messages) else DIGEST_BYTES
+        buffer = self._room(self.slots.landing(source, me, number), nbytes)
+        trouble = self._land(InFlight(stream, nth, None, buffer, True), verify)
+        self._signal(source, self.slots.freed(source, me, number), number + 1)
+        self._taken_count[source] += 1
+        return nbytes, trouble
+
+    def _subject(self, waiting: Sequence[Stream]) -> str:
+        """Name who has been waited for, for errors."""
+        told = [f"{'room at' if s.is_send else 'a message from'} {self.peers.label(s.position)}" for s in waiting]
+        more = f" and {len(told) - 8} more" if len(told) > 8 else ""
+        return f"{self.peers.label(self.peers.index)} got no {', no '.join(told[:8])}{more}"

@@ -1,0 +1,70 @@
+"""Waits that end, for libraries whose own do not: polling, and calls that may never return."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from refitd.copy_services.peers import Deadline
+from refitd.errors import DeadlineExceeded
+
+_T = TypeVar("_T")
+
+# A look costs microseconds; the pause grows to this, so that a long wait leaves the processor to others.
+_LONGEST_PAUSE_S = 0.0005
+
+
+class Pause:
+    """Sleeps between two looks at something that has not happened yet, longer each time."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def take(self, deadline: Deadline, say: Callable[[], str]) -> None:
+        """Sleep a little.
+
+        Raises:
+            DeadlineExceeded: the deadline has passed; `say` tells who has been waited for.
+        """
+        if time.monotonic() >= deadline.at:
+            raise DeadlineExceeded(f"{say()} within {deadline.seconds:g} s")
+        time.sleep(self._next)
+        self._next = min(_LONGEST_PAUSE_S, self._next + 0.00001)
+
+
+def poll(is_over: Callable[[], bool], deadline: Deadline, say: Callable[[], str]) -> None:
+    """Return once `is_over` says so.
+
+    Raises:
+        DeadlineExceeded: it did not in time; `say` tells who has been waited for.
+    """
+    pause = Pause()
+    while not is_over():
+        pause.take(deadline, say)
+
+
+def bounded(step: Callable[[], _T], deadline: Deadline, subject: str) -> _T:
+    """Return what `step` returns, or pass on what it raises; it runs on a thread of its own.
+
+    Raises:
+        DeadlineExceeded: it has not returned in time. It still runs and nobody can end it: the process should end.
+    """
+    found: list[_T] = []
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            found.append(step())
+        except BaseException as exc:  # carried to the caller's thread
+            failures.append(exc)
+
+    thread = threading.Thread(target=body, name=subject[:15], daemon=True)
+    thread.start()
+    thread.join(deadline.left().total_seconds())
+    if failures:
+        raise failures[0]
+    if not found:
+        raise DeadlineExceeded(f"{subject} did not end within {deadline.seconds:g} s")
+    return found[0]

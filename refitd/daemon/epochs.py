@@ -1,0 +1,98 @@
+"""This node's part in membership epochs: its workers meet those of other nodes, and leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from refitd.daemon.actions import Instruction, Log, ToCoordinator, ToWorker
+from refitd.protocol import cluster, sidecar
+
+
+@dataclass(slots=True)
+class _Joined:
+    """An epoch whose first `lanes` workers of this node are in it, or about to be."""
+
+    plan: str
+    epoch: cluster.EpochPlan
+    waiting: set[int]
+    then: Callable[[], None]
+    members: set[int] = field(default_factory=set)
+
+
+class LocalEpochs:
+    """Which epochs the workers of this node are in. Instructions go to `out`."""
+
+    def __init__(self, node: str, address: str, out: Callable[[Instruction], None]) -> None:
+        self._node, self._address = node, address
+        self._out = out
+        self._epochs: dict[str, _Joined] = {}
+
+    def join(self, plan: str, epoch: cluster.EpochPlan, then: Callable[[], None]) -> None:
+        """Have the workers of every lane meet their peers; `then` is called when all have."""
+        lanes = set(range(epoch.lanes))
+        self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), then, lanes)
+        for lane in sorted(lanes):
+            labels = tuple(
+                f"worker {lane} on node {node} (host {host})"
+                for node, host in zip(epoch.nodes, epoch.hosts, strict=True)
+            )
+            message = sidecar.JoinEpoch(
+                epoch=epoch.id,
+                service=epoch.service,
+                index=epoch.nodes.index(self._node),
+                labels=labels,
+                address=self._address,
+                staging_bytes=epoch.staging_bytes,
+                timeout_s=epoch.timeout_s,
+            )
+            self._out(ToWorker(lane, message))
+
+    def leave(self, epoch: str) -> None:
+        """Have the workers close their connections."""
+        joined = self._epochs.pop(epoch, None)
+        if joined is not None:
+            for lane in sorted(joined.members):
+                self._out(ToWorker(lane, sidecar.LeaveEpoch(epoch=epoch)))
+
+    def worker_said(self, worker: int, message: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed) -> None:
+        """Take a worker's word about an epoch."""
+        joined = self._epochs.get(message.epoch)
+        if joined is None:
+            return
+        match message:
+            case sidecar.EpochPut(epoch, key, value):
+                self._say(cluster.EpochPut(epoch=epoch, lane=worker, key=key, value=value))
+            case sidecar.EpochJoined():
+                joined.waiting.discard(worker)
+                if not joined.waiting:
+                    self._out(
+                        Log("epoch", {"epoch": joined.epoch.id, "plan": joined.plan, "lanes": joined.epoch.lanes})
+                    )
+                    joined.then()
+            case sidecar.EpochFailed(epoch, reason):
+                where = f"worker {worker} on node {self._node}"
+                self._out(Log("epoch-failed", {"epoch": epoch, "where": where, "reason": reason}))
+                self._say(cluster.PlanRefused(plan=joined.plan, epoch=epoch, where=where, reason=reason))
+
+    def value(self, message: cluster.EpochValue) -> None:
+        """Give a worker what one of its peers has left for it."""
+        joined = self._epochs.get(message.epoch)
+        if joined is not None and message.lane in joined.members:
+            value = sidecar.EpochValue(epoch=message.epoch, key=message.key, value=message.value)
+            self._out(ToWorker(message.lane, value))
+
+    def worker_gone(self, worker: int, who: str, how: str) -> None:
+        """A worker has died or was replaced: its epochs are over, on every node."""
+        services = set()
+        for id_, joined in list(self._epochs.items()):
+            if worker in joined.members:
+                services.add(joined.epoch.service)
+                joined.members.discard(worker)
+                self.leave(id_)
+                self._say(cluster.EpochLost(plan=joined.plan, epoch=id_, where=who, reason=how))
+        for service in sorted(services):  # its successor will be wanted for the next epoch
+            self._out(ToWorker(worker, sidecar.WarmUp(service=service)))
+
+    def _say(self, message: cluster.NodeMessage) -> None:
+        self._out(ToCoordinator(0, message))

@@ -1,0 +1,208 @@
+"""CURVE keys in files: a secret one per process, a public line to share, and lists of public lines.
+
+    n0.key   TOML, mode 0600        name = "n0"
+                                    public = "..."
+                                    secret = "..."
+    n0.pub   one line, for anyone   n0 PUBLIC
+    a list   such lines             n0 PUBLIC
+                                    n1 PUBLIC
+
+Keys are 32 bytes, written as 40 characters (Z85, as ZeroMQ does). A list may have empty lines and lines that begin with
+`#`; `cat *.pub` makes one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from refitd.errors import ConfigError
+
+KEYGEN = "`refitctl keygen NAME` makes keys"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+PUBLIC_SUFFIX = ".pub"
+_MAX_BYTES = 1 << 20
+_OPEN_TO_OTHERS = 0o077
+_WRITABLE_BY_OTHERS = 0o022
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """The key of one process. Its repr keeps the secret."""
+
+    name: str
+    public: str
+    secret: str = field(repr=False)
+
+    @property
+    def public_line(self) -> str:
+        """What others need of it, as it stands in a .pub file and in a list."""
+        return f"{self.name} {self.public}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """What a listening end needs: its own key, and the name of every public key it lets in."""
+
+    own: KeyPair
+    allowed: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a calling end needs: its own key, and the public key of the only peer it talks to."""
+
+    own: KeyPair
+    server: str
+
+
+class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    public: str
+    secret: str
+
+
+def generate(name: str) -> KeyPair:
+    """Return a new key.
+
+    Raises:
+        ConfigError: the name cannot be one of a file, or this ZeroMQ has no CURVE.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"key name {name!r}: at most 100 letters, digits, '_', '-' and '.' are expected, and neither '-' nor '.' "
+            "first; the node's name is a good one"
+        )
+    if not zmq.has("curve"):
+        raise ConfigError("this ZeroMQ was built without CURVE; install pyzmq from a wheel")
+    public, secret = zmq.curve_keypair()
+    return KeyPair(name, public.decode(), secret.decode())
+
+
+def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Path, Path]:
+    """Write NAME.key (0600) and NAME.pub (0644), return both paths. Both are written or none.
+
+    Raises:
+        ConfigError: one of them exists and is not to be replaced, or cannot be written.
+    """
+    secret_path, public_path = (directory / f"{pair.name}{suffix}" for suffix in (".key", PUBLIC_SUFFIX))
+    text = (
+        f"# The secret key of {pair.name}, for nobody but its process. {public_path.name} is for the others.\n"
+        f'name = "{pair.name}"\npublic = "{pair.public}"\nsecret = "{pair.secret}"\n'
+    )
+    _create(secret_path, text, 0o600, replace)
+    try:
+        _create(public_path, f"{pair.public_line}\n", 0o644, replace)
+    except ConfigError:
+        secret_path.unlink()
+        raise
+    return secret_path, public_path
+
+
+def read(path: Path) -> KeyPair:
+    """Read a .key file.
+
+    Raises:
+        ConfigError: it cannot be read, others may read it, or it is not a key.
+    """
+    text = _read(path, _OPEN_TO_OTHERS, "chmod 600", "a key file that `refitctl keygen NAME` has made")
+    try:
+        found = msgspec.convert(tomllib.loads(text), _KeyFile)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as exc:
+        raise ConfigError(f"{path}: not a key file: {exc}; {KEYGEN}") from exc
+    for what, key in (("public", found.public), ("secret", found.secret)):
+        if not is_key(key):
+            raise ConfigError(f"{path}: {what} is not a key of 40 Z85 characters; {KEYGEN}")
+    if zmq.curve_public(found.secret.encode()).decode() != found.public:
+        raise ConfigError(f"{path}: public and secret do not belong together; {KEYGEN}")
+    return KeyPair(found.name, found.public, found.secret)
+
+
+def read_public(text: str) -> str:
+    """Return the public key that `text` is or, if it ends in .pub, that the file of this name holds.
+
+    Raises:
+        ConfigError: it is neither, or the file does not hold one key.
+    """
+    if not text.endswith(PUBLIC_SUFFIX):  # asked first: a path may have the form of a key
+        if is_key(text):
+            return text
+        raise ConfigError(f"{text!r} is neither a public key of 40 Z85 characters nor a file ending in .pub; {KEYGEN}")
+    found = read_list(Path(text))
+    if len(found) != 1:
+        raise ConfigError(f"{text}: {len(found)} keys, expected the one of the coordinator; name its own .pub file")
+    return next(iter(found))
+
+
+def read_list(path: Path) -> dict[str, str]:
+    """Return the public keys of a list, or of a .pub file, each with its name.
+
+    Raises:
+        ConfigError: it cannot be read, others may write it, a line is not `NAME KEY`, or there is none.
+    """
+    advice = "the file holds the .pub line of every daemon (`cat *.pub`)"
+    found: dict[str, str] = {}
+    for number, line in enumerate(_read(path, _WRITABLE_BY_OTHERS, "chmod go-w", advice).splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not NAME.fullmatch(words[0]) or not is_key(words[1]):
+            raise ConfigError(f"{path}: line {number} is not `NAME KEY` with a public key of 40 characters; {advice}")
+        found[words[1]] = words[0]
+    if not found:
+        raise ConfigError(f"{path}: no key in it; {advice}")
+    return found
+
+
+def is_key(text: str) -> bool:
+    """Whether it has the form of a key: 40 characters of Z85 that stand for 32 bytes."""
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):  # not of the alphabet, not ASCII, more than 32 bits in a group
+        return False
+
+
+def _create(path: Path, text: str, mode: int, replace: bool) -> None:
+    try:
+        if replace:
+            path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            os.fchmod(fd, mode)
+            file.write(text)
+    except FileExistsError as exc:
+        raise ConfigError(f"{path}: is there already; choose another name or directory, or pass --replace") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc.strerror}; choose a directory this user can write") from exc
+
+
+def _read(path: Path, forbidden: int, repair: str, advice: str) -> str:
+    try:
+        # a fifo must not keep us waiting
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            content = file.read(_MAX_BYTES + 1) if stat.S_ISREG(found.st_mode) else b""
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}; {advice}") from exc
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path}: not a file; {advice}")
+    if found.st_uid not in (0, os.getuid()):
+        raise ConfigError(f"{path}: belongs to uid {found.st_uid}, expected {os.getuid()} or 0; chown it")
+    if found.st_mode & forbidden:
+        raise ConfigError(f"{path}: mode {found.st_mode & 0o777:o} leaves it open to others; {repair} {path}")
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: more than {_MAX_BYTES} bytes; {advice}")
+    try:
+        return content.decode("ascii")
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: byte {exc.start} is not ASCII; {advice}") from exc

@@ -1,0 +1,105 @@
+"""A worker's membership epochs: services that exchange with workers of other nodes, and the jobs over them."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+
+from refitd.buffers.arena import MappedArena
+from refitd.copy_services.base import PreparedJob, RunResult
+from refitd.copy_services.epoch import Epoch, Mailbox
+from refitd.copy_services.exchange import ExchangeService, Transfers
+from refitd.copy_services.registry import Registry
+from refitd.errors import ConfigError, TransportError
+from refitd.execute.halves import Halves
+from refitd.protocol import sidecar
+
+# Told to the daemon no more often, however small the messages are.
+PROGRESS_BYTES = 8 << 20
+
+
+class Exchanges:
+    """The epochs this worker is in. What they need, torch among it, is imported when the first one is joined."""
+
+    def __init__(self, registry: Registry, arenas: Mapping[int, MappedArena]) -> None:
+        self._registry = registry
+        self._arenas = arenas
+        self._services: dict[str, ExchangeService] = {}
+
+    def warm_up(self, service: str) -> None:
+        """Import what a service needs; what is missing is told when an epoch is joined."""
+        if self._registry.find(service).join is not None:
+            _torch_with_one_thread()
+
+    def join(self, message: sidecar.JoinEpoch, mailbox: Mailbox) -> None:
+        """Join an epoch; return once all of its workers have met.
+
+        Raises:
+            ConfigError: the service cannot run here.
+            TransportError: the workers did not meet, with who is missing.
+        """
+        join = self._registry.find(message.service).join
+        if join is None:
+            raise ConfigError(f"copy service {message.service!r} does not cross nodes; set transport.service")
+        started = time.monotonic()
+        _torch_with_one_thread()
+        self._services[message.epoch] = join(
+            Epoch(
+                id=message.epoch,
+                index=message.index,
+                labels=message.labels,
+                address=message.address,
+                staging_bytes=message.staging_bytes,
+                mailbox=mailbox,
+                timeout=max(0.1, message.timeout_s - (time.monotonic() - started)),
+            )
+        )
+
+    def leave(self, epoch: str) -> None:
+        """Close an epoch's service and its connections."""
+        service = self._services.pop(epoch, None)
+        if service is not None:
+            service.close()
+
+    def prepare(self, epoch: str, block: bytes) -> PreparedJob:
+        """Build what running these halves needs.
+
+        Raises:
+            TransportError: this worker is not in the epoch, or a half leaves its arena.
+        """
+        from refitd.copy_services.arena_pieces import piece_of
+
+        service = self._services.get(epoch)
+        if service is None:
+            raise TransportError(f"this worker is not in epoch {epoch}")
+        halves = Halves.from_bytes(block)
+        for row in range(len(halves)):
+            note = service.send if halves.is_send[row] else service.receive
+            piece = piece_of(halves, row, self._arenas)
+            note(int(halves.task_id[row]), piece, service.ranks[int(halves.peer[row])], part=int(halves.part[row]))
+        return _ExchangeJob(service, service.hold(), int((halves.is_send == 0).sum()))
+
+
+class _ExchangeJob(PreparedJob):
+    def __init__(self, service: ExchangeService, transfers: Transfers, receives: int) -> None:
+        self._service, self._transfers, self._receives = service, transfers, receives
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run."""
+        told = 0
+
+        def progress(arrived: int) -> None:
+            nonlocal told
+            if arrived >= told + PROGRESS_BYTES:
+                told = arrived
+                on_progress(arrived)
+
+        result = self._service.run(timeout or 600.0, self._transfers, verify=verify, on_progress=progress)
+        return RunResult(self._receives, result.received_bytes, result.seconds, result.staging_bytes)
+
+
+def _torch_with_one_thread() -> None:
+    torch = importlib.import_module("torch")
+    # small strided copies are many times slower with OpenMP's threads on busy cores
+    torch.set_num_threads(1)

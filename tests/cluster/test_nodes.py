@@ -1,0 +1,244 @@
+"""Several daemons and one coordinator: bytes cross between nodes, and what dies on the way is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import refitd
+from refitd.protocol.reports import StatusReport
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
+
+Nodes = tuple[RunningDaemon, ...]
+DEADLINES = "[deadlines]\nplan_s = 20.0\nstage_s = 5.0\ncommit_s = 5.0\n"
+
+
+@pytest.fixture
+def nodes(start_daemon: Callable[..., RunningDaemon]) -> Callable[..., Nodes]:
+    """Start a standalone daemon n0, and others that join its coordinator."""
+
+    def start(count: int, config: str = DEADLINES, workers: tuple[int, ...] = ()) -> Nodes:
+        per_node = workers or (2,) * count
+        first = start_daemon(f'[node]\nname = "n0"\nworkers = {per_node[0]}\n{config}')
+        endpoint = f"ipc://{first.directory}/coordinator.sock"
+        found = [first]
+        for i in range(1, count):
+            head = f'[node]\nname = "n{i}"\nworkers = {per_node[i]}\n[coordinator]\nendpoint = "{endpoint}"\n'
+            found.append(start_daemon(head + config, standalone=False))
+        eventually(lambda: len(status(first).nodes) == count, "every node has joined")
+        return tuple(found)
+
+    return start
+
+
+def status(daemon: RunningDaemon) -> StatusReport:
+    with daemon.connect("status") as client:
+        return client.status()
+
+
+def big(seed: int) -> dict[str, torch.Tensor]:
+    """More than one message for each lane, and small change."""
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.randn(3000, 4001, generator=generator).to(torch.bfloat16)
+    return {"large": large, "odd": torch.randn(7, 13, generator=generator), "one": torch.tensor([seed])}
+
+
+def test_two_replicas_on_two_nodes_get_what_one_trainer_has_on_both(nodes: Callable[..., Nodes]) -> None:
+    """Rows within a node and between nodes in one plan; ranks of one replica on different nodes."""
+    n0, n1 = nodes(2)
+    with n0.connect() as c0, n1.connect() as c1:
+        sources = []
+        for rank, client in enumerate((c0, c1)):
+            mine = shards.cut(shards.whole(0), rank, 2)
+            described = shards.describe(mine, rank, 2)
+            sources.append(
+                (client.register_source("policy", mine, rank=rank, world_size=2, metadata=described), mine)
+            )
+        targets = []
+        for replica, world in (("fine", 4), ("whole", 1)):
+            for rank in range(world):
+                mine = shards.zeros_like(shards.cut(shards.whole(0), rank, world))
+                described = shards.describe(mine, rank, world)
+                client = (c0, c1)[rank % 2]
+                targets.append(
+                    (
+                        client.register_target(
+                            "policy", mine, replica=replica, rank=rank, world_size=world, metadata=described
+                        ),
+                        mine,
+                    )
+                )
+        with Engine(*(target for target, _ in targets)):
+            for version in range(1, 4):
+                full = shards.whole(version)
+                for rank, (source, mine) in enumerate(sources):
+                    for name, tensor in shards.cut(full, rank, 2).items():
+                        mine[name].copy_(tensor)
+                    source.publish(version)
+                report = c0.swap("policy", version, timeout=30)
+                assert report.outcome == "committed"
+                assert report.digests == report.copies > 0
+                for rank in range(4):
+                    assert shards.equal(targets[rank][1], shards.cut(full, rank, 4))
+                assert shards.equal(targets[4][1], full)
+        links = {(link.source, link.target): link for link in c0.status().links}
+        assert set(links) == {("n0", "n1"), ("n1", "n0")}
+        assert all(link.service == "gloo" and link.state == "up" and link.lanes == 2 for link in links.values())
+        assert all(link.bytes > 0 and link.seconds > 0 for link in links.values())
+
+
+@pytest.mark.parametrize("way", ["snapshot", "arena", "private"])
+def test_a_source_sends_from_where_its_tensors_live(nodes: Callable[..., Nodes], way: str) -> None:
+    n0, n1 = nodes(2, workers=(2, 1))
+    with n0.connect() as trainer, n1.connect() as engine:
+        full = big(1)
+        live = full
+        if way == "arena":
+            live = trainer.allocate({name: (tuple(t.shape), t.dtype) for name, t in full.items()})
+            for name, tensor in live.items():
+                tensor.copy_(full[name])
+        source = trainer.register_source("policy", live)
+        mine = {name: torch.zeros_like(t) for name, t in full.items()}
+        mine["large"] = torch.zeros(4001, 3000, dtype=torch.bfloat16).t()
+        target = engine.register_target("policy", mine, replica="far")
+        with Engine(target):
+            if way == "snapshot":
+                source.publish(1)
+                report = trainer.swap("policy", 1, timeout=30)
+            else:
+                with source.lend(1):
+                    report = trainer.swap("policy", 1, timeout=30)
+        assert report.outcome == "committed"
+        assert all(torch.equal(mine[name], full[name]) for name in full)
+    del live
+
+
+def test_fills_and_casts_happen_across_nodes_too(nodes: Callable[..., Nodes]) -> None:
+    n0, n1 = nodes(2)
+    with n0.connect() as trainer, n1.connect() as engine:
+        full = {"w": torch.randn(40, 8)}
+        source = trainer.register_source("policy", full)
+        mine = {"w": torch.ones(40, 8, dtype=torch.bfloat16)}
+        described = [
+            refitd.ParameterMetadata(
+                name="w",
+                shape=(40, 8),
+                dtype=torch.bfloat16,
+                element_size=2,
+                owner_rank=0,
+                resolved_name="w",
+                cast_from="float32",
+            )
+        ]
+        target = engine.register_target("policy", mine, replica="far", metadata=described)
+        source.publish(1)
+        with Engine(target):
+            trainer.swap("policy", 1, timeout=30)
+        assert torch.equal(mine["w"], full["w"].to(torch.bfloat16))
+
+
+class TwoNodes:
+    """A trainer on n0 and an engine on n1 with a model large enough to be caught while it moves."""
+
+    def __init__(self, found: Nodes, elements: int = 60_000_000) -> None:
+        self.n0, self.n1 = found
+        self.trainer, self.engine = self.n0.connect("trainer"), self.n1.connect("engine")
+        self.full = {"w": torch.zeros(elements // 1000, 1000, dtype=torch.bfloat16)}
+        self.mine = {"w": torch.zeros_like(self.full["w"])}
+        self.source = self.trainer.register_source("policy", self.full)
+        self.target = self.engine.register_target("policy", self.mine, replica="far")
+
+    def publish(self, version: int) -> None:
+        self.full["w"].fill_(version)
+        self.source.publish(version)
+
+    def swap(self, version: int) -> None:
+        self.publish(version)
+        with Engine(self.target):
+            report = self.trainer.swap("policy", version, timeout=60)
+        assert report.outcome == "committed"
+        assert torch.equal(self.mine["w"], self.full["w"])
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def two(nodes: Callable[..., Nodes]):
+    fleet = TwoNodes(nodes(2))
+    yield fleet
+    fleet.close()
+
+
+def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(two: TwoNodes) -> None:
+    two.swap(1)
+    two.publish(2)
+    victims = two.n1.node_of("n1").workers
+    with stopped(victims):
+        swap = RunningSwap(two.n0, "policy", 2, timeout=30)
+        with pytest.raises(refitd.RefitFailed) as failed:
+            swap.result(20)
+        assert "on node n1" in str(failed.value)
+        assert failed.value.report is not None and failed.value.report.phase == "stage"
+        assert torch.equal(two.mine["w"], torch.ones_like(two.mine["w"]))
+    two.swap(3)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: str) -> None:
+    two.swap(1)
+    daemon, name = (two.n0, "n0") if side == "source" else (two.n1, "n1")
+    two.publish(2)
+    victim = daemon.node_of(name).workers[1]
+    other = (two.n1 if side == "source" else two.n0).node_of("n1" if side == "source" else "n0").workers[0]
+    with stopped((other,)):  # so that the swap is still staging when its peer dies
+        swap = RunningSwap(two.n0, "policy", 2, timeout=30)
+        swap.wait_phase("stage")
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(refitd.RefitFailed) as failed:
+            swap.result(20)
+    assert f"on node {name}" in str(failed.value)
+    assert torch.equal(two.mine["w"], torch.ones_like(two.mine["w"]))
+    two.swap(3)
+
+
+def test_a_worker_that_dies_between_swaps_is_replaced_in_the_next_epoch(two: TwoNodes) -> None:
+    two.swap(1)
+    victim = two.n1.node_of("n1").workers[0]
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: all(link.state == "down" for link in status(two.n0).links), "the link is down")
+    two.swap(2)
+
+
+def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
+    two: TwoNodes, start_daemon: Callable[..., RunningDaemon]
+) -> None:
+    two.swap(1)
+    two.publish(2)
+    with stopped(two.n0.node_of("n0").workers):
+        swap = RunningSwap(two.n0, "policy", 2, timeout=30)
+        swap.wait_phase("stage")
+        two.n1.process.kill()
+        two.n1.process.wait()
+        with pytest.raises(refitd.RefitFailed) as failed:
+            swap.result(25)
+    assert "n1" in str(failed.value) or "far rank 0" in str(failed.value)
+    endpoint = f"ipc://{two.n0.directory}/coordinator.sock"
+    again = start_daemon(
+        f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n{DEADLINES}', standalone=False
+    )
+    two.engine.close()
+    with again.connect("engine") as engine:
+        eventually(lambda: len(status(two.n0).nodes) == 2, "the node is back")
+        mine = {"w": torch.zeros_like(two.full["w"])}
+
+        target = engine.register_target("policy", mine, replica="far")
+        with Engine(target):
+            two.trainer.swap("policy", 2, timeout=60)
+        assert torch.equal(mine["w"], two.full["w"])

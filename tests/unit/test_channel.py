@@ -1,0 +1,118 @@
+"""Sockets with keys, both ends in one process: who is heard, what is said of the others, nothing left over."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from refitd.errors import ConfigError, RefusedError
+from refitd.protocol import keys
+from refitd.protocol.channel import Dealer, Router
+from refitd.protocol.local import GetStatus
+
+HEAD, ALLOWED, STRANGER = (keys.generate(name) for name in ("head", "allowed", "stranger"))
+SERVER = keys.ServerKeys(HEAD, {ALLOWED.public: "allowed"})
+DEADLINE_S = 20.0
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def contexts() -> Iterator[tuple[Context, Context]]:
+    before = descriptors()
+    both = zmq.Context(), zmq.Context()
+    yield both
+    for context in both:
+        context.destroy(linger=0)
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Pair:
+    """A Router on a port of its own and a Dealer that calls it."""
+
+    def __init__(self, contexts: tuple[Context, Context], server: keys.ServerKeys | None, own: keys.KeyPair) -> None:
+        self.router = Router(contexts[0], "tcp://127.0.0.1:*", server)
+        self.endpoint = self.router.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.dealer = Dealer(contexts[1], self.endpoint, keys.ClientKeys(own, HEAD.public))
+        self.heard: list[bytes] = []
+        self.refused: list[dict[str, str]] = []
+        self.failures: list[str] = []
+
+    def run_until(self, what: str) -> None:
+        """Let both ends work until one of the lists has one more."""
+        watched: list[object] = getattr(self, what)
+        wanted, deadline = len(watched) + 1, time.monotonic() + DEADLINE_S
+        poller = zmq.Poller()
+        for sock in (self.router.socket, *self.router.doors, self.dealer.socket, *self.dealer.doors):
+            poller.register(sock, zmq.POLLIN)
+        while len(watched) < wanted:
+            assert time.monotonic() < deadline, f"nothing {what}: {vars(self)}"
+            poller.poll(100)
+            self.refused.extend(self.router.turned_away())
+            if (received := self.router.receive()) is not None:
+                self.heard.append(received[1])
+            if (failure := self.dealer.failure()) is not None:
+                self.failures.append(failure)
+
+    def close(self) -> None:
+        self.router.close()
+        self.dealer.close()
+
+
+def test_allowed_key_is_heard(contexts):
+    pair = Pair(contexts, SERVER, ALLOWED)
+    assert pair.dealer.send(1, GetStatus())
+    pair.run_until("heard")
+    assert (pair.refused, pair.failures) == ([], [])
+    pair.close()
+
+
+def test_other_key_is_refused_again_whenever_it_asks_and_costs_no_descriptors(contexts):
+    pair = Pair(contexts, SERVER, STRANGER)
+    pair.run_until("failures")
+    before = descriptors()
+    for _ in range(50):
+        pair.dealer.retry()
+        pair.run_until("failures")
+    assert descriptors() <= before + 2  # one connection may be about to end
+    assert len(pair.refused) > 50 and pair.heard == []
+    assert {(fields["key"], fields["address"]) for fields in pair.refused} == {(STRANGER.public, "127.0.0.1")}
+    assert STRANGER.public_line in pair.failures[0]
+    pair.close()
+
+
+def test_empty_list_lets_nobody_in(contexts):
+    pair = Pair(contexts, keys.ServerKeys(HEAD, {}), ALLOWED)
+    pair.run_until("failures")
+    assert pair.heard == []
+    pair.close()
+
+
+def test_key_is_not_told_to_an_end_without_keys(contexts):
+    pair = Pair(contexts, None, ALLOWED)
+    pair.run_until("refused")
+    pair.run_until("failures")
+    assert pair.heard == [] and ALLOWED.public not in str(pair.refused)
+    pair.close()
+
+
+def test_endpoint_in_use_is_refused_and_leaves_nothing_open(contexts):
+    first = Router(contexts[0], "tcp://127.0.0.1:*", SERVER)
+    endpoint = first.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    with pytest.raises(RefusedError, match="cannot listen here"):
+        Router(contexts[1], endpoint, SERVER)
+    first.close()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:7433", "tcp://head", "tcp://head:port"])
+def test_endpoint_that_cannot_be_called_is_named(contexts, endpoint):
+    with pytest.raises(ConfigError, match=r"cannot connect to it: .*tcp://HOST:PORT"):
+        Dealer(contexts[0], endpoint, keys.ClientKeys(ALLOWED, HEAD.public))

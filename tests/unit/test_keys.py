@@ -1,0 +1,223 @@
+"""Key files: private where they must be, refused with a next step where they are not right; keygen makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from refitd.config import Config, CoordinatorConfig, SecurityConfig
+from refitd.errors import ConfigError
+from refitd.protocol import keys
+from refitd.security import coordinator_keys, daemon_keys
+from refitd_cli.control import main as refitctl
+
+
+@pytest.fixture
+def pair() -> keys.KeyPair:
+    return keys.generate("n0")
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_what_is_written_is_read_again_and_only_the_secret_is_private(tmp_path, pair):
+    secret_path, public_path = keys.write(pair, tmp_path)
+    assert (secret_path.name, mode(secret_path)) == ("n0.key", 0o600)
+    assert (public_path.name, mode(public_path)) == ("n0.pub", 0o644)
+    assert keys.read(secret_path) == pair
+    assert keys.read_public(str(public_path)) == keys.read_public(pair.public) == pair.public
+    assert pair.secret not in public_path.read_text()
+
+
+def test_secret_is_not_in_the_repr(pair):
+    assert pair.public in repr(pair) and pair.secret not in repr(pair)
+
+
+@pytest.mark.parametrize("existing", ["n0.key", "n0.pub"])
+def test_existing_file_is_not_written_over_unless_asked(tmp_path, pair, existing):
+    (tmp_path / existing).write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        keys.write(pair, tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {existing: "mine"}
+    keys.write(pair, tmp_path, replace=True)
+    assert keys.read(tmp_path / "n0.key") == pair
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../n0", "a/b", "-n0", ".n0", "n0\n", "x" * 101, 'n"0'])
+def test_name_that_is_no_file_name_is_refused(name):
+    with pytest.raises(ConfigError, match="key name"):
+        keys.generate(name)
+
+
+@pytest.mark.parametrize("bits", [0o640, 0o604, 0o660, 0o644])
+def test_key_file_that_others_can_read_is_refused_with_the_command_that_mends_it(tmp_path, pair, bits):
+    path, _ = keys.write(pair, tmp_path)
+    path.chmod(bits)
+    with pytest.raises(ConfigError, match=rf"n0\.key: mode {bits:o} .*chmod 600 {path}"):
+        keys.read(path)
+
+
+def broken(pair: keys.KeyPair) -> dict[str, str]:
+    other = keys.generate("other")
+    return {
+        "not toml": "name =",
+        "no secret": f'name = "n0"\npublic = "{pair.public}"\n',
+        "unknown key": f'name = "n0"\npublic = "{pair.public}"\nsecret = "{pair.secret}"\nmore = 1\n',
+        "short": f'name = "n0"\npublic = "{pair.public}"\nsecret = "{pair.secret[:-1]}"\n',
+        "beyond 32 bits": f'name = "n0"\npublic = "{pair.public}"\nsecret = "{"#" * 40}"\n',
+        "of another": f'name = "n0"\npublic = "{other.public}"\nsecret = "{pair.secret}"\n',
+        "not ascii": f'name = "ü"\npublic = "{pair.public}"\nsecret = "{pair.secret}"\n',
+        "empty": "",
+    }
+
+
+@pytest.mark.parametrize("what", broken(keys.generate("x")))
+def test_malformed_key_file_is_named_with_the_next_step_and_without_the_secret(tmp_path, pair, what):
+    path = tmp_path / "n0.key"
+    path.write_text(broken(pair)[what])
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"n0\.key: .*refitctl keygen") as caught:
+        keys.read(path)
+    assert pair.secret[:-1] not in str(caught.value)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.key: cannot be read: No such file"):
+        keys.read(tmp_path / "none.key")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        keys.read(tmp_path)
+    os.mkfifo(tmp_path / "fifo.key", 0o600)
+    with pytest.raises(ConfigError, match="not a file"):
+        keys.read(tmp_path / "fifo.key")
+
+
+def test_list_is_the_public_files_together_with_comments(tmp_path, pair):
+    other = keys.generate("n1")
+    listed = tmp_path / "allowed"
+    listed.write_text(f"# the cluster\n\n{pair.public_line}\n  {other.public_line}  \n{pair.public_line}\n")
+    assert keys.read_list(listed) == {pair.public: "n0", other.public: "n1"}
+
+
+@pytest.mark.parametrize("line", ["n0", "n0 short", "{key}", "n0 {key} more", "a/b {key}", "n0\u00a0{key}"])
+def test_line_of_a_list_that_is_not_name_and_key_is_named(tmp_path, pair, line):
+    listed = tmp_path / "allowed"
+    listed.write_text(f"{pair.public_line}\n{line.format(key=pair.public)}\n")
+    with pytest.raises(ConfigError, match=r"allowed: (line 2|byte \d+) is not"):
+        keys.read_list(listed)
+
+
+def test_empty_list_and_one_that_others_can_write_are_refused(tmp_path, pair):
+    listed = tmp_path / "allowed"
+    listed.write_text("# nobody\n")
+    listed.chmod(0o644)
+    with pytest.raises(ConfigError, match="no key in it"):
+        keys.read_list(listed)
+    listed.write_text(pair.public_line)
+    listed.chmod(0o664)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        keys.read_list(listed)
+
+
+@pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "head.key", "é" * 40, "#" * 40])
+def test_server_key_is_a_key_or_a_pub_file(text):
+    with pytest.raises(ConfigError, match=r"neither a public key .* nor a file ending in \.pub"):
+        keys.read_public(text)
+
+
+def test_path_with_the_form_of_a_key_is_a_path():
+    path = "/etc/refitd/" + "x" * 24 + ".pub"
+    assert keys.is_key(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        keys.read_public(path)
+
+
+# --- which keys a process uses ----------------------------------------------------------------------------
+
+
+def config(endpoint: str, **security: object) -> Config:
+    security = {name: str(value) for name, value in security.items()}
+    return Config(coordinator=CoordinatorConfig(endpoint=endpoint), security=SecurityConfig(**security))
+
+
+def test_each_side_gets_its_keys_from_the_configuration(tmp_path, pair):
+    key, public = keys.write(pair, tmp_path)
+    server = keys.generate("head")
+    found = coordinator_keys(config("tcp://*:7433", key=key, allowed=public))
+    assert found == keys.ServerKeys(pair, {pair.public: "n0"})
+    assert daemon_keys(config("tcp://head:7433", key=key, server_key=server.public)) == keys.ClientKeys(
+        pair, server.public
+    )
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://10.1.2.3:7433", "tcp://127.0.0.1:7433"])
+def test_coordinator_without_a_list_and_daemon_without_a_server_key_are_refused(tmp_path, pair, endpoint):
+    key, public = keys.write(pair, tmp_path)
+    with pytest.raises(ConfigError, match=r"security\.allowed is not set.*refitctl keygen"):
+        coordinator_keys(config(endpoint, key=key, server_key=public))
+    with pytest.raises(ConfigError, match=r"security\.server_key is not set.*refitctl keygen"):
+        daemon_keys(config(endpoint, key=key, allowed=public))
+
+
+def test_configuration_that_was_never_checked_gets_no_open_port_either():
+    for keys_of in (coordinator_keys, daemon_keys):
+        with pytest.raises(ConfigError, match=r"security\.\w+ is not set"):
+            keys_of(config("tcp://0.0.0.0:7433"))
+
+
+@pytest.mark.parametrize("endpoint", ["", "ipc:///run/refitd/coordinator.sock", "tcp://127.0.0.1:7433"])
+def test_local_endpoint_needs_no_keys(endpoint):
+    assert coordinator_keys(config(endpoint)) is None
+    assert daemon_keys(config(endpoint)) is None
+
+
+# --- refitctl keygen --------------------------------------------------------------------------------------
+
+
+def keygen(*arguments: object):
+    return CliRunner().invoke(refitctl, ["keygen", *map(str, arguments)])
+
+
+def test_keygen_writes_both_files_and_says_what_goes_where(tmp_path):
+    result = keygen("n0", "--directory", tmp_path)
+    assert result.exit_code == 0, result.output
+    pair = keys.read(tmp_path / "n0.key")
+    assert mode(tmp_path / "n0.key") == 0o600
+    assert pair.public_line in result.stdout and pair.secret not in result.stdout
+    blocks = [block.partition("\nand ")[0] for block in result.stdout.split(":\n")[1:]]
+    for block, expected in zip(blocks, ({"key", "server_key"}, {"key", "allowed"}), strict=True):
+        section = tomllib.loads(block)["security"]
+        assert section.keys() == expected
+        assert section["key"] == str(tmp_path / "n0.key")
+
+
+def test_keygen_prints_one_object_for_programs(tmp_path):
+    found = json.loads(keygen("n0", "--directory", tmp_path, "--json").stdout)
+    pair = keys.read(Path(found["key_file"]))
+    assert found == {
+        "name": "n0",
+        "public": pair.public,
+        "key_file": str(tmp_path / "n0.key"),
+        "public_file": str(tmp_path / "n0.pub"),
+    }
+
+
+def test_keygen_keeps_an_existing_key_unless_told_to_replace_it(tmp_path):
+    keygen("n0", "--directory", tmp_path)
+    first = keys.read(tmp_path / "n0.key")
+    refused = keygen("n0", "--directory", tmp_path)
+    assert (refused.exit_code, keys.read(tmp_path / "n0.key")) == (2, first)
+    assert "--replace" in refused.stderr
+    assert keygen("n0", "--directory", tmp_path, "--replace").exit_code == 0
+    assert keys.read(tmp_path / "n0.key") != first
+
+
+def test_keygen_into_a_directory_that_is_not_there_says_so(tmp_path):
+    refused = keygen("n0", "--directory", tmp_path / "none", "--json")
+    assert refused.exit_code == 2
+    assert "cannot be written: No such file" in json.loads(refused.stdout)["error"]["message"]
