@@ -10,6 +10,7 @@ from refitd_cli.session import Session
 COMMANDS = {
     "swap": "refitd_cli.commands.swap:swap",
     "status": "refitd_cli.commands.status:status",
+    "watch": "refitd_cli.commands.watch:watch",
     "models": "refitd_cli.commands.models:models",
     "plan": "refitd_cli.commands.plan:plan",
     "explain": "refitd_cli.commands.explain:explain",

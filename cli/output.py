@@ -12,6 +12,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 PIPED_WIDTH = 200  # a table in a file or a pipe is not cut to a terminal's 80 columns
 
@@ -19,10 +20,12 @@ STYLES = {
     "committed": "green",
     "serving": "green",
     "ok": "green",
+    "up": "green",
     "staged": "yellow",
     "behind": "yellow",
     "late": "yellow",
     "warn": "yellow",
+    "down": "yellow",
     "aborted": "yellow",
     "incomplete": "red",
     "lost": "red",
@@ -51,19 +54,24 @@ def console() -> Console:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table. A column named ">..." holds numbers; words that are states get their colour."""
+    """Print what `table` makes."""
+    console().print(table(title, columns, rows))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table. A column named ">..." holds numbers; words that are states get their colour."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
-        table.add_column(
+        made.add_column(
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    console().print(table)
+        made.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    return made
 
 
 def size(nbytes: float) -> str:

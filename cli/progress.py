@@ -1,12 +1,39 @@
-"""The live bar of a running swap, on stderr, where that is a terminal."""
+"""The live bar of a running swap, on stderr, where that is a terminal; and what such a bar is made of."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from refitd.protocol.reports import SwapProgress
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+
+def bar_columns() -> tuple[ProgressColumn, ...]:
+    """Return the columns of a swap's bar; its task has the fields that `bar_fields` gives."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    return (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[members]}", markup=False),
+    )
+
+
+def bar_fields(event: SwapProgress) -> dict[str, Any]:
+    """Return what a swap's bar is to show, as `Progress.update` takes it."""
+    return {
+        "description": f"{event.model} v{event.version}: {event.phase}",
+        "total": event.bytes_total or None,
+        "completed": event.bytes_done,
+        "members": f"{event.members_done}/{event.members_total} ranks" if event.members_total else "",
+    }
 
 
 @contextmanager
@@ -16,33 +43,8 @@ def swap_bar(model: str) -> Iterator[Callable[[SwapProgress], None] | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import Progress, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[members]}", markup=False),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*bar_columns(), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{model}: asking", total=None, members="")
-
-        def show(event: SwapProgress) -> None:
-            progress.update(
-                task,
-                description=f"{event.model} v{event.version}: {event.phase}",
-                total=event.bytes_total or None,
-                completed=event.bytes_done,
-                members=f"{event.members_done}/{event.members_total} ranks" if event.members_total else "",
-            )
-
-        yield show
+        yield lambda event: progress.update(task, **bar_fields(event))

@@ -50,4 +50,4 @@ class DeviceStream:
         Raises:
             DeadlineExceeded: it is not, in time.
         """
-        poll(self.mark().query, deadline, lambda: f"{subject}: {self.device} has not done what it was given")
+        poll(self.mark().query, deadline, f"{subject}: {self.device} has not done what it was given")

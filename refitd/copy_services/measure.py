@@ -75,12 +75,12 @@ def pull_seconds(pid: int, spans: Sequence[Span]) -> float:
         for address, rows, row in spans
         for first, count, at, nbytes in _chunks(rows, row)
     ]
-    scratch, destination = np.empty(_CHUNK_BYTES, np.uint8), np.zeros(_CHUNK_BYTES, np.uint8)
+    destination, scratch = np.zeros(_CHUNK_BYTES, np.uint8), np.zeros(_CHUNK_BYTES, np.uint8)
 
     def pull() -> None:
         for chunk in chunks:
-            np.copyto(destination[: chunk.nbytes], chunk.read(scratch))
-            chunk.read(scratch)
+            chunk.read_to(destination.ctypes.data)
+            chunk.read_to(scratch.ctypes.data)
 
     return _fastest(pull)
 

@@ -158,7 +158,7 @@ class Peers:
             return found
         options = AllgatherOptions()
         options.timeout = deadline.left()
-        with self._errors(deadline, purpose):
+        with self.errors(deadline, purpose):
             self.group._allgather_base(found.reshape(-1), tensor.reshape(-1), options).wait(deadline.left())
         return found
 
@@ -172,7 +172,7 @@ class Peers:
         found = torch.empty_like(mine)
         options = AllToAllOptions()
         options.timeout = deadline.left()
-        with self._errors(deadline, purpose):
+        with self.errors(deadline, purpose):
             self.group.alltoall_base(found, mine, [], [], options).wait(deadline.left())
         return [_as_bytes(row) for row in found.reshape(len(self), -1)]
 
@@ -269,10 +269,11 @@ class Peers:
         Raises:
             DeadlineExceeded, PeerLost: naming the rank; the group cannot be used for transfers afterwards.
         """
-        with self._errors(deadline, f"{purpose} {self.label(position)}"):
+        with self.errors(deadline, f"{purpose} {self.label(position)}"):
             posted.work.wait(deadline.left())
 
-    def _errors(self, deadline: Deadline, subject: str) -> _Translating:
+    def errors(self, deadline: Deadline, subject: str) -> _Translating:
+        """Return a block in which torch's errors become DeadlineExceeded or PeerLost, told of `subject`."""
         return _Translating(deadline, subject, self.label(self.index))
 
 

@@ -7,9 +7,11 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from refitd.errors import PeerLost, TransportError
 
+Bytes = npt.NDArray[np.uint8]
 _IOV_MAX = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -45,7 +47,13 @@ class RemoteChunk:
         self._remote_at: int = self._remote.ctypes.data
         self._run = run
 
-    def read(self, address: int) -> None:
+    def read(self, scratch: Bytes) -> Bytes:
+        """Return the box's bytes, packed, in (a part of) `scratch`; raises what `read_to` does."""
+        out = scratch[: self.nbytes]
+        self.read_to(out.ctypes.data)
+        return out
+
+    def read_to(self, address: int) -> None:
         """Put the box's bytes, packed, at an address of this process, which has room for `nbytes`.
 
         Raises:

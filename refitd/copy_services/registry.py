@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from refitd.copy_services.base import Capabilities
@@ -73,13 +74,37 @@ class Registry:
         return backend
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A backend that is yet to be loaded, for those who want to know of each of them what became of it.
+
+    Attributes:
+        name: what it is to be called.
+        package: which distribution has it.
+        load: returns the backend; raises ConfigError, with the package's name, where it cannot be loaded.
+    """
+
+    name: str
+    package: str
+    load: Callable[[], Backend]
+
+
 def installed() -> Registry:
     """Return refitd's own backends and those that other packages offer.
 
     Raises:
         ConfigError: an offered backend cannot be loaded; the text names its package.
     """
-    return Registry([*_own(), *_offered()])
+    return Registry(offer.load() for offer in offers())
+
+
+def offers() -> Iterator[Offer]:
+    """Yield what `installed` loads: refitd's own backends, then those of other packages."""
+    for backend in _own():
+        yield Offer(backend.name, "refitd", partial(_loaded, backend))
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = point.dist.name if point.dist else point.value
+        yield Offer(point.name, package, partial(_load, point, package))
 
 
 def _own() -> list[Backend]:
@@ -97,17 +122,19 @@ def _own() -> list[Backend]:
     ]
 
 
-def _offered() -> Iterator[Backend]:
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        package = point.dist.name if point.dist else point.value
-        try:
-            found = point.load()
-            backend = found() if callable(found) else found
-        except Exception as exc:  # whatever a foreign package raises while it is imported
-            raise ConfigError(f"copy service {point.name!r} of package {package} cannot be loaded: {exc}") from exc
-        if not isinstance(backend, Backend):
-            raise ConfigError(f"copy service {point.name!r} of package {package} is no Backend but {backend!r}")
-        yield backend
+def _loaded(backend: Backend) -> Backend:
+    return backend
+
+
+def _load(point: importlib.metadata.EntryPoint, package: str) -> Backend:
+    try:
+        found = point.load()
+        backend = found() if callable(found) else found
+    except Exception as exc:  # whatever a foreign package raises while it is imported
+        raise ConfigError(f"copy service {point.name!r} of package {package} cannot be loaded: {exc}") from exc
+    if not isinstance(backend, Backend):
+        raise ConfigError(f"copy service {point.name!r} of package {package} is no Backend but {backend!r}")
+    return backend
 
 
 def _lacks(module: str, command: str) -> str:

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from refitd.copy_services.packed import WINDOW, InFlight, PackedExchange, Stream
@@ -51,8 +52,12 @@ class RoundsExchange(PackedExchange):
     """The pipeline of packed.py with group calls instead of single messages. WINDOW of them are in flight."""
 
     @abstractmethod
-    def _issue(self, flights: Sequence[InFlight]) -> Any:
-        """Start sending and receiving these buffers, as one group call; what is returned is asked for its end."""
+    def _issue(self, flights: Sequence[InFlight], deadline: Deadline, subject: str) -> Any:
+        """Start sending and receiving these buffers, as one group call; what is returned is asked for its end.
+
+        Raises:
+            PeerLost: the transport refuses.
+        """
 
     @abstractmethod
     def _is_over(self, issued: Any) -> bool:
@@ -87,7 +92,7 @@ class RoundsExchange(PackedExchange):
             {position: count for (position, is_send), count in counts.items() if is_send},
             {position: count for (position, is_send), count in counts.items() if not is_send},
         )
-        flying: deque[tuple[list[InFlight], Any]] = deque()
+        flying: deque[tuple[list[InFlight], str, Any]] = deque()
 
         def launch() -> None:
             turns = next(calls, ())
@@ -98,7 +103,8 @@ class RoundsExchange(PackedExchange):
                 number, buffer, is_staged = made
                 flights.append(InFlight(by_turn[turn], number, None, buffer, is_staged))
             if flights:
-                flying.append((flights, self._issue(flights)))
+                subject = self._subject(flights)
+                flying.append((flights, subject, self._issue(flights, deadline, subject)))
 
         arrived = 0
         with self._working(deadline):
@@ -106,9 +112,8 @@ class RoundsExchange(PackedExchange):
                 launch()
             trouble = meanwhile()
             while flying:
-                flights, issued = flying.popleft()
-                subject = self._subject(flights)
-                poll(lambda issued=issued: self._is_over(issued), deadline, lambda subject=subject: subject)
+                flights, subject, issued = flying.popleft()
+                poll(partial(self._is_over, issued), deadline, subject)
                 self._finish(issued, deadline, subject)
                 for flight in flights:
                     if not flight.stream.is_send:
@@ -126,5 +131,4 @@ class RoundsExchange(PackedExchange):
         positions = sorted({flight.stream.position for flight in flights})
         names = ", ".join(self.peers.label(position) for position in positions[:8])
         more = f" and {len(positions) - 8} more" if len(positions) > 8 else ""
-        numbers = f"{min(f.number for f in flights)}"
-        return f"{self.peers.label(self.peers.index)} exchanged no message {numbers} with {names}{more}"
+        return f"{self.peers.label(self.peers.index)} exchanged no message {flights[0].number} with {names}{more}"

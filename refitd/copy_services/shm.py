@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import extent
-from refitd.copy_services.base import CopyService, DigestMismatch, PreparedJob, RunResult
+from refitd.copy_services.base import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.conversions import converted
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
@@ -98,14 +98,14 @@ class _LentChunk(_Chunk):
 
     def write(self, scratch: _Scratch) -> None:
         if self.destination_at:
-            self.source.read(self.destination_at)
+            self.source.read_to(self.destination_at)
             return
-        self.source.read(scratch.address)
+        self.source.read_to(scratch.address)
         np.copyto(self.destination, scratch.view(self.destination.shape, self.destination.dtype))
 
     def expected_at(self, scratch: _Scratch) -> int:
         # nothing locks the pages of another process: a source that has changed meanwhile differs here
-        self.source.read(scratch.address)
+        self.source.read_to(scratch.address)
         return scratch.address
 
 
@@ -123,7 +123,7 @@ class _ConvertedChunk(_Chunk):
     def _converted(self, scratch: _Scratch) -> Elements:
         if not isinstance(self.source, RemoteChunk):
             return converted(self.cast, self.source)
-        self.source.read(scratch.address)
+        self.source.read_to(scratch.address)
         words = np.dtype(_UNSIGNED[SOURCE_SIZES[self.cast]])
         return converted(self.cast, scratch.view(self.destination.shape, words))
 
@@ -185,9 +185,10 @@ class _SharedMemoryJob(PreparedJob):
         self._bytes = sum(chunk.nbytes for chunk in chunks)
         self._scratch = [(_Scratch(), _Scratch()) for _ in range(self._threads)]
 
-    def run(self, *, verify: bool, on_progress: Callable[[int], None]) -> RunResult:
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run."""
         started = time.perf_counter()
+        # nothing here waits for another process, so there is nothing for `timeout` to bound
         if self._threads == 1:
             _work(iter(self._chunks), *self._scratch[0], verify, on_progress)
         else:
@@ -336,9 +337,7 @@ def _cut(dims: list[_Dim], element: int) -> Iterator[tuple[list[_Dim], int, int]
             yield box, start * src + a, start * dst + b
 
 
-def _view(
-    buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, as_bytes: bool
-) -> Elements:
+def _view(buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, as_bytes: bool) -> Elements:
     """Return the box as an array over `buffer`; one whose last dimension is contiguous at both ends, as bytes."""
     shape = [d[0] for d in box]
     strides = [d[side] for d in box]

@@ -145,7 +145,7 @@ class SlottedExchange(PackedExchange):
                     if on_progress is not None:
                         on_progress(arrived)
                 elif waiting:
-                    pause.take(deadline, lambda: self._subject(waiting))
+                    pause.take(deadline, self._subject(waiting))
         return found
 
     def _leave(self, stream: Stream, words: Sequence[int], verify: bool) -> tuple[int, str] | None:
@@ -181,6 +181,6 @@ class SlottedExchange(PackedExchange):
 
     def _subject(self, waiting: Sequence[Stream]) -> str:
         """Name who has been waited for, for errors."""
-        told = [f"{'room at' if s.is_send else 'a message from'} {self.peers.label(s.position)}" for s in waiting]
+        told = [f"{'room at' if s.is_send else 'message from'} {self.peers.label(s.position)}" for s in waiting]
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
         return f"{self.peers.label(self.peers.index)} got no {', no '.join(told[:8])}{more}"

@@ -22,27 +22,27 @@ class Pause:
     def __init__(self) -> None:
         self._next = 0.0
 
-    def take(self, deadline: Deadline, say: Callable[[], str]) -> None:
+    def take(self, deadline: Deadline, subject: str) -> None:
         """Sleep a little.
 
         Raises:
-            DeadlineExceeded: the deadline has passed; `say` tells who has been waited for.
+            DeadlineExceeded: the deadline has passed; `subject` tells who has done nothing.
         """
         if time.monotonic() >= deadline.at:
-            raise DeadlineExceeded(f"{say()} within {deadline.seconds:g} s")
+            raise DeadlineExceeded(f"{subject} within {deadline.seconds:g} s")
         time.sleep(self._next)
         self._next = min(_LONGEST_PAUSE_S, self._next + 0.00001)
 
 
-def poll(is_over: Callable[[], bool], deadline: Deadline, say: Callable[[], str]) -> None:
+def poll(is_over: Callable[[], bool], deadline: Deadline, subject: str) -> None:
     """Return once `is_over` says so.
 
     Raises:
-        DeadlineExceeded: it did not in time; `say` tells who has been waited for.
+        DeadlineExceeded: it did not in time; `subject` tells who has done nothing.
     """
     pause = Pause()
     while not is_over():
-        pause.take(deadline, say)
+        pause.take(deadline, subject)
 
 
 def bounded(step: Callable[[], _T], deadline: Deadline, subject: str) -> _T:

@@ -128,6 +128,11 @@ class Member:
             for name, t in zip(self.names, self.packed, strict=True)
         }
 
+    def read_by(self) -> set[str]:
+        """Return the swaps that are reading any version."""
+        held = [slot.readers for slot in self.slots] + [lease.readers for lease in self.leases.values()]
+        return set().union(*held)
+
     def readers_of(self, version: int) -> set[str] | None:
         """Return the set of swaps reading a version (to be changed in place), None when it is not held."""
         if version in self.leases:

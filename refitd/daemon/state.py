@@ -483,6 +483,10 @@ class Daemon:
         if known == boot:
             return
         self._log("coordinator", boot=boot)
+        # whoever welcomes us anew has aborted what was not decided; its words about that may not have reached us
+        reading = {swap for member in self.members.values() for swap in member.read_by()}
+        for swap in sorted(reading | self._swaps.staging()):
+            self._abort(swap, "the coordinator was out of reach")
         self._described.clear()
         for member in self.members.values():
             self._add(0, 0, member, self._readmitted(member.id))

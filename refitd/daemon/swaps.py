@@ -280,6 +280,10 @@ class LocalSwaps:
         self._log("stage-failed", swap=swap, where=where, reason=reason)
         self._say(cluster.StageFailed(swap=swap, where=where or f"node {self._node}", reason=reason))
 
+    def staging(self) -> set[str]:
+        """Return the swaps that are being staged here."""
+        return set(self._swaps)
+
     def abort(self, swap: str) -> None:
         """Make sure that nothing is written for this swap any more, and forget it."""
         for worker in sorted(self.jobs.busy_with(_Staging(swap))):

@@ -92,7 +92,8 @@ TRAINER = """
     import ctypes, sys, torch, refitd
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody may look into this process
     client = refitd.connect(sys.argv[1], name="trainer")
-    source = client.register_source("policy", {"w": torch.ones(512, 1024)}, pull={"pull": True, "auto": None}[sys.argv[2]])
+    pull = {"pull": True, "auto": None}[sys.argv[2]]
+    source = client.register_source("policy", {"w": torch.ones(512, 1024)}, pull=pull)
     with source.lend(1):
         print(source.lending, flush=True)
         sys.stdin.readline()

@@ -32,10 +32,11 @@ class RunningDaemon:
         standalone: bool = True,
         limits: Mapping[int, tuple[int, int]] | None = None,
         preexec: Callable[[], None] = lambda: None,
+        netns: str = "",
     ) -> None:
         """`limits` are resource limits (RLIMIT_*: soft, hard) that the daemon and what it starts live under.
 
-        `preexec` is called in the daemon's process before it is one.
+        `preexec` is called in the daemon's process before it is one; `netns` is the network namespace it runs in.
         """
 
         def prepare() -> None:
@@ -53,7 +54,8 @@ class RunningDaemon:
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
         self._env["REFITD_NODE__RUNTIME_DIR"] = str(self.directory)
         ready_r, ready_w = os.pipe()
-        command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--config", str(config_path)]
+        command = ["ip", "netns", "exec", netns] if netns else []
+        command += [sys.executable, "-m", "refitd_cli.daemon", "serve", "--config", str(config_path)]
         command += ["--ready-fd", str(ready_w), *(["--standalone"] if standalone else [])]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
@@ -63,7 +65,7 @@ class RunningDaemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=prepare,
+                preexec_fn=prepare,  # noqa: PLW1509  a few system calls, before the new program
             )
         os.close(ready_w)
         # the pipe ends when the daemon does, so this wait is bounded by its life

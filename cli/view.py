@@ -1,0 +1,112 @@
+"""A cluster's status as lines and tables: `status` prints them once, `watch` again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from refitd.protocol.reports import LinkStatus, ModelStatus, NodeStatus, SourceStatus, StatusReport, TargetStatus
+from refitd_cli.output import console, duration, rate, size, table, version, versions
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NO_MODELS = "no models: no trainer and no engine has registered yet"
+
+NODE_COLUMNS = ("node", "host", "address", ">pid", ">workers", ">clients", ">arenas", ">arena bytes", "services")
+LINK_COLUMNS = ("model", "link", "service", ">lanes", ">bytes per swap", "state", ">last swap")
+SOURCE_COLUMNS = (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions held", "given")
+TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "state", ">serves", ">staged")
+
+
+def status_parts(report: StatusReport, nothing: str = NO_MODELS) -> Iterator[str | Table]:
+    """Yield what a person reads of a report, from top to bottom; `nothing` is said where there are no models."""
+    yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
+    yield table("nodes", NODE_COLUMNS, map(_node, report.nodes))
+    if report.links:
+        yield table("links", LINK_COLUMNS, map(_link, report.links))
+    if not report.models:
+        yield nothing
+    for model in report.models:
+        yield f"model {model.model}: complete versions {versions(model.complete_versions)}{_activity(model)}"
+        yield table("sources", SOURCE_COLUMNS, map(_source, model.sources))
+        yield table("targets", TARGET_COLUMNS, map(_target, model.targets))
+
+
+def print_parts(parts: Iterable[str | Table]) -> None:
+    """Print lines as they are, however long, and tables as wide as the terminal."""
+    for part in parts:
+        if isinstance(part, str):
+            click.echo(part)
+        else:
+            console().print(part)
+
+
+def _node(node: NodeStatus) -> Sequence[str]:
+    return (
+        node.node,
+        node.host,
+        node.address or "-",
+        str(node.pid),
+        str(len(node.workers)),
+        str(node.clients),
+        str(node.arenas),
+        size(node.arena_bytes),
+        ", ".join(node.services) or "-",
+    )
+
+
+def _link(link: LinkStatus) -> Sequence[str]:
+    return (
+        link.model,
+        f"{link.source} -> {link.target}",
+        link.service,
+        str(link.lanes),
+        size(link.bytes),
+        link.state,
+        rate(link.bytes, link.seconds),
+    )
+
+
+def _source(source: SourceStatus) -> Sequence[str]:
+    return (
+        str(source.rank),
+        f"{source.node}/{source.host}",
+        str(source.pid) if source.attached else "gone",
+        str(source.tensors),
+        size(source.bytes),
+        versions(source.versions),
+        source.way or "-",
+    )
+
+
+def _target(target: TargetStatus) -> Sequence[str]:
+    return (
+        target.replica,
+        f"{target.rank}/{target.world_size}",
+        f"{target.node}/{target.host}",
+        str(target.pid),
+        str(target.tensors),
+        size(target.bytes),
+        target.state,
+        version(target.version),
+        version(target.staged),
+    )
+
+
+def _activity(model: ModelStatus) -> str:
+    text = "; swaps when a version is complete" if model.auto_swap else ""
+    if running := model.swap:
+        text += (
+            f"; swapping to {running.version}: {running.phase}, "
+            f"{size(running.bytes_done)} of {size(running.bytes_total)}"
+        )
+    if last := model.last_swap:
+        text += f"; last swap: version {version(last.version)} {last.outcome}"
+        if last.outcome == "committed":
+            text += f" in {duration(last.total_s)}, staged at {rate(last.bytes, last.stage_s)}"
+        else:
+            text += f" in phase {last.phase}: {last.reason}"
+    return text

@@ -1,0 +1,138 @@
+"""Two hosts as two network namespaces: keys, a slow cable, a cable that loses packets, one that is pulled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import refitd
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
+from tests.support.network import TwoHosts, why_not
+
+if reason := why_not():
+    pytest.skip(f"no network namespaces here: {reason}", allow_module_level=True)
+
+PORT = 7433
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    made = TwoHosts()
+    yield made
+    made.close()
+
+
+class Fleet:
+    """A trainer on host a, which runs the coordinator too, and an engine on host b."""
+
+    def __init__(self, hosts: TwoHosts, start: Callable[..., RunningDaemon], keys: Path, rows: int) -> None:
+        for name in ("a", "b"):
+            keygen = [sys.executable, "-m", "refitd_cli.control", "keygen", name, "--directory", str(keys)]
+            subprocess.run(keygen, check=True, timeout=30, capture_output=True)
+        (keys / "allowed").write_text((keys / "a.pub").read_text() + (keys / "b.pub").read_text())
+        common = "[deadlines]\nplan_s = 20.0\nstage_s = 15.0\ncommit_s = 5.0\n"
+        endpoint = f"[coordinator]\nendpoint = 'tcp://{hosts.addresses[0]}:{PORT}'\n"
+        self.daemons = []
+        for name, netns in zip(("a", "b"), hosts.names, strict=True):
+            security = f"[security]\nkey = '{keys}/{name}.key'\nserver_key = '{keys}/a.pub'\n"
+            security += f"allowed = '{keys}/allowed'\n" if name == "a" else ""
+            config = f"[node]\nname = '{name}'\n{endpoint}{security}{common}"
+            self.daemons.append(start(config, standalone=name == "a", netns=netns))
+        eventually(lambda: len(self.status().nodes) == 2, "both nodes are there", 20)
+        self.trainer, self.engine = (daemon.connect() for daemon in self.daemons)
+        self.full = {"w": torch.zeros(rows, 1000, dtype=torch.bfloat16), "b": torch.zeros(1001)}
+        self.mine = {name: torch.zeros_like(tensor) for name, tensor in self.full.items()}
+        self.source = self.trainer.register_source("policy", self.full)
+        self.target = self.engine.register_target("policy", self.mine, replica="far")
+
+    def status(self) -> refitd.protocol.reports.StatusReport:  # type: ignore[name-defined]
+        with self.daemons[0].connect("status") as client:
+            return client.status()
+
+    def publish(self, version: int) -> None:
+        for tensor in self.full.values():
+            tensor.fill_(version)
+        self.source.publish(version)
+
+    def swap(self, version: int) -> None:
+        self.publish(version)
+        with Engine(self.target):
+            assert self.trainer.swap("policy", version, timeout=60).outcome == "committed"
+        assert all(torch.equal(self.mine[name], self.full[name]) for name in self.full)
+
+
+@pytest.fixture
+def fleet(
+    hosts: TwoHosts, start_daemon: Callable[..., RunningDaemon], tmp_path: Path
+) -> Iterator[Callable[[int], Fleet]]:
+    made: list[Fleet] = []
+
+    def make(rows: int) -> Fleet:
+        made.append(Fleet(hosts, start_daemon, tmp_path, rows))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.trainer.close()
+        each.engine.close()
+
+
+def test_weights_cross_between_hosts_that_know_each_other_by_keys(fleet: Callable[[int], Fleet]) -> None:
+    found = fleet(20_000)
+    found.swap(1)
+    found.swap(2)
+    addresses = {node.node: node.address for node in found.status().nodes}
+    assert addresses == dict(zip("ab", TwoHosts.addresses, strict=True))
+    (link,) = found.status().links
+    assert (link.source, link.target, link.state) == ("a", "b", "up")
+
+
+def test_a_slow_cable_is_filled_and_its_progress_is_told(hosts: TwoHosts, fleet: Callable[[int], Fleet]) -> None:
+    """40 MB at 200 Mbit/s take 1.6 s; the bar moves meanwhile."""
+    found = fleet(20_000)
+    hosts.limit(200)
+    found.publish(1)
+    told: list[int] = []
+    with Engine(found.target):
+        report = found.trainer.swap(
+            "policy", 1, timeout=60, on_progress=lambda p: told.append(p.bytes_done) if p.phase == "stage" else None
+        )
+    assert report.outcome == "committed"
+    assert torch.equal(found.mine["w"], found.full["w"])
+    partly = {nbytes for nbytes in told if 0 < nbytes < report.bytes}
+    assert len(partly) >= 3
+    assert told == sorted(told)
+
+
+def test_a_cable_that_loses_packets_loses_no_bytes(hosts: TwoHosts, fleet: Callable[[int], Fleet]) -> None:
+    if reason := hosts.lose(1.0):
+        pytest.skip(reason)
+    fleet(2_000).swap(1)
+
+
+def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
+    hosts: TwoHosts, fleet: Callable[[int], Fleet]
+) -> None:
+    found = fleet(40_000)
+    found.swap(1)
+    hosts.limit(100)  # 80 MB would take 6 s
+    found.publish(2)
+    swap = RunningSwap(found.daemons[0], "policy", 2, timeout=40)
+    swap.wait_phase("stage")
+    hosts.cable(up=False)
+    with pytest.raises(refitd.RefitFailed) as failed:
+        swap.result(30)
+    said = str(failed.value)
+    assert "node b" in said or "far rank 0" in said
+    assert failed.value.report is not None and failed.value.report.phase == "stage"
+    assert torch.equal(found.mine["w"], torch.ones_like(found.mine["w"]))
+    hosts.cable(up=True)
+    hosts.limit(1000)
+    eventually(lambda: len(found.status().nodes) == 2, "host b is back", 30)
+    eventually(lambda: bool(found.status().models[0].targets), "its engine is back", 30)
+    found.swap(3)

@@ -1,0 +1,84 @@
+"""Two network namespaces joined by a pair of virtual cables: two hosts, as far as sockets can tell."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+COMMAND_S = 10.0
+
+
+def why_not() -> str:
+    """Return what stands in the way of making namespaces here, or ""."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"{tool} (iproute2) is not installed"
+    name = f"rfprobe{os.getpid()}"
+    made = _run("ip", "netns", "add", name)
+    if made.returncode:
+        return f"ip netns add: {made.stderr.strip()}"
+    there = name + "v", name + "w"
+    cable = _run("ip", "link", "add", there[0][-15:], "type", "veth", "peer", "name", there[1][-15:])
+    _run("ip", "link", "del", there[0][-15:])
+    _run("ip", "netns", "del", name)
+    return f"veth: {cable.stderr.strip()}" if cable.returncode else ""
+
+
+class TwoHosts:
+    """Namespaces `a` (10.77.0.1) and `b` (10.77.0.2). Whoever made it closes it."""
+
+    addresses = ("10.77.0.1", "10.77.0.2")
+
+    def __init__(self) -> None:
+        self.names = tuple(f"rf{os.getpid()}{side}" for side in "ab")
+        self._cables = tuple(f"v{os.getpid() % 10**8}{side}" for side in "ab")
+        try:
+            for name in self.names:
+                _must("ip", "netns", "add", name)
+            _must("ip", "link", "add", self._cables[0], "type", "veth", "peer", "name", self._cables[1])
+            for name, cable, address in zip(self.names, self._cables, self.addresses, strict=True):
+                _must("ip", "link", "set", cable, "netns", name)
+                _must("ip", "-n", name, "addr", "add", f"{address}/24", "dev", cable)
+                _must("ip", "-n", name, "link", "set", "lo", "up")
+                _must("ip", "-n", name, "link", "set", cable, "up")
+        except BaseException:
+            self.close()
+            raise
+
+    def cable(self, *, up: bool) -> None:
+        """Pull the cable, or plug it in."""
+        _must("ip", "-n", self.names[1], "link", "set", self._cables[1], "up" if up else "down")
+
+    def limit(self, mbit: int) -> None:
+        """Let both ends send this much."""
+        for name, cable in zip(self.names, self._cables, strict=True):
+            _must(
+                *("tc", "-n", name, "qdisc", "replace", "dev", cable, "root"),
+                *("tbf", "rate", f"{mbit}mbit", "burst", "256kbit", "latency", "100ms"),
+            )
+
+    def lose(self, percent: float) -> str:
+        """Have the cable lose packets at random; return why it cannot, or ""."""
+        for name, cable in zip(self.names, self._cables, strict=True):
+            done = _run(
+                *("tc", "-n", name, "qdisc", "replace", "dev", cable, "root"),
+                *("netem", "loss", f"{percent}%", "delay", "1ms"),
+            )
+            if done.returncode:
+                return f"netem: {done.stderr.strip()}"
+        return ""
+
+    def close(self) -> None:
+        """Take everything down."""
+        for name in self.names:
+            _run("ip", "netns", "del", name)
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+
+
+def _must(*command: str) -> None:
+    done = _run(*command)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
