@@ -5,109 +5,92 @@ from __future__ import annotations
 import json
 import sys
 import time
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import refitd
-from benchmarks.swap_model import Tensor, describe, pieces, shapes
+from benchmarks.swap_model import Layout, Tensor, describe, held
+from benchmarks.swap_peers import Peers
 
 MODEL = "bench"
+ALIGNMENT = 64  # elements
 
 
 class Member:
-    """A rank of the gloo world and, through refitd, of the trainer or of the engine."""
+    """A rank of the trainer or of an engine through refitd, and of the gloo world that peers use."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         torch.set_num_threads(1)
-        self.side, self.rank, self.world = spec["side"], spec["rank"], spec["world"]
-        self.sources = spec["sources"]
-        self.layout = spec["layouts"]
-        self.tensors = [Tensor(**t) for t in spec["tensors"]]
-        kind = self.layout[self.side]
-        self.shard = {
-            name: torch.empty(shape, dtype=torch.bfloat16)
-            for name, shape in shapes(self.tensors, kind, self.rank, self.world)
+        self._tensors = [Tensor.from_json(values) for values in spec["tensors"]]
+        self._source, self._target = (Layout(**spec[side]) for side in ("source", "target"))
+        self._pairs = [tuple(pair) for pair in spec["pairs"]]
+        is_source, rank = spec["side"] == "source", spec["rank"]
+        layout = self._source if is_source else self._target
+        self._rank = rank if is_source else self._source.world + rank
+        self._flat, self._shard = _shard(self._tensors, layout, rank)
+        self._client = refitd.connect(spec["directory"], name=f"{spec['side']}{rank}")
+        options: dict[str, Any] = {
+            "rank": rank,
+            "world_size": layout.world,
+            "metadata": describe(self._tensors, layout, rank),
+            "timeout": 120.0,
         }
-        generator = torch.Generator().manual_seed(self.rank)
-        noise = torch.randint(-30000, 30000, (1 << 20,), dtype=torch.int16, generator=generator)
-        for tensor in self.shard.values():
-            flat = tensor.view(-1).view(torch.int16)
-            flat.copy_(noise.repeat(flat.numel() // noise.numel() + 1)[: flat.numel()])
-        self.client = refitd.connect(spec["directory"], name=f"{self.side}{self.rank}")
-        metadata = describe(self.tensors, kind, self.rank, self.world)
-        options: dict[str, Any] = {"rank": self.rank, "world_size": self.world, "metadata": metadata, "timeout": 120.0}
-        if self.side == "source":
-            self.source = self.client.register_source(MODEL, self.shard, slots=spec["slots"], **options)
+        if is_source:
+            self._trainer = self._client.register_source(MODEL, self._shard, slots=spec["slots"], **options)
         else:
-            self.target = self.client.register_target(MODEL, self.shard, replica="engine", **options)
-        self.buffers: dict[int, torch.Tensor] = {}
+            self._engine = self._client.register_target(MODEL, self._shard, replica="engine", **options)
 
     def publish(self, version: int) -> dict[str, Any]:
+        """Publish the shard; tell how long the trainer waited."""
         started = time.perf_counter()
-        self.source.publish(version, timeout=120)
+        self._trainer.publish(version, timeout=120)
         return {"seconds": time.perf_counter() - started}
 
     def wait(self, version: int) -> dict[str, Any]:
-        self.target.wait(version, timeout=120)
-        return {"paused_s": self.target.last_pause_s}
+        """Take a version over; tell how long the engine stood still."""
+        self._engine.wait(version, timeout=120)
+        return {"paused_s": self._engine.last_pause_s}
 
     def wait_until(self, version: int) -> dict[str, Any]:
         """Take over whatever comes until `version` has."""
-        while (self.target.version or 0) < version:
-            self.target.wait((self.target.version or 0) + 1, timeout=120)
+        while (self._engine.version or 0) < version:
+            self._engine.wait((self._engine.version or 0) + 1, timeout=120)
         return {}
 
-    def gloo(self, store: str, rank: int, size: int) -> dict[str, Any]:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    def gloo(self, store: str) -> dict[str, Any]:
+        """Join the world of the peers."""
+        size = self._source.world + self._target.world
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=self._rank, world_size=size)
+        self._peers = Peers(self._tensors, self._source, self._target, self._rank, self._shard)
         return {}
 
     def direct(self) -> dict[str, Any]:
-        """Raw gloo: one preallocated buffer per pair of ranks, no packing, no unpacking."""
-        pairs = pieces(self.tensors, self.layout, self.sources, self.world if self.side == "target" else None)
-        mine = [(src, dst, n) for src, dst, n in pairs if (src if self.side == "source" else dst) == self.rank and n]
-        for src, dst, n in mine:
-            peer = self.sources + dst if self.side == "source" else src
-            if peer not in self.buffers:
-                self.buffers[peer] = torch.ones(n, dtype=torch.bfloat16)
-        dist.barrier()
-        started = time.perf_counter()
-        move = dist.isend if self.side == "source" else dist.irecv
-        works = [move(buffer, peer) for peer, buffer in sorted(self.buffers.items())]
-        for work in works:
-            if work is not None:
-                work.wait()
-        dist.barrier()
-        return {"seconds": time.perf_counter() - started}
+        """See Peers.direct."""
+        return {"seconds": self._peers.direct(self._flat, self._pairs)}
 
     def gather(self) -> dict[str, Any]:
-        """Gather each tensor whole on rank 0, broadcast it to all, slice it there."""
-        dist.barrier()
-        started = time.perf_counter()
-        for tensor in self.tensors:
-            name, dim = tensor.name, tensor.dim
-            whole = torch.empty(tensor.shape, dtype=torch.bfloat16)
-            if self.side == "source" and self.rank == 0:
-                parts = [self.shard[name]]
-                if dim is not None:
-                    for peer in range(1, self.sources):
-                        part = torch.empty_like(parts[0])
-                        dist.recv(part, peer)
-                        parts.append(part)
-                    torch.cat(parts, dim, out=whole)
-                else:
-                    whole.copy_(parts[0])
-            elif self.side == "source" and dim is not None:
-                dist.send(self.shard[name], 0)
-            dist.broadcast(whole, 0)
-            if self.side == "target" and name in self.shard:
-                mine = self.shard[name]
-                if dim is not None and self.layout["target"] == "tp":
-                    whole = whole.chunk(self.world, dim)[self.rank]
-                mine.copy_(whole)
-        dist.barrier()
-        return {"seconds": time.perf_counter() - started}
+        """See Peers.gather."""
+        return {"seconds": self._peers.gather()}
+
+    def checkpoint(self, directory: str) -> dict[str, Any]:
+        """See Peers.checkpoint."""
+        return {"seconds": self._peers.checkpoint(directory)}
+
+
+def _shard(tensors: list[Tensor], layout: Layout, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return a rank's shard full of noise, and its tensors, which are views of it."""
+    shapes = {shard.tensor.name: shard.shape for shard in held(tensors, layout, rank)}
+    sizes = [-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
+    flat = torch.empty(sum(sizes), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(rank)
+    noise = torch.randint(-30000, 30000, (1 << 20,), dtype=torch.int16, generator=generator)
+    for part in flat.view(torch.int16).split(len(noise)):
+        part.copy_(noise[: len(part)])
+    places = zip(shapes.items(), flat.split(sizes), strict=True)
+    return flat, {name: part[: prod(shape)].view(shape) for (name, shape), part in places}
 
 
 def main() -> None:

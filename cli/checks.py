@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from refitd.buffers import room
 from refitd.config import default_runtime_dir
-from refitd.copy_services import measure
-from refitd.errors import RefitdError, TransportError
+from refitd.copy_services import measure, registry
+from refitd.copy_services.base import Capabilities
+from refitd.copy_services.registry import OWN, Offer
+from refitd.errors import ConfigError, RefitdError, TransportError
 from refitd_cli.output import size
 from refitd_cli.session import Control
 
 # Descriptors a daemon may need: one per arena, one more for each worker it goes to, two per client.
 WANTED_DESCRIPTORS = 4096
 
-# What each way of copying needs: (name, distribution, module); the first is part of refitd itself.
-BACKENDS = (
-    ("gloo", "torch", "torch"),
-    ("nccl", "nvidia-nccl-cu12", "nvidia.nccl"),
-    ("nccl", "nvidia-nccl-cu13", "nvidia.nccl"),
-    ("nvshmem", "nvshmem4py-cu12", "nvshmem"),
-    ("nvshmem", "nvshmem4py-cu13", "nvshmem"),
+# Wheels that install the same files: the later one overwrites the earlier one's.
+RIVALS = (
+    ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
+    ("nvshmem4py-cu12", "nvshmem4py-cu13"),
 )
 
 
@@ -54,6 +53,7 @@ def all_findings(connect: Callable[[], Control], address: str | None) -> Iterato
     yield private_tensors()
     yield descriptors()
     yield from backends()
+    yield from wheels()
     yield runtime_dir(Path(address) if address else default_runtime_dir())
     yield daemon(connect)
 
@@ -166,25 +166,34 @@ def descriptors() -> Finding:
     return Finding("open files", "ok", found)
 
 
-def backends() -> Iterator[Finding]:
-    """Which ways of copying are installed."""
-    yield Finding("backend shm", "ok", "part of refitd")
-    found: dict[str, list[str]] = {}
-    for name, distribution, module in BACKENDS:
-        version = _version(distribution)
-        if version is not None and _is_importable(module):
-            found.setdefault(name, []).append(f"{distribution} {version}")
-    for name in dict.fromkeys(name for name, _, _ in BACKENDS):
-        installed = found.get(name, [])
-        if len(installed) > 1:
-            advice = "their wheels overwrite each other's files: uninstall the one torch does not use"
-            yield Finding(f"backend {name}", "warn", " and ".join(installed), advice)
+def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[Finding]:
+    """Which ways of copying there are, what each does, and what it lacks here."""
+    packages: dict[str, str] = {}
+    for offer in offers():
+        name = f"backend {offer.name}"
+        try:
+            backend = offer.load()
+            name = f"backend {backend.name}"
+            if backend.name in packages:
+                raise ConfigError(f"packages {packages[backend.name]} and {offer.package} both have one of this name")
+            packages[backend.name] = offer.package
+            missing = backend.missing()
+        except Exception as exc:  # whatever a foreign package raises
+            found = str(exc) if isinstance(exc, ConfigError) else f"package {offer.package}: {exc!r}"
+            # the daemon and its workers load every backend
+            yield Finding(name, "fail", found, f"no daemon starts with it: mend or uninstall {offer.package}")
         else:
-            yield Finding(
-                f"backend {name}",
-                "ok",
-                f"{installed[0]}; nothing here uses it yet" if installed else "not installed (optional)",
-            )
+            origin = "" if offer.package == OWN else f", from package {offer.package}"
+            yield Finding(name, "warn" if missing else "ok", _does(backend.capabilities) + origin, missing)
+
+
+def wheels() -> Iterator[Finding]:
+    """Packages that must not be installed beside each other; nothing where there are none."""
+    for rivals in RIVALS:
+        found = [f"{name} {version}" for name in rivals if (version := _version(name)) is not None]
+        if len(found) > 1:
+            advice = "their wheels overwrite each other's files: uninstall the one torch does not use"
+            yield Finding("wheels", "warn", " and ".join(found), advice)
 
 
 def runtime_dir(path: Path) -> Finding:
@@ -246,9 +255,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _is_importable(module: str) -> bool:
-    """Find a module; of a dotted one only the namespace it is in is imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
+def _does(capabilities: Capabilities) -> str:
+    ends = "one-sided" if capabilities.is_one_sided else "two-sided"
+    reach = "between nodes" if capabilities.crosses_nodes else "within a node"
+    return f"{ends}, {reach}, {' and '.join(sorted(capabilities.devices))}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import click
@@ -62,9 +62,13 @@ def watch(
 
     Where stdout is no terminal, tables are printed at every refresh; with --json one object a line.
     """
-    with suppress(KeyboardInterrupt), _display(as_json, model, interval) as display:
+    with (
+        suppress(KeyboardInterrupt),
+        closing(refreshes(session, address, interval, wait_s)) as results,
+        _display(as_json, model, interval) as display,
+    ):
         shown = 0
-        for found in refreshes(session, address, interval, wait_s):
+        for found in results:
             if isinstance(found, StatusReport):
                 display.show(_only(found, model))
                 shown += 1
@@ -76,7 +80,7 @@ def watch(
 
 def refreshes(
     session: Session, address: str | None, interval_s: float, wait_s: float
-) -> Iterator[StatusReport | TransportError]:
+) -> Generator[StatusReport | TransportError]:
     """Yield the status every `interval_s` seconds; while the daemon is away, the error that says so.
 
     Raises:
@@ -124,7 +128,7 @@ class Display(Protocol):
 
 
 class Printed:
-    """Refreshes one below the other: JSON, an object a line, or tables. That the daemon is away goes to stderr, once."""
+    """Refreshes one below the other: tables, or an object a line. That the daemon is away goes to stderr, once."""
 
     def __init__(self, as_json: bool, model: str | None) -> None:
         self._as_json, self._model = as_json, model
@@ -190,8 +194,7 @@ class Screen:
 
 @contextmanager
 def _display(as_json: bool, model: str | None, interval_s: float) -> Iterator[Display]:
-    terminal = console()
-    if as_json or not sys.stdout.isatty() or terminal.is_dumb_terminal:
+    if as_json or not sys.stdout.isatty() or (terminal := console()).is_dumb_terminal:
         yield Printed(as_json, model)
         return
     screen = Screen(terminal, model, interval_s)

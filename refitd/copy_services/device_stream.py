@@ -38,6 +38,12 @@ class DeviceStream:
                 yield
                 self.settle(deadline, subject)
 
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Queue what torch does inside the block on this stream, behind nothing else."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
     def mark(self) -> torch.cuda.Event:
         """Return an event behind everything that has been queued."""
         event = torch.cuda.Event()

@@ -23,6 +23,7 @@ class GlooService(PackedExchange):
         is_one_sided=False,
         crosses_nodes=True,
         devices=frozenset({"cpu", "cuda"}),
+        needs_contiguous=True,
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
 

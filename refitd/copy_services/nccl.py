@@ -39,6 +39,7 @@ class NcclService(RoundsExchange):
         is_one_sided=False,
         crosses_nodes=True,
         devices=frozenset({"cpu", "cuda"}),
+        needs_contiguous=True,
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
     # no cache to fit: the fewer kernels, the better
@@ -116,14 +117,15 @@ def join(epoch: Epoch) -> NcclService:
     """Join a membership epoch: communicators of its own, found through the epoch's mailbox. Returns once all have.
 
     Raises:
+        ConfigError: this worker has no CUDA device.
         DeadlineExceeded, PeerLost: somebody did not come, by label; the process should end.
         TransportError: NCCL cannot run here; its own words are in the text.
     """
-    from torch._C._distributed_c10d import ProcessGroupNCCL
-
     device = torch.device(epoch.device)
     if device.type != "cuda":
         raise ConfigError(f"{epoch.labels[epoch.index]}: NCCL needs a CUDA device, this worker has {epoch.device!r}")
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a torch without CUDA
+
     store, deadline = MailboxStore(epoch), Deadline.after(epoch.timeout)
 
     def meet() -> NcclService:

@@ -99,6 +99,12 @@ class InFlight:
     buffer: torch.Tensor
     is_staged: bool
 
+    @property
+    def payload(self) -> int:
+        """Bytes of pieces in it; a digest has none."""
+        messages = self.stream.messages
+        return messages[self.number].payload if self.number < len(messages) else 0
+
 
 @dataclass(frozen=True)
 class _Held(Transfers):
@@ -295,17 +301,36 @@ class PackedExchange(ExchangeService):
         Returns what `meanwhile` or a comparison of digests has found wrong, or "".
         """
         flying: deque[InFlight] = deque()
+        try:
+            return self._pass(flying, streams, meanwhile, verify, deadline, on_progress)
+        except BaseException:
+            # what the others still send must not be written any more
+            for flight in flying:
+                flight.posted.abandon()
+            raise
+
+    def _pass(
+        self,
+        flying: deque[InFlight],
+        streams: Sequence[Stream],
+        meanwhile: Callable[[], str],
+        verify: bool,
+        deadline: Deadline,
+        on_progress: Callable[[int], None] | None,
+    ) -> str:
+        """Do as `_move` says; `flying` are the messages that are posted and not yet known to be over."""
         arrived = 0
         order = self._order(streams)
         for _ in range(WINDOW):
             flying.extend(flight for stream in order if (flight := self._post(stream, verify)))
         trouble = meanwhile()
         while flying:
-            done = flying.popleft()
+            done = flying[0]
             self.peers.wait(done.posted, done.stream.position, deadline, _doing(done))
+            flying.popleft()
             if not done.stream.is_send:
                 trouble = self._land(done, verify) or trouble
-                arrived += done.buffer.numel()
+                arrived += done.payload
             if done.is_staged:
                 self._give_back(done.buffer)
             if on_progress is not None:

@@ -277,12 +277,19 @@ class Peers:
         return _Translating(deadline, subject, self.label(self.index))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Posted:
     """A transfer that has been started. The tensor is kept, so that its memory stays."""
 
     work: Any
     tensor: torch.Tensor
+
+    def abandon(self) -> None:
+        """Have a receive be filled no more: gloo ends a connection whose next message nobody holds a receive for.
+
+        Nothing else may hold it: where a send or receive is still under way, its group cannot be used any more.
+        """
+        self.work = None
 
 
 @dataclass(frozen=True, slots=True)

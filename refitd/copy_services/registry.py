@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refitd.copy_services.base import Capabilities
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 # Packages offer a Backend, or a function that returns one, under this group of entry points.
 ENTRY_POINTS = "refitd.copy_services"
+OWN = "refitd"  # the package that has the backends of this folder
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,20 @@ def installed() -> Registry:
 def offers() -> Iterator[Offer]:
     """Yield what `installed` loads: refitd's own backends, then those of other packages."""
     for backend in _own():
-        yield Offer(backend.name, "refitd", partial(_loaded, backend))
+        yield Offer(backend.name, OWN, partial(_loaded, backend))
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = point.dist.name if point.dist else point.value
         yield Offer(point.name, package, partial(_load, point, package))
+
+
+# what the services over packed.py have in common
+_PACKED = Capabilities(
+    is_one_sided=False,
+    crosses_nodes=True,
+    devices=frozenset({"cpu", "cuda"}),
+    needs_contiguous=True,
+    max_message_bytes=8 << 20,
+)
 
 
 def _own() -> list[Backend]:
@@ -112,12 +125,18 @@ def _own() -> list[Backend]:
         Backend("shm", Capabilities(is_one_sided=True, crosses_nodes=False), lambda: "", mapped=_shm),
         Backend(
             "gloo",
-            Capabilities(
-                is_one_sided=False, crosses_nodes=True, devices=frozenset({"cpu", "cuda"}), max_message_bytes=8 << 20
-            ),
+            _PACKED,
             lambda: _lacks("torch", "pip install torch"),
             over_group=_gloo,
             join=_join_gloo,
+        ),
+        Backend("nccl", _PACKED, _lacks_gpu, over_group=_nccl, join=_join_nccl),
+        Backend("nvshmem", _PACKED, _lacks_nvshmem, join=_join_nvshmem),
+        Backend(
+            "cuda",
+            Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"})),
+            _lacks_gpu,
+            mapped=_cuda,
         ),
     ]
 
@@ -145,6 +164,34 @@ def _lacks(module: str, command: str) -> str:
     return "" if found is not None else f"{module} is not installed; `{command}` brings it"
 
 
+def _lacks_gpu() -> str:
+    from refitd.buffers.cuda import visible_devices
+
+    found = [] if visible_devices() else ["no GPU is visible to this process (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
+    if not torch_cuda():
+        command = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        found.append(_lacks("torch", command) or f"this torch has no CUDA; `{command}` brings one that has")
+    return "; ".join(found)
+
+
+def _lacks_nvshmem() -> str:
+    major = torch_cuda().partition(".")[0] or "13"
+    # the wheels for two majors overwrite each other: it must be the one that torch was built for
+    lacks = _lacks("nvshmem", f"pip install 'refitd[cuda{major}]'").replace("nvshmem", "nvshmem4py", 1)
+    return "; ".join(part for part in (_lacks_gpu(), lacks) if part)
+
+
+def torch_cuda() -> str:
+    """Return the CUDA version torch was built for, "" for none; torch, which takes seconds, is not imported."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        text = Path(spec.origin or "").with_name("version.py").read_text() if spec else ""
+    except (ImportError, OSError, ValueError):
+        return ""
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def _shm(threads: int) -> MappedCopyService:
     from refitd.copy_services.shm import SharedMemoryService
 
@@ -161,3 +208,27 @@ def _join_gloo(epoch: Epoch) -> ExchangeService:
     from refitd.copy_services.gloo import join
 
     return join(epoch)
+
+
+def _nccl(group: Any) -> ExchangeService:
+    from refitd.copy_services.nccl import NcclService
+
+    return NcclService(group)
+
+
+def _join_nccl(epoch: Epoch) -> ExchangeService:
+    from refitd.copy_services.nccl import join
+
+    return join(epoch)
+
+
+def _join_nvshmem(epoch: Epoch) -> ExchangeService:
+    from refitd.copy_services.nvshmem import join
+
+    return join(epoch)
+
+
+def _cuda(threads: int) -> MappedCopyService:
+    from refitd.copy_services.cuda import CudaCopyService
+
+    return CudaCopyService()  # one stream keeps a GPU busy; threads are for processors

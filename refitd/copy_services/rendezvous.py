@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from refitd.copy_services.epoch import Epoch
-from refitd.errors import RefitdError, TransportError
+from refitd.errors import DeadlineExceeded, RefitdError, TransportError
 
 
 class MailboxStore(Store):
@@ -35,10 +35,20 @@ class MailboxStore(Store):
         if key not in self._found:
             try:
                 self._found[key] = self._epoch.mailbox.get(key, max(0.001, self._deadline - time.monotonic()))
+            except DeadlineExceeded as exc:
+                self.failure = DeadlineExceeded(f"{self._who(key)} did not come to epoch {self._epoch.id}: {exc}")
+                raise self.failure from exc
             except RefitdError as exc:
                 self.failure = exc
                 raise
         return self._found[key]
+
+    def _who(self, key: str) -> str:
+        """Return who leaves the value of a key: process groups end theirs with the position."""
+        position = key.rpartition("/")[2]
+        if position.isdecimal() and int(position) < self._epoch.size:
+            return self._epoch.labels[int(position)]
+        return "some worker"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return once all values are there."""

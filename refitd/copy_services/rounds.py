@@ -118,7 +118,7 @@ class RoundsExchange(PackedExchange):
                 for flight in flights:
                     if not flight.stream.is_send:
                         trouble = self._land(flight, verify) or trouble
-                        arrived += flight.buffer.numel()
+                        arrived += flight.payload
                     if flight.is_staged:
                         self._give_back(flight.buffer)
                 if on_progress is not None:

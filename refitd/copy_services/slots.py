@@ -174,10 +174,11 @@ class SlottedExchange(PackedExchange):
         nth, stream.next = stream.next, stream.next + 1
         nbytes = stream.messages[nth].nbytes if nth < len(stream.messages) else DIGEST_BYTES
         buffer = self._room(self.slots.landing(source, me, number), nbytes)
-        trouble = self._land(InFlight(stream, nth, None, buffer, True), verify)
+        flight = InFlight(stream, nth, None, buffer, True)
+        trouble = self._land(flight, verify)
         self._signal(source, self.slots.freed(source, me, number), number + 1)
         self._taken_count[source] += 1
-        return nbytes, trouble
+        return flight.payload, trouble
 
     def _subject(self, waiting: Sequence[Stream]) -> str:
         """Name who has been waited for, for errors."""

@@ -12,26 +12,29 @@ from refitd.errors import DeadlineExceeded
 
 _T = TypeVar("_T")
 
-# A look costs microseconds; the pause grows to this, so that a long wait leaves the processor to others.
+# What takes less is waited for without sleeping, as a sleep takes a tenth of it; then sleeps are a part of the time
+# waited so far, up to the longest, so that a long wait leaves the processor to others.
+_AWAKE_S = 0.001
 _LONGEST_PAUSE_S = 0.0005
 
 
 class Pause:
-    """Sleeps between two looks at something that has not happened yet, longer each time."""
+    """Time passed between two looks at something that has not happened yet, longer each time."""
 
     def __init__(self) -> None:
-        self._next = 0.0
+        self._since = time.monotonic()
 
     def take(self, deadline: Deadline, subject: str) -> None:
-        """Sleep a little.
+        """Let a little time pass.
 
         Raises:
             DeadlineExceeded: the deadline has passed; `subject` tells who has done nothing.
         """
-        if time.monotonic() >= deadline.at:
+        now = time.monotonic()
+        if now >= deadline.at:
             raise DeadlineExceeded(f"{subject} within {deadline.seconds:g} s")
-        time.sleep(self._next)
-        self._next = min(_LONGEST_PAUSE_S, self._next + 0.00001)
+        waited = now - self._since
+        time.sleep(0.0 if waited < _AWAKE_S else min(_LONGEST_PAUSE_S, waited / 20))
 
 
 def poll(is_over: Callable[[], bool], deadline: Deadline, subject: str) -> None:

@@ -23,7 +23,7 @@ from refitd.daemon.beside import CoordinatorBeside
 from refitd.daemon.gate import Gate
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
-from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError
+from refitd.errors import ArenaError, ConfigError, ProtocolError, RefitdError, RefusedError
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
@@ -290,7 +290,8 @@ class DaemonShell:
 def _services(needed: str) -> tuple[str, ...]:
     """Return the copy services that can run here; raises ConfigError, with what to install, if `needed` cannot."""
     registry = installed()
-    registry.find(needed)
+    if registry.find(needed).join is None:
+        raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, or nccl between GPUs")
     return tuple(backend.name for backend in registry if not backend.missing())
 
 

@@ -33,6 +33,11 @@ class Message:
     nbytes: int
     spans: tuple[Span, ...]
 
+    @property
+    def payload(self) -> int:
+        """Bytes of pieces in it: `nbytes` less what lies between them."""
+        return sum(span.end - span.start for span in self.spans)
+
 
 def lay_out(sizes: Sequence[int], limit: int) -> list[Message]:
     """Return the messages for pieces of these many bytes; empty pieces are in none.

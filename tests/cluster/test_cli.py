@@ -34,6 +34,12 @@ def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon, tm
             assert shown.returncode == 0, shown.stderr
             assert json.loads(refitctl(daemon, *command, "--json").stdout)
         assert "engine-a" in refitctl(daemon, "status").stdout
+        watched = refitctl(daemon, "watch", "--count", "2", "--interval", "0.2", "--json")
+        assert (watched.returncode, watched.stderr) == (0, "")
+        first, second = map(json.loads, watched.stdout.splitlines())
+        assert [model["last_swap"]["version"] for model in first["models"]] == [3]
+        assert second["coordinator_pid"] == first["coordinator_pid"]
+        assert second["uptime_s"] > first["uptime_s"]
         # what is registered can be planned again from files, without the daemon
         for name, side in (("a", ()), ("b", ("--replica", "engine-a"))):
             written = refitctl(daemon, "manifest", "policy", *side, "--output", str(tmp_path / f"{name}.json"))

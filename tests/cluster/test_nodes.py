@@ -208,6 +208,30 @@ def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: s
     two.swap(3)
 
 
+def test_a_worker_that_does_not_come_to_the_epoch_is_named_and_the_next_swap_works(
+    nodes: Callable[..., Nodes],
+) -> None:
+    fleet = TwoNodes(nodes(2, "[deadlines]\nplan_s = 8.0\n"), elements=100_000)
+    fleet.publish(1)
+    with stopped(fleet.n1.node_of("n1").workers[:1]), pytest.raises(refitd.RefitFailed) as failed:
+        fleet.trainer.swap("policy", 1, timeout=30)
+    assert "worker 0 on node n1" in str(failed.value)
+    assert failed.value.report is not None and failed.value.report.phase == "plan"
+    fleet.swap(2)
+    fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("service", "said"),
+    [("shm", "does not cross nodes"), ("carrier-pigeon", "unknown copy service 'carrier-pigeon'"), ("nvshmem", "pip")],
+)
+def test_a_service_that_cannot_run_is_refused_at_start(
+    start_daemon: Callable[..., RunningDaemon], service: str, said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        start_daemon(f'[transport]\nservice = "{service}"\n')
+
+
 def test_a_worker_that_dies_between_swaps_is_replaced_in_the_next_epoch(two: TwoNodes) -> None:
     two.swap(1)
     victim = two.n1.node_of("n1").workers[0]

@@ -83,8 +83,14 @@ class RunningDaemon:
             return client.status().nodes[0]
 
     def node_of(self, name: str) -> NodeStatus:
-        with self.connect("status") as client:
-            return next(node for node in client.status().nodes if node.node == name)
+        """A node of this daemon's cluster, once all of its workers are there."""
+
+        def found() -> NodeStatus:
+            with self.connect("status") as client:
+                return next(node for node in client.status().nodes if node.node == name)
+
+        eventually(lambda: all(found().workers), f"the workers of {name} are there")
+        return found()
 
     def log(self) -> str:
         return self.log_path.read_text()
@@ -194,6 +200,7 @@ class RunningSwap:
 @contextlib.contextmanager
 def stopped(pids: tuple[int, ...]) -> Iterator[None]:
     """Processes that stand still (SIGSTOP) inside; those still alive afterwards go on."""
+    assert all(pid > 0 for pid in pids), f"{pids}: wait until the workers have said who they are"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

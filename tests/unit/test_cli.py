@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 from click.testing import CliRunner
 from msgspec import structs
+from rich.console import Console
 
 from refitd.buffers import room
-from refitd.copy_services import measure
-from refitd.errors import ConfigError, PlanError, RefitdError, RefitFailed, RefusedError, TransportError
+from refitd.copy_services import measure, registry
+from refitd.copy_services.base import Capabilities
+from refitd.copy_services.registry import Backend, Offer
+from refitd.errors import ConfigError, PeerLost, PlanError, RefitdError, RefitFailed, RefusedError, TransportError
 from refitd.protocol.reports import (
+    LinkStatus,
     MemberReport,
     ModelStatus,
     NodeStatus,
@@ -28,6 +34,7 @@ from refitd.protocol.reports import (
     TargetStatus,
 )
 from refitd_cli import checks, output
+from refitd_cli.commands.watch import Screen
 from refitd_cli.control import COMMANDS
 from refitd_cli.control import main as refitctl
 from refitd_cli.daemon import main as refitd
@@ -85,7 +92,19 @@ TARGET = TargetStatus(
 STATUS = StatusReport(
     coordinator_pid=3,
     uptime_s=75.0,
-    nodes=(NodeStatus("n0", "box", 2, workers=(4, 5), clients=3, arenas=6, arena_bytes=3_000_000_000),),
+    nodes=(
+        NodeStatus(
+            "n0",
+            "box",
+            2,
+            workers=(4, 5),
+            clients=3,
+            arenas=6,
+            arena_bytes=3_000_000_000,
+            address="10.0.0.7",
+            services=("shm", "gloo"),
+        ),
+    ),
     models=(
         ModelStatus(
             model="policy",
@@ -97,6 +116,10 @@ STATUS = StatusReport(
             swap=SwapProgress("s3", "policy", 8, "stage", bytes_done=10**9, bytes_total=2 * 10**9),
             last_swap=ABORTED,
         ),
+    ),
+    links=(
+        LinkStatus("policy", "n0", "n1", "gloo", lanes=2, bytes=3_000_000_000, state="up", seconds=1.5),
+        LinkStatus("draft", "n1", "n0", "gloo", lanes=0, bytes=1000, state="down"),
     ),
 )
 PLAN = PlanReport(
@@ -145,7 +168,7 @@ class FakeClient:
 
 
 def _answer(value):
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         raise value
     return value
 
@@ -184,6 +207,7 @@ def failed(report: SwapReport) -> RefitFailed:
 COMMANDS_OF_THE_DAEMON: dict[str, tuple[str, ...]] = {
     "swap": ("swap", "policy"),
     "status": ("status",),
+    "watch": ("watch", "--count", "1"),
     "models": ("models",),
     "plan": ("plan", "policy"),
     "abort": ("abort", "policy"),
@@ -324,6 +348,7 @@ def test_configuration_errors_exit_2():
         ("swap", "policy", "--timeout", "0"),
         ("fly",),
         ("plan", "p", "-z"),
+        ("watch", "--interval", "0"),
     ],
 )
 def test_wrong_command_lines_exit_2_in_words_and_in_json(arguments):
@@ -353,6 +378,129 @@ def test_status_of_an_empty_cluster_says_so():
     assert "no models" in run(FakeClient(status_result=empty), "status").stdout
     assert "no models" in run(FakeClient(status_result=empty), "models").stdout
     assert run(FakeClient(status_result=empty), "models", "--json").object == {"models": []}
+
+
+def row(ran: Ran, start: str) -> list[str]:
+    """The cells of the one table row that starts like this."""
+    (line,) = [line for line in ran.stdout.splitlines() if line.strip().startswith(start)]
+    return line.split()
+
+
+def test_status_shows_where_nodes_are_reached_and_what_runs_there():
+    assert row(run(FakeClient(), "status"), "n0 ")[:8] == ["n0", "box", "10.0.0.7", "2", "2", "3", "6", "3"]
+    assert "shm, gloo" in run(FakeClient(), "status").stdout
+    (node,) = run(FakeClient(), "status", "--json").object["nodes"]
+    assert (node["address"], node["services"]) == ("10.0.0.7", ["shm", "gloo"])
+
+
+def test_status_shows_links_and_how_fast_they_were():
+    ran = run(FakeClient(), "status")
+    assert row(ran, "policy ") == ["policy", "n0", "->", "n1", "gloo", "2", "3", "GB", "up", "2.00", "GB/s"]
+    assert row(ran, "draft ") == ["draft", "n1", "->", "n0", "gloo", "0", "1", "kB", "down", "-"]
+    link = run(FakeClient(), "status", "--json").object["links"][0]
+    assert (link["state"], link["lanes"], link["bytes"], link["seconds"]) == ("up", 2, 3_000_000_000, 1.5)
+    alone = structs.replace(STATUS, links=())
+    assert "links" not in run(FakeClient(status_result=alone), "status").stdout
+
+
+@dataclass
+class Restarted(FakeClient):
+    """Its status is what the script says next, and after its end the last of it."""
+
+    script: list[StatusReport | RefitdError] = field(default_factory=list)
+
+    def status(self):
+        return _answer(self.script.pop(0) if len(self.script) > 1 else self.script[0])
+
+    def connects(self) -> int:
+        return sum(what == "connect" for what, *_ in self.asked)
+
+
+def watch(client: FakeClient, *arguments: str) -> Ran:
+    return run(client, "watch", "--interval", "0.1", *arguments)
+
+
+def test_watch_prints_what_status_prints_at_every_refresh():
+    client = Restarted(script=[STATUS])
+    ran = watch(client, "--count", "3")
+    assert (ran.status, ran.stderr, client.connects(), client.closed) == (0, "", 1, True)
+    once = run(FakeClient(), "status").stdout
+    assert ran.stdout.count(once) == 3
+
+
+def test_watch_prints_an_object_a_line():
+    later = structs.replace(STATUS, uptime_s=76.0)
+    ran = watch(Restarted(script=[STATUS, later]), "--count", "2", "--json")
+    objects = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [found["uptime_s"] for found in objects] == [75.0, 76.0]
+    assert objects[0] == run(FakeClient(), "status", "--json").object
+
+
+def test_watch_of_a_model_leaves_the_others_out():
+    draft = structs.replace(STATUS.models[0], model="draft")
+    both = structs.replace(STATUS, models=(*STATUS.models, draft))
+    (found,) = (json.loads(watch(FakeClient(status_result=both), "draft", "--count", "1", "--json").stdout),)
+    assert [model["model"] for model in found["models"]] == ["draft"]
+    assert [(link["model"], link["source"]) for link in found["links"]] == [("draft", "n1")]
+    assert "no model 'drift'" in watch(FakeClient(status_result=both), "drift", "--count", "1").stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_watch_waits_for_a_daemon_that_is_restarted(options):
+    gone = PeerLost("the refitd daemon of node n0 has ended")
+    client = Restarted(script=[STATUS, gone, gone, TransportError("no daemon runs"), STATUS, gone, STATUS])
+    ran = watch(client, "--count", "3", *options)
+    assert (ran.status, client.connects()) == (0, 5)
+    assert ran.stderr == 2 * "waiting for the daemon: the refitd daemon of node n0 has ended\n"
+    if options:
+        assert len([json.loads(line) for line in ran.stdout.splitlines()]) == 3
+
+
+def test_watch_gives_up_on_a_daemon_that_stays_away():
+    started = time.monotonic()
+    ran = watch(Restarted(script=[STATUS, PeerLost("it has ended")]), "--wait", "0.3", "--json")
+    assert time.monotonic() - started < 10
+    status, error = map(json.loads, ran.stdout.splitlines())
+    assert (ran.status, status["coordinator_pid"], error["error"]["code"]) == (1, 3, "transport")
+    assert error["error"]["message"] == "the daemon has not come back within 0.3 s: it has ended"
+
+
+def test_watch_ends_with_any_other_error():
+    ran = watch(Restarted(script=[STATUS, RefusedError("not you")]))
+    assert (ran.status, ran.stderr) == (1, "refitctl: not you\n")
+
+
+def test_ctrl_c_is_how_a_watch_ends():
+    client = Restarted(script=[STATUS, KeyboardInterrupt()])
+    assert (watch(client).status, client.closed) == (0, True)
+
+
+def test_watch_on_a_terminal_draws_bars_of_running_swaps_until_they_end():
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=160, height=50), None, 1.0)
+
+    def drawn() -> str:
+        text = out.getvalue()
+        out.seek(0)
+        out.truncate()
+        return text
+
+    idle = structs.replace(STATUS, models=(structs.replace(STATUS.models[0], swap=None),))
+    with screen.live:
+        screen.show(STATUS)
+        text = drawn()
+        assert all(word in text for word in ("policy v8: stage", "1.0/2.0 GB", "10.0.0.7"))
+        screen.show(idle)
+        text = drawn()
+        assert "10.0.0.7" in text
+        assert "policy v8" not in text
+        screen.show(STATUS)
+        drawn()
+        screen.wait(TransportError("it has ended [again]"))
+        text = drawn()
+        assert "waiting for the daemon: it has ended [again]" in text
+        assert "10.0.0.7" in text
+        assert "policy v8" not in text
 
 
 def test_models_shows_what_each_replica_serves():
@@ -447,6 +595,67 @@ def test_doctor_measures_how_private_tensors_are_lent():
     found = checks.private_tensors(forbidden)
     assert (found.state, "ptrace_scope" in found.advice) == ("warn", True)
     assert found.found == "lent ones are copied: the memory of process 7 cannot be read: Operation not permitted"
+
+
+def offer(name: str, missing: Callable[[], str] = lambda: "", package: str = "refitd", **capabilities) -> Offer:
+    backend = Backend(name, Capabilities(**{"is_one_sided": False, "crosses_nodes": True} | capabilities), missing)
+    return Offer(name, package, lambda: backend)
+
+
+def test_doctor_says_what_each_backend_does_and_what_it_lacks():
+    def found() -> Iterator[Offer]:
+        yield offer("shm", is_one_sided=True, crosses_nodes=False)
+        yield offer("gloo", lambda: "torch is not installed; `pip install torch` brings it", devices={"cuda", "cpu"})
+        yield offer("quic", package="refitd-quic")
+
+    assert [(f.name, f.state, f.found, f.advice) for f in checks.backends(found)] == [
+        ("backend shm", "ok", "one-sided, within a node, cpu", ""),
+        (
+            "backend gloo",
+            "warn",
+            "two-sided, between nodes, cpu and cuda",
+            "torch is not installed; `pip install torch` brings it",
+        ),
+        ("backend quic", "ok", "two-sided, between nodes, cpu, from package refitd-quic", ""),
+    ]
+
+
+def test_doctor_names_the_package_of_a_backend_that_cannot_be_used():
+    def broken() -> Backend:
+        raise ConfigError("copy service 'quic' of package refitd-quic cannot be loaded: no libquic.so")
+
+    def confused() -> str:
+        raise ValueError("oops")
+
+    def found() -> Iterator[Offer]:
+        yield offer("shm")
+        yield Offer("quic", "refitd-quic", broken)
+        yield offer("rdma", confused, package="refitd-rdma")
+        yield offer("shm", package="refitd-shm")
+
+    own, *others = checks.backends(found)
+    assert own.state == "ok"
+    for finding, package in zip(others, ("refitd-quic", "refitd-rdma", "refitd-shm"), strict=True):
+        assert finding.state == "fail"
+        assert package in finding.found
+        assert f"uninstall {package}" in finding.advice
+
+
+def test_doctor_lists_exactly_what_the_daemon_would_load():
+    assert [f.name for f in checks.backends()] == [f"backend {backend.name}" for backend in registry.installed()]
+
+
+def test_doctor_loads_backends_of_other_packages(tmp_path, monkeypatch):
+    info = tmp_path / "refitd_quic-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: refitd-quic\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[refitd.copy_services]\nquic = refitd_quic_is_not_there:BACKEND\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = [finding for finding in checks.backends() if finding.name == "backend quic"]
+    assert finding.state == "fail"
+    assert "package refitd-quic cannot be loaded: No module named 'refitd_quic_is_not_there'" in finding.found
+    with pytest.raises(ConfigError, match="refitd-quic"):
+        registry.installed()
 
 
 def test_a_swap_says_how_its_sources_gave_the_version():

@@ -115,7 +115,8 @@ def test_no_extra_holds_both_nvshmem_wheels():
         "import refitd.coordinator",
         "import refitd.client",
         "import refitd_cli.control, refitd_cli.daemon",
-        "from refitd_cli.commands import swap, status, models, plan, abort, doctor, demo, serve, coordinator",
+        "from refitd_cli.commands import swap, status, watch, models, plan, abort, doctor, demo, serve, coordinator",
+        "from refitd_cli import checks; list(checks.backends())",
     ],
 )
 def test_torch_is_not_loaded_by(statement):

@@ -1,0 +1,181 @@
+"""A case of the swap benchmark at work: daemons, member processes, and one round of every way."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import refitd
+from benchmarks.swap_model import ELEMENT_BYTES, Layout, Tensor, held, traffic
+from benchmarks.swap_processes import Daemon, Memcpy, Process, anonymous_bytes, available_bytes
+
+REFITD = "refitd"
+CHECKPOINT = "checkpoint"
+PEERS = ("direct", "gather")  # methods of swap_member.Member
+SLOW = ("gather", CHECKPOINT)
+SLOW_ROUNDS = 3
+PROCESS_BYTES = 300 << 20  # what torch takes in each member process
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its two layouts, and what moves it."""
+
+    name: str
+    model: tuple[Tensor, ...]
+    source: Layout
+    target: Layout
+    ways: tuple[str, ...]
+    rounds: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written to the targets."""
+        ranks = range(self.target.world)
+        return sum(ELEMENT_BYTES * prod(s.shape) for rank in ranks for s in held(self.model, self.target, rank))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that the case takes: trainers' tensors, snapshots, staging, engines' tensors, a checkpoint."""
+        held_bytes = 4 * self.nbytes + (2 * self.nbytes if CHECKPOINT in self.ways else 0)
+        return held_bytes + PROCESS_BYTES * (self.source.world + self.target.world)
+
+
+class Crew:
+    """The processes of one case; peers move the same bytes between the same processes.
+
+    Sources are clients of the first daemon, targets of the second; on one node they are one. Closing the crew ends
+    its daemons.
+    """
+
+    def __init__(self, case: Case, daemons: Sequence[Daemon], slots: int = 1) -> None:
+        self.case = case
+        self._daemons = list(dict.fromkeys(daemons))
+        self._processes: list[Process] = []
+        self._version = 0
+        try:
+            self._start(daemons[0].directory, daemons[-1].directory, slots)
+            self._client = refitd.connect(daemons[-1].directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, sources: str, targets: str, slots: int) -> None:
+        case = self.case
+        pairs = [(src, dst, n) for (src, dst), n in traffic(case.model, case.source, case.target).items()]
+        spec: dict[str, Any] = {
+            "tensors": [tensor.as_json() for tensor in case.model],
+            "source": {"kind": case.source.kind, "world": case.source.world},
+            "target": {"kind": case.target.kind, "world": case.target.world},
+            "pairs": pairs,
+            "slots": slots,
+        }
+        for side, layout, directory in (("source", case.source, sources), ("target", case.target, targets)):
+            for rank in range(layout.world):
+                self._processes.append(Process({**spec, "side": side, "rank": rank, "directory": directory}))
+        for process in self._processes:
+            process.answer()
+        if set(case.ways) - {REFITD}:
+            self._all("gloo", store=str(Path(sources) / "store"))
+
+    @property
+    def sources(self) -> list[Process]:
+        """The trainer's ranks."""
+        return self._processes[: self.case.source.world]
+
+    @property
+    def targets(self) -> list[Process]:
+        """The engine's ranks."""
+        return self._processes[self.case.source.world :]
+
+    def round(self, number: int, unit: Memcpy, look: Callable[[], None]) -> dict[str, float]:
+        """Perform every way once and return seconds by way; slow ways only in the first rounds.
+
+        `look` is called where memory use is highest.
+        """
+        units = [unit.seconds(self.case.nbytes)]
+        took = self.swap()
+        look()
+        units.append(unit.seconds(self.case.nbytes))
+        for way in self.case.ways:
+            if way == REFITD or (way in SLOW and number >= SLOW_ROUNDS):
+                continue
+            if way == CHECKPOINT:
+                with _shared_directory() as directory:
+                    took[way] = self._all(way, directory=directory)
+                    look()
+            else:
+                took[way] = self._all(way)
+        units.append(unit.seconds(self.case.nbytes))
+        return {"memcpy": sorted(units)[1], **took}
+
+    def swap(self, *, is_awaited: bool = False) -> dict[str, float]:
+        """Publish the next version and swap to it; return seconds by phase.
+
+        With `is_awaited` the targets are waiting already, and are not asked how long they stood still.
+        """
+        self._version += 1
+        for process in self.sources:
+            process.ask("publish", version=self._version)
+        took = {"publish": max(process.answer()["seconds"] for process in self.sources)}
+        for process in () if is_awaited else self.targets:
+            process.ask("wait", version=self._version)
+        started = time.perf_counter()
+        report = self._client.swap("bench", self._version, timeout=120)
+        took["swap"] = time.perf_counter() - started
+        took |= {"stage": report.stage_s, "commit": report.commit_s}
+        if not is_awaited:
+            took["paused"] = max(process.answer()["paused_s"] for process in self.targets)
+        return took
+
+    def worker_bytes(self) -> int:
+        """Return the memory beyond arenas of the largest worker process."""
+        return max(anonymous_bytes(pid) for node in self._client.status().nodes for pid in node.workers)
+
+    def _all(self, do: str, **arguments: Any) -> float:
+        """Have every process do the same; return how long the slowest took."""
+        for process in self._processes:
+            process.ask(do, **arguments)
+        return max(process.answer().get("seconds", 0.0) for process in self._processes)
+
+    def close(self) -> None:
+        """End every process of the case."""
+        if hasattr(self, "_client"):
+            self._client.close()
+        for process in self._processes:
+            process.close()
+        for daemon in self._daemons:
+            daemon.close()
+
+
+class Watermark:
+    """The least memory available since the start, as the kernel estimates it."""
+
+    def __init__(self) -> None:
+        self._before = self._least = available_bytes()
+
+    def look(self) -> None:
+        """Take note of what is available now."""
+        self._least = min(self._least, available_bytes())
+
+    @property
+    def used_bytes(self) -> int:
+        """The most that was in use beyond what was in use at the start."""
+        return self._before - self._least
+
+
+@contextlib.contextmanager
+def _shared_directory() -> Iterator[str]:
+    """A directory in shared memory; what is in it goes when the context ends."""
+    directory = tempfile.mkdtemp(prefix="rfb", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

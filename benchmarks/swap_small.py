@@ -1,0 +1,35 @@
+"""How long a swap takes where there is next to nothing to copy: a model of 1 MB, swapped again and again."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.swap_crew import REFITD, Case, Crew
+from benchmarks.swap_model import Layout, Tensor
+from benchmarks.swap_processes import Daemon
+
+WARM_UP = 10
+
+
+def measure(swaps: int) -> dict[str, Any]:
+    """Swap so often; return milliseconds from the request to the last engine's word."""
+    model = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
+    case = Case("1 MB", model, Layout("tp", 1), Layout("tp", 2), (REFITD,), swaps)
+    crew = Crew(case, [Daemon()], slots=2)
+    try:
+        for process in crew.targets:
+            process.ask("wait_until", version=WARM_UP + swaps)
+        took = [crew.swap(is_awaited=True) for _ in range(WARM_UP + swaps)][WARM_UP:]
+    finally:
+        crew.close()
+    whole = sorted(phases["swap"] * 1e3 for phases in took)
+    return {
+        "swaps": swaps,
+        "bytes": case.nbytes,
+        "median_ms": statistics.median(whole),
+        "p99_ms": whole[int(swaps * 0.99)],
+        "max_ms": whole[-1],
+        "stage_median_ms": statistics.median(phases["stage"] * 1e3 for phases in took),
+        "commit_median_ms": statistics.median(phases["commit"] * 1e3 for phases in took),
+    }

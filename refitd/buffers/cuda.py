@@ -1,0 +1,315 @@
+"""GPU arenas: CUDA allocations that are file descriptors, so that they outlive the processes which use them.
+
+    create      cuMemCreate, cuMemExportToShareableHandle        the daemon: a descriptor, nothing mapped
+    map         cuMemImportFromShareableHandle, cuMemMap, ...    workers and clients, from a descriptor they were sent
+
+The driver is called directly (libcuda, whose functions and structures have kept their layout since CUDA 11): whoever
+owns arenas needs neither torch nor a binding of one CUDA major. Only the tensor over a mapped arena is torch's.
+Every process that maps or creates an arena has the device's primary context, which torch uses as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from refitd.errors import ArenaError
+
+if TYPE_CHECKING:
+    import torch
+
+# cuda.h
+_SUCCESS = 0
+_POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_PINNED, _ON_DEVICE = 1, 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
+_READ, _READ_WRITE = 1, 3  # CU_MEM_ACCESS_FLAGS_PROT_*
+_GRANULARITY_MINIMUM = 0
+_HAS_VMM = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_HAS_POSIX_FD = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+_OUT_OF_MEMORY, _NO_DEVICE, _INVALID_DEVICE = 2, 100, 101
+_NOT_PERMITTED, _NOT_SUPPORTED = 800, 801
+
+_ADVICE = {
+    _OUT_OF_MEMORY: "free memory of the GPU (nvidia-smi shows who has it) or register less",
+    _NO_DEVICE: "no GPU is visible: check CUDA_VISIBLE_DEVICES, and that the container was given one",
+    _INVALID_DEVICE: "there is no GPU of this number: check CUDA_VISIBLE_DEVICES",
+    _NOT_PERMITTED: "the sandbox or container forbids it: allow descriptors of GPU memory there, or keep this model's "
+    "arenas in main memory",
+    _NOT_SUPPORTED: "this GPU or driver cannot: keep this model's arenas in main memory",
+}
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("gpu_direct_rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_size, _u64, _ptr = ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_void_p
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGetCount": (_ptr,),
+    "cuDeviceGet": (_ptr, ctypes.c_int),
+    "cuDeviceGetAttribute": (_ptr, ctypes.c_int, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
+    "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
+    "cuCtxPushCurrent_v2": (_ptr,),
+    "cuCtxPopCurrent_v2": (_ptr,),
+    "cuCtxSynchronize": (),
+    "cuMemGetAllocationGranularity": (_ptr, _ptr, ctypes.c_int),
+    "cuMemCreate": (_ptr, _size, _ptr, _u64),
+    "cuMemExportToShareableHandle": (_ptr, _u64, ctypes.c_int, _u64),
+    "cuMemImportFromShareableHandle": (_ptr, _ptr, ctypes.c_int),
+    "cuMemAddressReserve": (_ptr, _size, _size, _u64, _u64),
+    "cuMemMap": (_u64, _size, _size, _u64, _u64),
+    "cuMemSetAccess": (_u64, _size, _ptr, _size),
+    "cuMemUnmap": (_u64, _size),
+    "cuMemAddressFree": (_u64, _size),
+    "cuMemRelease": (_u64,),
+    "cuGetErrorString": (ctypes.c_int, _ptr),
+}
+
+
+class Driver:
+    """The CUDA driver of this machine, begun."""
+
+    def __init__(self) -> None:
+        """Load it.
+
+        Raises:
+            ArenaError: there is no driver, or no GPU that it finds.
+        """
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+            for name, arguments in _PROTOTYPES.items():
+                getattr(self._library, name).argtypes = arguments
+        except (OSError, AttributeError) as exc:
+            raise ArenaError(
+                f"there is no CUDA driver here that can share memory ({exc}); install NVIDIA's driver 450 or newer, or "
+                "keep arenas in main memory"
+            ) from exc
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver; raises ArenaError with what it says, and what to do."""
+        status: int = getattr(self._library, name)(*arguments)
+        if status == _SUCCESS:
+            return
+        text = ctypes.c_char_p()
+        known = self._library.cuGetErrorString(status, ctypes.byref(text)) == _SUCCESS and text.value
+        said = text.value.decode() if known and text.value else "an unknown error"
+        raise ArenaError(f"{name}: {said} ({status}); {_ADVICE.get(status, 'see the driver log (dmesg)')}")
+
+    def count(self) -> int:
+        """Return how many GPUs this process sees."""
+        found = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(found))
+        return found.value
+
+
+class _Context:
+    """A device's primary context, current inside the block; kept between blocks only if `keep` has been called."""
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self._driver = driver
+        found = ctypes.c_int()
+        driver.call("cuDeviceGet", ctypes.byref(found), device)
+        self._device = found.value
+        for attribute, what in (
+            (_HAS_VMM, "virtual memory management"),
+            (_HAS_POSIX_FD, "memory as file descriptors"),
+        ):
+            value = ctypes.c_int()
+            driver.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._device)
+            if not value.value:
+                raise ArenaError(
+                    f"GPU {device} has no {what}, which arenas on it need; keep this model's arenas in main memory "
+                    "(WSL, vGPUs and some containers lack it)"
+                )
+
+    def __enter__(self) -> _Context:
+        context = ctypes.c_void_p()
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
+        self._driver.call("cuCtxPushCurrent_v2", context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
+
+    def keep(self) -> None:
+        """Have the context stay until `let_go`: what is mapped in it goes with it."""
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), self._device)
+
+    def let_go(self) -> None:
+        """Undo `keep`."""
+        self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
+
+
+def _properties(device: int) -> _Properties:
+    return _Properties(type=_PINNED, handle_types=_POSIX_FD, location=_Location(_ON_DEVICE, device))
+
+
+def _whole(driver: Driver, device: int, nbytes: int) -> int:
+    """Return the bytes that an arena of `nbytes` takes on a device: whole pages of it."""
+    page = ctypes.c_size_t()
+    driver.call(
+        "cuMemGetAllocationGranularity",
+        ctypes.byref(page),
+        ctypes.byref(_properties(device)),
+        _GRANULARITY_MINIMUM,
+    )
+    return -(-nbytes // page.value) * page.value
+
+
+def create(nbytes: int, label: str, device: int = 0) -> int:
+    """Return the descriptor of new memory of a GPU; it lives as long as any descriptor or mapping of it.
+
+    Raises:
+        ArenaError: there is not so much memory left on the GPU, or it cannot be shared; nothing stays allocated.
+    """
+    if nbytes < 1:
+        raise ArenaError(f"arena {label!r}: {nbytes} bytes asked for, expected 1 or more")
+    driver = Driver()
+    with _Context(driver, device):
+        handle, fd = ctypes.c_ulonglong(), ctypes.c_int(-1)
+        size = _whole(driver, device, nbytes)
+        try:
+            driver.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_properties(device)), 0)
+        except ArenaError as exc:
+            raise ArenaError(f"arena {label!r}: {size} bytes on GPU {device}: {exc}") from exc
+        try:
+            driver.call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _POSIX_FD, 0)
+        except ArenaError as exc:
+            raise ArenaError(f"arena {label!r}: {exc}") from exc
+        finally:
+            driver.call("cuMemRelease", handle)  # the descriptor holds the memory
+    return fd.value
+
+
+class MappedDeviceArena:
+    """A GPU arena in this process's address space. Tensors over it must not be used once it has been closed."""
+
+    def __init__(self, fd: int, nbytes: int, device: int = 0, *, write: bool) -> None:
+        """Map the memory behind `fd` (which stays the caller's to close).
+
+        Raises:
+            ArenaError: it is no memory of this GPU, not of this size, or cannot be mapped.
+        """
+        self._driver = Driver()
+        self._context = _Context(self._driver, device)
+        self.device = device
+        self.nbytes = nbytes
+        self.writable = write
+        with self._context:
+            self._size = _whole(self._driver, device, nbytes)
+            handle = ctypes.c_ulonglong()
+            try:
+                self._driver.call("cuMemImportFromShareableHandle", ctypes.byref(handle), fd, _POSIX_FD)
+                try:
+                    self.address = self._map(handle, write)
+                finally:
+                    self._driver.call("cuMemRelease", handle)  # the mapping holds the memory
+            except ArenaError as exc:
+                raise ArenaError(f"descriptor {fd} as an arena of {nbytes} bytes on GPU {device}: {exc}") from exc
+            self._context.keep()
+
+    def _map(self, handle: ctypes.c_ulonglong, write: bool) -> int:
+        call, address = self._driver.call, ctypes.c_ulonglong()
+        call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
+        try:
+            call("cuMemMap", address, self._size, 0, handle, 0)
+            try:
+                access = _Access(_Location(_ON_DEVICE, self.device), _READ_WRITE if write else _READ)
+                call("cuMemSetAccess", address, self._size, ctypes.byref(access), 1)
+            except ArenaError:
+                call("cuMemUnmap", address, self._size)
+                raise
+        except ArenaError:
+            call("cuMemAddressFree", address, self._size)
+            raise
+        return address.value
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The arena's bytes, uint8, a view. Writing where the arena is mapped for reading ends the process."""
+        import torch
+
+        return tensor_at(self.address, self.nbytes, torch.device("cuda", self.device))
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Return where `nbytes` at `address` of this process lie in the arena, None if they do not."""
+        offset = address - self.address
+        return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
+
+    def close(self) -> None:
+        """Unmap, once the GPU has done what it was given. May be called again."""
+        if not self.address:
+            return
+        address, self.address = self.address, 0
+        with self._context:
+            self._driver.call("cuCtxSynchronize")
+            self._driver.call("cuMemUnmap", address, self._size)
+            self._driver.call("cuMemAddressFree", address, self._size)
+        self._context.let_go()
+
+    def __enter__(self) -> MappedDeviceArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return device memory of this process as uint8; whoever owns it keeps it while the tensor is used."""
+    import torch
+
+    tensor: torch.Tensor = torch.as_tensor(_Memory(address, nbytes), device=device)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Device memory as torch and other libraries take it."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        # torch refuses what says that it may only be read
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
+
+
+def visible_devices() -> int:
+    """Return how many GPUs this process sees, 0 without a driver. Loads nothing but the driver."""
+    with suppress(ArenaError):
+        return Driver().count()
+    return 0

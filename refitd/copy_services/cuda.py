@@ -1,0 +1,201 @@
+"""Copies between arenas of one GPU, on a stream of its own, proven by digests that the GPU computes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.layout import extent
+from refitd.copy_services.base import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services.device_digest import DeviceDigests
+from refitd.copy_services.device_stream import DeviceStream
+from refitd.copy_services.peers import Deadline
+from refitd.copy_services.waits import poll
+from refitd.errors import TransportError
+from refitd.execute.copies import PROCESS_MEMORY, CopyList
+
+# Between two reports: about a tenth of a millisecond of copying; so much is queued again while it is reported.
+PROGRESS_BYTES = 256 << 20
+_DEFAULT_S = 600.0
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pair:
+    """One copy: views of equal shape and words over the two arenas."""
+
+    row: int
+    source: torch.Tensor
+    destination: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+        return self.source.numel() * self.source.element_size()
+
+
+class CudaCopyService(MappedCopyService):
+    """Copies between MappedDeviceArenas of one GPU; conversions and main memory are for other services."""
+
+    name = "cuda"
+    capabilities = Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"}))
+
+    def __init__(self, device: int = 0) -> None:
+        """Use a device, by its number among those this process sees."""
+        self._stream = DeviceStream(torch.device("cuda", device))
+        self._digests = DeviceDigests(self._stream.device)
+
+    def prepare(self, copies: CopyList, arenas: Mapping[int, Any]) -> PreparedJob:
+        """See MappedCopyService.prepare; arenas are MappedDeviceArenas."""
+        for number, arena in arenas.items():
+            if not isinstance(arena, MappedDeviceArena) or arena.device != self._stream.device.index:
+                raise TransportError(f"arena {number} is not on {self._stream.device}, which this service copies on")
+        written = {number for number, arena in arenas.items() if arena.writable}
+        tensors = {number: arena.tensor for number, arena in arenas.items()}
+        return _CudaJob(pairs(copies, tensors, written), len(copies), self._stream, self._digests)
+
+    def close(self) -> None:
+        """See CopyService.close; nothing is held between runs."""
+
+
+class _CudaJob(PreparedJob):
+    def __init__(self, work: list[Pair], copies: int, stream: DeviceStream, digests: DeviceDigests) -> None:
+        self._work = work
+        self._copies = copies
+        self._stream = stream
+        self._digests = digests
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run. The GPU is waited for until `timeout`; then it may still write, and the worker ends."""
+        started, deadline = time.perf_counter(), Deadline.after(timeout or _DEFAULT_S)
+        subject = f"copies on {self._stream.device}"
+        with self._stream.work(deadline, subject):
+            try:
+                total, read, found = self._queue(verify, on_progress, deadline, subject)
+            except BaseException:
+                self._stream.settle(deadline, subject)  # nothing is written after a run has raised
+                raise
+            if wrong := self._differing(read, found):
+                raise DigestMismatch(
+                    f"copy {wrong[0]}: its bytes differ after writing; the source changed while it was read, or "
+                    "something else writes to the destination",
+                    wrong[0],
+                )
+        return RunResult(self._copies, total, time.perf_counter() - started)
+
+    def _queue(
+        self, verify: bool, on_progress: Callable[[int], None], deadline: Deadline, subject: str
+    ) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+        """Queue all copies, at most two reports ahead of the GPU; return bytes, and digests of both ends by copy."""
+        flying: deque[tuple[torch.cuda.Event, int]] = deque()
+        read: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
+        done, next_report = 0, PROGRESS_BYTES
+
+        def report() -> None:
+            event, so_far = flying.popleft()
+            poll(event.query, deadline, f"{subject}: the GPU has not done {so_far} bytes")
+            on_progress(so_far)
+
+        for pair in self._work:
+            pair.destination.copy_(pair.source)
+            if verify:
+                read.append(self._sums(pair.source))
+                found.append(self._sums(pair.destination))
+            done += pair.nbytes
+            if done >= next_report:
+                next_report = done + PROGRESS_BYTES
+                flying.append((self._stream.mark(), done))
+                if len(flying) > 2:
+                    report()
+        flying.append((self._stream.mark(), done))
+        while flying:
+            report()
+        return done, read, found
+
+    def _sums(self, view: torch.Tensor) -> torch.Tensor:
+        digest = self._digests.new()
+        digest.update(view.contiguous().reshape(-1).view(torch.uint8))
+        return digest.sums()
+
+    def _differing(self, read: list[torch.Tensor], found: list[torch.Tensor]) -> list[int]:
+        """Return the rows whose digests differ."""
+        if not read:
+            return []
+        differs = (torch.cat(read) != torch.cat(found)).any(1).tolist()
+        rows = [pair.row for pair, sums in zip(self._work, read, strict=True) for _ in range(len(sums))]
+        return sorted({row for row, differ in zip(rows, differs, strict=True) if differ})
+
+
+def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int]) -> list[Pair]:
+    """Return what a list of copies means as tensors.
+
+    Args:
+        copies: rows without conversions.
+        arenas: each arena as uint8.
+        written: those that may be written.
+
+    Raises:
+        TransportError: a copy leaves its arena, writes where it must not, or is none that a GPU does by itself.
+    """
+    found = []
+    for row in range(len(copies)):
+        size, element = copies.size[row].tolist(), int(copies.element_size[row])
+        if int(copies.cast[row]) or int(copies.src_arena[row]) == PROCESS_MEMORY:
+            raise TransportError(f"copy {row}: conversions and private memory are read by workers in main memory")
+        ends = (
+            (int(copies.src_arena[row]), int(copies.src_offset[row]), copies.src_stride[row].tolist()),
+            (int(copies.dst_arena[row]), int(copies.dst_offset[row]), copies.dst_stride[row].tolist()),
+        )
+        for number, offset, stride in ends:
+            arena = arenas.get(number)
+            if arena is None:
+                raise TransportError(f"copy {row}: arena {number} is not mapped here")
+            end = offset + extent(size, stride, element)
+            if offset < 0 or min(stride) < 0 or end > arena.numel():
+                raise TransportError(f"copy {row}: bytes {offset}..{end} leave arena {number} of {arena.numel()} bytes")
+        if ends[1][0] not in written:
+            raise TransportError(f"copy {row}: arena {ends[1][0]} is mapped for reading only")
+        if 0 in size:
+            continue
+        dims, run = _merged(size, ends[0][2], ends[1][2], element)
+        word = gcd(8, run, *(offset for _, offset, _ in ends), *(step for _, *steps in dims for step in steps))
+        source, destination = (
+            _view(arenas[number], offset, [(dim[0], dim[1 + side]) for dim in dims], run, word)
+            for side, (number, offset, _) in enumerate(ends)
+        )
+        found.append(Pair(row, source, destination))
+    return found
+
+
+_Dim = tuple[int, int, int]  # count, source stride, destination stride
+
+
+def _merged(size: list[int], src: list[int], dst: list[int], element: int) -> tuple[list[_Dim], int]:
+    """Return the fewest dimensions that say the same, and the bytes that lie together at both ends."""
+    run = element
+    dims: list[_Dim] = []
+    for count, a, b in zip(reversed(size), reversed(src), reversed(dst), strict=True):
+        if count == 1:
+            continue
+        if not dims and a == run == b:
+            run *= count
+        elif dims and a == dims[0][0] * dims[0][1] and b == dims[0][0] * dims[0][2]:
+            dims[0] = (dims[0][0] * count, dims[0][1], dims[0][2])
+        else:
+            dims.insert(0, (count, a, b))
+    return dims, run
+
+
+def _view(arena: torch.Tensor, offset: int, dims: list[tuple[int, int]], run: int, word: int) -> torch.Tensor:
+    words = arena[: arena.numel() // word * word].view(_WORDS[word])
+    shape = [*(count for count, _ in dims), run // word]
+    strides = [*(step // word for _, step in dims), 1]
+    return words.as_strided(shape, strides, words.storage_offset() + offset // word)

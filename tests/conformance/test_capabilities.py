@@ -1,0 +1,56 @@
+"""What services say of themselves is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.conformance.harness import TIMEOUT_S, Contestant, World, contestants
+from tests.conformance.transfers import Layout, Maker, Plan
+
+
+@pytest.mark.parametrize("contestant", contestants(), ids=str)
+def test_every_installed_service_is_tested_here(contestant: Contestant) -> None:
+    """The tests of this folder leave out those that cannot run; this one says which, and what they lack."""
+    if missing := contestant.missing():
+        pytest.skip(f"{contestant}: {missing}")
+
+
+def test_sides_and_nodes_are_told_truthfully(contestant: Contestant) -> None:
+    backend = contestant.found()
+
+    assert (backend.mapped is not None) == contestant.capabilities.is_one_sided
+    assert (backend.join is not None) == contestant.capabilities.crosses_nodes
+
+
+def test_only_a_service_that_needs_contiguous_tensors_packs_strided_ones(world: World) -> None:
+    def staging_of(layout: Layout) -> int:
+        world.leave()  # buffers are kept between runs
+        assert {answer.error for answer in world.join().values()} == {""}
+        maker = Maker()
+        maker.add(0, 1, (300, 900), "float32", read=layout, write=layout)
+        outcome = world.run(maker.plan())
+        assert outcome.arrived, outcome.answers
+        return max(answer.staging_bytes for answer in outcome.answers.values())
+
+    strided = staging_of(Layout(gap=3))
+    assert (strided > 0) == world.contestant.capabilities.needs_contiguous
+
+
+def test_no_message_is_longer_than_a_service_says(
+    contestant: Contestant, fresh: Callable[..., World], request: pytest.FixtureRequest
+) -> None:
+    longest = contestant.capabilities.max_message_bytes
+    if longest is None:
+        pytest.skip(f"{contestant} sets no limit")
+    size = 2 * longest + 12_345
+    maker = Maker()
+    maker.add(0, 1, (size,))
+    plan = Plan(maker.plan().transfers, size + 4096)
+    world = fresh(contestant, 2, room=plan.room)
+    world.join(staging=dict.fromkeys(world.runners, 64 * longest), timeout=TIMEOUT_S)
+    outcome = world.run(plan)
+
+    assert outcome.arrived, outcome.answers
+    assert min(answer.messages for answer in outcome.answers.values()) == 3

@@ -1,0 +1,243 @@
+"""Whoever dies, stops or gives up: the others learn who it was, in time, nothing is written afterwards, and life goes on.
+
+In the plans of these tests everybody talks to the one that fails, so each of the others can name it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.conformance.harness import Answer, Contestant, Orders, Outcome, World
+from tests.conformance.transfers import Maker, Plan
+
+TIMEOUT_S = 1.5
+SLACK_S = 3.0  # on busy processors
+CULPRIT, CULPRITS_LABEL = 2, "gamma"
+SURVIVORS = (0, 1)
+SENT = 1_000_003  # several messages
+
+
+def between_culprit_and_others(sent: int = SENT) -> Plan:
+    maker = Maker()
+    for other in SURVIVORS:
+        maker.add(CULPRIT, other, (sent,))
+        maker.add(other, CULPRIT, (sent // 2,))
+    return maker.plan()
+
+
+def name_the_culprit(outcome: Outcome, *kinds: str) -> None:
+    assert set(outcome.answers) == set(SURVIVORS)
+    for answer in outcome.answers.values():
+        assert answer.error in kinds, answer
+        assert CULPRITS_LABEL in answer.said, answer
+        assert not answer.is_usable and not answer.wrote_late
+        assert answer.seconds < TIMEOUT_S + SLACK_S
+
+
+def a_new_epoch_works(world: World) -> None:
+    for process in SURVIVORS:
+        again = world.run_one(process, between_culprit_and_others())
+        assert "TransportError" in again.kinds and "cannot be used any more" in again.said
+    world.replace(CULPRIT)
+    assert {answer.error for answer in world.join().values()} == {""}
+    assert world.run(between_culprit_and_others()).arrived
+
+
+def test_a_peer_that_died_before_a_run_is_named(two_sided: Contestant, fresh: Callable[..., World]) -> None:
+    world = fresh(two_sided)
+    world.join()
+    assert world.run(between_culprit_and_others()).arrived
+    world.crew.kill(CULPRIT)
+    outcome = world.run(between_culprit_and_others(), Orders(timeout=TIMEOUT_S), answering=SURVIVORS)
+
+    name_the_culprit(outcome, "PeerLost", "DeadlineExceeded")
+    assert outcome.untouched
+    a_new_epoch_works(world)
+
+
+@pytest.mark.parametrize("so_far", [0, 1, 3 * SENT // 10], ids=["at-once", "after-a-message", "in-the-middle"])
+def test_a_peer_that_dies_during_a_run_is_named(
+    two_sided: Contestant, fresh: Callable[..., World], so_far: int
+) -> None:
+    world = fresh(two_sided)
+    world.join()
+    outcome = world.run(
+        between_culprit_and_others(),
+        Orders(timeout=TIMEOUT_S, linger_s=0.2),
+        orders_of={CULPRIT: Orders(kill_at=so_far)},
+        answering=SURVIVORS,
+    )
+    world.crew.wait_end(CULPRIT)
+
+    name_the_culprit(outcome, "PeerLost", "DeadlineExceeded")
+    a_new_epoch_works(world)
+
+
+def test_a_peer_that_dies_after_a_run_leaves_what_it_sent(two_sided: Contestant, fresh: Callable[..., World]) -> None:
+    world = fresh(two_sided)
+    world.join()
+    outcome = world.run(between_culprit_and_others())
+    world.crew.kill(CULPRIT)
+    assert outcome.arrived and world.still_is(outcome)
+
+    after = world.run(Plan((), 4096), Orders(timeout=TIMEOUT_S), answering=SURVIVORS)
+    name_the_culprit(after, "PeerLost", "DeadlineExceeded")
+    a_new_epoch_works(world)
+
+
+@pytest.mark.parametrize("so_far", [None, 1], ids=["before", "during"])
+def test_a_peer_that_stops_is_named_at_the_deadline_and_what_it_sends_later_is_not_written(
+    two_sided: Contestant, fresh: Callable[..., World], so_far: int | None
+) -> None:
+    world = fresh(two_sided)
+    world.join()
+    if so_far is None:
+        world.crew.signal(CULPRIT, signal.SIGSTOP)
+
+    def wake_up_too_late() -> None:
+        time.sleep(TIMEOUT_S + 0.3)
+        world.crew.signal(CULPRIT, signal.SIGCONT)
+
+    outcome = world.run(
+        between_culprit_and_others(),
+        Orders(timeout=TIMEOUT_S, linger_s=1.0),
+        orders_of={CULPRIT: Orders(timeout=TIMEOUT_S, stop_at=so_far)},
+        answering=SURVIVORS,
+        during=wake_up_too_late,
+    )
+    name_the_culprit(outcome, "DeadlineExceeded")
+    assert min(answer.seconds for answer in outcome.answers.values()) >= TIMEOUT_S
+    (late,) = world.crew.collect([CULPRIT], TIMEOUT_S + SLACK_S).values()
+    assert "TransportError" in late.kinds and not late.is_usable
+    world.crew.kill(CULPRIT)
+    a_new_epoch_works(world)
+
+
+def test_what_progress_raises_ends_an_exchange_and_nothing_is_written_afterwards(
+    two_sided: Contestant, fresh: Callable[..., World]
+) -> None:
+    """The others take their time after each message: when the culprit gives up, it waits for some not yet sent."""
+    world = fresh(two_sided)
+    world.join()
+    outcome = world.run(
+        between_culprit_and_others(),
+        Orders(timeout=TIMEOUT_S, pause_s=0.2),
+        orders_of={CULPRIT: Orders(timeout=TIMEOUT_S, raise_at=400_000, linger_s=1.0)},
+    )
+    given_up = outcome.answers.pop(CULPRIT)
+
+    assert given_up.error == "Stop" and not given_up.is_usable and not given_up.wrote_late
+    assert 400_000 <= given_up.progress[-1] < SENT // 2 * 2
+    assert given_up.seconds < TIMEOUT_S
+    name_the_culprit(outcome, "PeerLost", "DeadlineExceeded")
+    world.crew.kill(CULPRIT)
+    a_new_epoch_works(world)
+
+
+def test_what_progress_raises_ends_copies_and_nothing_is_written_afterwards(mapped: World) -> None:
+    """The same megabytes again and again, more than any service copies before it reports."""
+    maker = Maker()
+    once = [maker.add(0, 1, (3_000_000,)), maker.add(1, 2, (2_000_001,)), maker.add(2, 0, (333_333,))]
+    plan = Plan((once[0], once[1], *[once[1]] * 150, once[2]), maker.plan().room)
+    outcome = mapped.run(plan, Orders(raise_at=1, linger_s=0.2))
+    (answer,) = outcome.answers.values()
+
+    assert answer.error == "Stop" and len(answer.progress) == 1
+    assert answer.progress[0] < sum(t.nbytes for t in plan.transfers)
+    assert not answer.wrote_late and not outcome.arrived
+    assert mapped.run(Plan(tuple(once), plan.room)).arrived
+
+
+def test_an_owner_that_dies_leaves_its_arena_to_be_read(contestant: Contestant, fresh: Callable[..., World]) -> None:
+    """Arenas belong to no process: the lender has all of them mapped, and is not missed."""
+    world = fresh(contestant)
+    world.join()
+    world.crew.kill(world.lender)
+
+    assert world.run(between_culprit_and_others()).arrived
+
+
+def lent(source: int = 0, target: int = 1) -> Plan:
+    maker = Maker()
+    maker.add(source, target, (300_007,), lent=True)
+    maker.add(source, target, (77,))
+    return maker.plan()
+
+
+def test_a_lender_that_died_is_named_and_copies_go_on(mapped: World, fresh: Callable[..., World]) -> None:
+    if not mapped.contestant.is_shared:
+        pytest.skip("tensors on a device are not lent")
+    world = fresh(mapped.contestant)
+    world.join()
+    outcome = world.run(lent(), lender_dies=True)
+    (answer,) = outcome.answers.values()
+
+    assert answer.error == "PeerLost" and f"process {world.lenders_pid}" in answer.said
+    assert world.run(between_culprit_and_others()).arrived
+
+
+def test_a_lender_that_died_ends_the_run_of_all(exchange: World, fresh: Callable[..., World]) -> None:
+    """Whoever reads it names it; the others name whoever does not send."""
+    if not exchange.contestant.is_shared:
+        pytest.skip("tensors on a device are not lent")
+    world = fresh(exchange.contestant, 2)
+    world.join()
+    outcome = world.run(lent(), Orders(timeout=TIMEOUT_S), lender_dies=True)
+
+    assert outcome.answers[0].error == "PeerLost" and f"process {world.lenders_pid}" in outcome.answers[0].said
+    assert "TransportError" in outcome.answers[1].kinds and "alpha" in outcome.answers[1].said
+    assert not any(answer.is_usable for answer in outcome.answers.values())
+    assert all(answer.seconds < TIMEOUT_S + SLACK_S for answer in outcome.answers.values())
+
+
+def test_copies_begun_by_a_process_that_died_are_done_by_another(
+    one_sided: Contestant, fresh: Callable[..., World]
+) -> None:
+    world = fresh(one_sided)
+    world.join()
+    maker = Maker()
+    once = [maker.add(source, (source + 1) % 3, (1_000_003,)) for source in range(3)]
+    plan = Plan(tuple(once) * 50, maker.plan().room)
+    world.tell_to_run(plan, {}, Orders(kill_at=1))
+    world.crew.wait_end(0)
+    world.replace(0)
+    world.join()
+
+    assert world.run(plan).arrived
+
+
+def answers_in_time(answers: dict[int, Answer], timeout: float) -> None:
+    assert all(timeout - 0.2 < answer.seconds < timeout + SLACK_S for answer in answers.values()), answers
+
+
+def test_joining_ends_at_its_deadline_and_names_who_never_came(
+    two_sided: Contestant, fresh: Callable[..., World]
+) -> None:
+    world = fresh(two_sided)
+    answers = world.join(SURVIVORS, timeout=TIMEOUT_S)
+
+    answers_in_time(answers, TIMEOUT_S)
+    for answer in answers.values():
+        assert answer.error == "DeadlineExceeded" and CULPRITS_LABEL in answer.said, answer
+    assert {answer.error for answer in world.join().values()} == {""}
+    assert world.run(between_culprit_and_others()).arrived
+
+
+def test_joining_ends_when_the_epoch_is_given_up(two_sided: Contestant, fresh: Callable[..., World]) -> None:
+    world = fresh(two_sided)
+    epoch = world.new_epoch()
+    started = time.monotonic()
+    world.tell_to_join(SURVIVORS, epoch=epoch, timeout=20.0)
+    time.sleep(0.3)
+    world.crew.give_up(epoch)
+    answers = world.crew.collect(SURVIVORS, 10)
+
+    assert time.monotonic() - started < 10
+    for answer in answers.values():
+        assert answer.error == "PeerLost" and "given up" in answer.said, answer
+    assert {answer.error for answer in world.join().values()} == {""}
+    assert world.run(between_culprit_and_others()).arrived

@@ -1,0 +1,63 @@
+"""Whatever a plan is, what the oracle says lies where it should, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+
+from tests.conformance.harness import ROOM, Contestant, Orders, World
+from tests.conformance.transfers import CASTS, SIZES, Layout, Maker, Plan
+
+PROCESSES = st.integers(0, 2)
+# few long dimensions, so that most plans are quick, and some do not fit into a message
+LENGTHS = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 61, 255, 1000)))
+
+
+@st.composite
+def layouts(draw: Any, dims: int, skews: st.SearchStrategy[int]) -> Layout:
+    order = tuple(draw(st.permutations(range(dims))))
+    return Layout(order, draw(st.integers(0, 3)), draw(skews))
+
+
+@st.composite
+def plans(draw: Any, any_address: bool, converts: bool, lends: bool) -> Plan:
+    maker = Maker()
+    tasks = draw(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 5)), max_size=12, unique=True))
+    for task, part in tasks:
+        shape = draw(st.lists(LENGTHS, max_size=3).map(tuple))
+        pair = draw(st.one_of(st.sampled_from(sorted(SIZES)).map(lambda dtype: ("", dtype)), st.sampled_from(CASTS)))
+        cast_from, dtype = pair if converts else ("", pair[1])
+        skews = st.integers(0, 15) if any_address else st.just(0)
+        before = maker.plan()
+        maker.add(
+            draw(PROCESSES),
+            draw(PROCESSES),
+            shape,
+            dtype,
+            read=draw(layouts(len(shape), skews)),
+            write=draw(layouts(len(shape), skews)),
+            cast_from=cast_from,
+            task=task,
+            part=part,
+            lent=lends and draw(st.sampled_from((False, False, True))),
+        )
+        if maker.plan().room > ROOM:
+            return before
+    return maker.plan()
+
+
+def test_any_plan_does_what_the_oracle_says(contestant: Contestant, joined: Callable[[Contestant], World]) -> None:
+    @given(
+        plans(contestant.takes_any_address, contestant.converts, contestant.is_shared),
+        st.sampled_from((True, True, False)),
+    )
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(plan: Plan, verify: bool) -> None:
+        outcome = joined(contestant).run(plan, Orders(verify=verify))
+        assert outcome.errors() == {""}, outcome.answers
+        assert outcome.arrived
+
+    check()

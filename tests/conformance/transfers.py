@@ -1,0 +1,205 @@
+"""Transfers as values, and what they must do, said with numpy and nothing of refitd."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Bytes = np.ndarray  # uint8, one dimension
+
+SIZES = {
+    "bool": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "int64": 8,
+    "complex128": 16,
+}
+# (held, wanted), as refitd.describe.casts has them
+CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "float32"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A strided box in the source arena, or the target arena, of a process; all in bytes."""
+
+    process: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One box from one process to another, or to itself. `lent`: it is read from another process's private memory."""
+
+    source: Place
+    target: Place
+    shape: tuple[int, ...]
+    dtype: str = "uint8"
+    cast_from: str = ""
+    task: int = 0
+    part: int = 0
+    lent: bool = False
+
+    @property
+    def held(self) -> str:
+        """The dtype at the source."""
+        return self.cast_from or self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return int(np.prod(self.shape, dtype=np.int64)) * SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Transfers that are performed together; all lie in the first `room` bytes of arenas."""
+
+    transfers: tuple[Transfer, ...]
+    room: int
+
+    def arriving(self, process: int) -> int:
+        """Bytes that come to a process from others."""
+        return sum(t.nbytes for t in self.transfers if t.target.process == process != t.source.process)
+
+    def staying(self, process: int) -> int:
+        """Bytes that a process moves to itself."""
+        return sum(t.nbytes for t in self.transfers if t.target.process == process == t.source.process)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a box lies in memory.
+
+    Attributes:
+        order: its dimensions, outermost first; () for the order they have.
+        gap: elements left free behind each row of each dimension.
+        skew: bytes from a multiple of 16 to its start.
+    """
+
+    order: tuple[int, ...] = ()
+    gap: int = 0
+    skew: int = 0
+
+    def strides(self, shape: Sequence[int], element: int) -> tuple[int, ...]:
+        """shape (2, 3), 4 bytes: order (0, 1) -> (12, 4); order (1, 0) -> (4, 8); gap 1 -> (16, 4)."""
+        strides, step = [0] * len(shape), element
+        for dim in reversed(self.order or range(len(shape))):
+            strides[dim] = step
+            step = step * max(1, shape[dim]) + self.gap * element
+        return tuple(strides)
+
+
+class Maker:
+    """Puts transfers one behind the other, so that no two targets meet."""
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[str, int], int] = defaultdict(int)
+        self._transfers: list[Transfer] = []
+
+    def add(
+        self,
+        source: int,
+        target: int,
+        shape: Sequence[int],
+        dtype: str = "uint8",
+        *,
+        read: Layout = Layout(),  # noqa: B008 (a frozen value)
+        write: Layout = Layout(),  # noqa: B008
+        cast_from: str = "",
+        task: int | None = None,
+        part: int = 0,
+        lent: bool = False,
+    ) -> Transfer:
+        """Put one more transfer behind the others; `task` is by default a new number."""
+        shape = tuple(shape)
+        made = Transfer(
+            self._place("source", source, shape, SIZES[cast_from or dtype], read),
+            self._place("target", target, shape, SIZES[dtype], write),
+            shape,
+            dtype,
+            cast_from,
+            100 + len(self._transfers) if task is None else task,
+            part,
+            lent,
+        )
+        self._transfers.append(made)
+        return made
+
+    def _place(self, side: str, process: int, shape: Sequence[int], element: int, layout: Layout) -> Place:
+        strides = layout.strides(shape, element)
+        offset = self._used[side, process] + layout.skew
+        self._used[side, process] = -(-(offset + extent(shape, strides, element) + 16) // 16) * 16
+        return Place(process, offset, strides)
+
+    def plan(self) -> Plan:
+        """Return what was added; behind the last box some bytes are left that must stay as they are."""
+        return Plan(tuple(self._transfers), max(self._used.values(), default=0) + 4096)
+
+
+def extent(shape: Sequence[int], strides: Sequence[int], element: int) -> int:
+    """Return the bytes from the first element's start to the last one's end."""
+    if 0 in shape:
+        return 0
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + element
+
+
+def view(memory: Bytes, place: Place, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Return a box of elements of a numpy dtype; neither memory nor strides have to be aligned."""
+    return np.ndarray(shape, kind, memory.data, place.offset, place.strides)
+
+
+def performed(plan: Plan, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> list[Bytes]:
+    """Return what the targets must hold afterwards, every byte of them."""
+    after = [target.copy() for target in targets]
+    for t in plan.transfers:
+        wanted = view(after[t.target.process], t.target, t.shape, f"V{SIZES[t.dtype]}")
+        if not t.cast_from:
+            wanted[...] = view(sources[t.source.process], t.source, t.shape, f"V{SIZES[t.dtype]}")
+            continue
+        numbers = as_float64(view(sources[t.source.process], t.source, t.shape, f"u{SIZES[t.held]}").copy(), t.held)
+        wanted[...] = from_float64(numbers, t.dtype).view(f"V{SIZES[t.dtype]}").reshape(t.shape)
+    return after
+
+
+def as_float64(words: np.ndarray, dtype: str) -> np.ndarray:
+    """Return the numbers that words are; every number of these dtypes is one of float64."""
+    if dtype == "bfloat16":
+        return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return words.view(dtype).astype(np.float64)
+
+
+def from_float64(numbers: np.ndarray, dtype: str) -> np.ndarray:
+    """Return the nearest elements, of equally near ones that which is even, as words."""
+    numbers = np.atleast_1d(numbers)
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return numbers.astype(dtype).view(f"u{SIZES[dtype]}")
+    # between the two bfloat16 that are next to a number, both written as float32
+    exact = numbers.astype(np.float32).view(np.uint32)
+    below = exact & np.uint32(0xFFFF0000)
+    above = below + np.uint32(0x10000)
+    with np.errstate(invalid="ignore"):
+        to_below = np.abs(numbers - below.view(np.float32).astype(np.float64))
+        to_above = np.abs(above.view(np.float32).astype(np.float64) - numbers)
+    is_even = below & np.uint32(0x10000) == 0
+    chosen = np.where((to_below < to_above) | ((to_below == to_above) & is_even) | np.isinf(numbers), below, above)
+    return (chosen >> 16).astype(np.uint16)
+
+
+def put_numbers(plan: Plan, sources: Sequence[Bytes], random: np.random.Generator) -> None:
+    """Give transfers that convert numbers to read: of every size that both dtypes have, and infinite ones."""
+    for t in plan.transfers:
+        if not t.cast_from:
+            continue
+        count = int(np.prod(t.shape, dtype=np.int64))
+        numbers = random.standard_normal(count) * 2.0 ** random.integers(-12, 12, count)
+        numbers[::7] = np.inf
+        words = from_float64(numbers, t.held).reshape(t.shape)
+        view(sources[t.source.process], t.source, t.shape, f"u{SIZES[t.held]}")[...] = words

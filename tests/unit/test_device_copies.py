@@ -1,0 +1,146 @@
+"""GPU arenas and copies between them, as far as they can be told without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from refitd.buffers import cuda as memory
+from refitd.buffers.layout import extent
+from refitd.copy_services import registry
+from refitd.copy_services.cuda import pairs
+from refitd.errors import ArenaError, ConfigError, TransportError
+from refitd.execute.copies import CopyList, LocalTensor, whole_tensors
+
+ROOM = 1 << 16
+no_gpu = pytest.mark.skipif(memory.visible_devices() > 0, reason="there is a GPU")
+
+
+def copied(copies: CopyList, source: torch.Tensor, target: torch.Tensor) -> int:
+    work = pairs(copies, {1: source, 2: target}, {2})
+    for pair in work:
+        pair.destination.copy_(pair.source)
+    return len(work)
+
+
+def random_tensor(rng: random.Random, arena: int, shape: tuple[int, ...], es: int) -> LocalTensor:
+    """Dimensions in any order, gaps between them, at any offset that torch could give the tensor."""
+    order = list(range(len(shape)))
+    rng.shuffle(order)
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step * es
+        step = step * shape[dim] + rng.choice([0, 0, 1, 8])
+    return LocalTensor(arena, rng.randrange(8) * es, shape, tuple(strides))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_stride_arrives_and_nothing_else_changes(seed: int) -> None:
+    rng = random.Random(seed)
+    es = rng.choice([1, 2, 4, 8, 16])
+    shape = tuple(rng.choice([1, 2, 3, 8, 5]) for _ in range(rng.randrange(5)))
+    src, dst = random_tensor(rng, 1, shape, es), random_tensor(rng, 2, shape, es)
+    source = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, ROOM, dtype=np.uint8))
+    target = torch.zeros(ROOM + rng.randrange(8), dtype=torch.uint8)
+    expected = target.numpy().copy()
+    np.ndarray(shape, f"V{es}", expected.data, dst.offset, dst.strides)[...] = np.ndarray(
+        shape, f"V{es}", source.numpy().data, src.offset, src.strides
+    )
+    assert copied(whole_tensors([(src, dst, es)]), source, target) == 1
+    assert np.array_equal(target.numpy(), expected)
+
+
+def test_contiguous_rows_are_copied_in_the_widest_words() -> None:
+    rows = LocalTensor(1, 64, (4, 32), (128, 2)), LocalTensor(2, 0, (4, 32), (64, 2))
+    (pair,) = pairs(whole_tensors([(*rows, 2)]), {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}, {2})
+    assert pair.source.dtype == torch.int64 and pair.source.shape == (4, 8)
+    assert pair.destination.is_contiguous() and pair.nbytes == 256
+
+
+def test_an_empty_copy_is_none_and_a_repeated_element_is_read_again() -> None:
+    target = torch.zeros(ROOM, dtype=torch.uint8)
+    none = whole_tensors([(LocalTensor(1, 0, (0, 4), (8, 2)), LocalTensor(2, 0, (0, 4), (8, 2)), 2)])
+    assert copied(none, target, target) == 0
+    fill = whole_tensors([(LocalTensor(1, 0, (6,), (0,)), LocalTensor(2, 2, (6,), (2,)), 2)])
+    copied(fill, torch.full((ROOM,), 7, dtype=torch.uint8), target)
+    assert target[:16].tolist() == [0, 0, *[7] * 12, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "says"),
+    [
+        (LocalTensor(1, ROOM - 8, (5,), (2,)), LocalTensor(2, 0, (5,), (2,)), "leave arena 1"),
+        (LocalTensor(1, 0, (5,), (2,)), LocalTensor(2, -2, (5,), (2,)), "leave arena 2"),
+        (LocalTensor(1, 0, (5,), (2,)), LocalTensor(3, 0, (5,), (2,)), "arena 3 is not mapped"),
+        (LocalTensor(1, 0, (5,), (2,)), LocalTensor(1, 64, (5,), (2,)), "for reading only"),
+        (LocalTensor(-1, 0, (5,), (2,), 7), LocalTensor(2, 0, (5,), (2,)), "private memory"),
+    ],
+)
+def test_a_copy_that_must_not_be_is_refused_before_it_runs(src: LocalTensor, dst: LocalTensor, says: str) -> None:
+    assert extent(dst.shape, dst.strides, 2) == 10
+    arenas = {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}
+    with pytest.raises(TransportError, match=says):
+        pairs(whole_tensors([(src, dst, 2)]), arenas, {2})
+
+
+def test_the_drivers_structures_are_as_long_as_cuda_says() -> None:
+    """Compared byte by byte with cuda.bindings 12.9, 13.0 and 13.4 when this was written."""
+    properties = memory._properties(5)
+    properties.flags.gpu_direct_rdma = 1
+    assert bytes(properties).hex() == "01000000010000000100000005000000" + "0" * 18 + "01" + "0" * 12
+    assert bytes(memory._Access(memory._Location(1, 5), 3)).hex() == "010000000500000003000000"
+    assert (ctypes.sizeof(memory._Properties), ctypes.sizeof(memory._Access)) == (32, 12)
+
+
+@no_gpu
+def test_a_machine_without_a_driver_says_so_and_what_to_do() -> None:
+    for make in (lambda: memory.create(1 << 20, "a"), lambda: memory.MappedDeviceArena(0, 1 << 20, write=True)):
+        with pytest.raises(ArenaError, match=r"driver|GPU") as failure:
+            make()
+        assert "main memory" in str(failure.value) or "CUDA_VISIBLE_DEVICES" in str(failure.value)
+
+
+@no_gpu
+@pytest.mark.parametrize("name", ["nccl", "nvshmem", "cuda"])
+def test_a_backend_that_needs_a_gpu_says_what_is_missing(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' cannot run here: no GPU is visible"):
+        registry.installed().find(name)
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda"),
+    [
+        ("cuda: Optional[str] = None\n", ""),
+        ("cuda: Optional[str] = '12.8'\n", "12.8"),
+        ("cuda = '13.0'\nhip: Optional[str] = None\n", "13.0"),
+    ],
+)
+def test_what_torch_was_built_for_is_read_without_importing_it(tmp_path, monkeypatch, version: str, cuda: str) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "version.py").write_text(f"__version__ = '2.11'\n{version}")
+    monkeypatch.setattr(
+        registry.importlib.util,
+        "find_spec",
+        lambda name: type("Spec", (), {"origin": str(package / "__init__.py")}) if name == "torch" else None,
+    )
+    monkeypatch.setattr(memory, "visible_devices", lambda: 1)
+    assert registry.torch_cuda() == cuda
+    missing = {backend.name: backend.missing() for backend in registry._own()}
+    assert missing["nccl"] == missing["cuda"]
+    assert ("has no CUDA" in missing["nccl"]) == (not cuda)
+    assert "nvshmem4py is not installed" in missing["nvshmem"]
+    assert f"refitd[cuda{(cuda or '13').partition('.')[0]}]" in missing["nvshmem"]
+
+
+def test_what_the_registry_says_of_a_service_is_what_it_says_of_itself() -> None:
+    from refitd.copy_services import cuda, nccl, nvshmem
+
+    said = {backend.name: backend.capabilities for backend in registry._own()}
+    for service in (nccl.NcclService, nvshmem.NvshmemService, cuda.CudaCopyService):
+        assert said[service.name] == service.capabilities
