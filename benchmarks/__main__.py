@@ -1,12 +1,13 @@
-"""python -m benchmarks [NAME] [--json]: run a benchmark, or all of them; --json prints one JSON object last."""
+"""python -m benchmarks [NAME] [--json] [--quick]: run a benchmark, or all; --json prints one JSON object last."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # name -> module; imported when it runs, since some need torch, a GPU, or packages of an extra
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS), help="by default all")
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
+    parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
     options = parser.parse_args(arguments)
     names = [options.name] if options.name else list(BENCHMARKS)
     results: dict[str, Any] = {}
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         print(f"==> {name}", file=sys.stderr, flush=True)
         try:
-            results[name] = importlib.import_module(BENCHMARKS[name]).run(options.json)
+            results[name] = _run(importlib.import_module(BENCHMARKS[name]).run, options.json, options.quick)
         except Exception as error:  # one that fails must not hide what the others found
             if options.name:
                 raise
@@ -37,6 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(results[options.name] if options.name else results))
     return 1 if failed else 0
+
+
+def _run(run: Callable[..., dict[str, Any]], json_output: bool, quick: bool) -> dict[str, Any]:
+    if not quick:
+        return run(json_output)
+    if "quick" in inspect.signature(run).parameters:
+        return run(json_output, quick=True)
+    print("has no quick form", file=sys.stderr)
+    return run(json_output)
 
 
 if __name__ == "__main__":

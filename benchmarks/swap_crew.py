@@ -143,7 +143,7 @@ class Crew:
         """Have every process do the same; return how long the slowest took."""
         for process in self._processes:
             process.ask(do, **arguments)
-        return max(process.answer().get("seconds", 0.0) for process in self._processes)
+        return max(float(process.answer().get("seconds", 0.0)) for process in self._processes)
 
     def close(self) -> None:
         """End every process of the case."""

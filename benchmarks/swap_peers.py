@@ -77,16 +77,18 @@ class Peers:
 
     def checkpoint(self, directory: str) -> float:
         """Save with torch.distributed.checkpoint, load in the targets' layout."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_loader import load
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         state = self._state()
         group = self._groups[not self._is_source]
         started = _start()
         if self._is_source:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory, sync_files=False), process_group=group)
+            save(state, storage_writer=FileSystemWriter(directory, sync_files=False), process_group=group)
         dist.barrier()
         if not self._is_source:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(directory), process_group=group)
+            load(state, storage_reader=FileSystemReader(directory), process_group=group)
         return _end(started)
 
     def _state(self) -> dict[str, torch.Tensor]:
@@ -107,7 +109,8 @@ class Peers:
 
 
 def _parts(shard: Shard, local: torch.Tensor) -> Sequence[torch.Tensor]:
-    return local.split([stop - start for start, stop in shard.spans], shard.dim)
+    parts: Sequence[torch.Tensor] = local.split([stop - start for start, stop in shard.spans], shard.dim)
+    return parts
 
 
 def _start() -> float:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 WAYS = {
-    "memcpy": "memcpy, one thread (the unit)",
-    "publish": "refitd publish (snapshot, trainer waits)",
+    "memcpy": "memcpy, the unit",
+    "publish": "refitd publish, by snapshot",
     "swap": "refitd swap, whole",
-    "stage": "- of it staging, verified",
-    "commit": "- of it commit",
-    "paused": "engine paused, longest rank",
-    "direct": "raw gloo, one buffer per pair",
-    "checkpoint": "torch.distributed.checkpoint through shared memory",
-    "gather": "gather + broadcast + slice",
+    "stage": "- staging, verified",
+    "commit": "- commit",
+    "paused": "- engine paused, longest",
+    "direct": "raw gloo, buffer per pair",
+    "checkpoint": "torch.distributed.checkpoint",
+    "gather": "gather, broadcast, slice",
 }
 COLUMNS = ("way", "rounds", "median s", "GB/s", "memcpys", "least", "most")
 
@@ -47,7 +47,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"Python {about['python']}, torch {about['packages'].get('torch')}.",
         "A memcpy is one thread's copy of the same bytes between prefaulted shared mappings, the median of three in",
         "the same round; ratios are medians over rounds. Staging compares every byte written with the source's, read",
-        "again. Worker memory is that of the largest worker process beyond arenas. Written by `scripts/bench swap`.",
+        "again. Checkpoints go through a directory in shared memory. Worker memory is that of the largest worker",
+        "process, beyond arenas. Written by `scripts/bench swap`.",
     ]
     for case in results["cases"]:
         lines += ["", f"## {_title(case)}", ""]
@@ -73,7 +74,8 @@ def show(results: dict[str, Any]) -> None:
             continue
         table = Table(title=_title(case), caption=_memory(case))
         for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "way" else "right")
+            is_name = column == "way"
+            table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
         for row in _rows(case):
             table.add_row(*row)
         console.print(table)

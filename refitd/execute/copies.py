@@ -261,6 +261,8 @@ def deal(copies: CopyList, workers: int) -> list[Int64]:
 
 @dataclass(frozen=True, eq=False)
 class Side:
+    """One end of addressed copies, a value per row."""
+
     arena: Int64
     pid: Int64
     offset: Int64

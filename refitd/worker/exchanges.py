@@ -74,10 +74,14 @@ class Exchanges:
         if service is None:
             raise TransportError(f"this worker is not in epoch {epoch}")
         halves = Halves.from_bytes(block)
-        for row in range(len(halves)):
-            note = service.send if halves.is_send[row] else service.receive
-            piece = piece_of(halves, row, self._arenas)
-            note(int(halves.task_id[row]), piece, service.ranks[int(halves.peer[row])], part=int(halves.part[row]))
+        try:
+            for row in range(len(halves)):
+                note = service.send if halves.is_send[row] else service.receive
+                piece = piece_of(halves, row, self._arenas)
+                note(int(halves.task_id[row]), piece, service.ranks[int(halves.peer[row])], part=int(halves.part[row]))
+        except BaseException:
+            service.hold()  # what was noted of a job that is refused must not be in the next one
+            raise
         return _ExchangeJob(service, service.hold(), int((halves.is_send == 0).sum()))
 
 

@@ -56,9 +56,7 @@ def test_two_replicas_on_two_nodes_get_what_one_trainer_has_on_both(nodes: Calla
         for rank, client in enumerate((c0, c1)):
             mine = shards.cut(shards.whole(0), rank, 2)
             described = shards.describe(mine, rank, 2)
-            sources.append(
-                (client.register_source("policy", mine, rank=rank, world_size=2, metadata=described), mine)
-            )
+            sources.append((client.register_source("policy", mine, rank=rank, world_size=2, metadata=described), mine))
         targets = []
         for replica, world in (("fine", 4), ("whole", 1)):
             for rank in range(world):
@@ -254,9 +252,7 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
             swap.result(25)
     assert "n1" in str(failed.value) or "far rank 0" in str(failed.value)
     endpoint = f"ipc://{two.n0.directory}/coordinator.sock"
-    again = start_daemon(
-        f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n{DEADLINES}', standalone=False
-    )
+    again = start_daemon(f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n{DEADLINES}', standalone=False)
     two.engine.close()
     with again.connect("engine") as engine:
         eventually(lambda: len(status(two.n0).nodes) == 2, "the node is back")

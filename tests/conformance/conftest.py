@@ -6,7 +6,6 @@ import pytest
 
 from tests.conformance.harness import Contestant, World, contestants
 
-
 # those that cannot run here are skipped once, with the reason, in test_capabilities.py
 _ABLE = [contestant for contestant in contestants() if not contestant.missing()]
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from refitd.copy_services.exchange import ExchangeService
     from refitd.copy_services.pieces import Piece
 
-ROOM = 4 << 20  # bytes of each arena
-STAGING_BYTES = 1 << 20  # of each service; the largest transfers are larger
+ROOM = 2 << 20  # bytes of each arena
+STAGING_BYTES = 512 << 10  # of each service; the largest transfers are larger
 TIMEOUT_S = 20.0
 LABELS = ("alpha", "beta", "gamma", "delta")
 THREADS = 2  # of one-sided services
@@ -105,9 +105,7 @@ class Contestant:
 def contestants() -> list[Contestant]:
     """Return every installed backend, once for each kind of memory that it says it takes."""
     return [
-        Contestant(backend.name, device)
-        for backend in installed()
-        for device in sorted(backend.capabilities.devices)
+        Contestant(backend.name, device) for backend in installed() for device in sorted(backend.capabilities.devices)
     ]
 
 
@@ -192,7 +190,10 @@ def _backend(name: str) -> Backend:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run: answers by process, and what lay in the targets before, should, and does now."""
+    """What became of one run: answers by process, and what lay in the targets before, should, and does now.
+
+    Of the targets these are the bytes that the plan has room in; behind them nothing has changed.
+    """
 
     answers: dict[int, Answer]
     before: list[np.ndarray]
@@ -202,16 +203,20 @@ class Outcome:
     @property
     def arrived(self) -> bool:
         """Whether every byte that was to be written was, and no other was."""
-        return all(np.array_equal(a, b) for a, b in zip(self.found, self.wanted, strict=True))
+        return _equal(self.found, self.wanted)
 
     @property
     def untouched(self) -> bool:
         """Whether the targets are as they were."""
-        return all(np.array_equal(a, b) for a, b in zip(self.found, self.before, strict=True))
+        return _equal(self.found, self.before)
 
     def errors(self) -> set[str]:
         """Return the names of what was raised, "" among them if some process succeeded."""
         return {answer.error for answer in self.answers.values()}
+
+
+def _equal(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 class World:
@@ -223,17 +228,20 @@ class World:
         self.room = room
         self.lender = size if not contestant.capabilities.is_one_sided else 1
         self._random = np.random.default_rng(size)
+        self._noise = self._random.integers(0, 256, 2 * room + 4099, dtype=np.uint8)
         self._ids = count()
         self.is_ready = False
         self.lenders_pid = 0
         self.crew = Crew(partial(Member, contestant.backend, contestant.device), self.lender + 1)
         self._descriptors: list[int] = []
         self._arenas: list[MappedArena] = []  # source and target of each process
+        self._known: list[np.ndarray] = []  # what lies in them
         try:
             for number in range(2 * size):
                 self._descriptors.append(memory.create(room, f"conformance{number}"))
                 self._arenas.append(MappedArena(self._descriptors[-1], room, write=True))
-                self._arenas[-1].bytes[:] = self._random.integers(0, 256, room, dtype=np.uint8)
+                self._arenas[-1].bytes[:] = self._noise[:room]
+                self._known.append(self._noise[:room].copy())
             for process in [*self.runners, self.lender]:
                 self._equip(process)
         except BaseException:
@@ -321,9 +329,16 @@ class World:
 
     def lay(self, plan: Plan) -> None:
         """Fill what a plan may touch of every arena with noise."""
+        assert plan.room <= self.room
         for arena in self._arenas:
-            arena.bytes[: plan.room] = self._random.integers(0, 256, plan.room, dtype=np.uint8)
+            start = int(self._random.integers(0, len(self._noise) - plan.room))
+            arena.bytes[: plan.room] = self._noise[start : start + plan.room]
         put_numbers(plan, self._sources, self._random)
+        self._note(plan.room)
+
+    def _note(self, room: int) -> None:
+        for known, arena in zip(self._known, self._arenas, strict=True):
+            known[:room] = arena.bytes[:room]
 
     @property
     def _sources(self) -> list[np.ndarray]:
@@ -359,8 +374,7 @@ class World:
         lent = self.lend() if any(t.lent for t in plan.transfers) else {}
         if lender_dies:
             self.crew.kill(self.lender)
-        before = [target.copy() for target in self._targets]
-        held = [source.copy() for source in self._sources]
+        before = [known[: plan.room].copy() for known in self._known[1::2]]
         self.tell_to_run(plan, lent, orders, orders_of, plan_of)
         if during is not None:
             during()
@@ -368,21 +382,24 @@ class World:
         timeout = max(o.timeout + o.linger_s for o in [orders or Orders(), *(orders_of or {}).values()]) + 20
         answers = self.crew.collect(self.runners if answering is None else answering, timeout)
         self.is_ready = all(answer.is_usable for answer in answers.values())
-        for source, bytes_before in zip(self._sources, held, strict=True):
-            assert np.array_equal(source, bytes_before), "a source has been written to"
-        return Outcome(answers, before, performed(plan, held, before), [target.copy() for target in self._targets])
+        held = self._known[0::2]
+        assert _equal(self._sources, held), "a source has been written to"
+        behind = [target[plan.room :] for target in self._targets]
+        assert _equal(behind, [known[plan.room :] for known in self._known[1::2]]), "bytes behind the plan have changed"
+        wanted = performed(plan, held, before)
+        self._note(plan.room)
+        return Outcome(answers, before, wanted, [target[: plan.room].copy() for target in self._targets])
 
     def prepare(self, plan: Plan, *, written: int | None = None) -> Answer:
         """Have a one-sided service prepare a plan; `written` is the number of an arena in the place of all targets."""
         self.lay(replace(plan, transfers=()))
-        self._before = [target.copy() for target in self._targets]
         answer: Answer = self.crew.ask(0, "prepare", plan, written)
         return answer
 
     @property
     def untouched(self) -> bool:
         """Whether the targets are as they were before `prepare`."""
-        return all(np.array_equal(a, b) for a, b in zip(self._targets, self._before, strict=True))
+        return _equal(self._targets, self._known[1::2])
 
     def tell_to_run(
         self,
@@ -411,7 +428,7 @@ class World:
 
     def still_is(self, outcome: Outcome) -> bool:
         """Whether the targets are as a run left them."""
-        return all(np.array_equal(a, b) for a, b in zip(self._targets, outcome.found, strict=True))
+        return _equal([target[: len(outcome.found[0])] for target in self._targets], outcome.found)
 
     def vitals(self) -> dict[int, Vitals]:
         """Return what every runner holds, once it has stayed the same for a moment: threads end when they like."""
@@ -529,7 +546,11 @@ class Member:
             told.append(nbytes)
             if orders.kill_at is not None and nbytes >= orders.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if orders.stop_at is not None and nbytes >= orders.stop_at and not any(n >= orders.stop_at for n in told[:-1]):
+            if (
+                orders.stop_at is not None
+                and nbytes >= orders.stop_at
+                and not any(n >= orders.stop_at for n in told[:-1])
+            ):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if orders.raise_at is not None and nbytes >= orders.raise_at:
                 raise Stop(f"at {nbytes} bytes")
@@ -674,9 +695,7 @@ def _compare_or_copy(found: np.ndarray, arena: MappedArena) -> None:
 class _TwoSided:
     """Transfers as halves that this process sends or receives."""
 
-    def __init__(
-        self, number: int, service: ExchangeService, arenas: Mapping[int, MappedArena], device: str
-    ) -> None:
+    def __init__(self, number: int, service: ExchangeService, arenas: Mapping[int, MappedArena], device: str) -> None:
         self._number = number
         self._service = service
         self._arenas = arenas
@@ -766,9 +785,7 @@ class _Uploaded:
         import torch
 
         self._arenas, self._room = arenas, room
-        self._tensors = {
-            n: torch.from_numpy(arena.bytes[:room].copy()).to(device) for n, arena in arenas.items()
-        }
+        self._tensors = {n: torch.from_numpy(arena.bytes[:room].copy()).to(device) for n, arena in arenas.items()}
 
     def tensor(self, place: Place, shape: tuple[int, ...], dtype: str, is_source: bool) -> torch.Tensor:
         """Return a box as a tensor."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from refitd.copy_services.registry import ENTRY_POINTS
 from tests.conformance.harness import TIMEOUT_S, Contestant, World, contestants
 from tests.conformance.transfers import Layout, Maker, Plan
 
@@ -15,6 +17,36 @@ def test_every_installed_service_is_tested_here(contestant: Contestant) -> None:
     """The tests of this folder leave out those that cannot run; this one says which, and what they lack."""
     if missing := contestant.missing():
         pytest.skip(f"{contestant}: {missing}")
+
+
+MODULE = """
+from refitd.copy_services.registry import Backend
+from refitd.copy_services.shm import SharedMemoryService
+
+class CopyCat(SharedMemoryService):
+    name = "copycat"
+
+BACKEND = Backend("copycat", CopyCat.capabilities, lambda: "", mapped=CopyCat)
+"""
+
+
+def test_a_service_of_another_package_is_tested_without_being_named_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Callable[..., World]
+) -> None:
+    (tmp_path / "copy_cat.py").write_text(MODULE)
+    info = tmp_path / "copy_cat-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: copy-cat\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ncopycat = copy_cat:BACKEND\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = (contestant for contestant in contestants() if contestant.backend == "copycat")
+    assert not found.missing()
+    world = fresh(found)
+    world.join()
+    maker = Maker()
+    maker.add(0, 1, (100, 30), "float32", read=Layout((1, 0)))
+
+    assert world.run(maker.plan()).arrived
 
 
 def test_sides_and_nodes_are_told_truthfully(contestant: Contestant) -> None:

@@ -18,7 +18,7 @@ def test_ten_epochs_leave_no_descriptor_no_thread_and_no_memory_behind(
     world = fresh(contestant)
     maker = Maker()
     for source, target in itertools.product(range(3), repeat=2):
-        maker.add(source, target, (300_007,), write=Layout(gap=1))
+        maker.add(source, target, (601, 499), write=Layout(gap=1))
     plan = maker.plan()
 
     def epochs(count: int) -> None:

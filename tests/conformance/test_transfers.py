@@ -95,7 +95,7 @@ def test_numbers_are_converted_to_the_nearest(world: World, pair: tuple[str, str
         maker.add(source, target, (), pair[1], cast_from=pair[0], lent=lent)
         maker.add(source, target, (53, 7), pair[1], cast_from=pair[0], lent=lent)
         maker.add(source, target, (7, 53), pair[1], cast_from=pair[0], read=Layout((1, 0)), lent=lent)
-        maker.add(source, target, (90_001,), pair[1], cast_from=pair[0], write=Layout(gap=1), lent=lent)
+        maker.add(source, target, (40_001,), pair[1], cast_from=pair[0], write=Layout(spread=2), lent=lent)
 
     assert succeeded(world, maker.plan())
 
@@ -109,12 +109,12 @@ def test_elements_may_lie_at_any_address(world: World, dtype: str) -> None:
         maker.add(0, 1, (33, 9), dtype, read=Layout(skew=skew))
         maker.add(1, 2, (33, 9), dtype, write=Layout(skew=skew))
         maker.add(2, 2, (33, 9), dtype, read=Layout((1, 0), skew=skew), write=Layout(gap=1, skew=skew + 1))
-        maker.add(2, 0, (40_001,), dtype, read=Layout(skew=skew), write=Layout(skew=skew + 2))
+        maker.add(2, 0, (11_001,), dtype, read=Layout(skew=skew), write=Layout(skew=skew + 2))
 
     assert succeeded(world, maker.plan())
 
 
-LAYOUTS = (Layout(), Layout(gap=2), Layout((1, 0)), Layout((1, 0), gap=3))
+LAYOUTS = (Layout(), Layout(gap=2), Layout((1, 0)), Layout((1, 0), gap=3, spread=2))
 
 
 @pytest.mark.parametrize("target", [1, 0], ids=["remote", "local"])

@@ -80,16 +80,18 @@ class Layout:
     Attributes:
         order: its dimensions, outermost first; () for the order they have.
         gap: elements left free behind each row of each dimension.
+        spread: from each element of a row to its next one, in elements.
         skew: bytes from a multiple of 16 to its start.
     """
 
     order: tuple[int, ...] = ()
     gap: int = 0
+    spread: int = 1
     skew: int = 0
 
     def strides(self, shape: Sequence[int], element: int) -> tuple[int, ...]:
         """shape (2, 3), 4 bytes: order (0, 1) -> (12, 4); order (1, 0) -> (4, 8); gap 1 -> (16, 4)."""
-        strides, step = [0] * len(shape), element
+        strides, step = [0] * len(shape), element * self.spread
         for dim in reversed(self.order or range(len(shape))):
             strides[dim] = step
             step = step * max(1, shape[dim]) + self.gap * element
@@ -110,8 +112,8 @@ class Maker:
         shape: Sequence[int],
         dtype: str = "uint8",
         *,
-        read: Layout = Layout(),  # noqa: B008 (a frozen value)
-        write: Layout = Layout(),  # noqa: B008
+        read: Layout = Layout(),
+        write: Layout = Layout(),
         cast_from: str = "",
         task: int | None = None,
         part: int = 0,

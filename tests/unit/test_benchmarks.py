@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import machine, models
+from benchmarks import machine, models, swap_report
 from benchmarks import plan as plan_benchmark
+from benchmarks import swap as swap_benchmark
+from benchmarks.swap_crew import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
+from benchmarks.swap_model import Layout, Tensor, experts, held, llama_like, traffic
 from refitd.describe.layout import elements
 from refitd.manifest import world_size
 from refitd.plan.build import plan_copies
@@ -56,6 +59,15 @@ def test_unknown_name_is_refused():
     with pytest.raises(SystemExit) as caught:
         bench.main(["fly"])
     assert caught.value.code == 2
+
+
+def test_quick_goes_to_benchmarks_that_have_such_a_form_only(monkeypatch, capsys):
+    monkeypatch.setattr(swap_benchmark, "run", lambda json_output, quick=False: {"quick": quick})
+    monkeypatch.setattr(plan_benchmark, "run", lambda json_output: {"quick": None})
+    assert bench.main(["--json", "--quick"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1]) == {"plan": {"quick": None}, "swap": {"quick": True}}
+    assert said.err.count("has no quick form") == 1
 
 
 def test_machine_is_described():
@@ -138,3 +150,81 @@ def test_results_in_the_repository_are_complete():
     seen |= {(case["model"], case["ranks"]) for case in report["left_out"]}
     assert seen == set(CASES)
     assert (ROOT / "benchmarks" / "results" / "plan.md").read_text().count("\n| ") == len(report["cases"]) + 2
+
+
+CUTS = [Layout("tp", 1), Layout("tp", 2), Layout("tp", 4), Layout("pp", 2), Layout("fsdp", 3), Layout("fsdp", 7)]
+
+
+@pytest.mark.parametrize("layout", CUTS)
+def test_ranks_of_a_swap_case_hold_everything(layout):
+    model = llama_like(3, 64, 96)
+    for tensor in model:
+        shards = [s for rank in range(layout.world) for s in held(model, layout, rank) if s.tensor == tensor]
+        spans = [span for shard in shards for span in shard.spans]
+        is_replicated = layout.kind == "tp" and tensor.dim is None
+        want = list(range(tensor.shape[shards[0].dim])) * (layout.world if is_replicated else 1)
+        assert sorted(row for start, stop in spans for row in range(start, stop)) == sorted(want)
+
+
+def test_gate_and_up_are_cut_each_on_its_own():
+    fc1 = Tensor("fc1", (8, 4), 0, 0, is_gated=True)
+    assert [held([fc1], Layout("tp", 2), rank)[0].spans for rank in (0, 1)] == [((0, 2), (4, 6)), ((2, 4), (6, 8))]
+
+
+@pytest.mark.parametrize("target", CUTS)
+@pytest.mark.parametrize("source", CUTS)
+def test_peers_move_as_much_as_the_targets_hold(source, target):
+    model = tuple(llama_like(3, 64, 96))
+    moved = traffic(model, source, target)
+    assert 2 * sum(moved.values()) == Case("c", model, source, target, (), 1).nbytes
+    assert {src for src, _ in moved} <= set(range(source.world))
+    assert {dst for _, dst in moved} == set(range(target.world))
+
+
+def test_stacked_experts_hold_the_same_bytes_in_the_same_layouts():
+    many, few = experts(100, 8, 16), experts(100, 8, 16, stacked=10)
+    assert (len(many), len(few)) == (200, 20)
+    two, four = Layout("tp", 2), Layout("tp", 4)
+    assert traffic(many, two, four) == traffic(few, two, four)
+
+
+def test_swap_cases_are_the_ones_that_the_targets_are_set_for():
+    groups = swap_benchmark.cases()
+    found = {case.name: case for group in groups for case in group}
+    assert len(found) == sum(map(len, groups)) == 7
+    large = found.pop("TP2 -> TP4, large")
+    assert 3.8e9 < large.nbytes < 4.2e9 and large.needed_bytes + (2 << 30) < 18.9 * 2**30
+    assert all(0.9e9 < case.nbytes < 1.1e9 for case in found.values())
+    assert {name for name, case in found.items() if CHECKPOINT in case.ways} == {"TP2 -> TP4", "TP2 -> PP2"}
+    assert [len(case.model) for case in groups[4]] == [2000, 20]
+    assert all(case.nbytes < 1e9 for group in swap_benchmark.cases(quick=True) for case in group)
+
+
+def test_ratios_are_taken_round_by_round_and_ways_may_be_left_out_of_rounds():
+    rounds = [{"memcpy": 1.0, "swap": 2.0, "gather": 30.0}, {"memcpy": 2.0, "swap": 6.0}, {"memcpy": 4.0, "swap": 8.0}]
+    found = swap_report.summary(rounds, 10**9)
+    assert list(found) == ["memcpy", "swap", "gather"]
+    assert found["swap"]["memcpys"] == 2 and found["swap"]["max_memcpys"] == 3 and found["swap"]["median_s"] == 6
+    assert found["gather"]["rounds"] == 1 and found["gather"]["memcpys"] == 30
+    assert SLOW_ROUNDS >= 3 and set(SLOW) < set(swap_report.WAYS)
+
+
+def test_swap_results_are_shown_with_what_was_left_out(capsys):
+    ways = swap_report.summary([{"memcpy": 1.0, "swap": 2.0}], 10**9)
+    case = {"name": "A -> B", "bytes": 10**9, "tensors": 5}
+    results = {
+        "cases": [{**case, "ways": ways, "worker_bytes": 20 << 20, "used_bytes": 5 << 30}, {**case, "left_out": "why"}],
+        "ratios": [{"name": "many against few", "ratio": 1.06}],
+        "small": {
+            "swaps": 500,
+            "bytes": 10**6,
+            **dict.fromkeys(("median_ms", "stage_median_ms", "commit_median_ms", "p99_ms", "max_ms"), 7.5),
+        },
+        "seconds": 300.0,
+        "machine": machine.describe(),
+    }
+    text = swap_report.markdown(results)
+    assert "| refitd swap, whole | 1 | 2 | 0.5 | 2 | 2 | 2 |" in text
+    assert "worker memory 20 MiB" in text and "Left out: why." in text and "many against few: 1.06 times" in text
+    swap_report.show(results)
+    assert "p99 7.5 ms" in capsys.readouterr().out
