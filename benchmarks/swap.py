@@ -18,10 +18,11 @@ from typing import Any
 from benchmarks import machine, swap_report, swap_small
 from benchmarks.swap_crew import CHECKPOINT, PEERS, REFITD, Case, Crew, Watermark
 from benchmarks.swap_model import Layout, experts, llama_like
-from benchmarks.swap_processes import BLOCK_BYTES, Daemon, Memcpy, available_bytes
+from benchmarks.swap_processes import BLOCK_BYTES, Memcpy, available_bytes, daemons
 
 RESULTS = Path(__file__).parent / "results"
 SMALL_SWAPS = 500
+BETWEEN_NODES = "TP2 -> TP2, between two daemons, gloo"
 TP2, TP4 = Layout("tp", 2), Layout("tp", 4)
 
 
@@ -43,6 +44,7 @@ def cases(quick: bool = False) -> list[list[Case]]:
             Case("Experts, many small tensors, TP2 -> TP4", many, TP2, TP4, cheap, rounds),
             Case("Experts, few large tensors, TP2 -> TP4", few, TP2, TP4, cheap, rounds),
         ],
+        [Case(BETWEEN_NODES, model, TP2, TP2, (REFITD, PEERS[0]), rounds, nodes=2)],
         [Case("TP2 -> TP4, large", large, TP2, TP4, cheap, 2 if quick else 4)],
     ]
 
@@ -60,6 +62,8 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         results["cases"] += measured
         if len(group) == 2 and "rounds" in measured[0]:
             results["ratios"].append(_ratio(*measured))
+        if group[0].nodes == 2 and "rounds" in measured[0]:
+            results["ratios"].append(_between_nodes(measured[0]))
     for case in results["cases"]:
         case.pop("rounds", None)
     _note(f"1 MB model: {SMALL_SWAPS} swaps")
@@ -92,9 +96,7 @@ def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
             _note(
                 f"{case.name}: starting {case.source.world + case.target.world} processes, {case.nbytes / 1e9:.1f} GB"
             )
-            # Further groups of ways that move the same case, between daemons on two nodes say, are further crews:
-            # Crew(case, [Daemon(config_a, coordinator), Daemon(config_b, coordinator)]).
-            crews.append(Crew(case, [Daemon()]))
+            crews.append(Crew(case, daemons(case.nodes)))
         _rounds(crews, figures, used)
     finally:
         for crew in crews:
@@ -123,6 +125,14 @@ def _ratio(many: dict[str, Any], few: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": f"A swap of {many['tensors']} tensors takes, against {few['tensors']} tensors of the same bytes",
         "ratio": statistics.median((a["swap"] / a["memcpy"]) / (b["swap"] / b["memcpy"]) for a, b in pairs),
+    }
+
+
+def _between_nodes(found: dict[str, Any]) -> dict[str, Any]:
+    """Return how much longer verified staging between daemons takes than raw gloo, round by round."""
+    return {
+        "name": "Verified staging between two daemons takes, against raw gloo for the same bytes",
+        "ratio": statistics.median(took["stage"] / took["direct"] for took in found["rounds"]),
     }
 
 

@@ -34,6 +34,7 @@ class Case:
     target: Layout
     ways: tuple[str, ...]
     rounds: int
+    nodes: int = 1  # 2: sources on one, targets on the other
 
     @property
     def nbytes(self) -> int:

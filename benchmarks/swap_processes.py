@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+import refitd
 from refitd.buffers import arena as memory
 from refitd.buffers.room import memory_limits
 
@@ -96,6 +97,21 @@ class Daemon:
         self._popen.terminate()
         self._popen.wait(20)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def daemons(nodes: int) -> list[Daemon]:
+    """Start a daemon with a coordinator and, for two nodes, another that has joined it."""
+    first = Daemon('[node]\nname = "n0"\n')
+    if nodes == 1:
+        return [first]
+    found = [first, Daemon('[node]\nname = "n1"\n', f"ipc://{first.directory}/coordinator.sock")]
+    deadline = time.monotonic() + ANSWER_S
+    with refitd.connect(first.directory) as client:
+        while len(client.status().nodes) < nodes:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the second daemon did not join within {ANSWER_S:.0f} s")
+            time.sleep(0.05)
+    return found
 
 
 class Memcpy:

@@ -484,9 +484,11 @@ class Daemon:
             return
         self._log("coordinator", boot=boot)
         # whoever welcomes us anew has aborted what was not decided; its words about that may not have reached us
-        reading = {swap for member in self.members.values() for swap in member.read_by()}
-        for swap in sorted(reading | self._swaps.staging()):
+        for swap in sorted(self._swaps.staging()):
             self._abort(swap, "the coordinator was out of reach")
+        # what is staged may have been decided and is settled below; it reads nothing any more
+        for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):
+            self._publishing.release(self.members.values(), swap)
         self._described.clear()
         for member in self.members.values():
             self._add(0, 0, member, self._readmitted(member.id))

@@ -449,3 +449,13 @@ def test_a_plan_that_does_not_fit_the_node_is_refused_with_a_reason() -> None:
     refused = h.to_coordinator[-1]
     assert isinstance(refused, cluster.PlanRefused)
     assert (refused.plan, refused.epoch) == ("p", "e1") and "3 lanes" in refused.reason
+
+
+def test_what_was_being_staged_is_forgotten_when_a_coordinator_takes_the_node_back_in() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    h.stage()
+    h.feed(act.CoordinatorSaid(0, local.Failure(code="unknown-node", message="hello?")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
+    assert h.restarted == [0, 1], "nothing is written for it any more"
+    assert h.publish(source, 2) == local.Done() and h.publish(source, 3) == local.Done(), "and nothing holds a slot"

@@ -1,0 +1,92 @@
+"""A worker's jobs over an epoch: one that cannot be prepared leaves nothing behind for the next one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refitd.buffers import arena as memory
+from refitd.buffers.arena import MappedArena
+from refitd.copy_services.base import Capabilities
+from refitd.copy_services.registry import Backend, Registry
+from refitd.errors import TransportError
+from refitd.execute.halves import Halves
+from refitd.protocol.sidecar import JoinEpoch
+from refitd.worker.exchanges import Exchanges
+
+
+class Noting:
+    """What of an ExchangeService a worker asks for while it prepares."""
+
+    ranks = (0, 1)
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[int, int]] = []
+        self.held: list[list[tuple[int, int]]] = []
+
+    def send(self, task_id: int, piece: Any, peer: int, *, part: int) -> None:
+        self.noted.append((task_id, part))
+
+    receive = send
+
+    def hold(self) -> None:
+        self.held.append(self.noted)
+        self.noted = []
+
+
+def receives(*offsets: int) -> bytes:
+    """Halves of 10 bytes each, at these offsets of arena 3."""
+    n = len(offsets)
+
+    def column(value: int) -> np.ndarray:
+        return np.full(n, value, np.int64)
+
+    numbers = np.arange(n, dtype=np.int64)
+    return Halves(
+        is_send=column(0),
+        peer=column(1),
+        task_id=numbers,
+        part=column(0),
+        size=np.full((n, 1), 10, np.int64),
+        element_size=column(1),
+        cast=column(0),
+        arena=column(3),
+        pid=column(0),
+        offset=np.array(offsets, np.int64),
+        stride=np.ones((n, 1), np.int64),
+        origin=numbers,
+    ).to_bytes()
+
+
+def test_a_job_that_cannot_be_prepared_leaves_no_halves_for_the_next_one() -> None:
+    pytest.importorskip("torch")
+    fd = memory.create(4096, "test")
+    arenas = {3: MappedArena(fd, 4096, write=True)}
+    os.close(fd)
+    service = Noting()
+    anything: Any = service
+    backend = Backend(
+        "noting", Capabilities(is_one_sided=False, crosses_nodes=True), lambda: "", join=lambda epoch: anything
+    )
+    exchanges = Exchanges(Registry([backend]), arenas)
+    exchanges.join(
+        JoinEpoch(
+            epoch="e",
+            service="noting",
+            index=0,
+            labels=("a", "b"),
+            address="127.0.0.1",
+            staging_bytes=1 << 20,
+            timeout_s=5.0,
+        ),
+        anything,
+    )
+
+    with pytest.raises(TransportError, match="leave an arena"):
+        exchanges.prepare("e", receives(0, 100, 4090))
+    exchanges.prepare("e", receives(0, 100))
+
+    assert service.held[-1] == [(0, 0), (1, 0)] and not service.noted
