@@ -8,28 +8,41 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 # name -> module; imported when it runs, since some need torch, a GPU, or packages of an extra
 BENCHMARKS = {
+    "mxfp8": "benchmarks.mxfp8",
     "plan": "benchmarks.plan",
     "swap": "benchmarks.swap",
+    "mxfp8-swap": "benchmarks.mxfp8_swap",
 }
+
+
+# these take so long that they run by name only
+LONG = {"soak": "benchmarks.soak"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS), help="by default all")
+    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS | LONG), help="by default all but soak")
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
     parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
+    parser.add_argument("--minutes", type=float, help="how long the soak takes")
+    parser.add_argument("--seed", type=int, help="of the soak's faults")
     options = parser.parse_args(arguments)
+    extra = {name: value for name in ("minutes", "seed") if (value := getattr(options, name)) is not None}
+    if extra and options.name not in LONG:
+        parser.error(f"--{next(iter(extra))} is for {', '.join(LONG)}")
     names = [options.name] if options.name else list(BENCHMARKS)
     results: dict[str, Any] = {}
     failed = False
     for name in names:
         print(f"==> {name}", file=sys.stderr, flush=True)
         try:
-            results[name] = _run(importlib.import_module(BENCHMARKS[name]).run, options.json, options.quick)
+            module = importlib.import_module((BENCHMARKS | LONG)[name])
+            results[name] = _run(partial(module.run, **extra), options.json, options.quick)
         except Exception as error:  # one that fails must not hide what the others found
             if options.name:
                 raise

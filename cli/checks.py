@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from refitd.buffers import room
+from refitd.buffers import cuda, room
 from refitd.config import default_runtime_dir
 from refitd.copy_services import measure, registry
 from refitd.copy_services.base import Capabilities
@@ -52,6 +52,7 @@ def all_findings(connect: Callable[[], Control], address: str | None) -> Iterato
     yield ptrace(_read("/proc/sys/kernel/yama/ptrace_scope"))
     yield private_tensors()
     yield descriptors()
+    yield gpu_arenas()
     yield from backends()
     yield from wheels()
     yield runtime_dir(Path(address) if address else default_runtime_dir())
@@ -164,6 +165,20 @@ def descriptors() -> Finding:
             f"ulimit -Hn {WANTED_DESCRIPTORS}, for nodes with many models or clients",
         )
     return Finding("open files", "ok", found)
+
+
+def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> Finding:
+    """On which GPUs arenas can lie."""
+    name = "GPU arenas"
+    found = survey()
+    if not found:
+        return Finding(name, "ok", "no GPU is visible: arenas lie in main memory")
+    text = ", ".join(gpu for gpu, _ in found)
+    problems = [problem for _, problem in found if problem]
+    if problems:
+        advice = f"register with device='cpu': {'; '.join(problems)}"
+        return Finding(name, "warn", f"not on all of {text}", advice)
+    return Finding(name, "ok", text)
 
 
 def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[Finding]:

@@ -9,6 +9,8 @@ from refitd_cli.session import Session
 
 COMMANDS = {
     "swap": "refitd_cli.commands.swap:swap",
+    "rollback": "refitd_cli.commands.rollback:rollback",
+    "history": "refitd_cli.commands.history:history",
     "status": "refitd_cli.commands.status:status",
     "watch": "refitd_cli.commands.watch:watch",
     "models": "refitd_cli.commands.models:models",

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
-from refitd.protocol.reports import ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import HistoryReport, ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,9 +23,25 @@ class Control(Protocol):
         version: int | None = None,
         *,
         timeout: float | None = None,
+        queue: bool = False,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
         """Make a version live everywhere; raise RefitFailed with the report if it is not."""
+        ...
+
+    def rollback(
+        self,
+        model: str,
+        version: int | None = None,
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> SwapReport:
+        """Make an older version live again; as `swap`."""
+        ...
+
+    def history(self, model: str = "", limit: int = 20) -> HistoryReport:
+        """Return the last swaps, the newest first."""
         ...
 
     def status(self) -> StatusReport:

@@ -53,9 +53,15 @@ def _node(node: NodeStatus) -> Sequence[str]:
         str(len(node.workers)),
         str(node.clients),
         str(node.arenas),
-        size(node.arena_bytes),
+        _arena_bytes(node),
         ", ".join(node.services) or "-",
     )
+
+
+def _arena_bytes(node: NodeStatus) -> str:
+    there = sum(gpu.arena_bytes for gpu in node.gpus)
+    where = "a GPU" if len(node.gpus) == 1 else f"{len(node.gpus)} GPUs"
+    return f"{size(node.arena_bytes)}, {size(there)} of it on {where}" if node.gpus else size(node.arena_bytes)
 
 
 def _link(link: LinkStatus) -> Sequence[str]:
@@ -89,7 +95,7 @@ def _target(target: TargetStatus) -> Sequence[str]:
         f"{target.node}/{target.host}",
         str(target.pid),
         str(target.tensors),
-        size(target.bytes),
+        size(target.bytes) + (f", held as {size(target.held_bytes)}" if target.held_bytes != target.bytes else ""),
         target.state,
         version(target.version),
         version(target.staged),
@@ -97,12 +103,15 @@ def _target(target: TargetStatus) -> Sequence[str]:
 
 
 def _activity(model: ModelStatus) -> str:
-    text = "; swaps when a version is complete" if model.auto_swap else ""
+    text = f"; live: {model.live}" if model.live is not None else ""
+    text += "; swaps when a version is complete" if model.auto_swap else ""
     if running := model.swap:
         text += (
             f"; swapping to {running.version}: {running.phase}, "
             f"{size(running.bytes_done)} of {size(running.bytes_total)}"
         )
+    if model.queued:
+        text += f"; {model.queued} waiting"
     if last := model.last_swap:
         text += f"; last swap: version {version(last.version)} {last.outcome}"
         if last.outcome == "committed":

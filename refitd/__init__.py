@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         validate_uneven_dtensor,
     )
     from refitd.client import Client, connect
+    from refitd.client.derived import Derived
+    from refitd.client.mxfp8 import MXFP8Offer
     from refitd.copy_services.exchange import ExchangeService
     from refitd.describe.metadata import ParameterMetadata
     from refitd.describe.module import (
@@ -59,6 +61,10 @@ if TYPE_CHECKING:
         swap_model_weights,
     )
     from refitd.transforms.base import ReshardTransform
+    from refitd.transforms.cast import CastTransform
+    from refitd.transforms.mxfp8 import MXFP8ReshardTransform
+    from refitd.transforms.mxfp8_buffers import MXFP8Buffer
+    from refitd.transforms.mxfp8_format import Rounding
 
 __version__ = "0.1.0"
 
@@ -73,6 +79,8 @@ _HOMES = {
     "validate_uneven_dtensor": "adapters.uneven_dtensor",
     "Client": "client",
     "connect": "client",
+    "Derived": "client.derived",
+    "MXFP8Offer": "client.mxfp8",
     "ExchangeService": "copy_services.exchange",
     "ParameterMetadata": "describe.metadata",
     "extract_param_metadata": "describe.module",
@@ -110,16 +118,25 @@ _HOMES = {
     "reshard_model_weights": "refit",
     "swap_model_weights": "refit",
     "ReshardTransform": "transforms.base",
+    "CastTransform": "transforms.cast",
+    "MXFP8ReshardTransform": "transforms.mxfp8",
+    "MXFP8Buffer": "transforms.mxfp8_buffers",
+    "Rounding": "transforms.mxfp8_format",
 }
 
 __all__ = [
     "ArenaError",
+    "CastTransform",
     "Client",
     "CommitError",
     "ConfigError",
     "DeadlineExceeded",
+    "Derived",
     "ExchangeService",
     "IllegalTransition",
+    "MXFP8Buffer",
+    "MXFP8Offer",
+    "MXFP8ReshardTransform",
     "ParameterMetadata",
     "PeerLost",
     "PlanError",
@@ -131,6 +148,7 @@ __all__ = [
     "ReshardPlan",
     "ReshardTransform",
     "Roster",
+    "Rounding",
     "ShardingDescriptor",
     "Tile",
     "TransferOp",

@@ -8,12 +8,13 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from refitd.errors import ConfigError
 
+Role = Literal["trainer", "engine", "operator"]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -28,8 +29,10 @@ class NodeConfig(Section, frozen=True):
     runtime_dir: str = ""  # "" means default_runtime_dir(); sockets live here, mode 0700
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     threads_per_worker: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    allowed_uids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # besides the daemon's own user
+    allowed_uids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...] = ()  # besides the daemon's own user
+    roles: dict[str, tuple[Role, ...]] = {}  # uid or name of a user -> what it may do; others that may connect: all
     max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
+    keep_targets_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0  # staging arenas of engines that died
     address: Annotated[str, msgspec.Meta(max_length=200)] = ""  # where other nodes' workers reach this one's
 
 
@@ -64,12 +67,15 @@ class Deadlines(Section, frozen=True):
     commit_s: Positive = 60.0
     connect_s: Positive = 10.0
     request_s: Positive = 120.0
+    pause_s: Positive = 30.0  # for an engine that is asked to stand still to say that it does
+    queue_s: Positive = 600.0  # that a swap which was asked for waits for those before it
 
 
 class ModelConfig(Section, frozen=True):
     """What holds for one model."""
 
     auto_swap: bool = False  # swap as soon as a version is complete
+    catch_up: bool = True  # bring replicas that join, or come back, to the live version
 
 
 class LogConfig(Section, frozen=True):

@@ -68,6 +68,8 @@ class Throttle:
 
 def _value(value: object) -> str:
     text = f"{value:.6f}" if isinstance(value, float) else str(value)
+    if not text.isprintable():  # names come from peers: nothing of theirs moves a terminal's cursor
+        text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     if not text or _QUOTED & set(text):
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
     return text

@@ -167,7 +167,7 @@ def reshard_model_weights(
             f"the group has ranks {list(peers.ranks)}, the service exchanges between {list(service.ranks)}; use one "
             "group for both"
         )
-    request = Request(src_model, target_model, num_experts, src_rank_offset, dst_rank_offset, casts)
+    request = Request(src_model, target_model, num_experts, src_rank_offset, dst_rank_offset, casts, transform)
     plan, brought = agree_on_plan(request, peers, deadline, _caches.plans)
     job = Job(brought.sources, brought.destinations, brought.casts, transform)
     return execute(plan, job, service, deadline, verify=verify)

@@ -1,12 +1,17 @@
-"""Which keys a process uses between hosts, from its configuration."""
+"""Which keys a process uses between hosts, and which roles users have on a node, from its configuration."""
 
 from __future__ import annotations
 
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from refitd.config import Config
 from refitd.errors import ConfigError
 from refitd.protocol import keys
+from refitd.protocol.roles import ALL_ROLES
 
 
 def coordinator_keys(config: Config) -> keys.ServerKeys | None:
@@ -31,6 +36,43 @@ def daemon_keys(config: Config) -> keys.ClientKeys | None:
         return None
     server = _needed(config, "server_key", "the coordinator's public key or its .pub file")
     return keys.ClientKeys(_own(config), keys.read_public(server))
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Who may connect to a daemon, and in which roles."""
+
+    uids: frozenset[int]
+    roles: Mapping[int, frozenset[str]]  # of those that do not have all
+
+    def roles_of(self, uid: int) -> frozenset[str]:
+        """Return the roles of a user that may connect."""
+        return self.roles.get(uid, ALL_ROLES)
+
+
+def node_users(config: Config) -> Users:
+    """Return who may connect: the daemon's own user and node.allowed_uids, with the roles of node.roles.
+
+    Raises:
+        ConfigError: node.roles names a user that does not exist or may not connect, or one user twice.
+    """
+    uids = frozenset({os.getuid(), *config.node.allowed_uids})
+    roles: dict[int, frozenset[str]] = {}
+    for name, given in config.node.roles.items():
+        try:
+            uid = int(name) if name.isascii() and name.isdigit() else pwd.getpwnam(name).pw_uid
+        except (KeyError, ValueError) as exc:
+            raise ConfigError(
+                f"node.roles names {name!r}, which is no user of this host; `id NAME` shows them"
+            ) from exc
+        if uid not in uids:
+            raise ConfigError(
+                f"node.roles gives {name!r} (uid {uid}) roles, but it may not connect: add {uid} to node.allowed_uids"
+            )
+        if uid in roles:
+            raise ConfigError(f"node.roles names uid {uid} twice, once as {name!r}; leave one of them")
+        roles[uid] = frozenset(given)
+    return Users(uids, roles)
 
 
 def _own(config: Config) -> keys.KeyPair:

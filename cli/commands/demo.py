@@ -8,9 +8,10 @@ from refitd_cli.session import json_option
 
 
 @click.command()
+@click.option("--mxfp8", is_flag=True, help="One engine holds its projections in MXFP8, beside one in bfloat16.")
 @json_option
 @click.pass_context
-def demo(ctx: click.Context, as_json: bool) -> None:
+def demo(ctx: click.Context, mxfp8: bool, as_json: bool) -> None:
     """Train a small sharded model and refit two running engines with it.
 
     Starts a daemon of its own in a temporary directory and stops it afterwards. Exit 0 only if every weight
@@ -18,4 +19,4 @@ def demo(ctx: click.Context, as_json: bool) -> None:
     """
     from refitd_cli.demo.run import main
 
-    ctx.exit(main(as_json))
+    ctx.exit(main(as_json, mxfp8=mxfp8))

@@ -91,6 +91,11 @@ def _show(report: PlanReport, top: int) -> None:
         f"{report.model}: {size(report.bytes)} in {report.copies} copies over {len(pairs)} rank pairs, "
         f"{len(parameters)} parameters; planned in {duration(report.plan_s)}; digest {report.digest}"
     )
+    if report.converted_bytes:
+        click.echo(
+            f"{size(report.converted_bytes)} of it are converted where they arrive; targets hold "
+            f"{size(report.held_bytes)}, and {size(report.staging_bytes)} while staging"
+        )
 
 
 def _show_parameters(parameters: Sequence[tuple[str, int, int]], top: int) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from refitd.errors import RefitFailed
-from refitd.protocol.reports import MemberReport, SwapReport
+from refitd.protocol.reports import MemberReport, SwapProgress, SwapReport
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.output import duration, print_json, print_table, rate, size, to_json, version
 from refitd_cli.progress import swap_bar
-from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.session import Control, Session, address_option, json_option
 
 COMMITTED = "committed"
 EXIT_INTERRUPTED = 130
@@ -22,6 +23,7 @@ EXIT_INTERRUPTED = 130
 @click.argument("model")
 @click.option("--version", "number", type=click.IntRange(min=0), help="Which one.  [default: the newest complete one]")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--queue", is_flag=True, help="Wait for a swap of the model that is running, instead of being refused.")
 @address_option
 @json_option
 @click.pass_context
@@ -30,6 +32,7 @@ def swap(
     model: str,
     number: int | None,
     timeout: float | None,
+    queue: bool,
     address: str | None,
     as_json: bool,
 ) -> None:
@@ -37,11 +40,26 @@ def swap(
 
     Exit 0 only if every rank of every replica serves the version that is printed.
     """
+
+    def ask(client: Control, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
+        return client.swap(model, number, timeout=timeout, queue=queue, on_progress=on_progress)
+
+    perform(ctx, model, address, as_json, ask)
+
+
+def perform(
+    ctx: click.Context,
+    model: str,
+    address: str | None,
+    as_json: bool,
+    ask: Callable[[Control, Callable[[SwapProgress], None] | None], SwapReport],
+) -> None:
+    """Have a swap performed, show its progress and how it ended, and exit."""
     session: Session = ctx.obj
     error: RefitFailed | None = None
     with session.client(address) as client, swap_bar(model) as on_progress:
         try:
-            report = client.swap(model, number, timeout=timeout, on_progress=on_progress)
+            report = ask(client, on_progress)
         except RefitFailed as exc:
             found = getattr(exc, "report", None)
             if not isinstance(found, SwapReport):
@@ -59,7 +77,7 @@ def swap(
 
 def culprits(report: SwapReport) -> list[str]:
     """Return who kept the swap from committing: rank, host, phase and reason, one line each."""
-    blamed = [member for member in report.members if member.state in ("lost", "failed", "late")]
+    blamed = [member for member in report.members if member.state in ("lost", "failed", "late", "poisoned")]
     blamed = blamed or [member for member in report.members if member.reason]
     phase = report.phase or "swap"
     if not blamed:

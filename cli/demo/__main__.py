@@ -1,4 +1,4 @@
-"""python -m refitd_cli.demo [--json]: what refitctl demo runs."""
+"""python -m refitd_cli.demo [--mxfp8] [--json]: what refitctl demo runs."""
 
 from __future__ import annotations
 
@@ -10,4 +10,6 @@ from refitd_cli.demo.run import main
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="refitd_cli.demo")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    sys.exit(main(parser.parse_args().json))
+    parser.add_argument("--mxfp8", action="store_true", help="one engine holds its projections in MXFP8")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.json, mxfp8=arguments.mxfp8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 import refitd
+from refitd.describe.module import describe_module
 from refitd_cli.demo import data
 from refitd_cli.demo.channel import Channel, reporting
 from refitd_cli.demo.generate import Generator, Pipeline
-from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, write_state
+from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, write_tensors
 from refitd_cli.demo.model import DemoModel, initialise, tensors_of
+from refitd_cli.demo.mxfp8 import Quantized
 
 GO_ON, SETTLE = 0, 1
 
@@ -63,12 +66,21 @@ class Engine:
         initialise(self.model, member.seed)
         if member.memory == "arena":
             move_into_arena(self.model, client)
+        self.held: Mapping[str, torch.Tensor] = tensors_of(self.model)
+        options: dict[str, Any] = {}
+        tensors: Any = self.model
+        if member.memory == "mxfp8":
+            quantized = Quantized(self.model)
+            tensors, self.held = quantized.tensors, quantized.arrays()
+            options = {"metadata": describe_module(self.model, self.layout.rank), "derived": quantized.derived}
         self.target = client.register_target(
             MODEL_NAME,
-            self.model,
+            tensors,
             replica=member.name,
             rank=self.layout.rank,
             world_size=self.layout.world_size,
+            convert_on_send=member.memory == "mxfp8",
+            **options,
         )
         self.places = fingerprint(self.model)
         self.generator = Generator(Pipeline(self.model), member.seed)
@@ -131,7 +143,7 @@ def main(argv: list[str], channel: Channel) -> None:
                 case "settle":
                     pass  # a rank that does not lead is told twice
                 case "check":
-                    write_state(command["state"], engine.model)
+                    write_tensors(command["state"], engine.held)
                     text = torch.from_numpy(corpus.held_out_batch(command["size"], command["length"]))
                     logits = Pipeline(engine.model).run(text[:, :-1], dtype=torch.float32)
                     if logits is not None and engine.layout.rank == engine.layout.leader:

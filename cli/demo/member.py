@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +31,7 @@ class Member:
     name: str
     runtime_dir: Path
     seed: int
-    memory: str  # "private": its own tensors; "arena": tensors the daemon owns
+    memory: str  # "private": its own tensors; "arena": tensors the daemon owns; "mxfp8": projections in MXFP8
     layout: Layout
     config: ModelConfig
     comm: Comm  # over the ranks that share this one's tensors
@@ -48,7 +49,7 @@ def join(argv: list[str], channel: Channel) -> Member:
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--pp", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--memory", choices=("private", "arena"), default="private")
+    parser.add_argument("--memory", choices=("private", "arena", "mxfp8"), default="private")
     args = parser.parse_args(argv)
 
     torch.set_num_threads(1)  # more processes than cores: a second thread only takes turns with the first
@@ -86,8 +87,13 @@ def join(argv: list[str], channel: Channel) -> Member:
 
 def write_state(path: str, model: torch.nn.Module) -> None:
     """Write every parameter and persistent buffer as it is, bf16 as the integers of its bits."""
+    write_tensors(path, tensors_of(model))
+
+
+def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors likewise."""
     arrays: dict[str, Any] = {}
-    for name, tensor in tensors_of(model).items():
+    for name, tensor in tensors.items():
         bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
         arrays[name] = bits.detach().contiguous().numpy()
     np.savez(path, **arrays)

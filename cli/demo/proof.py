@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from refitd_cli.demo.layout import (
     gather,
     shard,
 )
+from refitd_cli.demo.mxfp8 import is_converted, parts, shard_of_part
 
 # Logits are compared in fp32, where only the order of summation differs between layouts: sums of up to 2048 products
 # through 8 layers, results below 20, 7 digits kept. 1e-6 is what is seen; kernels of other processors may round
@@ -59,10 +61,18 @@ class Verdict:
     differing: tuple[str, ...]  # "engine-a-2 decoder.layers.0...: 17 bytes"
     logits_max_abs_diff: float
     argmax_agreement: float
+    bfloat16_bytes: int = 0  # what it would hold in bfloat16, where it holds MXFP8; else 0
+
+    @property
+    def is_mxfp8(self) -> bool:
+        """Whether it holds the trainer's weights rounded to fewer bits, so that logits differ and only bytes prove."""
+        return self.bfloat16_bytes > 0
 
     @property
     def holds(self) -> bool:
         """Whether the engine is the trainer."""
+        if self.is_mxfp8:
+            return not self.differing and math.isfinite(self.logits_max_abs_diff)
         return (
             not self.differing
             and self.logits_max_abs_diff <= LOGITS_TOLERANCE
@@ -86,16 +96,33 @@ def whole_model(directory: Path, trainer: Party, config: ModelConfig) -> dict[st
 
 
 def compare(
-    directory: Path, whole: Mapping[str, Array], trainer: Party, replica: Party, config: ModelConfig
+    directory: Path,
+    whole: Mapping[str, Array],
+    trainer: Party,
+    replica: Party,
+    config: ModelConfig,
+    *,
+    is_mxfp8: bool = False,
 ) -> Verdict:
-    """Cut the whole model for each rank of an engine and compare every byte, then the logits."""
+    """Cut the whole model for each rank of an engine and compare every byte, then the logits.
+
+    Of an engine in MXFP8, the whole tensors are converted once, and then cut.
+    """
     differing: list[str] = []
     seen: set[str] = set()
-    nbytes = tensors = 0
+    nbytes = tensors = plain = 0
+    converted = {name: parts(tensor) for name, tensor in whole.items() if is_mxfp8 and is_converted(name)}
     for member, layout in replica.members.items():
         for local, held in _read(directory, member).items():
-            name = canonical_name(local, layout, config)
-            expected = shard(whole[name], cut_of(name, config), layout)
+            tensor, _, which = local.rpartition(".")
+            name = canonical_name(tensor if is_mxfp8 and which in ("data", "scale") else local, layout, config)
+            cut = cut_of(name, config)
+            if name in converted:
+                expected = shard_of_part(which, converted[name][which], cut, layout)
+                plain += 2 * held.nbytes if which == "data" else 0
+            else:
+                expected = shard(whole[name], cut, layout)
+                plain += held.nbytes
             if held.dtype != expected.dtype or held.shape != expected.shape:
                 differing.append(f"{member} {local}: {held.dtype} {held.shape}, not {expected.dtype} {expected.shape}")
             elif different := _differing_bytes(held, expected):
@@ -113,6 +140,7 @@ def compare(
         tuple(differing),
         float(np.abs(ours - theirs).max()),
         float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
+        plain if is_mxfp8 else 0,
     )
 
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +26,7 @@ from refitd_cli.output import duration, rate, size
 
 TRAINER = Party("trainer", tp=2, pp=1)
 REPLICAS = {Party("engine-a", tp=4, pp=1): "private", Party("engine-b", tp=1, pp=2): "arena"}
+REPLICAS_MXFP8 = {**REPLICAS, Party("engine-a", tp=4, pp=1): "mxfp8"}
 MODEL = "policy"
 SWAPS = 6
 STEPS_PER_SWAP = 6
@@ -54,8 +55,9 @@ commit_s = 20.0
 class Demo:
     """The processes, and what they have said so far."""
 
-    def __init__(self, directory: Path, progress: Progress) -> None:
-        self.directory, self.progress = directory, progress
+    def __init__(self, directory: Path, progress: Progress, replicas: Mapping[Party, str] = REPLICAS) -> None:
+        self.directory, self.progress, self.replicas = directory, progress, replicas
+        self.arriving: dict[str, int] = {}  # bytes of a swap, by replica
         self.runtime_dir = directory / "run"
         self.crew = Crew(directory, self._took, progress.waiting)
         self.rows: list[SwapRow] = []
@@ -70,8 +72,10 @@ class Demo:
         self.progress.say("starting the daemon: refitd serve --standalone")
         daemon = self.crew.start_daemon(config, START_S)
         self.progress.say(f"refitd is ready (pid {daemon.process.pid})")
-        self._start(TRAINER, "trainer", TRAINER_SEED, "private")
-        for index, (replica, memory) in enumerate(REPLICAS.items()):
+        # it offers what an engine in MXFP8 wants
+        offers = "mxfp8" if "mxfp8" in self.replicas.values() else "private"
+        self._start(TRAINER, "trainer", TRAINER_SEED, offers)
+        for index, (replica, memory) in enumerate(self.replicas.items()):
             self._start(replica, "engine", FIRST_ENGINE_SEED + index, memory)
         self.crew.wait("ready", TRAINER.members, START_S)
 
@@ -104,7 +108,7 @@ class Demo:
             f"{duration(row.total_s)}, staged at {rate(row.bytes, row.stage_s)}, "
             f"{row.digests} digests equal ({row.by})"
         )
-        for replica in REPLICAS:
+        for replica in self.replicas:
             row.flips[replica.name] = flip = self._flip(replica, version)
             self.progress.say(
                 f"{replica.name} paused {duration(flip.paused_s)} before token {flip.token}, "
@@ -115,7 +119,7 @@ class Demo:
     def await_samples(self) -> None:
         """Return when every engine has completed a text with its version; before the first swap, when it serves."""
         if not self.rows:
-            self.crew.wait("ready", [member for replica in REPLICAS for member in replica.members], START_S)
+            self.crew.wait("ready", [member for replica in self.replicas for member in replica.members], START_S)
             return
         row = self.rows[-1]
         for name, flip in row.flips.items():
@@ -126,8 +130,9 @@ class Demo:
         """Let every process write what it holds, and compare."""
         config = ModelConfig()
         self.progress.say("engines finish; every process writes its tensors and its logits on held-out text")
-        self.crew.send((replica.leader for replica in REPLICAS), "settle")
-        self.crew.wait("settled", [member for replica in REPLICAS for member in replica.members], CHECK_S)
+        self.arriving = self._arriving()
+        self.crew.send((replica.leader for replica in self.replicas), "settle")
+        self.crew.wait("settled", [member for replica in self.replicas for member in replica.members], CHECK_S)
         for member in self.crew.members:
             paths = {
                 "state": str(state_path(self.directory, member)),
@@ -142,10 +147,17 @@ class Demo:
                 raise DemoFailed(f"{name} serves version {message['version']}, not {SWAPS}")
         whole = whole_model(self.directory, TRAINER, config)
         verdicts = []
-        for replica in REPLICAS:
+        for replica, memory in self.replicas.items():
             self.progress.say(f"comparing {replica.name} ({replica}) with the trainer ({TRAINER})")
-            verdicts.append(compare(self.directory, whole, TRAINER, replica, config))
+            is_mxfp8 = memory == "mxfp8"
+            verdicts.append(compare(self.directory, whole, TRAINER, replica, config, is_mxfp8=is_mxfp8))
         return verdicts
+
+    def _arriving(self) -> dict[str, int]:
+        """Return the bytes that a swap brings each replica."""
+        with refitd.connect(self.runtime_dir, name="demo") as client:
+            targets = client.status().models[0].targets
+        return {r.name: sum(t.bytes for t in targets if t.replica == r.name) for r in self.replicas}
 
     def _start(self, party: Party, module: str, seed: int, memory: str) -> None:
         for member, layout in party.members.items():
@@ -215,11 +227,15 @@ class Demo:
                     self.progress.say(f"{replica} ({told}) writes: {printable(message['text'])}")
 
 
-def main(json_output: bool) -> int:
-    """Run the demo; return 0 only if every engine ended with exactly the trainer's weights."""
+def main(json_output: bool, *, mxfp8: bool = False) -> int:
+    """Run the demo; return 0 only if every engine ended with exactly the trainer's weights.
+
+    With `mxfp8` one of the engines holds them in MXFP8: exactly what converting the trainer's whole tensors gives.
+    """
     progress = Progress()
+    replicas = REPLICAS_MXFP8 if mxfp8 else REPLICAS
     with _workplace() as directory:
-        demo = Demo(directory, progress)
+        demo = Demo(directory, progress, replicas)
         try:
             demo.start()
             for version in range(1, SWAPS + 1):
@@ -240,12 +256,12 @@ def main(json_output: bool) -> int:
         finally:
             with _uninterrupted():
                 demo.crew.stop()
-    layouts = {party.name: str(party) for party in (TRAINER, *REPLICAS)}
-    tables(demo.rows, verdicts, layouts, to_stderr=json_output)
+    layouts = {party.name: str(party) for party in (TRAINER, *replicas)}
+    tables(demo.rows, verdicts, layouts, demo.arriving, to_stderr=json_output)
     good = all(verdict.holds for verdict in verdicts) and all(row.places_unchanged for row in demo.rows)
     progress.say("every engine holds the trainer's weights" if good else "the engines differ from the trainer")
     if json_output:
-        print(json.dumps(as_object(demo.rows, verdicts, layouts, progress.seconds)))
+        print(json.dumps(as_object(demo.rows, verdicts, layouts, demo.arriving, progress.seconds)))
     return 0 if good else 1
 
 

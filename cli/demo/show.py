@@ -83,12 +83,20 @@ def printable(text: str) -> str:
 
 
 def tables(
-    rows: Sequence[SwapRow], verdicts: Sequence[Verdict], layouts: Mapping[str, str], *, to_stderr: bool
+    rows: Sequence[SwapRow],
+    verdicts: Sequence[Verdict],
+    layouts: Mapping[str, str],
+    arriving: Mapping[str, int],
+    *,
+    to_stderr: bool,
 ) -> None:
     """Print what happened, what the engines said, and whether they hold the trainer's weights."""
     on_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
     console = Console(stderr=to_stderr, width=None if on_terminal else PIPED_WIDTH, highlight=False)
-    for table in (_swaps(rows), _samples(rows), _proof(verdicts, layouts)):
+    shown = [_swaps(rows), _samples(rows), _proof(verdicts, layouts)]
+    if any(verdict.is_mxfp8 for verdict in verdicts):
+        shown.append(_saved(verdicts, arriving))
+    for table in shown:
         console.print(table)
     for verdict in verdicts:
         for line in verdict.differing:
@@ -166,10 +174,42 @@ def _proof(verdicts: Sequence[Verdict], layouts: Mapping[str, str]) -> Table:
             layouts[verdict.replica],
             str(verdict.tensors),
             size(verdict.bytes),
-            _mark(not verdict.differing, "bit for bit", "DIFFERENT"),
+            _mark(not verdict.differing, _equal_to(verdict), "DIFFERENT"),
             f"{verdict.logits_max_abs_diff:.1e}",
-            f"{LOGITS_TOLERANCE:.0e}",
+            "-" if verdict.is_mxfp8 else f"{LOGITS_TOLERANCE:.0e}",
             f"{verdict.argmax_agreement:.1%}",
+        )
+    return table
+
+
+def _equal_to(verdict: Verdict) -> str:
+    return "the whole, converted once" if verdict.is_mxfp8 else "bit for bit"
+
+
+def _saved(verdicts: Sequence[Verdict], arriving: Mapping[str, int]) -> Table:
+    """Return what MXFP8 saves. The copies that a processor without MXFP8 multiplies with are not counted."""
+    table = _table(
+        "Bytes of each engine",
+        "engine",
+        "projections",
+        ">in bfloat16",
+        ">arrive per swap",
+        ">saved",
+        ">held",
+        ">saved",
+        ">logits max |diff|",
+    )
+    for verdict in verdicts:
+        plain = verdict.bfloat16_bytes or verdict.bytes
+        table.add_row(
+            verdict.replica,
+            "MXFP8" if verdict.is_mxfp8 else "bfloat16",
+            size(plain),
+            size(arriving[verdict.replica]),
+            f"{1 - arriving[verdict.replica] / plain:.0%}",
+            size(verdict.bytes),
+            f"{1 - verdict.bytes / plain:.0%}",
+            f"{verdict.logits_max_abs_diff:.1e}",
         )
     return table
 
@@ -179,10 +219,28 @@ def _mark(good: bool, yes: str, no: str) -> Text:
 
 
 def as_object(
-    rows: Sequence[SwapRow], verdicts: Sequence[Verdict], layouts: Mapping[str, str], seconds: float
+    rows: Sequence[SwapRow],
+    verdicts: Sequence[Verdict],
+    layouts: Mapping[str, str],
+    arriving: Mapping[str, int],
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the result for programs."""
+    exact = [verdict for verdict in verdicts if not verdict.is_mxfp8]
+    mxfp8 = {
+        verdict.replica: {
+            "bfloat16_bytes": verdict.bfloat16_bytes,
+            "arriving_bytes": arriving[verdict.replica],
+            "held_bytes": verdict.bytes,
+            "equal_to_whole_converted_once": not verdict.differing,
+            "logits_max_abs_diff": verdict.logits_max_abs_diff,
+            "argmax_agreement": verdict.argmax_agreement,
+        }
+        for verdict in verdicts
+        if verdict.is_mxfp8
+    }
     return {
+        **({"mxfp8": mxfp8} if mxfp8 else {}),
         "swaps": len(rows),
         "versions": [row.version for row in rows],
         "bytes_per_swap": int(median(row.bytes for row in rows)),
@@ -198,9 +256,9 @@ def as_object(
         "weights_equal": not any(verdict.differing for verdict in verdicts),
         "tensors_compared": sum(verdict.tensors for verdict in verdicts),
         "bytes_compared": sum(verdict.bytes for verdict in verdicts),
-        "logits_max_abs_diff": max(verdict.logits_max_abs_diff for verdict in verdicts),
+        "logits_max_abs_diff": max(verdict.logits_max_abs_diff for verdict in exact),
         "logits_tolerance": LOGITS_TOLERANCE,
-        "argmax_agreement": min(verdict.argmax_agreement for verdict in verdicts),
+        "argmax_agreement": min(verdict.argmax_agreement for verdict in exact),
         "data_ptrs_unchanged": all(row.places_unchanged for row in rows),
         "seconds": seconds,
     }

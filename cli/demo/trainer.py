@@ -16,6 +16,7 @@ from refitd_cli.demo import data
 from refitd_cli.demo.channel import Channel, Message, reporting
 from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, write_state
 from refitd_cli.demo.model import DemoModel, compute_dtype, initialise
+from refitd_cli.demo.mxfp8 import PATTERN
 
 BATCH, SEQUENCE = 8, 128
 PEAK_RATE, WARMUP_STEPS = 7e-4, 5
@@ -110,7 +111,11 @@ def main(argv: list[str], channel: Channel) -> None:
     trainer = Trainer(member, data.load())
     with refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}") as client:
         source = client.register_source(
-            MODEL_NAME, trainer.model, rank=member.layout.rank, world_size=member.layout.world_size
+            MODEL_NAME,
+            trainer.model,
+            rank=member.layout.rank,
+            world_size=member.layout.world_size,
+            mxfp8=refitd.MXFP8Offer((PATTERN,)) if member.memory == "mxfp8" else None,
         )
         channel.emit("ready", parameters=sum(weight.numel() for weight in trainer.weights))
         while True:

@@ -77,6 +77,8 @@ def read_only(fd: int) -> int:
 class MappedArena:
     """An arena in this process's address space, its page tables filled before first use."""
 
+    device = -1  # main memory
+
     def __init__(self, fd: int, nbytes: int, *, write: bool) -> None:
         """Map the file behind `fd` (which stays the caller's to close).
 

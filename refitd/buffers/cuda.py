@@ -6,11 +6,16 @@
 The driver is called directly (libcuda, whose functions and structures have kept their layout since CUDA 11): whoever
 owns arenas needs neither torch nor a binding of one CUDA major. Only the tensor over a mapped arena is torch's.
 Every process that maps or creates an arena has the device's primary context, which torch uses as well.
+
+Processes number GPUs as their CUDA_VISIBLE_DEVICES says. What they tell each other is a GPU's name (`name_of`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,11 +83,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (_ptr,),
     "cuDeviceGet": (_ptr, ctypes.c_int),
     "cuDeviceGetAttribute": (_ptr, ctypes.c_int, ctypes.c_int),
+    "cuDeviceGetUuid_v2": (_ptr, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
     "cuCtxPushCurrent_v2": (_ptr,),
     "cuCtxPopCurrent_v2": (_ptr,),
     "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (_ptr, _ptr),
     "cuMemGetAllocationGranularity": (_ptr, _ptr, ctypes.c_int),
     "cuMemCreate": (_ptr, _size, _ptr, _u64),
     "cuMemExportToShareableHandle": (_ptr, _u64, ctypes.c_int, _u64),
@@ -112,7 +119,7 @@ class Driver:
                 getattr(self._library, name).argtypes = arguments
         except (OSError, AttributeError) as exc:
             raise ArenaError(
-                f"there is no CUDA driver here that can share memory ({exc}); install NVIDIA's driver 450 or newer, or "
+                f"there is no CUDA driver here that can share memory ({exc}); install NVIDIA's driver 470 or newer, or "
                 "keep arenas in main memory"
             ) from exc
         self.call("cuInit", 0)
@@ -132,6 +139,43 @@ class Driver:
         found = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(found))
         return found.value
+
+    def name(self, index: int) -> str:
+        """Return a GPU's name, the same in every process: the UUID that `nvidia-smi -L` shows."""
+        device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device.value)
+        return f"GPU-{uuid.UUID(bytes=bytes(found))}"
+
+
+def name_of(index: int) -> str:
+    """Return the name of a GPU by its number here.
+
+    Raises:
+        ArenaError: there is no driver, or no GPU of this number.
+    """
+    driver = Driver()
+    if not 0 <= index < driver.count():
+        raise ArenaError(
+            f"there is no GPU {index}: this process sees {driver.count()}, numbered from 0; check CUDA_VISIBLE_DEVICES"
+        )
+    return driver.name(index)
+
+
+def index_of(name: str) -> int:
+    """Return the number that a GPU has here.
+
+    Raises:
+        ArenaError: there is no driver, or this process does not see the GPU.
+    """
+    driver = Driver()
+    seen = [driver.name(index) for index in range(driver.count())]
+    if name not in seen:
+        raise ArenaError(
+            f"process {os.getpid()} does not see {name}, only {', '.join(seen) or 'no GPU'}; check its "
+            "CUDA_VISIBLE_DEVICES: daemon, trainers and engines of a node must see the GPUs they share"
+        )
+    return seen.index(name)
 
 
 class _Context:
@@ -195,27 +239,59 @@ def create(nbytes: int, label: str, device: int = 0) -> int:
     Raises:
         ArenaError: there is not so much memory left on the GPU, or it cannot be shared; nothing stays allocated.
     """
-    if nbytes < 1:
-        raise ArenaError(f"arena {label!r}: {nbytes} bytes asked for, expected 1 or more")
+    return create_all(((nbytes, label),), device)[0]
+
+
+def create_all(wanted: Sequence[tuple[int, str]], device: int) -> list[int]:
+    """Return the descriptors of several arenas, (bytes, label) each, on one GPU: all of them or none.
+
+    Raises:
+        ArenaError: as `create`; the text has the bytes asked for and those that are free.
+    """
+    for nbytes, label in wanted:
+        if nbytes < 1:
+            raise ArenaError(f"arena {label!r}: {nbytes} bytes asked for, expected 1 or more")
     driver = Driver()
+    fds: list[int] = []
     with _Context(driver, device):
-        handle, fd = ctypes.c_ulonglong(), ctypes.c_int(-1)
-        size = _whole(driver, device, nbytes)
+        sizes = [_whole(driver, device, nbytes) for nbytes, _ in wanted]
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        driver.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        what = f"arena {wanted[0][1]!r}" + (f" and {len(wanted) - 1} more" if len(wanted) > 1 else "")
+        numbers = f"{sum(sizes)} bytes asked for on GPU {device}, {free.value} of {total.value} are free"
+        if sum(sizes) > free.value:
+            raise ArenaError(
+                f"{what}: {numbers}; {_ADVICE[_OUT_OF_MEMORY]}, lower `slots`, or keep refitd's arenas of this model "
+                "in main memory (device='cpu')"
+            )
         try:
-            driver.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_properties(device)), 0)
+            for size in sizes:
+                fds.append(_exported(driver, device, size))
         except ArenaError as exc:
-            raise ArenaError(f"arena {label!r}: {size} bytes on GPU {device}: {exc}") from exc
-        try:
-            driver.call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _POSIX_FD, 0)
-        except ArenaError as exc:
-            raise ArenaError(f"arena {label!r}: {exc}") from exc
-        finally:
-            driver.call("cuMemRelease", handle)  # the descriptor holds the memory
+            for fd in fds:
+                os.close(fd)
+            raise ArenaError(f"{what}: {numbers}: {exc}") from exc
+    return fds
+
+
+def _exported(driver: Driver, device: int, size: int) -> int:
+    handle, fd = ctypes.c_ulonglong(), ctypes.c_int(-1)
+    driver.call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(_properties(device)), 0)
+    try:
+        driver.call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _POSIX_FD, 0)
+    finally:
+        driver.call("cuMemRelease", handle)  # the descriptor holds the memory
     return fd.value
 
 
 class MappedDeviceArena:
-    """A GPU arena in this process's address space. Tensors over it must not be used once it has been closed."""
+    """A GPU arena in this process's address space, until it is closed or neither it nor a tensor over it is left.
+
+    Tensors over it must not be used once it has been closed. A descriptor of GPU memory cannot be narrowed to
+    reading: who maps it for reading is kept from mistakes, not from mischief.
+    """
+
+    address = 0
 
     def __init__(self, fd: int, nbytes: int, device: int = 0, *, write: bool) -> None:
         """Map the memory behind `fd` (which stays the caller's to close).
@@ -262,7 +338,7 @@ class MappedDeviceArena:
         """The arena's bytes, uint8, a view. Writing where the arena is mapped for reading ends the process."""
         import torch
 
-        return tensor_at(self.address, self.nbytes, torch.device("cuda", self.device))
+        return tensor_at(self.address, self.nbytes, torch.device("cuda", self.device), self)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return where `nbytes` at `address` of this process lie in the arena, None if they do not."""
@@ -280,6 +356,10 @@ class MappedDeviceArena:
             self._driver.call("cuMemAddressFree", address, self._size)
         self._context.let_go()
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # an interpreter that ends, or a fork: the mapping goes with the process
+            self.close()
+
     def __enter__(self) -> MappedDeviceArena:
         return self
 
@@ -287,25 +367,38 @@ class MappedDeviceArena:
         self.close()
 
 
-def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return device memory of this process as uint8; whoever owns it keeps it while the tensor is used."""
+def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = None) -> torch.Tensor:
+    """Return device memory of this process as uint8; the tensor keeps `owner`, if it is given, alive."""
     import torch
 
-    tensor: torch.Tensor = torch.as_tensor(_Memory(address, nbytes), device=device)
+    tensor: torch.Tensor = torch.as_tensor(_Memory(address, nbytes, owner), device=device)
     return tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Device memory as torch and other libraries take it."""
+    """Device memory as torch and other libraries take it; they keep this object while they use it."""
 
     address: int
     nbytes: int
+    owner: object
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         # torch refuses what says that it may only be read
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
+
+
+def survey() -> list[tuple[str, str]]:
+    """Return the name of each GPU this process sees, and why arenas cannot lie on it ("" where they can)."""
+    found: list[tuple[str, str]] = []
+    for index in range(visible_devices()):
+        try:
+            _Context(Driver(), index)
+            found.append((name_of(index), ""))
+        except ArenaError as exc:
+            found.append((f"GPU {index}", str(exc)))
+    return found
 
 
 def visible_devices() -> int:

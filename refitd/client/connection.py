@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -16,6 +17,7 @@ import zmq
 
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena
+from refitd.buffers.cuda import MappedDeviceArena, index_of
 from refitd.errors import (
     DeadlineExceeded,
     PeerLost,
@@ -32,6 +34,9 @@ from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.reports import SwapProgress
 
 R = TypeVar("R", bound=Message)
+
+# Notifications that are kept for members which nobody listens for yet.
+EARLY = 64
 
 
 class Connection:
@@ -60,6 +65,8 @@ class Connection:
         self._lock = threading.Lock()
         self._waiters: dict[int, queue.SimpleQueue[Message]] = {}
         self._listeners: dict[str, Callable[[Message], None]] = {}
+        # what was said of a member before its registration was answered, or had a listener
+        self._early: deque[tuple[str, Message]] = deque(maxlen=EARLY)
         self._outgoing: deque[tuple[int, Message]] = deque()
         self._number = 0
         self._lost: RefitdError | None = None
@@ -133,14 +140,20 @@ class Connection:
 
         When the daemon is lost the listener is called with a Failure.
         """
-        self._listeners[member] = listener
+        with self._lock:
+            self._listeners[member] = listener
+            early = [message for name, message in self._early if name == member]
+            for message in early:
+                self._early.remove((member, message))
+        for message in early:
+            listener(message)
 
     def unlisten(self, member: str) -> None:
         """Stop listening."""
         self._listeners.pop(member, None)
 
-    def map_arena(self, arena: int, *, write: bool) -> MappedArena:
-        """Fetch an arena's descriptor and map it."""
+    def map_arena(self, arena: int, *, write: bool) -> MappedArena | MappedDeviceArena:
+        """Fetch an arena's descriptor and map it; raises ArenaError where this process does not see its GPU."""
         with self._fetching:
             handoff.send(self._descriptors, encode(0, sidecar.FetchArena(arena=arena, write=write)))
             reply, fds = self._receive_descriptor()
@@ -148,8 +161,10 @@ class Connection:
             match reply:
                 case local.Failure(code, text):
                     raise from_code(code, text)
-                case sidecar.ArenaDescriptor(_, nbytes) if len(fds) == 1:
+                case sidecar.ArenaDescriptor(_, nbytes, "") if len(fds) == 1:
                     return MappedArena(fds[0], nbytes, write=write)
+                case sidecar.ArenaDescriptor(_, nbytes, device) if len(fds) == 1:
+                    return MappedDeviceArena(fds[0], nbytes, index_of(device), write=write)
             raise ProtocolError(f"FetchArena was answered with {type(reply).__name__} and {len(fds)} descriptors")
         finally:
             handoff.close_all(fds)
@@ -161,6 +176,10 @@ class Connection:
                 return
             self._closing = True
             os.eventfd_write(self._wake, 1)
+        with contextlib.suppress(RefitdError, OSError):
+            # here, and not by ZeroMQ: it arrives before this process or its end of the connection is gone
+            self._descriptors.settimeout(0)
+            handoff.send(self._descriptors, encode(0, sidecar.Goodbye()))
         self._thread.join()  # it wakes at once: its only wait is on what has just been written
         self._descriptors.close()
         os.close(self._wake)
@@ -203,8 +222,13 @@ class Connection:
             waiter = self._waiters.get(number)
         if waiter is not None:
             waiter.put(message)
-        elif number == 0 and (listener := self._listeners.get(getattr(message, "member", ""))) is not None:
-            listener(message)
+        elif number == 0 and (member := getattr(message, "member", "")):
+            with self._lock:
+                listener = self._listeners.get(member)
+                if listener is None:
+                    self._early.append((member, message))
+            if listener is not None:
+                listener(message)
 
     def _lose(self, error: RefitdError) -> None:
         with self._lock:

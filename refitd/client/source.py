@@ -6,9 +6,9 @@ import threading
 import time
 from types import TracebackType
 
-from refitd.buffers.arena import MappedArena
 from refitd.client.connection import Connection
-from refitd.client.tensors import TensorSet
+from refitd.client.devices import Arena
+from refitd.client.mxfp8 import SourceTensors
 from refitd.copy_services.measure import ARENA, COPIED, PULLED, Choice, allow_reader, choose, copy_seconds, sample
 from refitd.errors import DeadlineExceeded, RefusedError, from_code
 from refitd.protocol import local
@@ -22,9 +22,9 @@ class Source:
         self,
         connection: Connection,
         model: str,
-        tensors: TensorSet,
+        tensors: SourceTensors,
         registered: local.SourceRegistered,
-        slots: tuple[MappedArena, ...],
+        slots: tuple[Arena, ...],
         pull: bool | None,
     ) -> None:
         self._connection = connection
@@ -33,6 +33,8 @@ class Source:
         self._lending = None if pull is None else Choice(PULLED if pull else COPIED, "")
         if tensors.arena_places:
             self._lending = Choice(ARENA, "")
+        if tensors.is_converted:
+            self._lending = Choice(COPIED, "tensors that are offered in MXFP8 are converted when they are published")
         self._leases: dict[int, Lease] = {}
         self._closed = False
         self.model = model
@@ -78,6 +80,7 @@ class Source:
         if choice.way == PULLED:
             addresses = self._tensors.addresses()
             allow_reader(self._connection.daemon.pid)
+        self._tensors.settle()
         lease = Lease(self, version)
         self._leases[version] = lease
         try:
@@ -110,6 +113,7 @@ class Source:
         # the daemon answers at its deadline; ours is a little later so that its reason arrives
         granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
         self._tensors.write_to(self._slots[granted.slot])
+        self._tensors.settle()  # once Publish has been sent the slot is read, and the tensors may be mutated
         done = local.Publish(member=self.member, version=version, slot=granted.slot, why=why)
         self._connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
-from refitd.buffers.arena import MappedArena
 from refitd.client.connection import Connection
-from refitd.client.tensors import TensorSet
+from refitd.client.devices import Arena
+from refitd.client.mxfp8 import TargetTensors
 from refitd.errors import CommitError, DeadlineExceeded, RefitdError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
@@ -17,6 +18,10 @@ NOTHING_PENDING = -1
 
 # How long a paused engine waits for the worker's copy of a few GB before it gives up and serves no version.
 APPLY_TIMEOUT_S = 60.0
+
+# How long an engine that was asked to stand still waits for the decision. Nobody knows then what was decided, so
+# that it serves no version until it is told: this is beyond all deadlines that a coordinator should have.
+PAUSE_TIMEOUT_S = 600.0
 
 
 class Commit:
@@ -43,19 +48,23 @@ class Target:
         connection: Connection,
         model: str,
         replica: str,
-        tensors: TensorSet,
+        tensors: TargetTensors,
         registered: local.TargetRegistered,
-        staging: MappedArena | None,
+        staging: Arena | None,
         on_commit: Callable[[Commit], object] | None,
+        on_pause: Callable[[int], object] | None = None,
+        on_resume: Callable[[int | None], object] | None = None,
     ) -> None:
         self._connection = connection
         self._tensors = tensors
         self._staging = staging
         self._changed = threading.Condition()
         self._prepare: local.PrepareCommit | None = None
+        self._asked: local.AskPause | None = None  # to stand still, until that is over
+        self._fenced = ""
         self._applied: local.CommitApplied | None = None
         self._failure: local.Failure | None = None
-        self._version: int | None = None
+        self._version: int | None = registered.version
         self._closed = False
         self.model = model
         self.replica = replica
@@ -63,14 +72,26 @@ class Target:
         self.last_pause_s = 0.0
         self.error: RefitdError | None = None  # what a callback's commit failed with, or that the daemon has gone
         connection.listen(self.member, self._notified)
-        if on_commit is not None:
-            thread = threading.Thread(target=self._call_back, args=(on_commit,), name="refitd-commit", daemon=True)
-            thread.start()
+        work: Callable[[], None] | None = None
+        if on_pause is not None:
+            work = partial(self._attend, on_pause, on_resume)
+        elif on_commit is not None:
+            work = partial(self._call_back, on_commit)
+        if work is not None:
+            threading.Thread(target=work, name="refitd-commit", daemon=True).start()
 
     @property
     def version(self) -> int | None:
-        """The version these tensors hold; None before the first, and after a commit that failed."""
-        return self._version
+        """The version to serve: what these tensors hold.
+
+        None before the first, after a commit that failed, and while `fenced`: serve nothing then.
+        """
+        return None if self._fenced else self._version
+
+    @property
+    def fenced(self) -> str:
+        """Why it cannot be known at present whether another version was decided; "" where it is known."""
+        return self._fenced
 
     @property
     def pending(self) -> int | None:
@@ -110,14 +131,16 @@ class Target:
         deadline = time.monotonic() + timeout
         while True:
             with self._changed:
-                if self._version is not None and self._version >= version:
-                    return self._version
+                live = self.version
+                if live is not None and live >= version:
+                    return live
                 self._check_connected()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(
                         f"model {self.model!r} replica {self.replica!r}: version {version} is not live after "
-                        f"{timeout:.1f} s (live: {self._version}); look at `refitctl status` for the last swap"
+                        f"{timeout:.1f} s (live: {live}{', ' + self._fenced if self._fenced else ''}); "
+                        "look at `refitctl status` for the last swap"
                     )
                 if self._prepare is None:
                     self._changed.wait(left)
@@ -139,16 +162,21 @@ class Target:
             self._changed.notify_all()
         self._connection.unlisten(self.member)
 
-    def _apply(self, prepare: local.PrepareCommit) -> int:
-        started = time.perf_counter()
+    def _apply(self, prepare: local.PrepareCommit, started: float | None = None) -> int:
+        """Take a version over; `started` is when this rank came to a standstill, if it did so earlier."""
+        started = time.perf_counter() if started is None else started
         try:
             self._tensors.check_unmoved()
+            self._tensors.settle()  # what reads the old version on a GPU
             if prepare.by_worker:
                 self._let_worker_write(prepare)
             else:
                 if self._staging is None:
                     raise CommitError("this target has been closed")
                 self._tensors.read_from(self._staging)
+                self._tensors.settle()
+            self._tensors.refresh()
+            self._tensors.check_unmoved("during the commit")
         except Exception as exc:
             self._version = None
             self._settle()
@@ -158,7 +186,7 @@ class Target:
                 raise
             raise CommitError(f"version {prepare.version} could not be taken over: {exc}") from exc
         self.last_pause_s = time.perf_counter() - started
-        self._version = prepare.version
+        self._version, self._fenced = prepare.version, ""
         self._settle()
         done = local.CommitDone(swap=prepare.swap, member=self.member, paused_s=self.last_pause_s)
         self._connection.tell(done)
@@ -192,9 +220,66 @@ class Target:
                     self._prepare = message
                 case local.CommitApplied():
                     self._applied = message
+                case local.AskPause():
+                    self._asked = message
+                case local.Resume(swap):
+                    if self._asked is not None and self._asked.swap == swap:
+                        self._asked = None
+                case local.Fence(_, reason):
+                    self._fenced = reason
                 case local.Failure():
                     self._failure = message
             self._changed.notify_all()
+
+    def _attend(self, on_pause: Callable[[int], object], on_resume: Callable[[int | None], object] | None) -> None:
+        """Stand still when asked, take over what is decided, go on: the body of a thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked or self._prepare or self._failure or self._closed)
+                asked, prepare = self._asked, self._prepare
+                if self._failure is not None and not self._closed:
+                    self.error = from_code(self._failure.code, self._failure.message)
+                if self._closed or self._failure is not None:
+                    return
+            # one that was decided while the coordinator was gone comes without being asked for
+            cause = asked or prepare
+            if cause is None:
+                continue
+            try:
+                self._stand_still(on_pause, cause.swap, cause.version, is_asked=asked is not None)
+            except Exception as exc:
+                self.error = exc if isinstance(exc, RefitdError) else CommitError(f"on_pause raised {exc!r}")
+            with self._changed:
+                self._asked = None
+            if on_resume is not None:
+                try:
+                    on_resume(self.version)
+                except Exception as exc:
+                    self.error = CommitError(f"on_resume raised {exc!r}")
+
+    def _stand_still(self, on_pause: Callable[[int], object], swap: str, version: int, *, is_asked: bool) -> None:
+        """Have the engine stand still, and commit when that is decided; raise CommitError where it cannot."""
+        try:
+            on_pause(version)
+        except Exception as exc:
+            self._settle()
+            reason = f"on_pause raised {exc!r}"
+            self._connection.tell(local.CommitFailed(swap=swap, member=self.member, reason=reason))
+            raise CommitError(reason) from exc
+        since = time.perf_counter()
+        if is_asked:
+            self._connection.tell(local.Paused(swap=swap, member=self.member))
+        with self._changed:
+            decided = self._changed.wait_for(
+                lambda: self._prepare or self._asked is None or self._failure or self._closed, PAUSE_TIMEOUT_S
+            )
+            prepare = self._prepare
+            if not decided:
+                self._fenced = f"nobody said within {PAUSE_TIMEOUT_S:.0f} s whether swap {swap} was decided"
+            elif self._failure is not None:
+                self._fenced = f"the daemon ended before it said whether swap {swap} was decided"
+        if prepare is not None:
+            self._apply(prepare, since)
 
     def _call_back(self, on_commit: Callable[[Commit], object]) -> None:
         while True:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from refitd.buffers.arena import MappedArena
+from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import packed_offsets
+from refitd.client.devices import HOST, Arena, gpu_of, settle
 from refitd.copy_services.measure import Span
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, module_tensors
 from refitd.dtypes import dtype_name
 from refitd.errors import CommitError, RefusedError
 from refitd.protocol.shards import Place
+from refitd.transforms.mxfp8_buffers import MXFP8Buffer, held_of, is_quantized
 
-Tensors = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tensor]
+Tensors = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tensor] | Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What must not change about a tensor that a CUDA graph may have captured."""
+class Fingerprint(NamedTuple):
+    """What must not change about a tensor that a CUDA graph may have captured.
+
+    They are taken twice in every pause, of every tensor: a named tuple is made in a third of a dataclass's time.
+    """
 
     data_ptr: int
     storage_ptr: int
@@ -37,16 +40,19 @@ class Fingerprint:
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Take a tensor's fingerprint."""
     return Fingerprint(
-        tensor.data_ptr(),
-        tensor.untyped_storage().data_ptr(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        tensor.dtype,
+        tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
     )
 
 
 class TensorSet:
-    """The tensors of one registration, in a fixed order, and their descriptions."""
+    """The tensors of one registration, in a fixed order, and their descriptions.
+
+    Attributes:
+        metadata: one for each value that was registered; of one in MXFP8, of the bfloat16 tensor that it stands for.
+        values: what was registered, by name.
+        quantized: the names of those in MXFP8.
+        names, tensors: all that is live: of a value in MXFP8 its data and its scales.
+    """
 
     def __init__(
         self,
@@ -64,7 +70,7 @@ class TensorSet:
         self._module: torch.nn.Module | Sequence[torch.nn.Module] | None = None
         if isinstance(tensors, Mapping):
             named = dict(tensors)
-            metadata = _whole(named, rank) if metadata is None else list(metadata)
+            metadata = [_whole(n, t, rank) for n, t in named.items()] if metadata is None else list(metadata)
         else:
             self._module = tensors
             named = module_tensors(tensors)
@@ -76,19 +82,21 @@ class TensorSet:
                 f"tensors and metadata name different parameters: {missing[:10]}; give one ParameterMetadata per tensor"
             )
         self.metadata = [described[name] for name in named]
-        self.names = list(named)
-        self.tensors = [tensor.detach() for tensor in named.values()]
-        for m, tensor in zip(self.metadata, self.tensors, strict=True):
-            if tuple(m.shape) != tuple(tensor.shape) or dtype_name(m.dtype) != dtype_name(tensor.dtype):
+        self.values: dict[str, Any] = named
+        self.quantized = frozenset(name for name, value in named.items() if is_quantized(value))
+        self.names, self.tensors = self._live(named)
+        for m in self.metadata:
+            shape, dtype = _stands_for(m.name, named[m.name])
+            if tuple(m.shape) != shape or dtype_name(m.dtype) != dtype_name(dtype):
                 raise RefusedError(
                     f"{m.name}: described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is "
-                    f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}; correct its ParameterMetadata"
+                    f"{shape} {dtype_name(dtype)}; correct its ParameterMetadata"
                 )
         self.arena_places: tuple[Place, ...] = ()  # set by the client that knows the arenas
-        self._fingerprints = [fingerprint(tensor) for tensor in self.tensors]
+        self._fingerprints = [fingerprint(tensor) for tensor in self._captured(named)]
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
 
-    def places(self, arenas: Mapping[int, MappedArena]) -> tuple[Place, ...]:
+    def places(self, arenas: Mapping[int, Arena]) -> tuple[Place, ...]:
         """Return where every tensor lies in arenas; empty unless all of them do."""
         found: list[Place] = []
         for tensor in self.tensors:
@@ -105,7 +113,7 @@ class TensorSet:
             RefusedError: a tensor is not contiguous CPU memory, so that nobody else can read it in place.
         """
         for name, tensor in zip(self.names, self.tensors, strict=True):
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            if tensor.device.type != "cpu" or gpu_of(tensor) != HOST or not tensor.is_contiguous():
                 raise RefusedError(
                     f"{name}: only contiguous CPU tensors can be pulled (found {tensor.device}, strides "
                     f"{tuple(tensor.stride())}); publish a snapshot instead"
@@ -121,36 +129,76 @@ class TensorSet:
                 found.append((address, tensor.numel() * tensor.element_size() // row, row))
         return tuple(found)
 
-    def check_unmoved(self) -> None:
-        """Raise CommitError when a registered tensor has been replaced, moved or reshaped since."""
-        current = self.tensors
+    def check_unmoved(self, when: str = "since registration") -> None:
+        """Raise CommitError when a registered tensor has been replaced, moved or reshaped; `when` is for its text."""
+        named = self.values
         if self._module is not None:
             named = module_tensors(self._module)
-            if list(named) != self.names:
+            if list(named) != list(self.values):
                 raise CommitError(
                     f"the module's tensors are not those registered (changed: "
-                    f"{sorted(set(named) ^ set(self.names))[:10]}); register it again"
+                    f"{sorted(set(named) ^ set(self.values))[:10]}); register it again"
                 )
-            current = list(named.values())
+        try:
+            current = self._captured(named)
+        except RefusedError as exc:
+            raise CommitError(f"{exc}; it has changed {when}") from exc
         for name, was, tensor in zip(self.names, self._fingerprints, current, strict=True):
             if fingerprint(tensor) != was:
                 raise CommitError(
-                    f"{name}: its storage has changed since registration ({was} is now {fingerprint(tensor)}); "
+                    f"{name}: its storage has changed {when} ({was} is now {fingerprint(tensor)}); "
                     "keep parameters in place, or register again"
                 )
 
-    def write_to(self, arena: MappedArena) -> None:
+    def _captured(self, named: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors themselves, in the order of `names`; `tensors` are views of their bytes."""
+        if not self.quantized:
+            return list(named.values())
+        found: list[torch.Tensor] = []
+        for name, value in named.items():
+            if name not in self.quantized:
+                found.append(value)
+            elif isinstance(value, MXFP8Buffer):
+                found += [value.data, value.scale]
+            else:
+                found += self._live({name: value})[1]
+        return found
+
+    def _live(self, named: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
+        """Return the live tensors of what is registered, and what messages call them."""
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        for name, value in named.items():
+            if name not in self.quantized:
+                if not isinstance(value, torch.Tensor):
+                    held_of(name, value)  # says what is wrong with it
+                names.append(name)
+                tensors.append(value.detach())
+                continue
+            held = held_of(name, value)
+            scale = held.scale if held.scale is not None else held.swizzled
+            assert scale is not None
+            names += [f"{name}.data", f"{name}.scale"]
+            tensors += [held.data, scale]
+        return names, tensors
+
+    def settle(self) -> None:
+        """Return once the GPUs that the tensors lie on have done what this process gave them."""
+        for gpu in {gpu_of(tensor) for tensor in self.tensors}:
+            settle(gpu)
+
+    def write_to(self, arena: Arena) -> None:
         """Copy every tensor into an arena in refitd's layout."""
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
             _copy(tensor, arena, offset, into_arena=True)
 
-    def read_from(self, arena: MappedArena) -> None:
+    def read_from(self, arena: Arena) -> None:
         """Copy every tensor out of an arena in refitd's layout, in place."""
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
             _copy(tensor, arena, offset, into_arena=False)
 
 
-def tensors_in(arena: MappedArena, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, torch.Tensor]:
+def tensors_in(arena: Arena, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, torch.Tensor]:
     """Return tensors of these shapes and dtypes laid out in a writable arena."""
     offsets, _ = packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])
     return {
@@ -164,9 +212,12 @@ def packed_bytes(wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> int
     return packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])[1]
 
 
-def _view(arena: MappedArena, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _view(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if prod(shape) == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        where = arena.tensor.device if isinstance(arena, MappedDeviceArena) else None
+        return torch.empty(tuple(shape), dtype=dtype, device=where)
+    if isinstance(arena, MappedDeviceArena):
+        return arena.tensor[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
     with warnings.catch_warnings():
         # a staging arena is mapped for reading only, and only read
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -174,8 +225,13 @@ def _view(arena: MappedArena, offset: int, shape: Sequence[int], dtype: torch.dt
     return flat.view(tuple(shape))
 
 
-def _copy(tensor: torch.Tensor, arena: MappedArena, offset: int, *, into_arena: bool) -> None:
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+def write_tensor(tensor: torch.Tensor, arena: Arena, offset: int) -> None:
+    """Copy a tensor to a place in an arena."""
+    _copy(tensor, arena, offset, into_arena=True)
+
+
+def _copy(tensor: torch.Tensor, arena: Arena, offset: int, *, into_arena: bool) -> None:
+    if tensor.device.type == "cpu" and arena.device == HOST and tensor.is_contiguous():
         # one memmove, without the interpreter's lock and without waking OpenMP
         here, there = tensor.data_ptr(), arena.address + offset
         ctypes.memmove(*((there, here) if into_arena else (here, there)), tensor.numel() * tensor.element_size())
@@ -188,27 +244,34 @@ def _copy(tensor: torch.Tensor, arena: MappedArena, offset: int, *, into_arena: 
             tensor.copy_(staged)
 
 
-def _place(tensor: torch.Tensor, arenas: Mapping[int, MappedArena]) -> Place | None:
-    if tensor.device.type != "cpu" or any(stride < 0 for stride in tensor.stride()):
+def _place(tensor: torch.Tensor, arenas: Mapping[int, Arena]) -> Place | None:
+    if tensor.device.type not in ("cpu", "cuda") or any(stride < 0 for stride in tensor.stride()):
         return None
     es = tensor.element_size()
     span = (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * es
     for number, arena in arenas.items():
+        if arena.device != gpu_of(tensor):
+            continue
         offset = arena.offset_of(tensor.data_ptr(), span if tensor.numel() else 0)
         if offset is not None:
             return Place(number, offset, tuple(stride * es for stride in tensor.stride()))
     return None
 
 
-def _whole(named: Mapping[str, torch.Tensor], rank: int) -> list[ParameterMetadata]:
-    return [
-        ParameterMetadata(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            element_size=tensor.element_size(),
-            owner_rank=rank,
-            resolved_name=name,
-        )
-        for name, tensor in named.items()
-    ]
+def _whole(name: str, value: Any, rank: int) -> ParameterMetadata:
+    shape, dtype = _stands_for(name, value)
+    return ParameterMetadata(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        element_size=dtype.itemsize,
+        owner_rank=rank,
+        resolved_name=name,
+    )
+
+
+def _stands_for(name: str, value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a tensor, or of the bfloat16 one that one in MXFP8 stands for."""
+    if isinstance(value, torch.Tensor) and not is_quantized(value):
+        return tuple(value.shape), value.dtype
+    return tuple(held_of(name, value).data.shape), torch.bfloat16

@@ -18,11 +18,16 @@ CREATE TABLE IF NOT EXISTS swaps (
     state TEXT NOT NULL,      -- decided, committed, incomplete, aborted
     plan TEXT NOT NULL DEFAULT '',
     reason TEXT NOT NULL DEFAULT '',
-    at REAL NOT NULL          -- seconds since the epoch
+    at REAL NOT NULL,         -- seconds since the epoch
+    report BLOB NOT NULL DEFAULT x''  -- how it ended: a SwapReport as JSON
 ) STRICT
 """
 
-_VERSION = 1  # of the schema
+_VERSION = 2  # of the schema; 1 had no report
+_COLUMNS = "swap, model, version, state, plan, reason, at, report"
+
+# Swaps that are kept; every swap is written twice.
+KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,12 @@ class Record:
     plan: str
     reason: str
     at: float
+    report: bytes = b""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether its version was to become live."""
+        return self.state != "aborted"
 
 
 class Journal:
@@ -55,6 +66,8 @@ class Journal:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute(_SCHEMA)
+            if self._db.execute("PRAGMA user_version").fetchone() == (1,):
+                self._db.execute("ALTER TABLE swaps ADD COLUMN report BLOB NOT NULL DEFAULT x''")
             # written anew at every start: a coordinator that could not write a decision must not begin a swap
             self._db.execute(f"PRAGMA user_version={_VERSION}")
         except (OSError, sqlite3.Error) as exc:
@@ -66,12 +79,15 @@ class Journal:
         Raises:
             CommitError: the disk is full or the file is gone; the decision must then not be acted on.
         """
+        r = record
         try:
             self._db.execute(
-                "INSERT OR REPLACE INTO swaps (swap, model, version, state, plan, reason, at) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (record.swap, record.model, record.version, record.state, record.plan, record.reason, record.at),
+                f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report),
             )
+            if r.state != "decided":
+                newest = "(SELECT max(rowid) FROM swaps)"
+                self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * KEPT,))
         except sqlite3.Error as exc:
             raise CommitError(
                 f"journal {self._path}: {exc}{_room(self._path)}; free disk space, then swap again"
@@ -80,10 +96,16 @@ class Journal:
     def decided(self, swap: str) -> Record | None:
         """Return the record of a swap whose commit was decided, None if it was not."""
         row = self._db.execute(
-            "SELECT swap, model, version, state, plan, reason, at FROM swaps WHERE swap = ? AND state != 'aborted'",
-            (swap,),
+            f"SELECT {_COLUMNS} FROM swaps WHERE swap = ? AND state != 'aborted'", (swap,)
         ).fetchone()
         return Record(*row) if row else None
+
+    def recent(self, model: str, limit: int) -> list[Record]:
+        """Return the last swaps of a model ("": of all), the newest first."""
+        rows = self._db.execute(
+            f"SELECT {_COLUMNS} FROM swaps WHERE model = ?1 OR ?1 = '' ORDER BY rowid DESC LIMIT ?2", (model, limit)
+        )
+        return [Record(*row) for row in rows]
 
     def close(self) -> None:
         """Close the file."""

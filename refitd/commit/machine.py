@@ -1,14 +1,19 @@
 """The state machine of one swap: events in, instructions out, no clock and no sockets.
 
     IDLE --PlanReady--> PLANNED --all NodeLoaded--> STAGING --all NodeStaged--> STAGED --Journalled--> COMMITTING
+                              |                       ^       |                      ^                    |
+                              +- PAUSING, all quiet --+       +- PAUSING, all quiet -+                    |
+                                 (members in place)              (members that are asked)                 |
                                                                                                           |
-      (IDLE, PLANNED, STAGING, STAGED) --NodeFailed | MemberLost | AbortAsked | Deadline--> ABORTED       |
+      (IDLE to STAGED) --NodeFailed | MemberLost | MemberFailed | AbortAsked | Deadline--> ABORTED        |
                                                                                                           v
                          INCOMPLETE <--some member failed, was lost or is late-- (all members heard) --> COMMITTED
 
 Rules:
 - Until the decision is journalled, anything that goes wrong aborts and the old version serves everywhere.
 - After it, nothing aborts: a member that cannot follow is named and the swap ends INCOMPLETE.
+- Members that are asked have said that they stand still before anything is decided; those that are written in
+  place, before anything is staged. A member in place whose staging has begun and not been decided is poisoned.
 - An event that the state does not allow raises IllegalTransition and changes nothing. Late echoes of a
   finished swap (a node that reports after an abort) are not illegal: they are answered with nothing.
 """
@@ -27,6 +32,7 @@ class Phase(enum.Enum):
 
     IDLE = "idle"
     PLANNED = "plan"
+    PAUSING = "pause"
     STAGING = "stage"
     STAGED = "staged"
     COMMITTING = "commit"
@@ -48,6 +54,7 @@ class Limits:
     stage_s: float
     commit_s: float
     total_s: float | None = None
+    pause_s: float = 60.0
 
 
 # --- events -----------------------------------------------------------------------------------------------
@@ -57,13 +64,16 @@ class Limits:
 class PlanReady:
     """The plan is proven. `members` maps every target member to its node; `nodes` are all that take part.
 
-    `names` says how people are told about a member, source or target.
+    `names` says how people are told about a member, source or target. `asked` members say that they stand still
+    before the decision, `in_place` ones before they are written to.
     """
 
     members: Mapping[str, str]
     nodes: frozenset[str]
     bytes_total: int
     names: Mapping[str, str] = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
+    in_place: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,13 @@ class NodeFailed:
     node: str
     where: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberQuiet:
+    """This member stands still until the swap is over."""
+
+    member: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +163,7 @@ Event = (
     | NodeProgress
     | NodeStaged
     | NodeFailed
+    | MemberQuiet
     | MemberLost
     | Journalled
     | MemberCommitted
@@ -163,6 +181,14 @@ class LoadPlan:
     """Send the plan to this node."""
 
     node: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseOn:
+    """Have these members of this node stand still."""
+
+    node: str
+    members: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +228,7 @@ class Finished:
     """The swap has reached a final phase."""
 
 
-Instruction = LoadPlan | StageOn | JournalDecision | CommitOn | AbortOn | ReleaseSources | Finished
+Instruction = LoadPlan | PauseOn | StageOn | JournalDecision | CommitOn | AbortOn | ReleaseSources | Finished
 
 
 # --- state ------------------------------------------------------------------------------------------------
@@ -225,6 +251,8 @@ class Swap:
     members: Mapping[str, str] = field(default_factory=dict)  # target member -> node
     names: Mapping[str, str] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()  # members that are to stand still before the decision
+    in_place: frozenset[str] = frozenset()  # members that are written to while staging
     waiting: frozenset[str] = frozenset()  # nodes or members the phase still waits for
     progress: Mapping[str, int] = field(default_factory=dict)
     bytes_total: int = 0
@@ -232,7 +260,19 @@ class Swap:
     copies: int = 0
     paused: Mapping[str, float] = field(default_factory=dict)  # committed members
     failed: Mapping[str, str] = field(default_factory=dict)  # members that could not follow, and why
-    entered: Mapping[str, float] = field(default_factory=dict)  # phase -> when
+    entered: Mapping[str, float] = field(default_factory=dict)  # phase -> when, the last time
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether everything is staged, or the swap over: nobody reads the sources any more."""
+        begun = Phase.STAGING.value in self.entered
+        return (begun and self.phase is not Phase.STAGING) or self.phase.is_final
+
+    @property
+    def poisoned(self) -> frozenset[str]:
+        """The members that hold parts of two versions, should this be where it ends."""
+        begun = Phase.STAGING.value in self.entered and Phase.COMMITTING.value not in self.entered
+        return self.in_place if begun else frozenset()
 
 
 def begin(swap: str, model: str, version: int, limits: Limits, now: float) -> Swap:
@@ -260,6 +300,8 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
                 names=dict(event.names),
                 nodes=event.nodes,
                 bytes_total=event.bytes_total,
+                asked=event.asked,
+                in_place=event.in_place,
             )
             planned = _enter(planned, Phase.PLANNED, now, planned.limits.plan_s, event.nodes)
             return planned, [LoadPlan(node) for node in sorted(event.nodes)]
@@ -267,8 +309,14 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
             left = state.waiting - {node}
             if left:
                 return replace(state, waiting=left), []
-            staging = _enter(state, Phase.STAGING, now, state.limits.stage_s, state.nodes)
-            return staging, [StageOn(n) for n in sorted(state.nodes)]
+            return _pause(state, state.in_place, now) if state.in_place else _stage(state, now)
+        case MemberQuiet(member) if phase is Phase.PAUSING and member in state.waiting:
+            heard = replace(state, waiting=state.waiting - {member})
+            if heard.waiting:
+                return heard, []
+            return _decide(heard, now) if Phase.STAGING.value in heard.entered else _stage(heard, now)
+        case MemberQuiet():
+            return state, []  # said twice
         case NodeProgress(node, bytes_done) if phase is Phase.STAGING:
             progress = {**state.progress, node: bytes_done}
             return replace(state, progress=progress, bytes_done=sum(progress.values())), []
@@ -287,11 +335,11 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
                 return state, []
             heard = replace(state, waiting=state.waiting - {member}, failed={**state.failed, member: reason})
             return _maybe_finish(heard, now)
-        case NodeFailed(node, where, reason) if phase in (Phase.PLANNED, Phase.STAGING):
+        case NodeFailed(node, where, reason) if phase in (Phase.PLANNED, Phase.PAUSING, Phase.STAGING):
             return _abort(state, f"{where}: {reason}", where or node, now)
         case NodeFailed() if phase is Phase.COMMITTING:
             return state, []  # its members are reported one by one
-        case MemberLost(member, reason) if phase is not Phase.COMMITTING:
+        case MemberLost(member, reason) | MemberFailed(member, reason) if phase is not Phase.COMMITTING:
             return _abort(state, f"{state.names.get(member, member)}: {reason}", member, now)
         case AbortAsked(reason) if phase is not Phase.COMMITTING:
             return _abort(state, reason, "", now)
@@ -303,7 +351,7 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
 
 def _enter(state: Swap, phase: Phase, now: float, limit_s: float, waiting: frozenset[str]) -> Swap:
     deadline = now + limit_s
-    if state.limits.total_s is not None and phase in (Phase.IDLE, Phase.PLANNED, Phase.STAGING):
+    if state.limits.total_s is not None and phase in (Phase.IDLE, Phase.PLANNED, Phase.PAUSING, Phase.STAGING):
         deadline = min(deadline, state.started + state.limits.total_s)
     return replace(state, phase=phase, deadline=deadline, waiting=waiting, entered={**state.entered, phase.value: now})
 
@@ -319,8 +367,26 @@ def _node_staged(state: Swap, event: NodeStaged, now: float) -> tuple[Swap, list
     )
     if heard.waiting:
         return heard, []
-    staged = _enter(heard, Phase.STAGED, now, state.limits.commit_s, frozenset())
-    return staged, [ReleaseSources(), JournalDecision()]
+    asked = state.asked - state.in_place
+    after, instructions = _pause(heard, asked, now) if asked else _decide(heard, now)
+    return after, [ReleaseSources(), *instructions]
+
+
+def _stage(state: Swap, now: float) -> tuple[Swap, list[Instruction]]:
+    staging = _enter(state, Phase.STAGING, now, state.limits.stage_s, state.nodes)
+    return staging, [StageOn(node) for node in sorted(state.nodes)]
+
+
+def _pause(state: Swap, members: frozenset[str], now: float) -> tuple[Swap, list[Instruction]]:
+    pausing = _enter(state, Phase.PAUSING, now, state.limits.pause_s, members)
+    nodes: dict[str, list[str]] = {}
+    for member in sorted(members):
+        nodes.setdefault(state.members[member], []).append(member)
+    return pausing, [PauseOn(node, tuple(these)) for node, these in sorted(nodes.items())]
+
+
+def _decide(state: Swap, now: float) -> tuple[Swap, list[Instruction]]:
+    return _enter(state, Phase.STAGED, now, state.limits.commit_s, frozenset()), [JournalDecision()]
 
 
 def _maybe_finish(state: Swap, now: float) -> tuple[Swap, list[Instruction]]:
@@ -336,12 +402,12 @@ def _maybe_finish(state: Swap, now: float) -> tuple[Swap, list[Instruction]]:
 
 def _out_of_time(state: Swap, now: float) -> tuple[Swap, list[Instruction]]:
     spent = now - state.entered[state.phase.value]
-    late = ", ".join(sorted(state.waiting)) or "the coordinator"
+    late = ", ".join(state.names.get(who, who) for who in sorted(state.waiting)) or "the coordinator"
     if state.phase is Phase.COMMITTING:
         failed = {m: f"did not take over the version within {spent:.1f} s" for m in state.waiting}
         return _maybe_finish(replace(state, waiting=frozenset(), failed={**state.failed, **failed}), now)
     reason = f"phase {state.phase.value} ended at its deadline after {spent:.1f} s, still waiting for {late}"
-    return _abort(state, reason, late, now)
+    return _abort(state, reason, ", ".join(sorted(state.waiting)), now)
 
 
 def _abort(state: Swap, reason: str, culprit: str, now: float) -> tuple[Swap, list[Instruction]]:

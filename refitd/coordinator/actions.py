@@ -10,17 +10,20 @@ from refitd.describe.roster import Roster
 from refitd.errors import RefitdError
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
+from refitd.protocol.roles import ANYONE, Allowed
 
 # --- events -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class FromNode:
-    """A daemon said something."""
+    """A daemon said something, over a connection that was let in with `key`, of which the list says `allowed`."""
 
     identity: bytes
     request: int
     message: cluster.NodeMessage
+    key: str = ""
+    allowed: Allowed = ANYONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Journal how a swap ended."""
+    """Journal how a swap ended, with its report."""
 
     record: Record
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from refitd.coordinator.held import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import AddShard
@@ -15,6 +17,7 @@ from refitd.protocol.reports import (
     SourceStatus,
     TargetStatus,
 )
+from refitd.protocol.roles import ANYONE, Allowed
 from refitd.protocol.shards import Shard
 
 
@@ -25,6 +28,8 @@ class Node:
     identity: bytes
     status: NodeStatus
     last_heard: float
+    key: str = ""  # that its connection was let in with
+    allowed: Allowed = ANYONE
 
 
 @dataclass(slots=True)
@@ -43,6 +48,9 @@ class Member:
     why: str = ""  # source: the measurement that chose it
     version: int | None = None  # target: served
     staged: str | None = None  # target: a decided swap that it has not taken over yet
+    wants: frozenset[tuple[str, str]] = frozenset()  # target: what is to arrive in MXFP8: (tensor, rounding)
+    poisoned: str = ""  # target: why it holds parts of two versions, until a swap has succeeded
+    left_behind: bool = False  # target: it could not be brought to the live version; the next swap tries again
 
     @property
     def id(self) -> str:
@@ -122,8 +130,24 @@ class Model:
         elif a.role == "target" and self.targets.get((a.replica, a.rank)) is member:
             del self.targets[(a.replica, a.rank)]
 
-    def version_to_swap(self, wanted: int | None) -> int:
-        """Return the version a swap would make live.
+    def only(self, replicas: Collection[str]) -> Model:
+        """Return this model with these replicas alone; the members are the same ones."""
+        targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
+        return Model(self.name, self.auto_swap, self.sources, targets)
+
+    def behind(self, live: int) -> list[str]:
+        """Return the replicas, all of whose ranks are there, that can be brought to the live version."""
+        found = []
+        for replica in sorted({replica for replica, _ in self.targets}):
+            ranks = [m for (r, _), m in self.targets.items() if r == replica]
+            late = [m for m in ranks if m.version != live]
+            ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)
+            if late and ready and not any(m.left_behind for m in late):
+                found.append(replica)
+        return found
+
+    def version_to_swap(self, wanted: int | None, *, may_be_older: bool = False) -> int:
+        """Return the version a swap would make live; older than what is served only with `may_be_older`.
 
         Raises:
             RefusedError: it cannot be swapped now; the text says what is missing and where.
@@ -146,10 +170,10 @@ class Model:
                 f"model {self.name!r}: version {version} is not held by every source rank ({held}); "
                 f"complete versions: {complete or 'none'}"
             )
-        self._check_targets(version)
+        self._check_targets(version, may_be_older)
         return version
 
-    def _check_targets(self, version: int) -> None:
+    def _check_targets(self, version: int, may_be_older: bool) -> None:
         if not self.targets:
             raise RefusedError(f"model {self.name!r} has no target; start an engine and let it register_target")
         for replica in sorted({replica for replica, _ in self.targets}):
@@ -166,11 +190,33 @@ class Model:
                         f"model {self.name!r}: {member.describe()} has not yet taken over the version of swap "
                         f"{member.staged}; it must reach a commit point (poll or wait), or be restarted"
                     )
-                if member.version is not None and member.version > version:
+                if member.version is not None and member.version > version and not may_be_older:
                     raise RefusedError(
                         f"model {self.name!r}: {member.describe()} serves version {member.version}, which is newer "
-                        f"than {version}; publish a higher version"
+                        f"than {version}; publish a higher version, or `refitctl rollback` to it"
                     )
+                self._check_held(member)
+
+    def _check_held(self, member: Member) -> None:
+        if member.added.stale:
+            raise RefusedError(
+                f"model {self.name!r}: {member.describe()} has {', '.join(member.added.stale)} derived from its "
+                "weights, and no hook that makes it anew; register it with Derived(..., refresh=...)"
+            )
+        if problems := self._unoffered(member):
+            raise RefusedError(f"model {self.name!r}: {member.describe()}: {shortened(problems)}")
+
+    def unoffered(self) -> list[str]:
+        """Return what targets want in MXFP8 and no source offers so, each with who wants it."""
+        return [f"{m.describe()}: {what}" for m in self.targets.values() for what in self._unoffered(m)]
+
+    def _unoffered(self, member: Member) -> list[str]:
+        shards = {m.added.digest: m.shard for m in self.sources.values()} if member.wants else {}
+        return offer_problems(shards.values(), member.wants)
+
+    def converted_bytes(self) -> int:
+        """Return the bytes that targets read once more, to convert what has arrived."""
+        return sum(m.added.converted_bytes for m in self.targets.values())
 
     def ranks(self) -> dict[str, int]:
         """Return the plan-wide rank of every member: sources first, then replica after replica by name.
@@ -245,8 +291,8 @@ class Model:
             for rank, m in sorted(self.sources.items())
         )
 
-    def target_status(self) -> tuple[TargetStatus, ...]:
-        """Return the report rows of the targets."""
+    def target_status(self, live: int | None) -> tuple[TargetStatus, ...]:
+        """Return the report rows of the targets; `live` is the version decided last."""
         return tuple(
             TargetStatus(
                 replica=replica,
@@ -257,11 +303,23 @@ class Model:
                 pid=m.added.pid,
                 tensors=len(m.shard.tensors),
                 bytes=m.bytes,
-                state="behind" if m.staged else "empty" if m.version is None else "serving",
+                state=_state(m, live),
                 version=m.version,
+                held_bytes=m.added.held_bytes,
+                staging_bytes=m.added.staging_bytes,
             )
             for (replica, rank), m in sorted(self.targets.items())
         )
+
+
+def _state(member: Member, live: int | None) -> str:
+    if member.poisoned:
+        return "poisoned"
+    if member.staged is not None:
+        return "behind"
+    if member.version is None:
+        return "empty" if live is None else "fenced"
+    return "serving" if live is None or member.version == live else "behind"
 
 
 def _registered(member: Member, rank: int, label: str) -> Registered:

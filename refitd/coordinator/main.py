@@ -6,35 +6,48 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 import zmq
 
 from refitd.buffers.arena import die_with_parent
+from refitd.buffers.room import raise_descriptor_limit
 from refitd.commit.journal import Journal
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import Coordinator
-from refitd.errors import CommitError, ProtocolError, RefitdError
+from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster
-from refitd.protocol.channel import Router, make_runtime_dir
+from refitd.protocol.channel import Received, Router, make_runtime_dir
 from refitd.protocol.codec import BadMessage, Decoder
 from refitd.protocol.local import Failure
+from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys
 
 _TICK_S = 1.0
+
+# Messages that are taken before time and the doors are looked at again: peers that flood must not stop the clock.
+_BATCH = 256
+
+# Lines whose number peers decide.
+_NOISY = frozenset({"refused", "illegal"})
 
 
 class CoordinatorShell:
     """Performs what the state says and feeds the results back."""
 
-    def __init__(self, config: Config, router: Router, journal: Journal, log: EventLog) -> None:
+    def __init__(
+        self, config: Config, router: Router, allowed: Mapping[str, Allowed], journal: Journal, log: EventLog
+    ) -> None:
         self._router = router
         self._journal = journal
         self._log = log
         self._turned_away = Throttle()
+        self._noise = Throttle(period_s=5.0)
+        self._allowed = allowed
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
         self._state = Coordinator(
             config=config,
@@ -44,6 +57,7 @@ class CoordinatorShell:
             new_swap_id=lambda: secrets.token_hex(4),
             wall_clock=time.time,
             decided=journal.decided,
+            recent=journal.recent,
         )
 
     def serve(self, stop: list[int], wakeup: int) -> None:
@@ -59,21 +73,34 @@ class CoordinatorShell:
             for fields in self._router.turned_away():
                 if self._turned_away.lets(str(fields), time.monotonic()):
                     self._log.write("turned-away", fields)
-            while (received := self._router.receive()) is not None:
-                self._take(*received)
+            for _ in range(_BATCH):
+                if (received := self._router.receive()) is None:
+                    break
+                self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
                 self._feed(act.Tick())
 
-    def _take(self, identity: bytes, frame: bytes) -> None:
+    def _take(self, received: Received) -> None:
+        identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
         try:
-            request, message = self._decoder.decode(frame)
+            request, message = self._decoder.decode(received.frame)
         except ProtocolError as exc:
-            self._log("bad-message", reason=str(exc))
+            if self._noise.lets(received.address, time.monotonic()):
+                self._log("bad-message", peer=allowed.name or received.address, reason=str(exc))
             number = exc.request_id if isinstance(exc, BadMessage) else 0
             self._router.send(identity, number, Failure(code=exc.code, message=str(exc)))
             return
-        self._feed(act.FromNode(identity, request, message))
+        try:
+            self._feed(act.FromNode(identity, request, message, received.key, allowed))
+        except Exception as exc:
+            # a mistake of ours that one daemon's message brings out must not end everybody's coordinator
+            if self._noise.lets(f"internal {type(message).__name__}", time.monotonic()):
+                self._log.failed(
+                    "internal-error", peer=allowed.name or received.address, message=type(message).__name__
+                )
+            text = f"the coordinator made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
+            self._router.send(identity, request, Failure(code="internal", message=text))
 
     def _feed(self, event: act.Event) -> None:
         pending = [event]
@@ -92,6 +119,9 @@ class CoordinatorShell:
                     return act.Planned(ticket, make_plan(rosters))
                 except RefitdError as exc:
                     return act.Planned(ticket, None, exc)
+                except Exception as exc:  # a description that the planner did not expect must end its own swap only
+                    self._log.failed("internal-error", message="MakePlan")
+                    return act.Planned(ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
             case act.Decide(record):
                 try:
                     self._journal.write(record)
@@ -105,7 +135,10 @@ class CoordinatorShell:
                     # the decision itself is on disk; how it ended is told by the members when they register
                     self._log("journal-failed", swap=record.swap, reason=str(exc))
             case act.Log(event, fields):
-                self._log.write(event, fields)
+                noisy = event in _NOISY
+                subject = f"{event} {fields.get('node')} {fields.get('message')}"
+                if not noisy or self._noise.lets(subject, time.monotonic()):
+                    self._log.write(event, fields)
         return None
 
 
@@ -119,6 +152,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
         die_with_parent()
     setup(config.log.level)
     log = EventLog("coordinator")
+    raise_descriptor_limit()  # connections that are never finished take some, too
     keys = coordinator_keys(config)
     make_runtime_dir(config.runtime_dir)
     stop: list[int] = []
@@ -136,7 +170,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
         try:
             journal = Journal(config.journal_path)
             log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())
-            CoordinatorShell(config, router, journal, log).serve(stop, wakeup_r)
+            CoordinatorShell(config, router, keys.allowed if keys else {}, journal, log).serve(stop, wakeup_r)
             journal.close()
         finally:
             router.close()

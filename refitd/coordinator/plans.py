@@ -23,7 +23,7 @@ from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 class LoadedPlan:
     """A validated plan, the ranks it was made for, and which nodes have it."""
 
-    id: str  # digest of the rosters
+    id: str  # digest of the rosters, and what tells models of equal layout apart
     table: CopyTable
     fills: FillTable
     unused_sources: tuple[str, ...]
@@ -32,6 +32,15 @@ class LoadedPlan:
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of the workers that exchange between nodes; None until it is formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> its slowest worker in the last swap
+
+    def belongs_to(self, model: str) -> None:
+        """Give it a name of this model's own: models of equal layout have equal plans, and other members."""
+        self.id = f"{self.digest}.{xxhash.xxh3_64_hexdigest(model.encode())}"
+
+    @property
+    def digest(self) -> str:
+        """The digest of the rosters it was made from."""
+        return self.id.partition(".")[0]
 
     def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
         """Return the part of the plan that `node` performs: what its targets receive, and its sources send away."""
@@ -71,7 +80,7 @@ class LoadedPlan:
         return found
 
     def _node_of(self, fleet: Model) -> dict[int, str]:
-        return {self.members[m.id]: m.node for m in fleet.members()}
+        return {self.members[m.id]: m.node for m in fleet.members() if m.id in self.members}
 
 
 class PlanCache:
@@ -128,8 +137,11 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> PlanReport:
     tensor_copies = np.bincount(table.tensor, minlength=len(table.tensors))
     return PlanReport(
         model=fleet.name,
-        digest=plan.id,
+        digest=plan.digest,
         bytes=table.total_bytes,
+        converted_bytes=fleet.converted_bytes(),
+        staging_bytes=sum(m.added.staging_bytes for m in fleet.targets.values()),
+        held_bytes=sum(m.added.held_bytes for m in fleet.targets.values()),
         copies=len(table),
         plan_s=plan.plan_s,
         pairs=tuple(

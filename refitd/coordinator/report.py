@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from refitd.commit.machine import Phase, Swap
 from refitd.coordinator.fleet import Member
+from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
 
-_PHASES = {Phase.IDLE: "plan", Phase.PLANNED: "plan", Phase.STAGING: "stage", Phase.STAGED: "commit"}
+_PHASES = {Phase.IDLE: "plan", Phase.PLANNED: "plan", Phase.PAUSING: "pause", Phase.STAGING: "stage"}
 
 
 def swap_progress(swap: Swap) -> SwapProgress | None:
@@ -28,7 +29,9 @@ def swap_progress(swap: Swap) -> SwapProgress | None:
     )
 
 
-def swap_report(swap: Swap, members: Mapping[str, Member], sources: tuple[SourceReport, ...], now: float) -> SwapReport:
+def swap_report(
+    swap: Swap, members: Mapping[str, Member], sources: tuple[SourceReport, ...], kind: str, now: float
+) -> SwapReport:
     """Return how a finished swap ended."""
     outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
     at = swap.entered
@@ -37,21 +40,31 @@ def swap_report(swap: Swap, members: Mapping[str, Member], sources: tuple[Source
         start = at.get(first.value)
         return 0.0 if start is None else max(0.0, at.get(last.value, now) - start)
 
+    # engines that are asked stand still after staging, those that are written in place before it
+    asked_at = at.get(Phase.PAUSING.value, 0.0)
+    staged = Phase.PAUSING if asked_at > at.get(Phase.STAGING.value, now) else Phase.STAGED
+    # what is converted counts as work done, not as bytes that were moved
+    converted = sum(m.added.converted_bytes for m in members.values() if m.id in swap.members)
+    if Phase.STAGED.value not in at:
+        converted = max(0, swap.bytes_done - (swap.bytes_total - converted))
     return SwapReport(
         swap=swap.swap,
         model=swap.model,
         version=swap.version,
         outcome=outcome,
         phase="" if outcome == "committed" else _PHASES_BY_VALUE.get(swap.failed_phase, "commit"),
-        reason=swap.reason,
-        bytes=swap.bytes_done,
+        reason=clipped(swap.reason),
+        bytes=max(0, swap.bytes_done - converted),
+        converted_bytes=converted,
         copies=swap.copies,
         digests=swap.copies,
         plan_s=spent(Phase.IDLE, Phase.STAGING),
-        stage_s=spent(Phase.STAGING, Phase.STAGED),
+        stage_s=spent(Phase.STAGING, staged),
+        pause_s=spent(Phase.PAUSING, Phase.STAGED if staged is Phase.PAUSING else Phase.STAGING),
         commit_s=spent(Phase.STAGED, swap.phase) if Phase.STAGED.value in at else 0.0,
         total_s=max(0.0, now - swap.started),
         sources=sources,
+        kind=kind,
         members=tuple(
             _member_report(swap, member)
             for member_id, member in members.items()
@@ -69,8 +82,10 @@ def _member_report(swap: Swap, member: Member) -> MemberReport:
         state = "committed"
     elif member.id in swap.failed:
         state, reason = "failed", swap.failed[member.id]
-    elif member.id == swap.culprit:
+    elif member.id in swap.culprit.split(", "):
         state, reason = "failed", swap.reason
+    if swap.phase is Phase.ABORTED and member.id in swap.poisoned:
+        state, reason = "poisoned", member.poisoned
     return MemberReport(
         replica=member.added.replica,
         rank=member.added.rank,
@@ -80,5 +95,5 @@ def _member_report(swap: Swap, member: Member) -> MemberReport:
         state=state,
         version=member.version,
         paused_s=swap.paused.get(member.id, 0.0),
-        reason=reason,
+        reason=clipped(reason),
     )

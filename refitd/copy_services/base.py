@@ -13,7 +13,7 @@ from refitd.execute.copies import CopyList
 
 
 class DigestMismatch(TransportError):
-    """What was written is not what was read. `copy` is the row of the CopyList."""
+    """What was written is not what was read, by comparison or by digests. `copy` is the row of the CopyList."""
 
     code = "digest"
 
@@ -79,7 +79,7 @@ class PreparedJob(ABC):
         seconds, where there are any.
 
         Raises:
-            DigestMismatch: with `verify`, the digest of a copy's source differs from its destination's.
+            DigestMismatch: with `verify`, a copy's destination differs from its source, which was read once more.
             PeerLost: a process whose memory is read is gone.
         """
 

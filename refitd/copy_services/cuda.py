@@ -1,8 +1,14 @@
-"""Copies between arenas of one GPU, on a stream of its own, proven by digests that the GPU computes."""
+"""Copies to and from arenas of one GPU, on a stream of its own.
+
+Within the GPU they are proven by digests that it computes. With main memory at the other end what was written is
+copied back, or what was read is read again, and compared there. What goes to another GPU goes through main memory,
+and each of the two computes its digests.
+"""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +17,7 @@ from typing import Any
 
 import torch
 
+from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
 from refitd.copy_services.base import Capabilities, DigestMismatch, MappedCopyService, PreparedJob, RunResult
@@ -42,31 +49,82 @@ class Pair:
 
 
 class CudaCopyService(MappedCopyService):
-    """Copies between MappedDeviceArenas of one GPU; conversions and main memory are for other services."""
+    """Copies of which one end or both are MappedDeviceArenas of one GPU; conversions are for other services."""
 
     name = "cuda"
     capabilities = Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"}))
 
     def __init__(self, device: int = 0) -> None:
         """Use a device, by its number among those this process sees."""
+        self._device = device
         self._stream = DeviceStream(torch.device("cuda", device))
-        self._digests = DeviceDigests(self._stream.device)
+        self._digests = _Digests({device: self._stream.device})
 
     def prepare(self, copies: CopyList, arenas: Mapping[int, Any]) -> PreparedJob:
-        """See MappedCopyService.prepare; arenas are MappedDeviceArenas."""
-        for number, arena in arenas.items():
-            if not isinstance(arena, MappedDeviceArena) or arena.device != self._stream.device.index:
-                raise TransportError(f"arena {number} is not on {self._stream.device}, which this service copies on")
-        written = {number for number, arena in arenas.items() if arena.writable}
-        tensors = {number: arena.tensor for number, arena in arenas.items()}
-        return _CudaJob(pairs(copies, tensors, written), len(copies), self._stream, self._digests)
+        """See MappedCopyService.prepare; arenas are MappedDeviceArenas and MappedArenas."""
+        used = {number: arena for number, arena in arenas.items() if number in copies.arenas()}
+        for row in range(len(copies)):
+            ends = [used.get(int(end[row])) for end in (copies.src_arena, copies.dst_arena)]
+            if None not in ends and all(arena.device != self._device for arena in ends if arena is not None):
+                raise TransportError(f"copy {row}: neither end is on GPU {self._device}, which this service copies on")
+        written = {number for number, arena in used.items() if arena.writable}
+        tensors = {number: _bytes_of(arena) for number, arena in used.items()}
+        work = [
+            _Step(pair, used[int(copies.src_arena[pair.row])].device, used[int(copies.dst_arena[pair.row])].device)
+            for pair in pairs(copies, tensors, written)
+        ]
+        return _CudaJob(work, len(copies), self._stream, self._digests)
 
     def close(self) -> None:
         """See CopyService.close; nothing is held between runs."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Step:
+    """A copy, and the GPU at each of its ends; -1 for main memory."""
+
+    pair: Pair
+    source: int
+    destination: int
+
+    @property
+    def is_between_gpus(self) -> bool:
+        """Whether it goes from one GPU to another, and so through main memory."""
+        return self.source != self.destination and not self.is_compared
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether an end is in main memory, where both can be compared."""
+        return min(self.source, self.destination) < 0
+
+
+class _Digests:
+    """Makes digests on the GPU that a service works for and, once they are needed, on others."""
+
+    def __init__(self, devices: dict[int, torch.device]) -> None:
+        self._devices = devices
+        self._by_gpu = {gpu: DeviceDigests(device) for gpu, device in devices.items()}
+
+    def sums(self, view: torch.Tensor, gpu: int) -> torch.Tensor:
+        """Return the digest's sums of a view on a GPU."""
+        if gpu not in self._by_gpu:
+            self._by_gpu[gpu] = DeviceDigests(view.device)
+        digest = self._by_gpu[gpu].new()
+        digest.update(view.contiguous().reshape(-1).view(torch.uint8))
+        return digest.sums()
+
+
+def _bytes_of(arena: MappedArena | MappedDeviceArena) -> torch.Tensor:
+    if isinstance(arena, MappedDeviceArena):
+        return arena.tensor
+    with warnings.catch_warnings():
+        # an arena that is mapped for reading only is only read
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(arena.bytes)
+
+
 class _CudaJob(PreparedJob):
-    def __init__(self, work: list[Pair], copies: int, stream: DeviceStream, digests: DeviceDigests) -> None:
+    def __init__(self, work: list[_Step], copies: int, stream: DeviceStream, digests: _Digests) -> None:
         self._work = work
         self._copies = copies
         self._stream = stream
@@ -83,11 +141,7 @@ class _CudaJob(PreparedJob):
                 self._stream.settle(deadline, subject)  # nothing is written after a run has raised
                 raise
             if wrong := self._differing(read, found):
-                raise DigestMismatch(
-                    f"copy {wrong[0]}: its bytes differ after writing; the source changed while it was read, or "
-                    "something else writes to the destination",
-                    wrong[0],
-                )
+                raise _mismatch(wrong[0])
         return RunResult(self._copies, total, time.perf_counter() - started)
 
     def _queue(
@@ -104,11 +158,17 @@ class _CudaJob(PreparedJob):
             poll(event.query, deadline, f"{subject}: the GPU has not done {so_far} bytes")
             on_progress(so_far)
 
-        for pair in self._work:
-            pair.destination.copy_(pair.source)
-            if verify:
-                read.append(self._sums(pair.source))
-                found.append(self._sums(pair.destination))
+        for step in self._work:
+            pair = step.pair
+            # torch would have one GPU touch the other's memory, which arenas are not mapped for
+            pair.destination.copy_(pair.source.cpu() if step.is_between_gpus else pair.source)
+            if verify and step.is_compared:
+                # both ends anew, in main memory; this waits for the GPU
+                if not torch.equal(pair.source.cpu(), pair.destination.cpu()):
+                    raise _mismatch(pair.row)
+            elif verify:
+                read.append(self._digests.sums(pair.source, step.source).to(pair.destination.device))
+                found.append(self._digests.sums(pair.destination, step.destination))
             done += pair.nbytes
             if done >= next_report:
                 next_report = done + PROGRESS_BYTES
@@ -120,18 +180,22 @@ class _CudaJob(PreparedJob):
             report()
         return done, read, found
 
-    def _sums(self, view: torch.Tensor) -> torch.Tensor:
-        digest = self._digests.new()
-        digest.update(view.contiguous().reshape(-1).view(torch.uint8))
-        return digest.sums()
-
     def _differing(self, read: list[torch.Tensor], found: list[torch.Tensor]) -> list[int]:
         """Return the rows whose digests differ."""
         if not read:
             return []
         differs = (torch.cat(read) != torch.cat(found)).any(1).tolist()
-        rows = [pair.row for pair, sums in zip(self._work, read, strict=True) for _ in range(len(sums))]
+        digested = [step.pair.row for step in self._work if not step.is_compared]
+        rows = [row for row, sums in zip(digested, read, strict=True) for _ in range(len(sums))]
         return sorted({row for row, differ in zip(rows, differs, strict=True) if differ})
+
+
+def _mismatch(row: int) -> DigestMismatch:
+    return DigestMismatch(
+        f"copy {row}: its bytes differ after writing; the source changed while it was read, or something else writes "
+        "to the destination",
+        row,
+    )
 
 
 def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int]) -> list[Pair]:

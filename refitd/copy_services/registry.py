@@ -33,6 +33,7 @@ class Backend:
         capabilities: see Capabilities.
         missing: returns "" where it can run here, else what is missing and the command that brings it.
         mapped: makes a one-sided service with so many threads.
+        on_device: makes a one-sided service for arenas of a GPU, by its number here.
         over_group: makes a two-sided service over a torch process group (None: the default group).
         join: makes a two-sided service by joining a membership epoch; a fresh process group each time.
     """
@@ -43,6 +44,7 @@ class Backend:
     mapped: Callable[[int], MappedCopyService] | None = None
     over_group: Callable[[Any], ExchangeService] | None = None
     join: Callable[[Epoch], ExchangeService] | None = None
+    on_device: Callable[[int], MappedCopyService] | None = None
 
 
 class Registry:
@@ -136,7 +138,8 @@ def _own() -> list[Backend]:
             "cuda",
             Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"})),
             _lacks_gpu,
-            mapped=_cuda,
+            mapped=_first_gpu,
+            on_device=_cuda,
         ),
     ]
 
@@ -228,7 +231,11 @@ def _join_nvshmem(epoch: Epoch) -> ExchangeService:
     return join(epoch)
 
 
-def _cuda(threads: int) -> MappedCopyService:
+def _first_gpu(threads: int) -> MappedCopyService:
+    return _cuda(0)
+
+
+def _cuda(device: int) -> MappedCopyService:
     from refitd.copy_services.cuda import CudaCopyService
 
-    return CudaCopyService()  # one stream keeps a GPU busy; threads are for processors
+    return CudaCopyService(device)  # one stream keeps a GPU busy; threads are for processors

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from refitd.errors import RefitdError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
+from refitd.protocol.roles import ALL_ROLES
 
 # --- events -----------------------------------------------------------------------------------------------
 
@@ -18,6 +19,8 @@ class SessionOpened:
     session: int
     pid: int
     name: str
+    roles: frozenset[str] = ALL_ROLES
+    uid: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,13 @@ class CoordinatorSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsent:
+    """A request for the coordinator found no room in the queue to it."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorUnreachable:
     """No connection to the coordinator has come about, for this reason."""
 
@@ -66,6 +76,15 @@ class WorkerDied:
 
     worker: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotSent:
+    """A message to a worker was not sent: the descriptor that belongs to it could not be had. The worker lives."""
+
+    worker: int
+    message: Message
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +113,11 @@ Event = (
     | SessionClosed
     | ClientSaid
     | CoordinatorSaid
+    | Unsent
     | CoordinatorUnreachable
     | WorkerSaid
     | WorkerDied
+    | NotSent
     | ArenasMade
     | ArenasRefused
     | Tick
@@ -138,7 +159,8 @@ class MakeArenas:
 
     ticket: int
     wanted: tuple[tuple[int, str], ...]  # (bytes, label)
-    held: tuple[int, ...] = ()  # bytes of every arena there is, or will be before these
+    held: tuple[int, ...] = ()  # bytes in main memory of every arena there is, or will be before these
+    device: str = ""  # the GPU to make them on
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from refitd.daemon.actions import Instruction, Log, ToCoordinator, ToWorker
 from refitd.protocol import cluster, sidecar
 
+# Ticks (of a second) for a worker to come out of an epoch that is given up. Calls of transports cannot be ended from
+# outside, and whoever is stuck in one would be late for every epoch that follows.
+PATIENCE_TICKS = 2
+
 
 @dataclass(slots=True)
 class _Joined:
@@ -27,6 +31,7 @@ class LocalEpochs:
         self._node, self._address = node, address
         self._out = out
         self._epochs: dict[str, _Joined] = {}
+        self._late: dict[tuple[int, str], int] = {}  # workers that were joining an epoch when it was given up: ticks
 
     def join(self, plan: str, epoch: cluster.EpochPlan, then: Callable[[], None]) -> None:
         """Have the workers of every lane meet their peers; `then` is called when all have."""
@@ -54,9 +59,22 @@ class LocalEpochs:
         if joined is not None:
             for lane in sorted(joined.members):
                 self._out(ToWorker(lane, sidecar.LeaveEpoch(epoch=epoch)))
+                if lane in joined.waiting:
+                    self._late[lane, epoch] = 0
+
+    def tick(self) -> list[tuple[int, str]]:
+        """Return the workers that have not come out of an epoch in time, each with what it is stuck in."""
+        stuck: dict[int, str] = {}
+        for (worker, epoch), ticks in self._late.items():
+            self._late[worker, epoch] = ticks + 1
+            if ticks >= PATIENCE_TICKS:
+                stuck[worker] = f"it did not come out of epoch {epoch}, which was given up"
+        return sorted(stuck.items())
 
     def worker_said(self, worker: int, message: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed) -> None:
         """Take a worker's word about an epoch."""
+        if not isinstance(message, sidecar.EpochPut):
+            self._late.pop((worker, message.epoch), None)
         joined = self._epochs.get(message.epoch)
         if joined is None:
             return
@@ -71,6 +89,7 @@ class LocalEpochs:
                     )
                     joined.then()
             case sidecar.EpochFailed(epoch, reason):
+                joined.waiting.discard(worker)
                 where = f"worker {worker} on node {self._node}"
                 self._out(Log("epoch-failed", {"epoch": epoch, "where": where, "reason": reason}))
                 self._say(cluster.PlanRefused(plan=joined.plan, epoch=epoch, where=where, reason=reason))
@@ -85,6 +104,7 @@ class LocalEpochs:
     def worker_gone(self, worker: int, who: str, how: str) -> None:
         """A worker has died or was replaced: its epochs are over, on every node."""
         services = set()
+        self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}
         for id_, joined in list(self._epochs.items()):
             if worker in joined.members:
                 services.add(joined.epoch.service)

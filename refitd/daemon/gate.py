@@ -14,10 +14,17 @@ from refitd.buffers.arena import read_only
 from refitd.buffers.room import descriptors_left
 from refitd.errors import PeerLost, ProtocolError, RefitdError, RefusedError
 from refitd.protocol import sidecar
+from refitd.protocol.channel import Received
 from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.local import Failure
 
 MAX_SESSIONS = 4096
+
+# From connecting to Hello; a client takes milliseconds.
+HELLO_S = 30.0
+
+# Requests that one client is answered before the others have their turn.
+_BATCH = 16
 
 # A client takes two descriptors and its arenas travel as more: with fewer than this free nobody else comes in.
 CLIENT_RESERVE = 16
@@ -30,6 +37,8 @@ class _Visitor:
     token: bytes
     session: int
     identity: bytes | None = None  # ZeroMQ's, once it has said hello
+    address: str = ""  # and what ZeroMQ says of where it is
+    deadline: float | None = None  # to say hello
 
 
 class Gate:
@@ -41,16 +50,21 @@ class Gate:
         endpoint: str,
         allowed_uids: frozenset[int],
         on_change: Callable[[int, int], None],
+        on_goodbye: Callable[[int], None],
     ) -> None:
+        """Listen. `on_change` is told which descriptors to poll, `on_goodbye` which session is about to be closed."""
         self._listener = handoff.listen(path)
         self._path = path
         self._endpoint = endpoint
         self._allowed = allowed_uids
         self._on_change = on_change
+        self._on_goodbye = on_goodbye
         self._visitors: dict[int, _Visitor] = {}  # by descriptor
         self._by_identity: dict[bytes, _Visitor] = {}
         self._sessions = 0
-        self._decoder: Decoder[sidecar.FetchArena] = Decoder(sidecar.DescriptorRequest, handoff.MAX_DATAGRAM)
+        self._decoder: Decoder[sidecar.FetchArena | sidecar.Goodbye] = Decoder(
+            sidecar.DescriptorRequest, handoff.MAX_DATAGRAM
+        )
         on_change(self._listener.fileno(), select.POLLIN)
 
     @property
@@ -97,35 +111,55 @@ class Gate:
         self._on_change(connection.fileno(), select.POLLIN)
         return ""
 
-    def admit(self, identity: bytes, token: bytes) -> tuple[int, int]:
-        """Tie a ZeroMQ identity to the connection that was given this token; return (session, pid).
+    def admit(self, peer: Received, token: bytes) -> tuple[int, handoff.Peer]:
+        """Tie a ZeroMQ connection to the one that was given this token; return its session and whose it is.
 
         Raises:
-            RefusedError: nobody was given this token, or it has been used.
+            RefusedError: nobody was given this token, it has been used, another process was given it, or this
+                connection has a session already.
         """
+        if peer.identity in self._by_identity:
+            raise RefusedError("this connection has a session already; one Hello opens one")
         for visitor in self._visitors.values():
-            if secrets.compare_digest(visitor.token, token) and visitor.identity is None:
-                visitor.identity = identity
-                self._by_identity[identity] = visitor
-                return visitor.session, visitor.peer.pid
+            if not secrets.compare_digest(visitor.token, token) or visitor.identity is not None:
+                continue
+            # tokens are not for passing on: both connections are of one process, by the kernel's word
+            if peer.local_peer != (visitor.peer.uid, visitor.peer.pid):
+                break
+            visitor.identity, visitor.address = peer.identity, peer.address
+            self._by_identity[peer.identity] = visitor
+            return visitor.session, visitor.peer
         raise RefusedError("this token opens no session here; connect through refitd.connect()")
 
-    def session_of(self, identity: bytes) -> int | None:
-        """Return the session of an admitted identity."""
-        visitor = self._by_identity.get(identity)
-        return visitor.session if visitor else None
+    def session_of(self, peer: Received) -> int | None:
+        """Return the session of an admitted connection. An identity that another process has taken over has none."""
+        visitor = self._by_identity.get(peer.identity)
+        return visitor.session if visitor is not None and visitor.address == peer.address else None
+
+    def expire(self, now: float) -> int:
+        """Close the connections that have not said hello in time; return how many there were."""
+        late = 0
+        for fd, visitor in list(self._visitors.items()):
+            if visitor.identity is not None:
+                continue
+            if visitor.deadline is None:
+                visitor.deadline = now + HELLO_S
+            elif now >= visitor.deadline:
+                self._leave(fd)
+                late += 1
+        return late
 
     def identity_of(self, session: int) -> bytes | None:
         """Return the ZeroMQ identity of a session, None when it is gone."""
         return next((v.identity for v in self._visitors.values() if v.session == session), None)
 
-    def serve(self, fd: int, fetch: Callable[[int, int, bool], tuple[int, int, bool]]) -> int | None:
+    def serve(self, fd: int, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> int | None:
         """Answer what a client asked on its connection; return its session if it has gone.
 
-        `fetch(session, arena, write)` returns (descriptor, bytes, may write) or raises RefusedError.
+        `fetch(session, arena, write)` returns (descriptor, bytes, GPU) or raises RefusedError.
         """
         visitor = self._visitors[fd]
-        while True:
+        for _ in range(_BATCH):
             try:
                 data, fds = handoff.receive(visitor.socket, 1)
                 handoff.close_all(fds)
@@ -135,16 +169,21 @@ class Gate:
             except (PeerLost, ProtocolError):
                 self._leave(fd)
                 return visitor.session
+        return None
 
-    def _answer(self, visitor: _Visitor, data: bytes, fetch: Callable[[int, int, bool], tuple[int, int, bool]]) -> None:
+    def _answer(self, visitor: _Visitor, data: bytes, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> None:
         request, message = self._decoder.decode(data)
+        if isinstance(message, sidecar.Goodbye):
+            self._on_goodbye(visitor.session)
+            return
         try:
-            fd, nbytes, _ = fetch(visitor.session, message.arena, message.write)
-            narrowed = None if message.write else read_only(fd)
+            fd, nbytes, device = fetch(visitor.session, message.arena, message.write)
+            # a descriptor of GPU memory knows no reading only: the client's mapping does
+            narrowed = None if message.write or device else read_only(fd)
         except RefitdError as exc:
             handoff.send(visitor.socket, encode(request, Failure(code=exc.code, message=str(exc))))
             return
-        reply = encode(request, sidecar.ArenaDescriptor(arena=message.arena, nbytes=nbytes))
+        reply = encode(request, sidecar.ArenaDescriptor(arena=message.arena, nbytes=nbytes, device=device))
         if narrowed is None:
             handoff.send(visitor.socket, reply, (fd,))
             return

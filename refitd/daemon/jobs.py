@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from refitd.daemon.actions import Instruction, ToWorker
+from refitd.execute.conversions import ConversionList
 from refitd.execute.copies import CopyList, deal
 from refitd.execute.halves import Halves
 from refitd.protocol import sidecar
@@ -16,16 +19,35 @@ MAX_JOBS = 32
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Share:
-    """One worker's part of a job: copies within the node, or halves of an epoch's transfers."""
+    """One worker's part of a job: copies within the node, halves of an epoch's transfers, or conversions of both."""
 
     worker: int
-    rows: CopyList | Halves
+    rows: CopyList | Halves | ConversionList
     epoch: str | None = None
 
 
-def dealt(copies: CopyList, workers: int) -> list[Share]:
-    """Deal copies to workers; those that get none have no share."""
-    return [Share(worker, copies.select(rows)) for worker, rows in enumerate(deal(copies, workers)) if len(rows)]
+def dealt(copies: CopyList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
+    """Deal copies to workers; those that get none have no share.
+
+    `homes` are the arenas on GPUs, each with the worker that works for its GPU: it does what it writes there, or,
+    where that is main memory, what it reads there.
+    """
+    home = np.full(len(copies), -1, dtype=np.int64)
+    for end in (copies.src_arena, copies.dst_arena):
+        for arena, worker in (homes or {}).items():
+            home[end == arena] = worker
+    rest = np.flatnonzero(home < 0)
+    found = []
+    for worker, rows in enumerate(deal(copies.select(rest), workers)):
+        mine = np.concatenate([rest[rows], np.flatnonzero(home == worker)])
+        if len(mine):
+            found.append(Share(worker, copies.select(mine)))
+    return found
+
+
+def dealt_conversions(pieces: ConversionList, workers: int) -> list[Share]:
+    """Deal conversions to workers likewise."""
+    return [Share(worker, pieces.select(rows)) for worker, rows in enumerate(pieces.deal(workers)) if len(rows)]
 
 
 @dataclass(slots=True)
@@ -52,12 +74,21 @@ class Run:
         """Whether it exchanges with workers of other nodes."""
         return self.job.shares[self.worker].epoch is not None
 
+    @property
+    def converts(self) -> bool:
+        """Whether it makes something of what has arrived."""
+        return isinstance(self.job.shares[self.worker].rows, ConversionList)
+
 
 class JobTable:
-    """Which jobs are loaded where and which runs are under way. Instructions go to `out`."""
+    """Which jobs are loaded where and which runs are under way. Instructions go to `out`.
 
-    def __init__(self, out: Callable[[Instruction], None]) -> None:
+    `need(worker, arenas)` has a worker map what a job that is about to be loaded touches.
+    """
+
+    def __init__(self, out: Callable[[Instruction], None], need: Callable[[int, set[int]], None]) -> None:
         self._out = out
+        self._need = need
         self._jobs: dict[Hashable, Job] = {}  # in order of last use
         self._runs: dict[int, Run] = {}
         self._numbers = 0
@@ -83,8 +114,10 @@ class JobTable:
         runs: list[Run] = []
         for worker, share in job.shares.items():
             if worker not in job.loaded:
+                self._need(worker, share.rows.arenas())
                 block = share.rows.to_bytes()
-                load = sidecar.LoadJob(job=job.number, nbytes=len(block), epoch=share.epoch)
+                converts = isinstance(share.rows, ConversionList)
+                load = sidecar.LoadJob(job=job.number, nbytes=len(block), epoch=share.epoch, converts=converts)
                 self._out(ToWorker(worker, load, block=block))
                 job.loaded.add(worker)
             run = Run(self._next(), job, worker, purpose)
@@ -105,6 +138,16 @@ class JobTable:
         if run is not None:
             run.job.running.discard(number)
         return run
+
+    def runs_of(self, job: int, worker: int) -> list[Run]:
+        """Return a worker's runs of a job, by its number."""
+        return [run for run in self._runs.values() if run.worker == worker and run.job.number == job]
+
+    def unload(self, run: Run) -> None:
+        """Have the job of a run that failed loaded anew next time: what stood in its way may have gone."""
+        if run.worker in run.job.loaded:
+            run.job.loaded.discard(run.worker)
+            self._out(ToWorker(run.worker, sidecar.DropJob(job=run.job.number)))
 
     def ended_by(self, worker: int) -> list[Run]:
         """Take all runs of a dead worker off the books; its jobs must be loaded anew."""
@@ -130,7 +173,7 @@ class JobTable:
     def copy_origin(self, run: Run, copy: int | None) -> int | None:
         """Return the plan row that a run's copy was cut from."""
         rows = run.job.shares[run.worker].rows
-        if copy is None or not 0 <= copy < len(rows):
+        if copy is None or isinstance(rows, ConversionList) or not 0 <= copy < len(rows):
             return None
         return int(rows.origin[copy])
 

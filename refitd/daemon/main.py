@@ -27,12 +27,18 @@ from refitd.errors import ArenaError, ConfigError, ProtocolError, RefitdError, R
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.channel import Dealer, Router, make_runtime_dir
+from refitd.protocol.channel import Dealer, Received, Router, make_runtime_dir
 from refitd.protocol.codec import BadMessage, Decoder
 from refitd.protocol.keys import ClientKeys
-from refitd.security import daemon_keys
+from refitd.security import daemon_keys, node_users
 
 TICK_S = 1.0
+
+# Messages of clients that are taken before everything else has its turn.
+_BATCH = 256
+
+# Messages that a client may leave unread before more are dropped.
+CLIENT_MARK = 1000
 
 
 class DaemonShell:
@@ -55,10 +61,11 @@ class DaemonShell:
         self._poller = zmq.Poller()
         directory = config.runtime_dir
         endpoint = f"ipc://{directory / 'refitd.sock'}"
-        allowed = frozenset({os.getuid(), *config.node.allowed_uids})
+        self._users = node_users(config)
+        self._noise = Throttle(period_s=5.0)
         self._dealer = Dealer(context, config.coordinator_endpoint, keys)
-        self._gate = Gate(directory / "refitd.fds", endpoint, allowed, self._watch)
-        self._router = Router(context, endpoint)
+        self._gate = Gate(directory / "refitd.fds", endpoint, self._users.uids, self._watch, self._goodbye)
+        self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
         for sock in (self._router.socket, self._dealer.socket, *self._dealer.doors):
             self._poller.register(sock, zmq.POLLIN)
         self._clients: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
@@ -79,6 +86,7 @@ class DaemonShell:
             config.node.max_arena_bytes,
             reachable_address(config),
             _services(config.transport.service),
+            config.node.keep_targets_s,
         )
 
     def serve(self, stop: list[int], wakeup: int, beside: CoordinatorBeside | None, ready_fd: int | None) -> None:
@@ -98,6 +106,8 @@ class DaemonShell:
                 next_tick = time.monotonic() + TICK_S
                 self._dealer.retry()
                 self._tell_if_alone(time.monotonic())
+                if late := self._gate.expire(time.monotonic()):
+                    self._log("turned-away", clients=late, reason="they connected and said no Hello")
                 self._feed(act.Tick())
                 if beside is not None and (status := beside.restart_if_ended()) is not None:
                     self._log("coordinator-restarted", status=status)
@@ -110,15 +120,18 @@ class DaemonShell:
 
     def _serve_one(self, ready: object, events: int) -> None:
         if ready is self._router.socket:
-            while (received := self._router.receive()) is not None:
-                self._from_client(*received)
+            for _ in range(_BATCH):
+                if (received := self._router.receive()) is None:
+                    break
+                self._from_client(received)
         elif ready is self._dealer.socket:
             while (frame := self._dealer.receive()) is not None:
                 self._from_coordinator(frame)
         elif ready in self._dealer.doors:
             self._no_handshake()
         elif ready == self._gate.listener_fd:
-            if refusal := self._gate.accept():
+            refusal = self._gate.accept()
+            if refusal and self._noise.lets(refusal, time.monotonic()):
                 self._log("turned-away", reason=refusal)
         elif ready == self._made_r:
             self._collect()
@@ -159,18 +172,21 @@ class DaemonShell:
         for message in said:
             self._feed(act.WorkerSaid(worker, message))
 
-    def _from_client(self, identity: bytes, frame: bytes) -> None:
+    def _from_client(self, received: Received) -> None:
+        identity = received.identity
         try:
-            request, message = self._clients.decode(frame)
+            request, message = self._clients.decode(received.frame)
         except ProtocolError as exc:
             number = exc.request_id if isinstance(exc, BadMessage) else 0
-            self._log("bad-message", session=self._gate.session_of(identity), reason=str(exc))
+            if self._noise.lets(f"bad {received.address}", time.monotonic()):
+                session = self._gate.session_of(received)
+                self._log("bad-message", session=session, peer=received.address, reason=str(exc))
             self._router.send(identity, number, local.Failure(code=exc.code, message=str(exc)))
             return
         if isinstance(message, local.Hello):
-            self._router.send(identity, request, self._hello(identity, message))
+            self._router.send(identity, request, self._hello(received, message))
             return
-        session = self._gate.session_of(identity)
+        session = self._gate.session_of(received)
         if session is None:
             failure = local.Failure(code=RefusedError.code, message="say Hello with a session token first")
             self._router.send(identity, request, failure)
@@ -179,19 +195,23 @@ class DaemonShell:
             self._feed(act.ClientSaid(session, request, message))
         except Exception as exc:
             # a mistake of ours that one client's message brings out must not end everybody's daemon
-            self._log.failed("internal-error", session=session, message=type(message).__name__)
+            if self._noise.lets(f"internal {session} {type(message).__name__}", time.monotonic()):
+                self._log.failed("internal-error", session=session, message=type(message).__name__)
             text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
             self._router.send(identity, request, local.Failure(code="internal", message=text))
 
-    def _hello(self, identity: bytes, hello: local.Hello) -> local.Welcome | local.Failure:
+    def _goodbye(self, session: int) -> None:
+        self._state.goodbye(session)
+
+    def _hello(self, received: Received, hello: local.Hello) -> local.Welcome | local.Failure:
         if hello.protocol != PROTOCOL_VERSION:
             text = f"this client speaks protocol {hello.protocol}, the daemon {PROTOCOL_VERSION}; upgrade one of them"
             return local.Failure(code=ProtocolError.code, message=text)
         try:
-            session, pid = self._gate.admit(identity, hello.token)
+            session, peer = self._gate.admit(received, hello.token)
         except RefitdError as exc:
             return local.Failure(code=exc.code, message=str(exc))
-        self._feed(act.SessionOpened(session, pid, hello.name))
+        self._feed(act.SessionOpened(session, peer.pid, hello.name, self._users.roles_of(peer.uid), peer.uid))
         return local.Welcome(
             protocol=PROTOCOL_VERSION,
             node=self._config.node_name,
@@ -205,11 +225,15 @@ class DaemonShell:
         except ProtocolError as exc:
             self._log("bad-message", peer="coordinator", reason=str(exc))
             return
-        self._feed(act.CoordinatorSaid(request, message))
+        try:
+            self._feed(act.CoordinatorSaid(request, message))
+        except Exception:
+            # the coordinator hears nothing and gives the swap up at its deadline; the weights held here stay
+            self._log.failed("internal-error", peer="coordinator", message=type(message).__name__)
 
-    def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, bool]:
+    def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, str]:
         found = self._state.may_fetch(session, arena, write)
-        return self._arena_fds[arena], found.nbytes, found.write
+        return self._arena_fds[arena], found.nbytes, found.device
 
     def _feed(self, event: act.Event) -> None:
         for instruction in self._state.handle(event, time.monotonic()):
@@ -223,18 +247,28 @@ class DaemonShell:
                     self._router.send(identity, request, message)
             case act.ToCoordinator(request, message):
                 try:
-                    self._dealer.send(request, message)
+                    if not self._dealer.send(request, message) and request:
+                        self._feed(act.Unsent(request))
                 except ProtocolError as exc:
                     failure = local.Failure(code=exc.code, message=str(exc))
                     self._feed(act.CoordinatorSaid(request, failure))
             case act.ToWorker(worker, message, arena, block):
                 fd = self._arena_fds[arena] if arena is not None else None
-                self._workers.send(worker, message, fd, block)
-            case act.MakeArenas(ticket, wanted, held):
-                future = self._maker.submit(_make_arenas, wanted, held, self._config.node.workers)
+                try:
+                    self._workers.send(worker, message, fd, block)
+                except OSError as exc:
+                    reason = f"{exc.strerror}; raise `ulimit -Hn` or LimitNOFILE= of the daemon, or free memory"
+                    self._feed(act.NotSent(worker, message, reason))
+            case act.MakeArenas(ticket, wanted, held, device):
+                future = self._maker.submit(_make_arenas, wanted, held, self._config.node.workers, device)
                 self._making[ticket] = future
                 future.add_done_callback(lambda _: os.write(self._made_w, b"."))
             case act.MeasurePull(session, request, pid, spans):
+                if any(waiting == session for waiting, _ in self._measuring):
+                    text = "this client has a measurement under way; wait for its end"
+                    failure = local.Failure(code=RefusedError.code, message=text)
+                    self._perform(act.ToClient(session, request, failure))
+                    return
                 measured = self._maker.submit(_measure, pid, spans)
                 self._measuring[(session, request)] = measured
                 measured.add_done_callback(lambda _: os.write(self._made_w, b"."))
@@ -245,7 +279,10 @@ class DaemonShell:
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
             case act.Log(event, fields):
-                self._log.write(event, fields)
+                # clients decide how many requests are refused
+                subject = f"{event} {fields.get('session')} {fields.get('message')}"
+                if event != "refused" or self._noise.lets(subject, time.monotonic()):
+                    self._log.write(event, fields)
 
     def _collect(self) -> None:
         os.read(self._made_r, 4096)
@@ -295,10 +332,16 @@ def _services(needed: str) -> tuple[str, ...]:
     return tuple(backend.name for backend in registry if not backend.missing())
 
 
-def _make_arenas(wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int) -> list[int]:
-    """Make all of them or none."""
-    room.check_bytes(wanted, sum(held))
+def _make_arenas(
+    wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int, device: str = ""
+) -> list[int]:
+    """Make all of them or none; `device` names the GPU, if they are to lie on one."""
     room.check_descriptors(wanted, len(held), workers)
+    if device:
+        from refitd.buffers import cuda
+
+        return cuda.create_all(wanted, cuda.index_of(device))
+    room.check_bytes(wanted, sum(held))
     fds: list[int] = []
     try:
         for nbytes, label in wanted:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
-from refitd.buffers.layout import extent, packed_offsets, row_major_strides
+from refitd.buffers.layout import extent, row_major_strides
+from refitd.daemon.held import check_held, held_of, held_places
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import RefusedError
 from refitd.execute.copies import PROCESS_MEMORY, LocalTensor
 from refitd.protocol.codec import digest_of
+from refitd.protocol.held import HeldTensor, staged
 from refitd.protocol.local import RegisterSource, RegisterTarget
-from refitd.protocol.shards import Place, Shard, metadata_of
+from refitd.protocol.shards import Place, metadata_of
 
 # No shard of one rank is larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
@@ -20,13 +21,14 @@ MAX_SHARD_BYTES = 1 << 46
 
 @dataclass(slots=True)
 class Arena:
-    """One arena of this node. `session` may fetch its descriptor, `write` says how."""
+    """One arena of this node. `session` may fetch its descriptor, `write` says how; "" is no GPU's name."""
 
     id: int
     nbytes: int
     label: str
     session: int | None
     write: bool
+    device: str = ""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Member:
     digest: str  # of its shard
     names: tuple[str, ...]
     packed: tuple[LocalTensor, ...]  # places in an arena that refitd lays out, arena still 0
+    to_commit: tuple[LocalTensor, ...]  # likewise for what is committed, which is `packed` unless some is converted
     live: tuple[LocalTensor, ...]  # places of arena-backed live tensors, else empty
     slots: list[Slot] = field(default_factory=list)
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -77,6 +80,10 @@ class Member:
     version: int | None = None
     staged: str | None = None  # swap whose bytes are in the staging arena and verified
     staged_version: int | None = None
+    committing: str | None = None  # swap that is decided and that it has been told to take over
+    paused: str | None = None  # swap that it has been asked to stand still for
+    fenced: str = ""  # "doubt" or "behind": it has been told to serve nothing, and why
+    holds: int | None = None  # the version that its staging arena holds whole, and that was decided
     newest: int = -1  # highest version ever published
     way: str = ""  # how the newest version is given: "arena", "pulled" or "copied"
     why: str = ""  # the measurement that chose between pulling and copying
@@ -121,6 +128,10 @@ class Member:
             return (self.id, "live") if self.live else (self.id, "lent", version)
         return self.id, next(slot.arena for slot in self.slots if slot.version == version)
 
+    def held_places(self) -> list[LocalTensor]:
+        """Return where what is committed lies in the staging arena."""
+        return [LocalTensor(self.staging, t.offset, t.shape, t.strides) for t in self.to_commit]
+
     def packed_places(self, arena: int) -> dict[str, LocalTensor]:
         """Return the places of all tensors in an arena of refitd's own layout."""
         return {
@@ -164,8 +175,15 @@ def new_member(
     if not r.shard.tensors:
         raise RefusedError(f"model {r.model!r} rank {r.rank}: no tensors to register")
     metadata_of(r.shard, r.rank)
-    sizes = [_tensor_bytes(r.shard, i) for i in range(len(r.shard.tensors))]
-    offsets, nbytes = packed_offsets(sizes)
+    if isinstance(r, RegisterTarget):
+        check_held(r)
+        if r.conversions and r.device:
+            raise RefusedError(
+                f"{r.shard.tensors[r.conversions[0].wire].name}: what arrives is converted in main memory, and the "
+                f"staging arena would be on {r.device}; register with device='cpu'"
+            )
+    lies = staged(r.shard, r.held if isinstance(r, RegisterTarget) else ())
+    offsets, nbytes = lies.wire, lies.nbytes
     if nbytes > MAX_SHARD_BYTES:
         raise RefusedError(
             f"model {r.model!r} rank {r.rank}: {nbytes} bytes in one shard, the limit is {MAX_SHARD_BYTES}"
@@ -182,6 +200,7 @@ def new_member(
         digest=digest_of(r.shard),
         names=tuple(t.name for t in r.shard.tensors),
         packed=packed,
+        to_commit=held_places(r, 0),
         live=_live_places(r, session, arenas),
         version=r.version if isinstance(r, RegisterTarget) else None,
     )
@@ -204,25 +223,18 @@ def lease_places(member: Member, addresses: Sequence[int]) -> tuple[LocalTensor,
     )
 
 
-def _tensor_bytes(shard: Shard, index: int) -> int:
-    tensor = shard.tensors[index]
-    return prod(tensor.shape) * ELEMENT_SIZES[tensor.dtype]
-
-
 def _live_places(
     r: RegisterSource | RegisterTarget, session: int, arenas: Mapping[int, Arena]
 ) -> tuple[LocalTensor, ...]:
     if not r.live:
         return ()
-    if len(r.live) != len(r.shard.tensors):
-        raise RefusedError(f"model {r.model!r} rank {r.rank}: {len(r.live)} places for {len(r.shard.tensors)} tensors")
-    return tuple(_live_place(place, r, i, session, arenas) for i, place in enumerate(r.live))
+    held = held_of(r)
+    if len(r.live) != len(held):
+        raise RefusedError(f"model {r.model!r} rank {r.rank}: {len(r.live)} places for {len(held)} tensors")
+    return tuple(_live_place(place, tensor, session, arenas) for place, tensor in zip(r.live, held, strict=True))
 
 
-def _live_place(
-    place: Place, r: RegisterSource | RegisterTarget, index: int, session: int, arenas: Mapping[int, Arena]
-) -> LocalTensor:
-    tensor = r.shard.tensors[index]
+def _live_place(place: Place, tensor: HeldTensor, session: int, arenas: Mapping[int, Arena]) -> LocalTensor:
     arena = arenas.get(place.arena)
     if arena is None or arena.session != session or not arena.write:
         raise RefusedError(f"{tensor.name}: arena {place.arena} is not one of this client's; allocate it first")

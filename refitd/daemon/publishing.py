@@ -11,6 +11,9 @@ from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 
+# Of each member: slots asked for, versions lent.
+MAX_OPEN = 16
+
 
 class Forward(Protocol):
     """Sends a client's request on to the coordinator and calls `then` with the reply."""
@@ -46,6 +49,7 @@ class Publishing:
         _check_newer(member, version)
         if not member.slots:
             raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
+        _check_room(member, "requests for a snapshot slot", len(member.waiting))
         member.waiting.append(WaitingPublish(session, request, version, deadline))
         self._grant(member)
 
@@ -71,6 +75,7 @@ class Publishing:
         """
         version = message.version
         _check_newer(member, version)
+        _check_room(member, "versions that are lent", len(member.leases))
         member.leases[version] = Lease(version, lease_places(member, message.addresses))
         self._announce(member, session, request, version, message.why)
 
@@ -147,6 +152,11 @@ class Publishing:
         self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
         if member.session is not None:
             self._reply(member.session, 0, local.LeaseEnded(member=member.id, version=version))
+
+
+def _check_room(member: Member, what: str, count: int) -> None:
+    if count >= MAX_OPEN:
+        raise RefusedError(f"{member.id}: has {count} {what} already, at most {MAX_OPEN}; end some first")
 
 
 def _check_newer(member: Member, version: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from refitd.daemon.actions import (
@@ -17,25 +17,30 @@ from refitd.daemon.actions import (
     Log,
     MakeArenas,
     MeasurePull,
+    NotSent,
     RestartWorker,
     SessionClosed,
     SessionOpened,
     Tick,
     ToClient,
     ToCoordinator,
-    ToWorker,
+    Unsent,
     WorkerDied,
     WorkerSaid,
     WriteArena,
 )
+from refitd.daemon.held import figures_of
+from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Arena, Member, Slot, new_member
 from refitd.daemon.publishing import Publishing
+from refitd.daemon.resting import Resting
 from refitd.daemon.swaps import LocalSwaps
 from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import pack
-from refitd.protocol.reports import NodeStatus, SwapProgress
+from refitd.protocol.reports import GpuStatus, NodeStatus, SwapProgress
+from refitd.protocol.roles import ALL_ROLES, check_role
 
 # The coordinator answers every update (one a second); this long without a word and it counts as gone.
 COORDINATOR_SILENCE_S = 5.0
@@ -43,6 +48,13 @@ COORDINATOR_SILENCE_S = 5.0
 # A client has this much read to learn how fast that goes: some milliseconds' worth.
 MAX_MEASURED_BYTES = 64 << 20
 MAX_MEASURED_ROWS = 1 << 19
+
+# What one client may have waiting for the coordinator and for arenas, and how many ranks it may register.
+MAX_WAITING = 128
+MAX_SESSION_MEMBERS = 4096
+
+# Whoever waits for much may still give things back.
+_ENDINGS = local.Deregister | local.Withdraw | local.CommitQuiet | local.CommitDone | local.CommitFailed | local.Paused
 
 
 @dataclass(slots=True)
@@ -52,6 +64,9 @@ class Session:
     id: int
     pid: int
     name: str
+    roles: frozenset[str] = ALL_ROLES
+    uid: int = -1
+    leaves: bool = False  # it has said goodbye
     members: set[str] = field(default_factory=set)
     arenas: set[int] = field(default_factory=set)
 
@@ -73,6 +88,7 @@ class _Allocating:
     request: int
     then: Callable[[tuple[int, ...]], None]
     wanted: tuple[tuple[int, str], ...]
+    device: str
 
 
 class Daemon:
@@ -87,6 +103,7 @@ class Daemon:
         max_arena_bytes: int,
         address: str = "127.0.0.1",
         services: tuple[str, ...] = ("shm",),
+        keep_targets_s: float = 0.0,
     ) -> None:
         self._node, self._host, self._pid = node, host, pid
         self._max_arena_bytes = max_arena_bytes
@@ -105,8 +122,10 @@ class Daemon:
         self._now = 0.0
         self._out: list[Instruction] = []
         self._address, self._services = address, services
+        self._resting = Resting(keep_targets_s)
+        self._maps = WorkerArenas(workers, self._out.append)
         self._swaps = LocalSwaps(
-            node, workers, address, self.members, self._out.append, self._restart, self._make_constants
+            node, workers, address, self.members, self._out.append, self._restart, self._make_constants, self._maps
         )
         self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward)
 
@@ -119,6 +138,10 @@ class Daemon:
                     self._client(self._sessions[session], request, message)
             case CoordinatorSaid(request, message):
                 self._coordinator(request, message)
+            case Unsent(request):
+                if (unsent := self._forwarded.pop(request, None)) is not None:
+                    text = f"node {self._node}: too much waits to be sent to the coordinator; try again"
+                    unsent.then(local.Failure(code=TransportError.code, message=text))
             case CoordinatorUnreachable(reason):
                 self._unreachable = reason
             case WorkerSaid(worker, message):
@@ -128,8 +151,10 @@ class Daemon:
                     self._swaps.worker_said(worker, message)
             case WorkerDied(worker, how):
                 self._worker_died(worker, how)
-            case SessionOpened(session, pid, name):
-                self._sessions[session] = Session(session, pid, name)
+            case NotSent(worker, message, reason):
+                self._swaps.not_sent(worker, message, reason)
+            case SessionOpened(session, pid, name, roles, uid):
+                self._sessions[session] = Session(session, pid, name, roles, uid)
                 self._log("session", session=session, pid=pid, name=name)
             case SessionClosed(session, reason):
                 self._session_closed(session, reason)
@@ -137,7 +162,11 @@ class Daemon:
                 self._arenas_made(ticket, arenas)
             case ArenasRefused(ticket, error):
                 waiting = self._allocating.pop(ticket)
-                self._fail(waiting.session, waiting.request, error)
+                if self._free_resting():
+                    # the memory of engines that have died makes room for one that lives
+                    self._allocate(waiting.session, waiting.request, waiting.wanted, waiting.then, waiting.device)
+                else:
+                    self._fail(waiting.session, waiting.request, error)
             case Tick():
                 self._tick()
         done = self._out[:]
@@ -174,7 +203,13 @@ class Daemon:
             arena_bytes=sum(a.nbytes for a in self.arenas.values()),
             address=self._address,
             services=self._services,
+            gpus=tuple(self._gpus()),
         )
+
+    def _gpus(self) -> Iterator[GpuStatus]:
+        for device in sorted({arena.device for arena in self.arenas.values()} - {""}):
+            sizes = [arena.nbytes for arena in self.arenas.values() if arena.device == device]
+            yield GpuStatus(device=device, arenas=len(sizes), arena_bytes=sum(sizes))
 
     # --- clients ------------------------------------------------------------------------------------------
 
@@ -186,9 +221,11 @@ class Daemon:
             self._fail(session.id, request, exc)
 
     def _client_request(self, session: Session, request: int, message: local.ClientRequest) -> None:
+        check_role(message, session.roles, f"the user of pid {session.pid}", "node.roles of this daemon")
+        self._check_room(session, message)
         match message:
-            case local.CreateArena(nbytes, label):
-                self._create_arena(session, request, nbytes, label)
+            case local.CreateArena(nbytes, label, device):
+                self._create_arena(session, request, nbytes, label, device)
             case local.RegisterSource() | local.RegisterTarget():
                 self._register(session, request, message)
             case local.Deregister(member):
@@ -206,13 +243,22 @@ class Daemon:
             case local.Withdraw(member, version):
                 self._publishing.withdraw(self._own(session, member), version, "it was withdrawn")
                 self._reply(session.id, request, local.Done())
+            case local.Paused(swap, member):
+                self._swaps.paused(swap, self._own(session, member))
             case local.CommitQuiet(swap, member):
                 self._swaps.quiet(swap, self._own(session, member))
             case local.CommitDone(swap, member, paused_s):
                 self._swaps.committed(swap, self._own(session, member), paused_s)
             case local.CommitFailed(swap, member, reason):
                 self._swaps.commit_failed(swap, self._own(session, member), reason)
-            case local.StartSwap() | local.AbortSwap() | local.GetStatus() | local.GetPlan() | local.GetDescription():
+            case (
+                local.StartSwap()
+                | local.AbortSwap()
+                | local.GetStatus()
+                | local.GetPlan()
+                | local.GetHistory()
+                | local.GetDescription()
+            ):
 
                 def answer(reply: Message) -> None:
                     self._reply(session.id, request, reply)
@@ -222,6 +268,18 @@ class Daemon:
                 self._forward(session.id, request, message, answer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
+
+    def _check_room(self, session: Session, message: local.ClientRequest) -> None:
+        """Refuse more of a client that has much under way: what waits for others is kept here."""
+        if isinstance(message, _ENDINGS):
+            return
+        waiting = sum(f.session == session.id for f in self._forwarded.values())
+        waiting += sum(a.session == session.id for a in self._allocating.values())
+        if waiting >= MAX_WAITING:
+            raise RefusedError(f"this client waits for {waiting} answers already, at most {MAX_WAITING}; wait for them")
+        registers = isinstance(message, local.RegisterSource | local.RegisterTarget)
+        if registers and len(session.members) >= MAX_SESSION_MEMBERS:
+            raise RefusedError(f"this client has {len(session.members)} registrations already; close some first")
 
     def _measure(self, session: Session, request: int, member: Member, spans: tuple[tuple[int, int, int], ...]) -> None:
         nbytes, rows = sum(rows * row for _, rows, row in spans), sum(rows for _, rows, _ in spans)
@@ -255,20 +313,21 @@ class Daemon:
                     self.arenas[slot.arena].session = None
                 self._say(0, cluster.DetachShard(member=member_id, reason=reason))
             else:
-                self._drop_member(member, reason)
+                kept = not session.leaves and self._resting.keep(member, session.uid, self._now)
+                self._drop_member(member, reason, keep=kept)
         for arena in sorted(session.arenas):
             self._free({arena})
 
     # --- arenas -------------------------------------------------------------------------------------------
 
-    def _create_arena(self, session: Session, request: int, nbytes: int, label: str) -> None:
+    def _create_arena(self, session: Session, request: int, nbytes: int, label: str, device: str) -> None:
         def made(arenas: tuple[int, ...]) -> None:
-            self._own_arena(arenas[0], nbytes, label, session.id, write=True)
+            self._own_arena(arenas[0], nbytes, label, session.id, write=True, device=device)
             session.arenas.add(arenas[0])
             self._map(arenas[0], write=True)
             self._reply(session.id, request, local.ArenaCreated(arena=arenas[0], nbytes=nbytes))
 
-        self._allocate(session.id, request, ((nbytes, label or session.name or "client"),), made)
+        self._allocate(session.id, request, ((nbytes, label or session.name or "client"),), made, device)
 
     def _allocate(
         self,
@@ -276,10 +335,15 @@ class Daemon:
         request: int,
         wanted: tuple[tuple[int, str], ...],
         then: Callable[[tuple[int, ...]], None],
+        device: str = "",
     ) -> None:
-        held = [a.nbytes for a in self.arenas.values()]
-        held += [nbytes for waiting in self._allocating.values() for nbytes, _ in waiting.wanted]
-        used = sum(held)
+        sizes = [(a.nbytes, a.device) for a in self.arenas.values()]
+        sizes += [(nbytes, waiting.device) for waiting in self._allocating.values() for nbytes, _ in waiting.wanted]
+        used = sum(nbytes for nbytes, _ in sizes)
+        if used + sum(nbytes for nbytes, _ in wanted) > self._max_arena_bytes and self._free_resting():
+            self._allocate(session, request, wanted, then, device)
+            return
+        held = [0 if gpu else nbytes for nbytes, gpu in sizes]
         more = sum(nbytes for nbytes, _ in wanted)
         if more <= 0 or used + more > self._max_arena_bytes:
             raise ArenaError(
@@ -288,8 +352,8 @@ class Daemon:
                 "raise it, register a smaller shard here, lower `slots`, or close registrations"
             )
         ticket = self._next()
-        self._allocating[ticket] = _Allocating(session, request, then, wanted)
-        self._out.append(MakeArenas(ticket, wanted, tuple(held)))
+        self._allocating[ticket] = _Allocating(session, request, then, wanted, device)
+        self._out.append(MakeArenas(ticket, wanted, tuple(held), device))
 
     def _arenas_made(self, ticket: int, arenas: tuple[int, ...]) -> None:
         waiting = self._allocating.pop(ticket)
@@ -313,20 +377,20 @@ class Daemon:
 
         self._allocate(0, 0, ((len(data), label),), made)
 
-    def _own_arena(self, arena: int, nbytes: int, label: str, session: int | None, *, write: bool) -> None:
-        self.arenas[arena] = Arena(arena, nbytes, label, session, write)
+    def _own_arena(
+        self, arena: int, nbytes: int, label: str, session: int | None, *, write: bool, device: str = ""
+    ) -> None:
+        self.arenas[arena] = Arena(arena, nbytes, label, session, write, device)
 
-    def _map(self, arena: int, *, write: bool, worker: int | None = None) -> None:
-        message = sidecar.MapArena(arena=arena, nbytes=self.arenas[arena].nbytes, write=write)
-        for index in range(self._workers) if worker is None else (worker,):
-            self._out.append(ToWorker(index, message, arena=arena))
+    def _map(self, arena: int, *, write: bool) -> None:
+        """Have the workers map an arena; `write` is theirs, not its client's."""
+        self._maps.add(arena, self.arenas[arena].nbytes, self.arenas[arena].device, write=write)
 
     def _free(self, arenas: set[int]) -> None:
         arenas &= self.arenas.keys()
         self._swaps.jobs.drop_arenas(arenas)
         for arena in sorted(arenas):
-            for worker in range(self._workers):
-                self._out.append(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
+            self._maps.remove(arena)
             del self.arenas[arena]
             self._out.append(CloseArena(arena))
 
@@ -349,12 +413,21 @@ class Daemon:
 
         def made(arenas: tuple[int, ...]) -> None:
             for arena, (size, label) in zip(arenas, labels, strict=True):
-                self._own_arena(arena, size, label, session.id, write=source)
+                self._own_arena(arena, size, label, session.id, write=source, device=message.device)
                 self._map(arena, write=not source)
             self._introduce(session, request, member, arenas, nbytes)
 
+        rest, version = self._resting.take(member, session.uid)
+        if version is not None:
+            self.arenas[rest].session = session.id
+            member.version = member.holds = version
+            self._log("returned", member=member.id, version=version)
+            self._introduce(session, request, member, (rest,), nbytes)
+            return
+        if rest >= 0:
+            self._free({rest})
         if labels:
-            self._allocate(session.id, request, labels, made)
+            self._allocate(session.id, request, labels, made, message.device)
         else:
             made(())
 
@@ -381,7 +454,9 @@ class Daemon:
             if member.is_source:
                 done = local.SourceRegistered(member=member.id, slots=arenas, nbytes=nbytes)
             else:
-                done = local.TargetRegistered(member=member.id, staging=member.staging, nbytes=nbytes)
+                done = local.TargetRegistered(
+                    member=member.id, staging=member.staging, nbytes=nbytes, version=member.holds
+                )
             self._reply(session.id, request, done)
 
         self._add(session.id, request, member, answer)
@@ -413,6 +488,7 @@ class Daemon:
 
     def _add_shard(self, member: Member) -> cluster.AddShard:
         r = member.registration
+        figures = figures_of(r)
         return cluster.AddShard(
             member=member.id,
             model=r.model,
@@ -429,9 +505,25 @@ class Daemon:
             why=member.why,
             version=member.version,
             staged=member.staged,
+            pauses=isinstance(r, local.RegisterTarget) and r.pauses,
+            held_bytes=figures.held_bytes,
+            staging_bytes=figures.staging_bytes,
+            converted_bytes=figures.converted_bytes,
+            stale=figures.stale,
         )
 
-    def _drop_member(self, member: Member, reason: str, *, tell: bool = True) -> None:
+    def _free_resting(self) -> bool:
+        """Give up what is kept for engines that have died; return whether there was any."""
+        kept = set(self._resting.clear())
+        self._free(kept)
+        return bool(kept)
+
+    def goodbye(self, session: int) -> None:
+        """The client is about to close its session, and wants nothing kept."""
+        if session in self._sessions:
+            self._sessions[session].leaves = True
+
+    def _drop_member(self, member: Member, reason: str, *, tell: bool = True, keep: bool = False) -> None:
         self.members.pop(member.id, None)
         if member.session in self._sessions:
             self._sessions[member.session].members.discard(member.id)
@@ -440,7 +532,11 @@ class Daemon:
         self._swaps.member_left(member, reason)
         if tell:
             self._say(0, cluster.RemoveShard(member=member.id, reason=reason))
-        self._free(set(member.arenas()))
+        if keep:
+            self.arenas[member.staging].session = None
+            self._log("kept", member=member.id, version=member.holds, bytes=self.arenas[member.staging].nbytes)
+        else:
+            self._free(set(member.arenas()))
 
     # --- coordinator --------------------------------------------------------------------------------------
 
@@ -467,6 +563,11 @@ class Daemon:
                 self._free(self._swaps.drop_plan(plan))
             case cluster.EpochValue():
                 self._swaps.epochs.value(message)
+            case cluster.FenceMember(member, reason):
+                if member in self.members:
+                    self._swaps.fence_behind(self.members[member], reason)
+            case cluster.Pause(swap, version, members):
+                self._swaps.pause(swap, version, members)
             case cluster.Stage(swap, plan, version, timeout_s):
                 self._swaps.stage(swap, plan, version, timeout_s)
             case cluster.Commit(swap, version):
@@ -501,7 +602,7 @@ class Daemon:
         return answer
 
     def _abort(self, swap: str, reason: str) -> None:
-        self._swaps.abort(swap)
+        self._swaps.abort(swap, reason)
         self._publishing.release(self.members.values(), swap)
 
     def _hello(self) -> None:
@@ -536,20 +637,13 @@ class Daemon:
     def _worker_died(self, worker: int, how: str) -> None:
         pid = self._worker_pids.pop(worker, 0)
         self._log("worker-died", worker=worker, pid=pid, how=how)
-        self._remap(worker)
+        self._maps.renewed(worker)
         self._swaps.worker_died(worker, f"worker {worker} (pid {pid}) on node {self._node} (host {self._host})", how)
 
     def _restart(self, worker: int) -> None:
         """Replace a worker that is in the middle of something nobody wants any more."""
         self._out.append(RestartWorker(worker))
-        self._remap(worker)
-
-    def _remap(self, worker: int) -> None:
-        """Have a fresh worker map every arena."""
-        staging = {m.staging for m in self.members.values()}
-        for arena in sorted(self.arenas):
-            own = arena not in {s.arena for m in self.members.values() for s in m.slots}
-            self._map(arena, write=arena in staging or own, worker=worker)
+        self._maps.renewed(worker)
 
     def _tick(self) -> None:
         if self._boot:
@@ -559,7 +653,10 @@ class Daemon:
         if self._boot and not self.is_coordinated:
             self._log("coordinator-silent", seconds=self._now - self._coordinator_heard)
             self._boot = ""
+            self._swaps.fence("the coordinator is out of reach, and may have decided")
             self._fail_forwarded(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
+        self._swaps.tick()
+        self._free(set(self._resting.expire(self._now)))
         self._publishing.expire(self.members.values(), self._now)
 
     # --- output -------------------------------------------------------------------------------------------

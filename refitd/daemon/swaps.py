@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
 from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
-from refitd.daemon.jobs import JobTable, Run, Share, dealt
+from refitd.daemon.gpus import refused_crossing, refused_here
+from refitd.daemon.held import figures_of, held_of, made_in
+from refitd.daemon.jobs import JobTable, Run, Share, dealt, dealt_conversions
+from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Member
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ArenaError
+from refitd.execute.conversions import pieces_of
 from refitd.execute.copies import (
     LocalTensor,
     address,
@@ -83,6 +88,7 @@ class _LocalSwap:
     plan: _Plan
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
+    converts: bool = False  # everything has arrived
     progress: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     crossing_s: float = 0.0
@@ -102,6 +108,7 @@ class LocalSwaps:
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
         make_constants: Callable[[bytes, str, Callable[[int], None]], None],
+        maps: WorkerArenas,
     ) -> None:
         self._node = node
         self._workers = workers
@@ -112,7 +119,8 @@ class LocalSwaps:
         self._plans: dict[str, _Plan] = {}
         self._swaps: dict[str, _LocalSwap] = {}  # being staged
         self._attempts: dict[str, _Committing] = {}  # latest commit copy, by member
-        self.jobs = JobTable(out)
+        self._maps = maps
+        self.jobs = JobTable(out, maps.need)
         self.epochs = LocalEpochs(node, address, out)
 
     # --- plans --------------------------------------------------------------------------------------------
@@ -211,8 +219,11 @@ class LocalSwaps:
                 self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
                 return
         for rank, member in self._targets(plan):
-            member.staged, member.staged_version = None, version
+            member.staged, member.staged_version, member.holds = None, version, None
             destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
+        if refusal := self._refused(plan, sources, destinations):
+            self._stage_failed(swap, *refusal)
+            return
         local_swap = _LocalSwap(swap, plan, version)
         self._swaps[swap] = local_swap
         for member in read:
@@ -225,7 +236,7 @@ class LocalSwaps:
             if plan.fills is not None:
                 fills = fill_copies(plan.fills, destinations, plan.constants, len(plan.table))
                 copies = joined([copies, fills])
-            return dealt(copies, self._workers)
+            return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
 
         def crossing_shares() -> list[Share]:
             assert outer is not None
@@ -245,6 +256,51 @@ class LocalSwaps:
         except (KeyError, ValueError) as exc:
             self._stage_failed(swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}")
             return
+        local_swap.outstanding = {run.number for run in runs}
+        if not runs:
+            self._arrived(local_swap)
+
+    def _refused(
+        self,
+        plan: _Plan,
+        sources: dict[tuple[int, str], LocalTensor],
+        destinations: dict[tuple[int, str], LocalTensor],
+    ) -> tuple[str, str] | None:
+        """Return which parameter workers cannot move to or from a GPU, and why; None where they can move all."""
+        places = [*sources.values(), *destinations.values()]
+        gpu_arenas = set(self._maps.homes({place.arena for place in places}))
+        if not gpu_arenas:
+            return None
+        table = plan.table
+        row, why = refused_here(table, sources, destinations, gpu_arenas)
+        if not why and plan.outer is not None:
+            rows, here = plan.outer.rows, plan.outer.index
+            table = rows.table
+            sent, received = rows.src_node == here, rows.dst_node == here
+            row, why = refused_crossing(table, sent, received, sources, destinations, gpu_arenas)
+        return (self._row_name(plan, table, row), why) if why else None
+
+    def _row_name(self, plan: _Plan, table: CopyTable, row: int) -> str:
+        src, dst = (plan.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))
+        return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
+
+    def _arrived(self, local_swap: _LocalSwap) -> None:
+        """Everything has arrived: have what is held in another form made of it, then it is staged."""
+        local_swap.converts = True
+        targets = [member for _, member in self._targets(local_swap.plan)]
+
+        def convert() -> list[Share]:
+            made = [
+                one
+                for member in targets
+                if isinstance(member.registration, local.RegisterTarget)
+                for one in made_in(member.registration, member.staging)
+            ]
+            return dealt_conversions(pieces_of(made), self._workers)
+
+        # it goes with the plan, and with the arenas of its members
+        key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))
+        runs = self.jobs.start(key, convert, _Staging(local_swap.swap), verify=True)
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
             self._staged(local_swap)
@@ -268,6 +324,7 @@ class LocalSwaps:
                 seconds=local_swap.seconds,
                 crossing_s=local_swap.crossing_s,
                 staging_bytes=local_swap.staging_bytes,
+                converted_bytes=sum(figures_of(m.registration).converted_bytes for _, m in self._targets(plan)),
             )
         )
 
@@ -284,7 +341,38 @@ class LocalSwaps:
         """Return the swaps that are being staged here."""
         return set(self._swaps)
 
-    def abort(self, swap: str) -> None:
+    def pause(self, swap: str, version: int, members: Sequence[str]) -> None:
+        """Ask members to stand still until they have committed or the swap is aborted."""
+        for member_id in members:
+            member = self._members.get(member_id)
+            if member is None or member.session is None:
+                self._say(cluster.MemberCommitFailed(swap=swap, member=member_id, reason="it is not registered here"))
+                continue
+            member.paused = swap
+            self._out(ToClient(member.session, 0, local.AskPause(swap=swap, member=member.id, version=version)))
+
+    def paused(self, swap: str, member: Member) -> None:
+        """The member stands still."""
+        if member.paused == swap:
+            self._say(cluster.MemberQuiet(swap=swap, member=member.id))
+
+    def fence(self, reason: str) -> None:
+        """Have members that hold a staged version of which nobody here knows whether it was decided serve nothing."""
+        for member in self._members.values():
+            if member.staged is not None and not member.fenced:
+                self._fence(member, "doubt", reason)
+
+    def fence_behind(self, member: Member, reason: str) -> None:
+        """Have a member that holds another version than the live one serve nothing until it has caught up."""
+        self._fence(member, "behind", reason)
+
+    def _fence(self, member: Member, kind: str, reason: str) -> None:
+        member.fenced = kind
+        if member.session is not None:
+            self._log("fenced" if reason else "unfenced", member=member.id, reason=reason)
+            self._out(ToClient(member.session, 0, local.Fence(member=member.id, reason=reason)))
+
+    def abort(self, swap: str, reason: str) -> None:
         """Make sure that nothing is written for this swap any more, and forget it."""
         for worker in sorted(self.jobs.busy_with(_Staging(swap))):
             self.jobs.ended_by(worker)
@@ -294,13 +382,20 @@ class LocalSwaps:
         for member in self._members.values():
             if member.staged == swap:
                 member.staged = None
+            if member.paused == swap:
+                member.paused = None
+                if member.session is not None:
+                    resume = local.Resume(swap=swap, member=member.id, reason=reason)
+                    self._out(ToClient(member.session, 0, resume))
+            if member.fenced == "doubt" and member.staged is None:
+                self._fence(member, "", "")
 
     def stop_reading(self, member: Member, version: int, reason: str) -> None:
         """A source takes a version back: end whatever reads it, now."""
         readers = member.readers_of(version)
         for swap in sorted(readers or ()):
             self._stage_failed(swap, member.id, f"version {version} was taken back while it was read: {reason}")
-            self.abort(swap)
+            self.abort(swap, reason)
         if readers is not None:
             readers.clear()
 
@@ -311,7 +406,7 @@ class LocalSwaps:
         for member in self._members.values():
             if member.staged != swap or member.session is None:
                 continue
-            member.staged_version = version
+            member.staged_version, member.committing = version, swap
             by_worker = bool(member.live)
             prepare = local.PrepareCommit(swap=swap, member=member.id, version=version, by_worker=by_worker)
             self._out(ToClient(member.session, 0, prepare))
@@ -322,13 +417,10 @@ class LocalSwaps:
             self._copy_live(swap, member, attempt=1)
 
     def _copy_live(self, swap: str, member: Member, attempt: int) -> None:
-        staging = member.packed_places(member.staging)
-        shard = member.registration.shard
-
         def make() -> list[Share]:
-            pairs = zip(staging.values(), member.live, shard.tensors, strict=True)
+            pairs = zip(member.held_places(), member.live, held_of(member.registration), strict=True)
             copies = whole_tensors([(src, dst, ELEMENT_SIZES[tensor.dtype]) for src, dst, tensor in pairs])
-            return dealt(copies, self._workers)
+            return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
 
         purpose = _Committing(swap, member.id, attempt)
         self._attempts[member.id] = purpose
@@ -345,14 +437,18 @@ class LocalSwaps:
         """The member has the version live."""
         if member.staged != swap:
             return
-        member.version, member.staged = member.staged_version, None
+        member.version = member.staged_version
+        member.holds = member.staged_version
+        member.fenced = ""  # the client knows: it has taken the version over
+        member.staged = member.committing = member.paused = None
         self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))
 
     def commit_failed(self, swap: str, member: Member, reason: str) -> None:
-        """The member could not take the version over; it serves none until a swap succeeds."""
-        if member.staged != swap:
+        """The member could not take the version over, and serves none until a swap succeeds; or not stand still."""
+        if member.committing == swap:
+            member.version = member.staged = member.committing = member.paused = None
+        elif member.paused != swap:
             return
-        member.version, member.staged = None, None
         self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))
 
     def member_left(self, member: Member, reason: str) -> None:
@@ -399,7 +495,10 @@ class LocalSwaps:
                 local_swap.crossing_s = max(local_swap.crossing_s, done.seconds)
                 local_swap.staging_bytes = max(local_swap.staging_bytes, done.staging_bytes)
             if not local_swap.outstanding and not local_swap.failed:
-                self._staged(local_swap)
+                if local_swap.converts:
+                    self._staged(local_swap)
+                else:
+                    self._arrived(local_swap)
 
     def _commit_run_done(self, purpose: _Committing) -> None:
         # a share of an attempt that was repeated says nothing; only the latest attempt counts
@@ -407,7 +506,21 @@ class LocalSwaps:
         if latest and not self.jobs.busy_with(purpose):
             self._applied(purpose, "")
 
+    def not_sent(self, worker: int, message: Message, reason: str) -> None:
+        """A worker was not told of something: what needs that fails, and is tried anew next time."""
+        self._log("not-sent", worker=worker, message=type(message).__name__, reason=reason)
+        match message:
+            case sidecar.MapArena(arena):
+                self._maps.doubt(worker, arena)
+            case sidecar.LoadJob(job):
+                for run in self.jobs.runs_of(job, worker):
+                    self.jobs.end(run.number)
+                    self._run_failed(run, f"it could not be given its part of the copies: {reason}", None, worker)
+
     def _run_failed(self, run: Run, reason: str, copy: int | None, worker: int) -> None:
+        self.jobs.unload(run)
+        for arena in self._maps.homes(run.job.shares[run.worker].rows.arenas()):
+            self._maps.doubt(run.worker, arena)
         if isinstance(run.purpose, _Committing):
             self._applied(run.purpose, reason)
         elif isinstance(run.purpose, _Staging):
@@ -415,21 +528,25 @@ class LocalSwaps:
             row = self.jobs.copy_origin(run, copy)
             what = f"worker {worker} on node {self._node}"
             if not run.crosses and local_swap is not None and row is not None and row < len(local_swap.plan.table):
-                table = local_swap.plan.table
-                name = table.tensors[int(table.tensor[row])]
-                members = local_swap.plan.members
-                src, dst = members[int(table.src_rank[row])], members[int(table.dst_rank[row])]
-                what = f"parameter {name!r} of {dst} from {src}"
+                what = self._row_name(local_swap.plan, local_swap.plan.table, row)
             self._stage_failed(run.purpose.swap, what, reason)
 
     def worker_died(self, worker: int, who: str, how: str) -> None:
         """Account for everything a dead worker was doing."""
         for run in self.jobs.ended_by(worker):
             if isinstance(run.purpose, _Staging):
-                self._stage_failed(run.purpose.swap, who, f"{how} while staging")
+                doing = "converting what has arrived" if run.converts else "staging"
+                self._stage_failed(run.purpose.swap, who, f"{how} while {doing}")
             elif isinstance(run.purpose, _Committing):
                 self._commit_again(run.purpose, f"{who}: {how} while committing")
         self.epochs.worker_gone(worker, who, how)
+
+    def tick(self) -> None:
+        """Replace workers that are stuck in something nobody wants any more."""
+        for worker, why in self.epochs.tick():
+            self._log("worker-replaced", worker=worker, reason=why)
+            self._restart(worker)
+            self.worker_died(worker, f"worker {worker} on node {self._node}", why)
 
     def _commit_again(self, purpose: _Committing, reason: str) -> None:
         """Repeat a commit copy from the start: the shares of other workers that still run write the same bytes."""

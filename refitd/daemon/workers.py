@@ -50,7 +50,11 @@ class Workers:
         return {p.socket.fileno(): i for i, p in enumerate(self._processes) if not p.lost}
 
     def send(self, worker: int, message: Message, fd: int | None = None, block: bytes | None = None) -> None:
-        """Queue a message with a duplicate of `fd`, or with `block` in a memory file."""
+        """Queue a message with a duplicate of `fd`, or with `block` in a memory file.
+
+        Raises:
+            OSError: there is no descriptor, or no memory, for that; nothing was queued.
+        """
         process = self._processes[worker]
         fds: tuple[int, ...] = ()
         if fd is not None:
@@ -160,8 +164,12 @@ def _at_end(sock: socket.socket) -> bool:
 
 def _memory_file(block: bytes) -> int:
     fd = os.memfd_create("refitd:job", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    view = memoryview(block)
-    while view:
-        view = view[os.write(fd, view) :]
+    try:
+        os.fchmod(fd, 0o600)
+        view = memoryview(block)
+        while view:
+            view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

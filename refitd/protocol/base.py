@@ -22,6 +22,11 @@ Label = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_BYTES)]
 
 
+def clipped(text: str) -> str:
+    """Return a text that is made of others' texts, no longer than a message may carry."""
+    return text if len(text) <= MAX_TEXT_BYTES else f"{text[: MAX_TEXT_BYTES - 40]} ... ({len(text)} characters)"
+
+
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message. Unknown fields are refused; new ones need defaults; none is ever retyped."""
 

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from refitd.buffers.handoff import refuse_if_listening
-from refitd.errors import ConfigError, RefusedError
+from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
 from refitd.protocol.doorkeeper import DOMAIN, Doorkeeper
 from refitd.protocol.handshakes import Failed, Handshakes
 from refitd.protocol.keys import KEYGEN, ClientKeys, KeyPair, ServerKeys
+from refitd.protocol.local import Failure
 
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
 HIGH_WATER_MARK = 10_000
+
+# Messages of one peer that wait here to be read; more wait at the peer. Any of them may be as large as messages get.
+UNREAD_MARK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message as it came in."""
+
+    identity: bytes  # of the connection
+    frame: bytes  # empty, which is no message, where the peer sent several frames or none
+    key: str  # the public key that the connection was let in with, "" without keys
+    address: str  # where the peer is; of one on this host "localhost:UID:GID:PID", as the kernel says
+
+    @property
+    def local_peer(self) -> tuple[int, int] | None:
+        """(uid, pid) of a peer on this host, None of another."""
+        words = self.address.split(":")
+        if len(words) != 4 or not all(word.isdigit() for word in words[1:]):
+            return None
+        return int(words[1]), int(words[3])
 
 
 def _bound(sock: zmq.Socket[bytes]) -> None:
@@ -30,6 +53,14 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     sock.setsockopt(zmq.IPV6, 1)
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    """Return what ZeroMQ knows of the connection that a frame came over, "" where it does not."""
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
 
 
 def _use_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
@@ -72,14 +103,33 @@ class Router:
     `turned_away`. One such end per context.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: ServerKeys | None = None,
+        *,
+        uids: Iterable[int] = (),
+        unsent: int = HIGH_WATER_MARK,
+    ) -> None:
         """Bind.
+
+        Args:
+            context: makes the socket.
+            endpoint: where to listen.
+            keys: this end's, and those that are let in.
+            uids: over ipc: the users that are let in, by the kernel's word; none: whoever can open the file.
+            unsent: messages that a peer may leave unread before more are dropped.
 
         Raises:
             RefusedError: the endpoint is in use.
         """
         self.socket = context.socket(zmq.ROUTER)
         _bound(self.socket)
+        self.socket.setsockopt(zmq.RCVHWM, UNREAD_MARK)
+        self.socket.setsockopt(zmq.SNDHWM, unsent)
+        for uid in uids:
+            self.socket.setsockopt(zmq.IPC_FILTER_UID, uid)  # each call adds one
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
         self._keys = keys
@@ -100,18 +150,31 @@ class Router:
             self._close_sockets()
             raise RefusedError(f"{endpoint}: cannot listen here: {exc.strerror}; is another one running?") from exc
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """Return (identity, frame), None when nothing waits. Messages of several frames are dropped."""
+    def receive(self) -> Received | None:
+        """Return the next message, None when nothing waits."""
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            head = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return (frames[0], frames[1]) if len(frames) == 2 else (frames[0], b"")
+        first = self.socket.recv(copy=False) if head.more else None
+        several = False
+        # one by one: a peer may have sent a million frames
+        while self.socket.getsockopt(zmq.RCVMORE):
+            several = True
+            self.socket.recv(copy=False)
+        if first is None:
+            return Received(head.bytes, b"", "", "")
+        frame = b"" if several else first.bytes
+        return Received(head.bytes, frame, _property(first, "User-Id"), _property(first, "Peer-Address"))
 
     def send(self, identity: bytes, request: int, message: Message) -> bool:
-        """Queue a message; False when the peer is gone or its queue is full."""
+        """Queue a message; False when the peer is gone or its queue is full. One too large goes as a Failure."""
         try:
-            self.socket.send_multipart([identity, encode(request, message)])
+            frame = encode(request, message)
+        except (ProtocolError, OverflowError) as exc:
+            frame = encode(request, Failure(code=ProtocolError.code, message=f"{type(message).__name__}: {exc}"))
+        try:
+            self.socket.send_multipart([identity, frame])
         except (zmq.Again, zmq.ZMQError):
             return False
         return True

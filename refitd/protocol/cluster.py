@@ -7,8 +7,16 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Step, Text, Value
-from refitd.protocol.local import AbortSwap, Done, Failure, GetDescription, GetPlan, GetStatus, StartSwap
-from refitd.protocol.reports import ModelDescription, NodeStatus, PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.local import AbortSwap, Done, Failure, GetDescription, GetHistory, GetPlan, GetStatus, StartSwap
+from refitd.protocol.reports import (
+    HistoryReport,
+    ModelDescription,
+    NodeStatus,
+    PlanReport,
+    StatusReport,
+    SwapProgress,
+    SwapReport,
+)
 
 # --- daemon to coordinator --------------------------------------------------------------------------------
 
@@ -33,7 +41,7 @@ class DescribeShard(Message, frozen=True):
     packed: bytes  # a Shard, through codec.pack
 
 
-class AddShard(Message, frozen=True):
+class AddShard(Message, frozen=True, omit_defaults=True):
     """A client has registered. Reply: Done, or Failure and the registration is taken back.
 
     A Failure with code "unknown-shard" asks for DescribeShard first.
@@ -54,6 +62,12 @@ class AddShard(Message, frozen=True):
     why: Text = ""  # the measurement that chose it
     version: Count | None = None  # target: served
     staged: Name | None = None  # target: the swap whose staged bytes wait for commit
+    held_bytes: Count = 0  # target: of its live tensors
+    staging_bytes: Count = 0  # target: of what arrives and what is made of it
+    converted_bytes: Count = 0  # target: of what arrives, read once more to be converted here
+    stale: tuple[Name, ...] = ()  # target: tensors made of its weights that nothing makes anew
+    pauses: bool = False  # target: says that it stands still before anything is decided
+    in_place: bool = False  # target: is written to while staging, and stands still for that
 
 
 class RemoveShard(Message, frozen=True):
@@ -136,6 +150,7 @@ class StageDone(Message, frozen=True):
     seconds: Seconds
     crossing_s: Seconds = 0.0  # of it, the slowest worker's exchange with other nodes
     staging_bytes: Count = 0  # most that one worker holds in buffers of its own
+    converted_bytes: Count = 0  # read once more to be converted
 
 
 class StageFailed(Message, frozen=True):
@@ -144,6 +159,13 @@ class StageFailed(Message, frozen=True):
     swap: Name
     where: Text
     reason: Text
+
+
+class MemberQuiet(Message, frozen=True):
+    """This member stands still until it has committed, or Abort."""
+
+    swap: Name
+    member: Name
 
 
 class MemberCommitted(Message, frozen=True):
@@ -219,6 +241,21 @@ class DropPlan(Message, frozen=True):
     plan: Name
 
 
+class FenceMember(Message, frozen=True):
+    """This member holds another version than the one that was decided last: it serves none until it has caught up."""
+
+    member: Name
+    reason: Text
+
+
+class Pause(Message, frozen=True):
+    """Have these members stand still; each is answered with MemberQuiet or MemberCommitFailed."""
+
+    swap: Name
+    version: Count
+    members: tuple[Name, ...]
+
+
 class Stage(Message, frozen=True):
     """Copy `version` into the staging arenas and verify it."""
 
@@ -264,12 +301,14 @@ NodeMessage = (
     | StageProgress
     | StageDone
     | StageFailed
+    | MemberQuiet
     | MemberCommitted
     | MemberCommitFailed
     | StartSwap
     | AbortSwap
     | GetStatus
     | GetPlan
+    | GetHistory
     | GetDescription
 )
 
@@ -280,6 +319,8 @@ CoordinatorMessage = (
     | LoadPlan
     | EpochValue
     | DropPlan
+    | FenceMember
+    | Pause
     | Stage
     | Commit
     | Abort
@@ -288,5 +329,6 @@ CoordinatorMessage = (
     | SwapReport
     | StatusReport
     | PlanReport
+    | HistoryReport
     | ModelDescription
 )

@@ -7,7 +7,7 @@ https://rfc.zeromq.org/spec/27.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import zmq
@@ -37,8 +37,8 @@ def _described(frames: list[bytes]) -> TurnedAway:
 class Doorkeeper:
     """Answers ZeroMQ's questions from the loop that polls `socket`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Mapping[str, str]) -> None:
-        self._allowed = {z85.decode(public): name for public, name in allowed.items()}
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Collection[str]) -> None:
+        self._allowed = {z85.decode(public): public for public in allowed}
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
@@ -52,13 +52,14 @@ class Doorkeeper:
             except zmq.Again:
                 return refused
             request = frames[1] if len(frames) > 1 else b""
-            name = self._name(frames)
-            verdict = (b"400", b"key not allowed", b"") if name is None else (b"200", b"OK", name.encode())
+            key = self._key(frames)
+            # the key is what its peer's messages carry as User-Id: a name may stand for several keys
+            verdict = (b"400", b"key not allowed", b"") if key is None else (b"200", b"OK", key.encode())
             self.socket.send_multipart([_VERSION, request, *verdict, b""])
-            if name is None:
+            if key is None:
                 refused.append(_described(frames))
 
-    def _name(self, frames: list[bytes]) -> str | None:
+    def _key(self, frames: list[bytes]) -> str | None:
         match frames:
             case [version, _, domain, _, _, b"CURVE", key] if version == _VERSION and domain == DOMAIN:
                 return self._allowed.get(key)

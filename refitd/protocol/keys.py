@@ -5,10 +5,11 @@
                                     secret = "..."
     n0.pub   one line, for anyone   n0 PUBLIC
     a list   such lines             n0 PUBLIC
-                                    n1 PUBLIC
+                                    n1 PUBLIC node=n1 roles=engine,operator
 
 Keys are 32 bytes, written as 40 characters (Z85, as ZeroMQ does). A list may have empty lines and lines that begin with
-`#`; `cat *.pub` makes one.
+`#`; `cat *.pub` makes one. A key with `node=NAME` may be no other node; with `roles=` the clients of its node may only
+act in these (roles.py). A line without them lets its key be any node, in all roles.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import zmq
 from zmq.utils import z85
 
 from refitd.errors import ConfigError
+from refitd.protocol.roles import ALL_ROLES, Allowed, read_roles
 
 KEYGEN = "`refitctl keygen NAME` makes keys"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -52,10 +54,10 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a listening end needs: its own key, and the name of every public key it lets in."""
+    """What a listening end needs: its own key, and what is known of every public key it lets in."""
 
     own: KeyPair
-    allowed: Mapping[str, str]
+    allowed: Mapping[str, Allowed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,11 @@ def read(path: Path) -> KeyPair:
     text = _read(path, _OPEN_TO_OTHERS, "chmod 600", "a key file that `refitctl keygen NAME` has made")
     try:
         found = msgspec.convert(tomllib.loads(text), _KeyFile)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as exc:
+    except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path}: not a key file: {exc}; {KEYGEN}") from exc
+    except msgspec.ValidationError:
+        # what is wrong is not said in detail: it may be the secret, on a line that has suffered
+        raise ConfigError(f"{path}: not a key file, which holds name, public and secret; {KEYGEN}") from None
     for what, key in (("public", found.public), ("secret", found.secret)):
         if not is_key(key):
             raise ConfigError(f"{path}: {what} is not a key of 40 Z85 characters; {KEYGEN}")
@@ -144,24 +149,49 @@ def read_public(text: str) -> str:
     return next(iter(found))
 
 
-def read_list(path: Path) -> dict[str, str]:
-    """Return the public keys of a list, or of a .pub file, each with its name.
+def read_list(path: Path) -> dict[str, Allowed]:
+    """Return the public keys of a list, or of a .pub file, each with what its line says of it.
 
     Raises:
-        ConfigError: it cannot be read, others may write it, a line is not `NAME KEY`, or there is none.
+        ConfigError: it cannot be read, others may write it, a line is not `NAME KEY [node=NAME] [roles=ROLE,...]`, two
+            lines say different things of one key, or there is none.
     """
     advice = "the file holds the .pub line of every daemon (`cat *.pub`)"
-    found: dict[str, str] = {}
+    found: dict[str, Allowed] = {}
     for number, line in enumerate(_read(path, _WRITABLE_BY_OTHERS, "chmod go-w", advice).splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2 or not NAME.fullmatch(words[0]) or not is_key(words[1]):
+        if len(words) < 2 or not NAME.fullmatch(words[0]) or not is_key(words[1]):
             raise ConfigError(f"{path}: line {number} is not `NAME KEY` with a public key of 40 characters; {advice}")
-        found[words[1]] = words[0]
+        try:
+            entry = _entry(words[0], words[2:])
+        except ValueError as exc:
+            raise ConfigError(
+                f"{path}: line {number} is not `NAME KEY [node=NAME] [roles=ROLE,...]`: {exc}; {advice}"
+            ) from exc
+        if found.setdefault(words[1], entry) != entry:
+            raise ConfigError(f"{path}: line {number} says of a key what an earlier line does not; leave one of them")
     if not found:
         raise ConfigError(f"{path}: no key in it; {advice}")
     return found
+
+
+def _entry(name: str, words: list[str]) -> Allowed:
+    node, roles = "", ALL_ROLES
+    seen: set[str] = set()
+    for word in words:
+        what, _, value = word.partition("=")
+        if what in seen or not value:
+            raise ValueError(f"{word!r} is repeated or has no value")
+        seen.add(what)
+        if what == "node":
+            node = value
+        elif what == "roles":
+            roles = read_roles(value.split(","))
+        else:
+            raise ValueError(f"{word!r} is neither node= nor roles=")
+    return Allowed(name, node, roles)
 
 
 def is_key(text: str) -> bool:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
-from refitd.protocol.reports import ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
+import msgspec
+
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, clipped
+from refitd.protocol.held import Conversion, DerivedTensor, HeldTensor
+from refitd.protocol.reports import (
+    HistoryReport,
+    ModelDescription,
+    PlanReport,
+    StatusReport,
+    SwapProgress,
+    SwapReport,
+)
 from refitd.protocol.shards import Place, Shard
 
 # --- client to daemon -------------------------------------------------------------------------------------
@@ -18,10 +28,11 @@ class Hello(Message, frozen=True):
 
 
 class CreateArena(Message, frozen=True):
-    """Ask for an arena of the client's own, for live tensors. Reply: ArenaCreated."""
+    """Ask for an arena of the client's own, for live tensors, on the GPU of this name. Reply: ArenaCreated."""
 
     nbytes: Count
     label: Label = ""
+    device: Label = ""  # refitd.buffers.cuda.name_of; "": main memory
 
 
 class RegisterSource(Message, frozen=True):
@@ -33,10 +44,14 @@ class RegisterSource(Message, frozen=True):
     shard: Shard
     slots: Small = 2
     live: tuple[Place, ...] = ()
+    device: Label = ""  # the GPU its slots are to lie on; "": main memory
 
 
 class RegisterTarget(Message, frozen=True):
-    """Want a shard of `model`. With `live` places the worker writes at commit, otherwise the client does."""
+    """Want a shard of `model`. With `live` places the worker writes at commit, otherwise the client does.
+
+    `held` are the live tensors, where they are not simply those of the shard, and `conversions` how they are made.
+    """
 
     model: Name
     replica: Name
@@ -45,6 +60,11 @@ class RegisterTarget(Message, frozen=True):
     shard: Shard
     live: tuple[Place, ...] = ()
     version: Count | None = None  # what it already serves
+    held: tuple[HeldTensor, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    derived: tuple[DerivedTensor, ...] = ()
+    pauses: bool = False  # it is asked to stand still, with AskPause, before a version is decided
+    device: Label = ""  # the GPU its staging arena is to lie on; "": main memory
 
 
 class Deregister(Message, frozen=True):
@@ -99,6 +119,13 @@ class Withdraw(Message, frozen=True):
     version: Count
 
 
+class Paused(Message, frozen=True):
+    """This rank stands still, as AskPause wanted, until it has committed or is told to Resume."""
+
+    swap: Name
+    member: Name
+
+
 class CommitQuiet(Message, frozen=True):
     """This rank has paused at its commit point and stays so until CommitApplied."""
 
@@ -128,6 +155,8 @@ class StartSwap(Message, frozen=True):
     model: Name
     version: Count | None = None
     timeout_s: Seconds = 0.0  # 0: the configured deadlines alone
+    queue: bool = False  # where a swap of the model is running, wait for it instead of being refused
+    rollback: bool = False  # the version may be older than what is served; None: the one before
 
 
 class AbortSwap(Message, frozen=True):
@@ -145,6 +174,13 @@ class GetPlan(Message, frozen=True):
     """Ask for the PlanReport of a model."""
 
     model: Name
+
+
+class GetHistory(Message, frozen=True):
+    """Ask for the HistoryReport of a model, "" for all."""
+
+    model: Label = ""
+    limit: Small = 20
 
 
 class GetDescription(Message, frozen=True):
@@ -175,6 +211,10 @@ class Failure(Message, frozen=True):
     code: Label
     message: Text
 
+    def __post_init__(self) -> None:
+        # errors quote what they are about; one that is too long would be refused, and nobody told of it
+        msgspec.structs.force_setattr(self, "message", clipped(self.message))
+
 
 class ArenaCreated(Message, frozen=True):
     """The arena exists and is prefaulted; its descriptor is fetched over the descriptor socket."""
@@ -192,11 +232,15 @@ class SourceRegistered(Message, frozen=True):
 
 
 class TargetRegistered(Message, frozen=True):
-    """`staging` is the arena that new versions are staged in, laid out as refitd.buffers.layout says."""
+    """`staging` is the arena that new versions are staged in, laid out as refitd.buffers.layout says.
+
+    It holds `version` already where a process before this one has left it: the client takes it over at once.
+    """
 
     member: Name
     staging: Count
     nbytes: Count
+    version: Count | None = None
 
 
 class SlotGranted(Message, frozen=True):
@@ -209,6 +253,29 @@ class PullMeasured(Message, frozen=True):
     """Reading the spans took this long, or, with a `reason`, is not possible."""
 
     seconds: Seconds
+    reason: Text = ""
+
+
+class AskPause(Message, frozen=True):
+    """Stand still and say Paused; CommitFailed says why that cannot be. PrepareCommit or Resume follows."""
+
+    swap: Name
+    member: Name
+    version: Count
+
+
+class Resume(Message, frozen=True):
+    """Go on with what is there: the swap was aborted."""
+
+    swap: Name
+    member: Name
+    reason: Text = ""
+
+
+class Fence(Message, frozen=True):
+    """Serve none: this rank's version is not the live one, or that cannot be known now. No reason: serve again."""
+
+    member: Name
     reason: Text = ""
 
 
@@ -251,6 +318,7 @@ ClientRequest = (
     | MeasurePull
     | Lend
     | Withdraw
+    | Paused
     | CommitQuiet
     | CommitDone
     | CommitFailed
@@ -258,10 +326,11 @@ ClientRequest = (
     | AbortSwap
     | GetStatus
     | GetPlan
+    | GetHistory
     | GetDescription
 )
 
-OperatorRequest = StartSwap | AbortSwap | GetStatus | GetPlan | GetDescription
+OperatorRequest = StartSwap | AbortSwap | GetStatus | GetPlan | GetHistory | GetDescription
 
 ClientReply = (
     Welcome
@@ -272,6 +341,9 @@ ClientReply = (
     | TargetRegistered
     | SlotGranted
     | PullMeasured
+    | AskPause
+    | Resume
+    | Fence
     | PrepareCommit
     | CommitApplied
     | LeaseEnded
@@ -279,5 +351,6 @@ ClientReply = (
     | SwapReport
     | StatusReport
     | PlanReport
+    | HistoryReport
     | ModelDescription
 )

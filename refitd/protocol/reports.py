@@ -44,10 +44,31 @@ class SwapReport(Message, frozen=True):
     digests: Count = 0  # receive digests compared and found equal
     plan_s: Seconds = 0.0
     stage_s: Seconds = 0.0
+    pause_s: Seconds = 0.0  # waiting for engines to stand still
     commit_s: Seconds = 0.0
     total_s: Seconds = 0.0
     members: tuple[MemberReport, ...] = ()
     sources: tuple[SourceReport, ...] = ()
+    kind: Label = "asked"  # "auto", "catch-up", "rollback"
+    converted_bytes: Count = 0  # read once more by the workers, to be converted where it arrived
+
+
+class HistoryEntry(Value, frozen=True):
+    """One swap as the journal has it; `report` is there once it has ended."""
+
+    swap: Label
+    model: Label
+    version: Count
+    state: Label  # "decided", "committed", "incomplete", "aborted"
+    at: float  # seconds since the epoch
+    reason: Text = ""
+    report: SwapReport | None = None
+
+
+class HistoryReport(Message, frozen=True):
+    """The last swaps, the newest first."""
+
+    swaps: tuple[HistoryEntry, ...]
 
 
 class SwapProgress(Message, frozen=True):
@@ -89,9 +110,11 @@ class TargetStatus(Value, frozen=True):
     pid: Count
     tensors: Count
     bytes: Count
-    state: Label  # "serving", "empty", "behind"
+    state: Label  # "serving", "empty", "behind", "fenced", "poisoned"
     version: Count | None = None
     staged: Count | None = None
+    held_bytes: Count = 0  # of its live tensors; `bytes` are those that arrive
+    staging_bytes: Count = 0
 
 
 class ModelStatus(Value, frozen=True):
@@ -105,6 +128,16 @@ class ModelStatus(Value, frozen=True):
     targets: tuple[TargetStatus, ...]
     swap: SwapProgress | None = None
     last_swap: SwapReport | None = None
+    live: Count | None = None  # the version that was decided last
+    queued: Count = 0  # swaps that wait for the running one
+
+
+class GpuStatus(Value, frozen=True):
+    """The arenas that a daemon has on one GPU; `device` is its UUID, as `nvidia-smi -L` shows it."""
+
+    device: Label
+    arenas: Count
+    arena_bytes: Count
 
 
 class NodeStatus(Value, frozen=True):
@@ -119,6 +152,7 @@ class NodeStatus(Value, frozen=True):
     arena_bytes: Count
     address: Label = ""  # where its workers are reached
     services: tuple[Label, ...] = ()  # copy services that can run there
+    gpus: tuple[GpuStatus, ...] = ()  # those that arenas lie on; `arenas` and `arena_bytes` count these too
 
 
 class LinkStatus(Value, frozen=True):
@@ -172,6 +206,9 @@ class PlanReport(Message, frozen=True):
     pairs: tuple[PairTraffic, ...]
     parameters: tuple[ParameterTraffic, ...]
     unused_sources: tuple[Label, ...] = ()
+    converted_bytes: Count = 0  # read once more by the workers, to be converted where it arrived
+    staging_bytes: Count = 0  # of all targets' staging arenas
+    held_bytes: Count = 0  # of all targets' live tensors
 
 
 class DescribedMember(Value, frozen=True):

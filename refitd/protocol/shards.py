@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.dtypes import ELEMENT_SIZES, dtype_name
 from refitd.errors import ProtocolError
 from refitd.protocol.base import Count, Name, Small, Step, Value
+
+# More dimensions than any array library has: a product of more numbers than that is no size.
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
 class WireRepeat(Value, frozen=True, array_like=True):
@@ -24,10 +30,10 @@ class WireTile(Value, frozen=True, array_like=True):
     """`refitd.describe.Tile` on the wire."""
 
     tensor: Name
-    offset: tuple[Count, ...]
-    size: tuple[Count, ...]
+    offset: Shape
+    size: Shape
     local_offset: Count
-    local_stride: tuple[Count, ...]
+    local_stride: Shape
     repeat: WireRepeat | None = None
 
 
@@ -38,7 +44,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     """
 
     name: Name
-    shape: tuple[Count, ...]
+    shape: Shape
     dtype: Name
     is_tp: bool = False
     partition_dim: int = 0
@@ -51,7 +57,7 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     resolved_name: Name | None = None
     global_expert_index: Small | None = None
     tiles: tuple[WireTile, ...] | None = None
-    global_shape: tuple[Count, ...] | None = None
+    global_shape: Shape | None = None
     fill: float | None = None
     aliases: tuple[Name, ...] = ()
     cast_from: Name | None = None
@@ -72,7 +78,7 @@ class Place(Value, frozen=True, array_like=True):
 
     arena: Count
     offset: Count
-    strides: tuple[Count, ...]
+    strides: Shape
 
 
 def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from refitd.protocol.base import Count, Message, Name, Seconds, Small, Text
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
 from refitd.protocol.local import Failure
 
 # --- daemon to worker -------------------------------------------------------------------------------------
@@ -14,6 +14,7 @@ class MapArena(Message, frozen=True):
     arena: Count
     nbytes: Count
     write: bool
+    device: Label = ""  # the GPU it lies on (refitd.buffers.cuda.name_of); "": main memory
 
 
 class UnmapArena(Message, frozen=True):
@@ -57,12 +58,14 @@ class WarmUp(Message, frozen=True):
 class LoadJob(Message, frozen=True):
     """Prepare what is in the memory file that comes along, `nbytes` long.
 
-    Without an epoch it is CopyList.to_bytes, else Halves.to_bytes, to be run together with the epoch's others.
+    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else Halves.to_bytes, to
+    be run together with the epoch's others.
     """
 
     job: Count
     nbytes: Count
     epoch: Name | None = None
+    converts: bool = False
 
 
 class RunJob(Message, frozen=True):
@@ -119,7 +122,7 @@ class RunProgress(Message, frozen=True):
 
 
 class RunDone(Message, frozen=True):
-    """Every copy is written; with `verify`, every digest of what was read equals that of what was written."""
+    """Every copy is written; with `verify`, what was read and what was written were compared and are equal."""
 
     run: Count
     copies: Count
@@ -153,14 +156,19 @@ class FetchArena(Message, frozen=True):
     write: bool = False
 
 
+class Goodbye(Message, frozen=True):
+    """The client closes its session in order: nothing of it is kept for a process that comes after it."""
+
+
 class ArenaDescriptor(Message, frozen=True):
     """The descriptor comes along."""
 
     arena: Count
     nbytes: Count
+    device: Label = ""  # the GPU it lies on; "": main memory
 
 
 ToWorker = MapArena | UnmapArena | LoadJob | RunJob | DropJob | JoinEpoch | EpochValue | LeaveEpoch | WarmUp
 FromWorker = WorkerReady | RunProgress | RunDone | RunFailed | EpochPut | EpochJoined | EpochFailed
-DescriptorRequest = FetchArena
+DescriptorRequest = FetchArena | Goodbye
 DescriptorReply = Session | ArenaDescriptor | Failure

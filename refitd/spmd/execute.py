@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from refitd.copy_services.exchange import ExchangeResult, ExchangeService
 from refitd.copy_services.peers import Deadline
 from refitd.errors import RefusedError
 from refitd.spmd.rank_plan import RankPlan
-from refitd.transforms.base import ReshardTransform
+from refitd.transforms.base import ReshardTransform, Slices
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -100,20 +100,26 @@ def _prepare(plan: RankPlan, job: Job, work: _Work) -> None:
         table.dst_stride.tolist(),
         strict=True,
     )
+    received: dict[str, list[int]] = {}
+    prepared: _Prepared = {}
     for row, (src, dst, src_local, dst_local, task, size, src_at, src_step, dst_at, dst_step) in enumerate(columns):
         if src == plan.rank:
             name = table.locals[src_local]
             if transform is not None and transform.should_transform(name):
-                work.sends += _transformed_sends(plan, row, name, sources.whole(name), transform)
+                tensor = sources.cast(name, job.casts)
+                work.sends += _transformed_sends(plan, row, name, tensor, transform, prepared)
             else:
                 view = sources.view(name, size, src_at, src_step)
                 work.sends.append(_Half(task, view, dst, dtype=job.casts.get(name)))
         if dst == plan.rank:
             name = table.locals[dst_local]
             if transform is not None and transform.should_transform(name):
-                _receive_transformed(plan, row, name, transform, work)
+                received.setdefault(name, []).append(row)
             else:
                 work.receives.append(_Half(task, destinations.view(name, size, dst_at, dst_step), src))
+    if transform is not None:
+        for name, rows in received.items():
+            _receive_transformed(plan, rows, name, transform, work)
     work.afterwards += destinations.copies_back()
 
 
@@ -124,11 +130,20 @@ class _Rows:
         self._tensors = tensors
         # what as_strided cannot address goes through a contiguous copy
         self._copies: dict[str, torch.Tensor] = {}
+        self._cast: dict[str, torch.Tensor] = {}
 
     def whole(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
             raise RefusedError(f"{name}: the plan names it and the module has no such tensor; plan again")
         return self._tensors[name]
+
+    def cast(self, name: str, casts: Mapping[str, torch.dtype]) -> torch.Tensor:
+        """Return a tensor after its declared conversion."""
+        if name not in casts:
+            return self.whole(name)
+        if name not in self._cast:
+            self._cast[name] = self.whole(name).to(casts[name])
+        return self._cast[name]
 
     def view(self, name: str, size: list[int], offset: int, stride: list[int]) -> torch.Tensor:
         """Return the box of a row; it must lie inside the tensor."""
@@ -149,11 +164,20 @@ class _Rows:
         return [step(name, copy) for name, copy in self._copies.items()]
 
 
+# what a transform made of a piece: the same piece often goes to several ranks
+_Prepared = dict[tuple[str, tuple[tuple[int, int], ...]], list[torch.Tensor]]
+
+
 def _transformed_sends(
-    plan: RankPlan, row: int, name: str, tensor: torch.Tensor, transform: ReshardTransform
+    plan: RankPlan, row: int, name: str, tensor: torch.Tensor, transform: ReshardTransform, prepared: _Prepared
 ) -> list[_Half]:
     task, peer = int(plan.table.task_id[row]), int(plan.table.dst_rank[row])
-    pieces = [transform.prepare_send(name, piece.src_slices, tensor) for piece in plan.sliced(row)]
+    pieces = []
+    for piece in plan.sliced(row):
+        key = name, tuple((part.start, part.stop) for part in piece.src_slices)
+        if key not in prepared:
+            prepared[key] = transform.prepare_send(name, piece.src_slices, tensor)
+        pieces.append(prepared[key])
     if all(len(tensors) == 1 for tensors in pieces):
         if len(pieces) == 1:
             return [_Half(task, pieces[0][0], peer)]
@@ -161,13 +185,26 @@ def _transformed_sends(
     return [_Half(task, t, peer, part) for part, t in enumerate(t for tensors in pieces for t in tensors)]
 
 
-def _receive_transformed(plan: RankPlan, row: int, name: str, transform: ReshardTransform, work: _Work) -> None:
+def _receive_transformed(
+    plan: RankPlan, rows: Sequence[int], name: str, transform: ReshardTransform, work: _Work
+) -> None:
+    """Note the receives of all rows of a parameter, and what is done afterwards."""
+    sliced = {row: [piece.dst_slices for piece in plan.sliced(row)] for row in rows}
+    transform.begin_recv(name, [slices for pieces in sliced.values() for slices in pieces])
+    for row, pieces in sliced.items():
+        _receive_row(plan, row, name, pieces, transform, work)
+    work.afterwards.append(lambda: transform.finish_recv(name))
+
+
+def _receive_row(
+    plan: RankPlan, row: int, name: str, sliced: Sequence[Slices], transform: ReshardTransform, work: _Work
+) -> None:
     """Note the receives of a row, and that its pieces are finished afterwards.
 
     A row whose pieces need one tensor each is one transfer, as a sender without a transform sends it.
     """
     task, peer = int(plan.table.task_id[row]), int(plan.table.src_rank[row])
-    pieces = [(piece.dst_slices, transform.prepare_recv(name, piece.dst_slices)) for piece in plan.sliced(row)]
+    pieces = [(slices, transform.prepare_recv(name, slices)) for slices in sliced]
     if all(len(buffers) == 1 for _, buffers in pieces) and len(pieces) > 1:
         joined = torch.cat([buffers[0].reshape(-1) for _, buffers in pieces])
         work.receives.append(_Half(task, joined, peer))
@@ -179,7 +216,7 @@ def _receive_transformed(plan: RankPlan, row: int, name: str, transform: Reshard
         every = (buffer for _, buffers in pieces for buffer in buffers)
         work.receives += [_Half(task, buffer, peer, part) for part, buffer in enumerate(every)]
 
-    def step(slices: tuple[slice, ...], buffers: list[torch.Tensor]) -> Callable[[], object]:
+    def step(slices: Slices, buffers: list[torch.Tensor]) -> Callable[[], object]:
         return lambda: transform.finalize_recv(name, slices, buffers)
 
     work.afterwards += [step(slices, buffers) for slices, buffers in pieces]
@@ -194,6 +231,8 @@ def _check_overlap(plan: RankPlan, job: Job) -> None:
     table = plan.table
     read = {table.locals[i] for i in table.src_local[table.src_rank == plan.rank].tolist()} & job.sources.keys()
     written = {table.locals[i] for i in table.dst_local[table.dst_rank == plan.rank].tolist()} & job.destinations.keys()
+    if (transform := job.transform) is not None:  # it writes to memory of its own
+        read, written = ({n for n in names if not transform.should_transform(n)} for names in (read, written))
     by_storage: dict[int, list[str]] = {}
     for name in sorted(read):
         by_storage.setdefault(job.sources[name].untyped_storage().data_ptr(), []).append(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -12,12 +12,15 @@ from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, module_tensors
 from refitd.dtypes import dtype_name
+from refitd.errors import PlanError, RefusedError
 from refitd.protocol.shards import shard_of
 from refitd.spmd.wire import Described
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from refitd.transforms.base import ReshardTransform
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Request:
         src_rank_offset: added to the ranks in the source's parallel groups, where they number their own world.
         dst_rank_offset: the same for the destination's.
         casts: canonical names, or patterns with "*", of tensors whose source values are converted, and to what.
+        transform: what takes over some of the tensors.
     """
 
     source: nn.Module | Sequence[nn.Module] | None
@@ -39,6 +43,7 @@ class Request:
     src_rank_offset: int = 0
     dst_rank_offset: int = 0
     casts: Mapping[str, torch.dtype] | None = None
+    transform: ReshardTransform | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,19 @@ def bring(request: Request, rank: int) -> Brought:
     source, destination = _unwrapped(request.source), _unwrapped(request.destination)
     held = _side(source, rank, request.num_experts, request.src_rank_offset)
     wanted = _side(destination, rank, request.num_experts, request.dst_rank_offset)
+    sources = {} if source is None else module_tensors(source)
+    destinations = {} if destination is None else module_tensors(destination)
     casts: dict[str, torch.dtype] = {}
     for meta in held:
         if (dtype := _cast_of(meta, request.casts)) is not None:
             casts[meta.name] = meta.dtype = dtype
             meta.element_size = dtype.itemsize
+    if (transform := request.transform) is not None:
+        _describe_transformed(transform, rank, held, wanted, sources, destinations)
     return Brought(
         described=Described(rank, platform.node()[:512], shard_of(held), shard_of(wanted)),
-        sources={} if source is None else module_tensors(source),
-        destinations={} if destination is None else module_tensors(destination),
+        sources=sources,
+        destinations=destinations,
         casts=casts,
     )
 
@@ -95,6 +104,37 @@ def _cast_of(meta: ParameterMetadata, casts: Mapping[str, torch.dtype] | None) -
         if fnmatchcase(name, pattern) and dtype_name(dtype) != dtype_name(meta.dtype):
             return dtype
     return None
+
+
+def _describe_transformed(
+    transform: ReshardTransform,
+    rank: int,
+    held: Sequence[ParameterMetadata],
+    wanted: Sequence[ParameterMetadata],
+    sources: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, torch.Tensor],
+) -> None:
+    """Describe what a transform takes over by the dtype that travels.
+
+    Raises:
+        PlanError: with everything that the transform refuses.
+    """
+    questions: list[tuple[ParameterMetadata, Callable[[ParameterMetadata], torch.dtype | None]]] = []
+    questions += [(meta, lambda m: transform.send_dtype(m.name, sources[m.name], m.dtype)) for meta in held]
+    questions += [(meta, lambda m: transform.recv_dtype(m.name, destinations[m.name])) for meta in wanted]
+    problems = []
+    for meta, ask in questions:
+        if not transform.should_transform(meta.name):
+            continue
+        try:
+            dtype = ask(meta)
+        except RefusedError as exc:
+            problems.append(f"rank {rank}: {exc}")
+            continue
+        if dtype is not None:
+            meta.dtype, meta.element_size = dtype, dtype.itemsize
+    if problems:
+        raise PlanError(problems)
 
 
 def _unwrapped(model: nn.Module | Sequence[nn.Module] | None) -> nn.Module | Sequence[nn.Module] | None:

@@ -30,7 +30,7 @@ class Exchanges:
     def warm_up(self, service: str) -> None:
         """Import what a service needs; what is missing is told when an epoch is joined."""
         if self._registry.find(service).join is not None:
-            _torch_with_one_thread()
+            torch_with_one_thread()
 
     def join(self, message: sidecar.JoinEpoch, mailbox: Mailbox) -> None:
         """Join an epoch; return once all of its workers have met.
@@ -43,7 +43,7 @@ class Exchanges:
         if join is None:
             raise ConfigError(f"copy service {message.service!r} does not cross nodes; set transport.service")
         started = time.monotonic()
-        _torch_with_one_thread()
+        torch_with_one_thread()
         self._services[message.epoch] = join(
             Epoch(
                 id=message.epoch,
@@ -103,7 +103,8 @@ class _ExchangeJob(PreparedJob):
         return RunResult(self._receives, result.received_bytes, result.seconds, result.staging_bytes)
 
 
-def _torch_with_one_thread() -> None:
+def torch_with_one_thread() -> None:
+    """Import torch as workers use it."""
     torch = importlib.import_module("torch")
     # small strided copies are many times slower with OpenMP's threads on busy cores
     torch.set_num_threads(1)

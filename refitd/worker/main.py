@@ -15,9 +15,11 @@ from refitd.copy_services.base import DigestMismatch, MappedCopyService, Prepare
 from refitd.copy_services.epoch import Mailbox
 from refitd.copy_services.registry import Registry, installed
 from refitd.errors import DeadlineExceeded, PeerLost, RefitdError
+from refitd.execute.conversions import ConversionList
 from refitd.execute.copies import CopyList
 from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
+from refitd.worker.devices import Devices
 from refitd.worker.exchanges import Exchanges
 
 
@@ -50,6 +52,8 @@ class Daemon:
         """
         deadline = time.monotonic() + timeout
         try:
+            if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
+                raise PeerLost("the epoch has been given up")
             while (epoch, key) not in values:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -98,7 +102,9 @@ class Worker:
         make = registry.find("shm").mapped
         assert make is not None
         self._service: MappedCopyService = make(threads)
+        self._threads = threads
         self._arenas: dict[int, MappedArena] = {}
+        self._devices = Devices(registry, self._arenas)
         self._exchanges = Exchanges(registry, self._arenas)
         self._values: dict[tuple[str, str], bytes] = {}
         self._jobs: dict[int, PreparedJob | str] = {}  # a job that could not be prepared keeps its reason
@@ -115,10 +121,13 @@ class Worker:
 
     def _handle(self, message: sidecar.ToWorker, fds: tuple[int, ...]) -> None:
         match message:
-            case sidecar.MapArena(arena, nbytes, write):
+            case sidecar.MapArena(arena, nbytes, write, ""):
                 self._arenas[arena] = MappedArena(_only(fds), nbytes, write=write)
+            case sidecar.MapArena(arena, nbytes, write, device):
+                self._devices.map(arena, _only(fds), nbytes, device, write=write)
             case sidecar.UnmapArena(arena):
                 self._arenas.pop(arena, None)
+                self._devices.unmap(arena)
             case sidecar.JoinEpoch():
                 self._join(message)
             case sidecar.EpochValue(epoch, key, value):
@@ -128,8 +137,8 @@ class Worker:
                 self._values = {at: value for at, value in self._values.items() if at[0] != epoch}
             case sidecar.WarmUp(service):
                 self._exchanges.warm_up(service)
-            case sidecar.LoadJob(job, nbytes, epoch):
-                self._jobs[job] = self._load(_only(fds), nbytes, epoch)
+            case sidecar.LoadJob(job, nbytes, epoch, converts):
+                self._jobs[job] = self._load(_only(fds), nbytes, epoch, converts)
             case sidecar.DropJob(job):
                 self._jobs.pop(job, None)
             case sidecar.RunJob(job, run, verify, timeout_s):
@@ -143,12 +152,16 @@ class Worker:
         else:
             self._daemon.say(sidecar.EpochJoined(epoch=message.epoch))
 
-    def _load(self, fd: int, nbytes: int, epoch: str | None) -> PreparedJob | str:
+    def _load(self, fd: int, nbytes: int, epoch: str | None, converts: bool) -> PreparedJob | str:
         try:
             data = os.pread(fd, nbytes, 0)
+            if converts:
+                from refitd.worker.conversions import ConversionJob
+
+                return ConversionJob(ConversionList.from_bytes(data), self._arenas, self._threads)
             if epoch is not None:
                 return self._exchanges.prepare(epoch, data)
-            return self._service.prepare(CopyList.from_bytes(data), self._arenas)
+            return self._devices.prepare(CopyList.from_bytes(data), self._service)
         except (RefitdError, ValueError) as exc:
             return str(exc)
 

@@ -161,3 +161,38 @@ def test_a_coordinator_whose_journal_cannot_be_written_does_not_start(tmp_path: 
     assert ran.returncode != 0
     assert f"journal {path}: disk I/O error" in ran.stderr and "check coordinator.journal and the disk" in ran.stderr
     assert "event=ready" not in ran.stderr
+
+
+def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_next_swap_works(
+    daemon: RunningDaemon,
+) -> None:
+    """Nothing can be handed to the workers: every descriptor below the limit is taken."""
+    full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
+    with daemon.connect() as client:
+        source = client.register_source("policy", full)
+        target = client.register_target("policy", live, replica="r")
+        source.publish(1)
+        with Engine(target):  # whatever is imported at the first swap has been
+            client.swap("policy", 1, timeout=20)
+        for tensor in full.values():
+            tensor.add_(1)
+        source.publish(2)  # into the other slot: its copies are not known to the workers yet
+        eventually(lambda: all(client.status().nodes[0].workers), "the workers are there")
+        pid = daemon.process.pid
+        taken = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+        first_free = min(set(range(max(taken) + 2)) - taken)
+        before = resource.prlimit(
+            pid, resource.RLIMIT_NOFILE, (first_free, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1])
+        )
+        try:
+            says = (
+                r"worker \d on node n0.*could not be given its part of the copies: Too many open files; raise `ulimit"
+            )
+            with Engine(target), pytest.raises(refitd.RefitFailed, match=says):
+                client.swap("policy", 2, timeout=20)
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        assert daemon.process.poll() is None and target.version == 1
+        with Engine(target):
+            assert client.swap("policy", 2, timeout=20).outcome == "committed"
+        assert shards.equal(live, full)

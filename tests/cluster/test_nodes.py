@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -262,3 +265,82 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
         with Engine(target):
             two.trainer.swap("policy", 2, timeout=60)
         assert torch.equal(mine["w"], two.full["w"])
+
+
+ENGINE = """
+import sys, time, torch, refitd
+client = refitd.connect(sys.argv[1])
+mine = {"w": torch.zeros(1000, 1000, dtype=torch.bfloat16)}
+target = client.register_target("policy", mine, replica="far")
+print("ready", flush=True)
+committing = sys.argv[2:] == ["commits"]
+while True:
+    if committing:
+        target.poll()
+    elif target.pending is not None:
+        print("pending", flush=True)
+        time.sleep(600)
+    time.sleep(0.001)
+"""
+
+
+def far_engine(daemon: RunningDaemon, *words: str) -> subprocess.Popen[str]:
+    """An engine of replica "far" in a process of its own; without "commits" it stops at a decided version."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(daemon.directory), *words], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+@contextmanager
+def ended(child: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@pytest.mark.parametrize("victim", ["engine", "daemon"])
+def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_new_version(
+    nodes: Callable[..., Nodes], start_daemon: Callable[..., RunningDaemon], victim: str
+) -> None:
+    n0, n1 = nodes(2)
+    full = {"w": torch.ones(1000, 1000, dtype=torch.bfloat16)}
+    near = shards.zeros_like(full)
+    with n0.connect("trainer") as trainer, n0.connect("near") as engine, ended(far_engine(n1)) as far:
+        source = trainer.register_source("policy", full)
+        target = engine.register_target("policy", near, replica="near")
+        source.publish(1)
+        with Engine(target):
+            swap = RunningSwap(n0, "policy", 1, timeout=40)
+            assert far.stdout is not None and far.stdout.readline() == "pending\n"  # decided, and not taken over
+            (far if victim == "engine" else n1.process).kill()
+            with pytest.raises(refitd.RefitFailed) as failed:
+                swap.result(40)
+        report = failed.value.report
+        assert report is not None and (report.outcome, report.phase) == ("incomplete", "commit")
+        assert "far rank 0" in failed.value.causes and "far rank 0" in str(failed.value)
+        by_name = {member.replica: member for member in report.members}
+        assert by_name["near"].state == "committed" and by_name["far"].state != "committed"
+        assert target.version == 1 and torch.equal(near["w"], full["w"])
+        if victim == "daemon":
+            n1.process.wait()
+            endpoint = f"ipc://{n0.directory}/coordinator.sock"
+            head = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n'
+            n1 = start_daemon(head + DEADLINES, standalone=False)
+        eventually(lambda: len(status(n0).nodes) == 2, "both nodes are there")
+        with ended(far_engine(n1, "commits")):
+            full["w"].fill_(2)
+            source.publish(2)
+            with Engine(target):
+                report = trainer.swap("policy", 2, timeout=60)
+            assert report.outcome == "committed"
+            assert {(member.replica, member.state, member.version) for member in report.members} == {
+                ("near", "committed", 2),
+                ("far", "committed", 2),
+            }
+        assert torch.equal(near["w"], full["w"])

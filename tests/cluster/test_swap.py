@@ -68,6 +68,25 @@ def test_two_replicas_of_other_layouts_get_every_byte_in_place(daemon: RunningDa
         assert [target.version for target, _ in targets] == [3] * 5
 
 
+def test_models_of_equal_layout_do_not_share_what_a_plan_says_of_members(daemon: RunningDaemon) -> None:
+    """A policy and its reference: their rosters, and so their plans, are the same."""
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        sources, targets, live = {}, [], {}
+        for model in ("policy", "reference"):
+            sources[model] = (trainer.register_source(model, mine := shards.whole(0)), mine)
+            live[model] = shards.zeros_like(mine)
+            targets.append(engine.register_target(model, live[model], replica="r"))
+        with Engine(*targets):
+            for version in (1, 2, 3):
+                for seed, (model, (source, mine)) in enumerate(sources.items()):
+                    full = shards.whole(10 * version + seed)
+                    for name, tensor in full.items():
+                        mine[name].copy_(tensor)
+                    source.publish(version)
+                    assert trainer.swap(model, version, timeout=20).outcome == "committed"
+                    assert shards.equal(live[model], full)
+
+
 def test_tensors_in_an_arena_are_written_by_the_worker(daemon: RunningDaemon) -> None:
     full = shards.whole(7)
     with daemon.connect() as trainer, daemon.connect() as engine:

@@ -187,6 +187,18 @@ def test_parts_of_one_logical_transfer_arrive_in_their_own_tensors(world: World)
     assert succeeded(world, shuffled)
 
 
+def test_each_end_names_its_transfers_in_an_order_of_its_own(world: World) -> None:
+    maker = Maker()
+    for task in (7, 3, 9, 1, 5):
+        for source, target in ((0, 1), (2, 1), (1, 1)):
+            maker.add(source, target, (500,), task=10 * task + source)
+    plan = maker.plan()
+    backwards = replace(plan, transfers=plan.transfers[::-1])
+    outcome = world.run(plan, plan_of={1: backwards})
+
+    assert outcome.errors() == {""} and outcome.arrived
+
+
 def test_task_ids_may_be_any_number(world: World) -> None:
     maker = Maker()
     for task in (0, 1, 2**31, 2**63 - 1):

@@ -6,7 +6,7 @@ Nothing here knows the planner: what a rank must hold is sliced out of the whole
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -44,6 +44,18 @@ LAYER = {
 }
 EXPERT = {"linear_fc1.weight": Whole((48, 4), 0, stride=2), "linear_fc2.weight": Whole((4, 24), 1)}
 OUTER = {"embedding.weight": (0, Whole((48, 3), 0)), "head.scale": (-1, Whole((), dtype=torch.float64))}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The tensors of each layer, of each expert, and of the ends: (0 or -1 for the first or last stage, tensor)."""
+
+    layer: Mapping[str, Whole]
+    expert: Mapping[str, Whole]
+    outer: Mapping[str, tuple[int, Whole]]
+
+
+SMALL = Model(LAYER, EXPERT, OUTER)
 
 
 @dataclass(frozen=True)
@@ -124,19 +136,19 @@ def random_pair(seed: int, world: int) -> tuple[Layout, Layout, str]:
     return random_layout(rng, source), random_layout(rng, destination), kind
 
 
-def names_of(layout: Layout, place: Place) -> Iterator[tuple[int, str, str, Whole, int | None]]:
+def names_of(layout: Layout, place: Place, model: Model = SMALL) -> Iterator[tuple[int, str, str, Whole, int | None]]:
     """Yield (chunk, local name, canonical name, whole tensor, expert) of everything at a place."""
     mine = layout.stages[place.stage]
     per_chunk = -(-len(mine) // layout.chunks) or 1
-    for name, (at, whole) in OUTER.items():
+    for name, (at, whole) in model.outer.items():
         if at % layout.pp == place.stage:
             yield 0, name, name, whole, None
     for i, layer in enumerate(mine):
         chunk, local = divmod(i, per_chunk)
-        for name, whole in LAYER.items():
+        for name, whole in model.layer.items():
             yield chunk, f"layers.{local}.{name}", f"layers.{layer}.{name}", whole, None
         for k, expert in enumerate(_experts(layout.ep, place.ep_index)):
-            for name, whole in EXPERT.items():
+            for name, whole in model.expert.items():
                 form = f"local_experts.{k}.{name}" if layout.experts_as_modules else f"{name}{k}"
                 canonical = f"layers.{layer}.experts.{name}{expert}"
                 yield chunk, f"layers.{local}.experts.{form}", canonical, whole, expert
@@ -186,7 +198,7 @@ class Built:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def build(layout: Layout, rank: int, seed: int, *, is_filled: bool) -> Built | None:
+def build(layout: Layout, rank: int, seed: int, *, is_filled: bool, model: Model = SMALL) -> Built | None:
     """Return a rank's module, with the values of `seed` or with zeros, and what those values are."""
     place = layout.place(rank)
     if place is None:
@@ -200,7 +212,7 @@ def build(layout: Layout, rank: int, seed: int, *, is_filled: bool) -> Built | N
         chunk.config = Config()
         for i, layer in enumerate(mine[number * per_chunk : (number + 1) * per_chunk]):
             _child(chunk, f"layers.{i}").layer_number = layer + 1
-    for chunk_number, name, canonical, whole, expert in names_of(layout, place):
+    for chunk_number, name, canonical, whole, expert in names_of(layout, place, model):
         index, count = (place.tp_index, layout.tp) if expert is None else (place.expert_tp_index, layout.expert_tp)
         shard = cut(whole_tensor(canonical, whole, seed), whole, index, count)
         value = shard.clone() if is_filled else torch.zeros_like(shard)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import machine, models, swap_report
+from benchmarks import mxfp8 as mxfp8_benchmark
 from benchmarks import plan as plan_benchmark
 from benchmarks import swap as swap_benchmark
 from benchmarks.swap_crew import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
@@ -62,8 +63,10 @@ def test_unknown_name_is_refused():
 
 
 def test_quick_goes_to_benchmarks_that_have_such_a_form_only(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "BENCHMARKS", {name: bench.BENCHMARKS[name] for name in ("plan", "swap")})
     monkeypatch.setattr(swap_benchmark, "run", lambda json_output, quick=False: {"quick": quick})
     monkeypatch.setattr(plan_benchmark, "run", lambda json_output: {"quick": None})
+    monkeypatch.setattr(bench, "BENCHMARKS", {"plan": "benchmarks.plan", "swap": "benchmarks.swap"})
     assert bench.main(["--json", "--quick"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1]) == {"plan": {"quick": None}, "swap": {"quick": True}}
@@ -228,3 +231,37 @@ def test_swap_results_are_shown_with_what_was_left_out(capsys):
     assert "worker memory 20 MiB" in text and "Left out: why." in text and "many against few: 1.06 times" in text
     swap_report.show(results)
     assert "p99 7.5 ms" in capsys.readouterr().out
+
+
+def test_mxfp8_ways_take_turns_after_one_round_to_warm_up():
+    ticks = iter(range(100))
+    done = []
+    ways = {"memcpy": lambda: done.append("a"), "slow": lambda: done.append("b")}
+    rounds = mxfp8_benchmark.in_turns(ways, 2, lambda: float(next(ticks)))
+    assert done == ["a", "b"] * 3 and rounds == [{"memcpy": 1.0, "slow": 1.0}] * 2
+
+
+def test_mxfp8_ratios_are_taken_round_by_round():
+    rounds = [
+        {"memcpy": 1.0, "x": 2.0, "other": 8.0},
+        {"memcpy": 2.0, "x": 6.0, "other": 6.0},
+        {"memcpy": 1.0, "x": 3.0, "other": 6.0},
+    ]
+    memcpy, x, other = mxfp8_benchmark.summary(rounds, 6 * 10**9, "memcpy", ["other", "absent"])
+    assert (x["median_s"], x["gb_per_s"], x["units"], x["times other"]) == (3.0, 2.0, 3.0, 2.0)
+    assert memcpy["units"] == 1 and other["times other"] == 1 and "times absent" not in x
+
+
+def test_mxfp8_results_say_what_was_left_out_and_what_was_aimed_at():
+    row = {"way": "memcpy", "median_s": 1.0, "units": 1.0, "gb_per_s": 2.0}
+    section = {
+        "name": "conversion",
+        "unit": "memcpy",
+        "aim": "1.5 GB/s",
+        "left_out": "torchao",
+        "rounds": 3,
+        "rows": [row],
+    }
+    text = mxfp8_benchmark.markdown({"machine": machine.describe(), "sections": [section]})
+    assert "## Conversion" in text and "Left out: torchao." in text and "Aim: 1.5 GB/s." in text
+    assert "| way | median s | GB/s | memcpys |" in text and "| memcpy | 1 | 2 | 1 |" in text

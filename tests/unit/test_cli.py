@@ -19,6 +19,8 @@ from refitd.copy_services.base import Capabilities
 from refitd.copy_services.registry import Backend, Offer
 from refitd.errors import ConfigError, PeerLost, PlanError, RefitdError, RefitFailed, RefusedError, TransportError
 from refitd.protocol.reports import (
+    HistoryEntry,
+    HistoryReport,
     LinkStatus,
     MemberReport,
     ModelStatus,
@@ -148,9 +150,22 @@ class FakeClient:
     asked: list[tuple] = field(default_factory=list)
     closed: bool = False
 
-    def swap(self, model, version=None, *, timeout=None, on_progress=None):
-        self.asked.append(("swap", model, version, timeout))
+    def swap(self, model, version=None, *, timeout=None, queue=False, on_progress=None):
+        self.asked.append(("swap", model, version, timeout) if not queue else ("queue", model, version, timeout))
         return _answer(self.swap_result)
+
+    def rollback(self, model, version=None, *, timeout=None, on_progress=None):
+        self.asked.append(("rollback", model, version, timeout))
+        return _answer(self.swap_result)
+
+    def history(self, model="", limit=20):
+        self.asked.append(("history", model, limit))
+        return HistoryReport(
+            swaps=(
+                HistoryEntry(swap="s2", model="policy", version=8, state="decided", at=86400.0),
+                HistoryEntry(swap="s1", model="policy", version=7, state="committed", at=0.0, report=COMMITTED),
+            )
+        )
 
     def status(self):
         return _answer(self.status_result)
@@ -256,6 +271,28 @@ def test_swap_passes_version_and_timeout():
     client = FakeClient()
     run(client, "swap", "policy", "--version", "7", "--timeout", "2.5")
     assert ("swap", "policy", 7, 2.5) in client.asked
+
+
+def test_queueing_and_going_back_reach_the_client():
+    client = FakeClient()
+    run(client, "swap", "policy", "--queue")
+    assert run(client, "rollback", "policy").status == 0
+    run(client, "rollback", "policy", "--version", "3", "--timeout", "2")
+    assert [asked for asked in client.asked if asked[0] != "connect"] == [
+        ("queue", "policy", None, None),
+        ("rollback", "policy", None, None),
+        ("rollback", "policy", 3, 2),
+    ]
+
+
+def test_history_shows_how_swaps_ended_and_which_are_open():
+    client = FakeClient()
+    found = run(client, "history", "policy", "--limit", "5")
+    assert ("history", "policy", 5) in client.asked
+    lines = found.stdout.splitlines()
+    assert any("s2" in line and "decided" in line and "1970-01-02" in line for line in lines)
+    assert any("s1" in line and "committed" in line for line in lines)
+    assert json.loads(run(client, "history", "--json").stdout)["swaps"][1]["report"]["outcome"] == "committed"
 
 
 def test_swap_without_options_leaves_the_choice_to_the_coordinator():

@@ -15,7 +15,16 @@ from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
-from refitd.protocol.reports import NodeStatus, SourceReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import (
+    HistoryReport,
+    NodeStatus,
+    SourceReport,
+    StatusReport,
+    SwapProgress,
+    SwapReport,
+)
+
+NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
 
 
 class Harness:
@@ -33,6 +42,7 @@ class Harness:
             new_swap_id=lambda: f"swap{next(numbers)}",
             wall_clock=lambda: 1.0,
             decided=self.journal.get,
+            recent=lambda model, limit: [r for r in reversed(self.journal.values()) if model in ("", r.model)][:limit],
         )
         self.now = 0.0
         self.plans_made = 0
@@ -56,6 +66,7 @@ class Harness:
                             self.journal[record.swap] = record
                         pending.append(act.JournalWritten(record.swap, self.journal_error))
                     case act.Remember(record):
+                        self.journal.pop(record.swap, None)
                         self.journal[record.swap] = record
 
     def say(self, node: str, message: cluster.NodeMessage, request: int = 0) -> list[object]:
@@ -132,7 +143,7 @@ def test_the_second_swap_of_a_membership_sends_no_plan() -> None:
 
 
 def test_a_changed_membership_drops_the_plan_and_makes_another() -> None:
-    h = Harness()
+    h = Harness(NO_CATCH_UP)
     h.ready()
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
@@ -143,7 +154,7 @@ def test_a_changed_membership_drops_the_plan_and_makes_another() -> None:
 
 
 def test_a_member_that_joins_during_a_swap_leaves_its_plan_alone() -> None:
-    h = Harness()
+    h = Harness(NO_CATCH_UP)
     h.ready()
     swap = h.until_staging()
     assert kinds(h.add("b")) == ["Done"]
@@ -186,7 +197,7 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
     assert kinds(undone) == ["Abort", "Done"]
     (status,) = h.say("n0", local.GetStatus(), request=1)
     versions = {t.replica: (t.version, t.state) for t in status.models[0].targets}
-    assert versions == {"a": (7, "serving"), "b": (None, "empty")}
+    assert versions == {"a": (7, "serving"), "b": (None, "fenced")}
 
 
 def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
@@ -380,3 +391,179 @@ def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> N
     h.add("src", versions=(1, 2), ways=("copied", "pulled"), way="pulled", why="it is fast")
     fleet = h.state.models["m"].fleet
     assert [fleet.source_reports(version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
+
+
+# --- the queue, going back, catching up, standing still ---------------------------------------------------
+
+
+def commit(h: Harness, swap: str, *members: str, node: str = "n0") -> list[object]:
+    """Stage and commit on one node; return what the last word caused."""
+    h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    sent: list[object] = []
+    for member in members:
+        sent = h.say(node, cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0))
+    return sent
+
+
+def stages(sent: list[object]) -> list[cluster.Stage]:
+    return [m for m in sent if isinstance(m, cluster.Stage)]
+
+
+def test_a_queued_swap_begins_when_the_running_one_ends_and_others_are_refused() -> None:
+    h = Harness()
+    h.ready()
+    first = h.until_staging()
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    (refused,) = h.say("n0", local.StartSwap("m"), request=10)
+    assert isinstance(refused, local.Failure) and "--queue" in refused.message
+    assert h.say("n0", local.StartSwap("m", queue=True), request=11) == []
+    ended = commit(h, first, "a")
+    assert [r.version for r in reports(ended)] == [1]
+    (second,) = stages(ended)
+    assert [r.version for r in reports(commit(h, second.swap, "a"))] == [2]
+    assert h.state.models["m"].live == 2
+
+
+def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_begin_then() -> None:
+    h = Harness()
+    h.ready()
+    first = h.until_staging()
+    h.say("n0", local.StartSwap("m", version=7, queue=True), request=10)
+    h.say("n0", local.StartSwap("m", queue=True, timeout_s=2.0), request=11)
+    h.now = 3.0
+    h.sent.clear()
+    h.feed(act.Tick())
+    assert [(request, m.code) for _, request, m in h.sent if isinstance(m, local.Failure)] == [(11, "deadline")]
+    ended = commit(h, first, "a")
+    assert [m.message for m in ended if isinstance(m, local.Failure)] != []
+    assert h.state.models["m"].running is None
+
+
+def test_rollback_goes_to_the_version_before_the_live_one_and_no_further_by_itself() -> None:
+    h = Harness(config=Config(models={"m": ModelConfig(auto_swap=True)}))
+    h.ready()
+    assert h.state.models["m"].running is not None
+    versions = []
+    for version in (1, 2, 3):
+        if version > 1:
+            h.say("n0", cluster.ShardPublished(member="src", version=version))
+        running = h.state.models["m"].running
+        assert running is not None
+        for load in [m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)]:
+            h.say("n0", cluster.PlanLoaded(plan=load.plan))
+        commit(h, running.swap.swap, "a")
+        versions.append(h.state.models["m"].live)
+    assert versions == [1, 2, 3]
+    (refused,) = h.say("n0", local.StartSwap("m", version=2), request=9)
+    assert isinstance(refused, local.Failure) and "rollback" in refused.message
+    (stage,) = stages(h.say("n0", local.StartSwap("m", rollback=True), request=9))
+    assert stage.version == 2
+    (report,) = reports(commit(h, stage.swap, "a"))
+    assert (report.kind, report.version, report.outcome) == ("rollback", 2, "committed")
+    assert h.state.models["m"].running is None, "auto-swap must not undo what an operator has gone back to"
+    (stage,) = stages(h.say("n0", local.StartSwap("m", rollback=True), request=9))
+    assert stage.version == 1
+
+
+def test_a_replica_that_joins_is_brought_to_the_live_version_alone() -> None:
+    h = Harness()
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    joined = h.add("b")
+    assert kinds(joined) == ["DropPlan", "Done", "LoadPlan"]  # it knows that it is in before it is asked for anything
+    load = joined[-1]
+    assert isinstance(load, cluster.LoadPlan) and load.members == ("src", "b")
+    (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
+    assert stage.version == 1
+    commit(h, stage.swap, "b")
+    (model,) = next(m for m in h.say("n0", local.GetStatus(), request=5) if isinstance(m, StatusReport)).models
+    assert {t.replica: (t.state, t.version) for t in model.targets} == {"a": ("serving", 1), "b": ("serving", 1)}
+    assert model.last_swap is not None and model.last_swap.kind == "catch-up"
+
+
+def test_a_catch_up_that_fails_is_not_repeated_until_something_changes() -> None:
+    h = Harness()
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    load = h.add("b")[-1]
+    assert isinstance(load, cluster.LoadPlan)
+    (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
+    ended = h.say("n0", cluster.StageFailed(swap=stage.swap, where="worker 0", reason="broken"))
+    assert "Abort" in kinds(ended) and not any(isinstance(m, cluster.LoadPlan) for m in ended)
+    h.say("n0", cluster.RemoveShard(member="b", reason="gone"))
+    assert isinstance(h.add("b2", replica="b")[-1], cluster.LoadPlan)
+
+
+def test_what_somebody_asks_for_waits_for_a_catch_up_instead_of_being_refused() -> None:
+    h = Harness()
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    load = h.add("b")[-1]
+    assert isinstance(load, cluster.LoadPlan)
+    assert h.say("n0", local.StartSwap("m"), request=9) == []
+    (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
+    after = commit(h, stage.swap, "b")
+    (load,) = [m for m in after if isinstance(m, cluster.LoadPlan)]
+    (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
+    assert [r.version for r in reports(commit(h, stage.swap, "a", "b"))] == [2]
+
+
+def test_a_member_that_fails_after_the_decision_is_fenced_and_the_next_swap_heals_it() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    (report,) = reports(h.say("n0", cluster.MemberCommitFailed(swap=swap, member="a", reason="moved")))
+    assert report.outcome == "incomplete" and "moved" in report.reason
+    (model,) = next(m for m in h.say("n0", local.GetStatus(), request=5) if isinstance(m, StatusReport)).models
+    assert [(t.state, t.version) for t in model.targets] == [("fenced", None)]
+    assert h.state.models["m"].running is None
+    (stage,) = stages(h.say("n0", local.StartSwap("m"), request=9))
+    assert [r.outcome for r in reports(commit(h, stage.swap, "a"))] == ["committed"]
+
+
+def test_nothing_is_decided_before_engines_that_are_asked_stand_still() -> None:
+    h = Harness()
+    h.join()
+    h.add("src")
+    h.add("a", pauses=True)
+    h.add("b")
+    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    swap = h.until_staging()
+    staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    assert [m for m in staged if isinstance(m, cluster.Pause)] == [cluster.Pause(swap, 1, ("a",))]
+    assert not h.journal and "Commit" not in kinds(staged)
+    assert "Commit" in kinds(h.say("n0", cluster.MemberQuiet(swap=swap, member="a")))
+    assert h.journal[swap].state == "decided"
+
+
+def test_an_engine_that_does_not_stand_still_aborts_the_swap_by_name() -> None:
+    h = Harness()
+    h.join()
+    h.add("src")
+    h.add("a", pauses=True)
+    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.now = Config().deadlines.pause_s + 1
+    h.say("n0", cluster.NodeUpdate(status=h.state.nodes["n0"].status))
+    h.sent.clear()
+    h.feed(act.Tick())
+    (report,) = reports([m for _, _, m in h.sent])
+    assert (report.outcome, report.phase) == ("aborted", "pause") and "a rank 0" in report.reason
+    assert [member.state for member in report.members] == ["failed"]
+
+
+def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> None:
+    journal: dict[str, Record] = {}
+    h = Harness(journal=journal)
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    later = Harness(journal=journal)
+    later.join()
+    later.add("src", versions=(1,))
+    assert later.state.models["m"].live == 1
+    assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
+    (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
+    assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]

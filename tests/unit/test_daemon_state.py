@@ -459,3 +459,59 @@ def test_what_was_being_staged_is_forgotten_when_a_coordinator_takes_the_node_ba
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
     assert h.restarted == [0, 1], "nothing is written for it any more"
     assert h.publish(source, 2) == local.Done() and h.publish(source, 3) == local.Done(), "and nothing holds a slot"
+
+
+def test_a_job_that_could_not_be_handed_over_fails_the_swap_by_name_and_is_handed_over_next_time() -> None:
+    h = Harness()
+    h.fleet()
+    h.stage()
+    worker, load = next((w, m) for w, m in h.to_worker if isinstance(m, sidecar.LoadJob))
+    h.feed(act.NotSent(worker, load, "Too many open files"))
+    (failed,) = h.said(cluster.StageFailed)
+    assert failed.where == f"worker {worker} on node n0" and "Too many open files" in failed.reason
+    # what the worker says of the run that it knows nothing of changes nothing
+    run = next(m.run for w, m in h.to_worker if isinstance(m, sidecar.RunJob) and w == worker)
+    h.feed(act.WorkerSaid(worker, sidecar.RunFailed(run=run, reason="job 1 is not loaded")))
+    assert len(h.said(cluster.StageFailed)) == 1
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
+    h.done(h.stage("s2"))
+    assert (worker, load.job) in [(w, m.job) for w, m in h.to_worker if isinstance(m, sidecar.LoadJob)]
+    assert h.said(cluster.StageDone)
+
+
+def test_an_arena_that_a_worker_was_not_told_of_is_mapped_before_the_next_job_that_needs_it() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    staging = h.daemon.members[target].staging
+    h.feed(act.NotSent(1, sidecar.MapArena(arena=staging, nbytes=1, write=True), "Too many open files"))
+    h.done(h.stage())
+    told = [(worker, m) for worker, m in h.to_worker if isinstance(m, sidecar.MapArena | sidecar.LoadJob)]
+    maps = [(worker, m.arena, m.write) for worker, m in told if isinstance(m, sidecar.MapArena)]
+    assert maps == [(1, staging, True)]
+    mine = [m for worker, m in told if worker == 1]
+    assert isinstance(mine[0], sidecar.MapArena) and isinstance(mine[1], sidecar.LoadJob)
+
+
+def test_a_job_that_failed_in_a_worker_is_loaded_anew() -> None:
+    h = Harness()
+    h.fleet()
+    (worker, run), *_ = h.stage()
+    h.feed(act.WorkerSaid(worker, sidecar.RunFailed(run=run, reason="arena 1 is not mapped here")))
+    assert [w for w, m in h.to_worker if isinstance(m, sidecar.DropJob)] == [worker]
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
+    h.done(h.stage("s2"))
+    assert worker in [w for w, m in h.to_worker if isinstance(m, sidecar.LoadJob)]
+
+
+def test_arenas_on_a_gpu_are_counted_and_say_so_to_workers_and_in_the_status() -> None:
+    h = Harness()
+    assert isinstance(h.ask(local.CreateArena(nbytes=4096, device="GPU-a")), local.ArenaCreated)
+    target = local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD, device="GPU-a")
+    registered = h.ask(target)
+    assert isinstance(registered, local.TargetRegistered)
+    (gpu,) = h.daemon.status().gpus
+    assert (gpu.device, gpu.arenas, gpu.arena_bytes) == ("GPU-a", 2, 4096 + registered.nbytes)
+    mapped = [(worker, m.device) for worker, m in h.to_worker if isinstance(m, sidecar.MapArena)]
+    assert mapped == [(0, "GPU-a"), (0, "GPU-a")]
+    h.feed(act.SessionClosed(1, "died"))
+    assert h.daemon.status().gpus == () and len(h.closed) == 2

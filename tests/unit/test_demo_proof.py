@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from refitd_cli.demo.layout import ModelConfig, canonical_name, canonical_shapes, cut_of, shard
+from refitd_cli.demo.mxfp8 import is_converted, parts
 from refitd_cli.demo.proof import (
     LOGITS_TOLERANCE,
     Party,
@@ -82,3 +83,58 @@ def test_logits_beyond_the_tolerance_fail(directory: Path) -> None:
     found = verdict(directory)
     assert found.differing == ()
     assert not found.holds
+
+
+# --- an engine in MXFP8 -----------------------------------------------------------------------------------
+
+WIDE = ModelConfig(vocab=16, hidden=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
+CUT = Party("engine", tp=2, pp=1)
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """A trainer, and an engine that holds the projections of the same weights converted; its shards are 32 wide."""
+    rng = np.random.default_rng(0)
+    whole = {name: rng.integers(0, 1 << 14, shape, np.int16) for name, shape in canonical_shapes(WIDE).items()}
+    for party in (TRAINER, CUT):
+        for member, layout in party.members.items():
+            held = {}
+            for name, tensor in whole.items():
+                cut = cut_of(name, WIDE)
+                if party is TRAINER or not is_converted(name):
+                    held[name] = shard(tensor, cut, layout)
+                    continue
+                for which, part in parts(tensor).items():
+                    # blocks of rows or columns, each halved on its own
+                    assert cut is not None
+                    unit = 32 if which == "scale" and cut.dim == 1 else 1
+                    edges = np.cumsum([block // unit for block in cut.blocks])[:-1]
+                    halves = [np.split(block, 2, axis=cut.dim) for block in np.split(part, edges, axis=cut.dim)]
+                    held[f"{name}.{which}"] = np.concatenate([half[layout.tp_rank] for half in halves], axis=cut.dim)
+            np.savez(state_path(tmp_path, member), **held)
+        np.save(logits_path(tmp_path, party.leader), LOGITS + (party is CUT))
+    return tmp_path
+
+
+def mxfp8_verdict(directory: Path) -> Verdict:
+    return compare(directory, whole_model(directory, TRAINER, WIDE), TRAINER, CUT, WIDE, is_mxfp8=True)
+
+
+def test_an_engine_in_mxfp8_holds_the_whole_converted_once_whatever_its_logits(quantized: Path) -> None:
+    found = mxfp8_verdict(quantized)
+    assert found.holds and found.is_mxfp8 and found.differing == ()
+    assert found.logits_max_abs_diff == pytest.approx(1.0)
+    assert found.bytes < 0.6 * found.bfloat16_bytes
+
+
+@pytest.mark.parametrize("which", ["data", "scale"])
+def test_one_byte_of_an_engine_in_mxfp8_that_differs_is_named(quantized: Path, which: str) -> None:
+    path = state_path(quantized, "engine-1")
+    with np.load(path) as arrays:
+        held = dict(arrays)
+    held[f"decoder.layers.0.mlp.linear_fc2.weight.{which}"][3, 1] ^= 1
+    np.savez(path, **held)
+    found = mxfp8_verdict(quantized)
+    assert not found.holds
+    (line,) = found.differing
+    assert line.startswith(f"engine-1 decoder.layers.0.mlp.linear_fc2.weight.{which}: 1 of ")

@@ -14,7 +14,7 @@ from refitd.buffers.cuda import visible_devices
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu-check"
-NAMES = ["arena", "digest", "swap", "copies", "graph", "nccl-1", "nccl-2", "nvshmem-2", "service"]
+NAMES = ["arena", "digest", "swap", "copies", "graph", "mxfp8", "nccl-1", "nccl-2", "nvshmem-2", "service"]
 
 no_gpu = pytest.mark.skipif(visible_devices() > 0, reason="there is a GPU")
 
@@ -78,7 +78,15 @@ def test_every_check_has_a_body():
 
 
 @pytest.mark.parametrize(
-    "module", ["buffers.cuda", "buffers.handoff", "copy_services.nccl", "copy_services.nvshmem", "copy_services.cuda"]
+    "module",
+    [
+        "buffers.cuda",
+        "buffers.handoff",
+        "copy_services.nccl",
+        "copy_services.nvshmem",
+        "copy_services.cuda",
+        "transforms.mxfp8",
+    ],
 )
 def test_what_it_checks_needs_no_packages_of_the_service(module):
     """A bare machine has torch and numpy, perhaps xxhash; messages and sockets are for the service."""

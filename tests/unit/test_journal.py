@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,42 @@ def test_a_file_that_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> N
     path.write_text("this is not a database, and it is long enough to look like one" * 20)
     with pytest.raises(CommitError, match=r"journal .*j: file is not a database"):
         Journal(path)
+
+
+def test_recent_swaps_come_newest_first_of_one_model_or_all(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.write(DECIDED)
+    journal.write(Record("s2", "other", 1, "aborted", "", "no", 2.0))
+    journal.write(replace(DECIDED, state="committed", report=b"{}"))
+    assert [(r.swap, r.state, r.is_decided) for r in journal.recent("", 5)] == [
+        ("s1", "committed", True),
+        ("s2", "aborted", False),
+    ]
+    assert [r.swap for r in journal.recent("policy", 5)] == ["s1"]
+    assert [r.swap for r in journal.recent("", 1)] == ["s1"]
+
+
+def test_a_journal_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    old = sqlite3.connect(path, isolation_level=None)
+    old.execute(
+        "CREATE TABLE swaps (swap TEXT PRIMARY KEY, model TEXT NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL,"
+        " plan TEXT NOT NULL DEFAULT '', reason TEXT NOT NULL DEFAULT '', at REAL NOT NULL) STRICT"
+    )
+    old.execute("INSERT INTO swaps VALUES ('s1', 'policy', 4, 'decided', 'plan', '', 1.0)")
+    old.execute("PRAGMA user_version=1")
+    old.close()
+    journal = Journal(path)
+    assert journal.decided("s1") == DECIDED
+    journal.write(replace(DECIDED, state="committed", report=b"{}"))
+    assert Journal(path).recent("", 1)[0].report == b"{}"
+
+
+def test_a_journal_keeps_the_last_swaps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refitd.commit.journal.KEPT", 3)
+    journal = Journal(tmp_path / "j")
+    for number in range(20):
+        journal.write(Record(f"s{number}", "policy", number, "decided", "", "", 1.0))
+        journal.write(Record(f"s{number}", "policy", number, "committed", "", "", 1.0))
+    kept = [r.version for r in journal.recent("", 100)]
+    assert kept[:3] == [19, 18, 17] and len(kept) <= 6

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from refitd.config import Config, CoordinatorConfig, SecurityConfig
 from refitd.errors import ConfigError
 from refitd.protocol import keys
+from refitd.protocol.roles import ALL_ROLES, Allowed
 from refitd.security import coordinator_keys, daemon_keys
 from refitd_cli.control import main as refitctl
 
@@ -101,7 +102,36 @@ def test_list_is_the_public_files_together_with_comments(tmp_path, pair):
     other = keys.generate("n1")
     listed = tmp_path / "allowed"
     listed.write_text(f"# the cluster\n\n{pair.public_line}\n  {other.public_line}  \n{pair.public_line}\n")
-    assert keys.read_list(listed) == {pair.public: "n0", other.public: "n1"}
+    assert keys.read_list(listed) == {pair.public: Allowed("n0"), other.public: Allowed("n1")}
+
+
+def test_line_of_a_list_says_which_node_a_key_may_be_and_which_roles_its_clients_have(tmp_path, pair):
+    other, third = keys.generate("n1"), keys.generate("n2")
+    listed = tmp_path / "allowed"
+    listed.write_text(
+        f"{pair.public_line} node=n0 roles=engine,operator\n{other.public_line} node=gpu/7\n"
+        f"{third.public_line} roles=trainer\n"
+    )
+    assert keys.read_list(listed) == {
+        pair.public: Allowed("n0", "n0", frozenset({"engine", "operator"})),
+        other.public: Allowed("n1", "gpu/7", ALL_ROLES),
+        third.public: Allowed("n2", "", frozenset({"trainer"})),
+    }
+
+
+@pytest.mark.parametrize("rest", ["roles=", "roles=root", "roles=engine,", "node=", "node=a node=b", "role=engine"])
+def test_line_that_limits_a_key_in_an_unknown_way_is_refused(tmp_path, pair, rest):
+    listed = tmp_path / "allowed"
+    listed.write_text(f"{pair.public_line} {rest}\n")
+    with pytest.raises(ConfigError, match=r"line 1 is not `NAME KEY \[node=NAME\] \[roles=ROLE,...\]`"):
+        keys.read_list(listed)
+
+
+def test_two_lines_that_say_different_things_of_one_key_are_refused(tmp_path, pair):
+    listed = tmp_path / "allowed"
+    listed.write_text(f"{pair.public_line} roles=engine\n{pair.public_line}\n")
+    with pytest.raises(ConfigError, match="line 2 says of a key what an earlier line does not"):
+        keys.read_list(listed)
 
 
 @pytest.mark.parametrize("line", ["n0", "n0 short", "{key}", "n0 {key} more", "a/b {key}", "n0\u00a0{key}"])
@@ -149,7 +179,7 @@ def test_each_side_gets_its_keys_from_the_configuration(tmp_path, pair):
     key, public = keys.write(pair, tmp_path)
     server = keys.generate("head")
     found = coordinator_keys(config("tcp://*:7433", key=key, allowed=public))
-    assert found == keys.ServerKeys(pair, {pair.public: "n0"})
+    assert found == keys.ServerKeys(pair, {pair.public: Allowed("n0")})
     assert daemon_keys(config("tcp://head:7433", key=key, server_key=server.public)) == keys.ClientKeys(
         pair, server.public
     )

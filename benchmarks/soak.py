@@ -1,0 +1,357 @@
+"""The long run: swaps without a pause while processes are killed and stopped at random, and engines check every read.
+
+Nothing here is timed. It counts what must not be there: torn reads, replicas that serve what was never decided, swaps
+that neither succeed nor fail, clusters that do not recover, and what is left at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import refitd
+from benchmarks import machine
+from benchmarks.soak_cluster import Cluster, Process, descriptors
+from benchmarks.soak_member import MODEL
+
+RESULTS = Path(__file__).parent / "results"
+SWAP_S = 10.0
+# A swap's own deadlines end it in at most 8 + 5 + 8 + 5 s, and its client is told at once.
+HANG_S = 60.0
+RECOVERY_S = 60.0
+PUBLISH_S = 30.0
+
+
+class Chaos:
+    """Breaks one thing at a time, at random moments, and mends what does not mend itself."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self._cluster = cluster
+        self._random = random.Random(seed)
+        self._stop = threading.Event()
+        self.faults: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+        self.last = 0.0  # when the last fault was over
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Chaos:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._random.uniform(0.3, 4.0)):
+                what, do = self._random.choice(self._choices())
+                do()
+                self.faults[what] += 1
+                self.last = time.monotonic()
+        except BaseException as exc:  # told by the driver
+            self.failure = exc
+
+    def _choices(self) -> list[tuple[str, Callable[[], None]]]:
+        cluster, rng = self._cluster, self._random
+        node = rng.choice(sorted(cluster.daemons))
+        daemon = cluster.daemons[node]
+        engine = cluster.engines[rng.choice(sorted(cluster.engines))]
+        workers = cluster.workers(node)
+        found: list[tuple[str, Callable[[], None]]] = []
+        for process, role in (
+            (cluster.coordinator, "coordinator"),
+            (daemon, "daemon"),
+            (engine, "engine"),
+            (cluster.trainer, "trainer"),
+        ):
+            found.append((f"{role}, kill -9", lambda p=process: self._kill(p)))
+            found.append((f"{role}, stopped for a while", lambda p=process: self._pause(p.popen.pid)))
+        if workers:
+            pid = rng.choice(workers)
+            found.append(("worker, kill -9", lambda: _signal(pid, signal.SIGKILL)))
+            found.append(("worker, stopped for a while", lambda: self._pause(pid)))
+        return found
+
+    def _kill(self, process: Process) -> None:
+        process.kill()
+        self._stop.wait(self._random.uniform(0.0, 1.5))
+        process.start()
+
+    def _pause(self, pid: int) -> None:
+        # at times longer than others wait for a word from it
+        seconds = self._random.choice((0.2, 1.0, 3.0, 12.0))
+        if _signal(pid, signal.SIGSTOP):
+            try:
+                self._stop.wait(seconds)
+            finally:
+                _signal(pid, signal.SIGCONT)
+
+
+class Soak:
+    """The driver: publishes, swaps, counts."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.recoveries: list[float] = []
+        self._reads: dict[str, tuple[int, int, int]] = {}  # of each member's present process
+        self._totals = [0, 0, 0]
+        self.serves: dict[str, int | None] = {}
+        self._served: set[tuple[str, int]] = set()
+        self._published = -1
+        self._closed: set[str] = set()
+
+    def listen(self) -> None:
+        """Take in what members have said."""
+        while not self._cluster.events.empty():
+            name, event = self._cluster.events.get()
+            match event["event"]:
+                case "serves":
+                    self.serves[name] = event["version"]
+                    if event["version"] is not None:
+                        self._served.add((name, event["version"]))
+                case "torn":
+                    self.problems.append(f"torn: {name} {event}")
+                case "reads":
+                    now = (event["reads"], event["fenced"], event["torn"])
+                    before = self._reads.get(name, (0, 0, 0))
+                    if now[0] + now[1] < before[0] + before[1]:
+                        before = (0, 0, 0)  # another process of that name
+                    self._totals = [t + n - b for t, n, b in zip(self._totals, now, before, strict=True)]
+                    self._reads[name] = now
+                case "published":
+                    self._published = event["version"]
+                case "closed":
+                    self._closed.add(name)
+
+    def round(self, version: int) -> bool:
+        """Publish a version and swap to it; return whether it is live everywhere."""
+        self._cluster.trainer.tell(version=version, timeout_s=PUBLISH_S)
+        until = time.monotonic() + PUBLISH_S + 10
+        while self._published != version:
+            self.listen()
+            if not self._cluster.trainer.is_running or time.monotonic() > until:
+                self.counts["versions that the trainer did not publish"] += 1
+                time.sleep(0.2)
+                return False
+            time.sleep(0.005)
+        started = time.monotonic()
+        try:
+            with self._cluster.connect() as client:
+                report = client.swap(MODEL, version, timeout=SWAP_S, queue=True)
+            outcome = report.outcome
+        except refitd.RefitFailed as exc:
+            report = getattr(exc, "report", None)
+            outcome = report.outcome if report is not None else "failed"
+        except refitd.RefusedError:
+            outcome = "refused"
+        except refitd.RefitdError as exc:
+            outcome = f"not answered ({type(exc).__name__})"
+        took = time.monotonic() - started
+        if took > HANG_S:
+            self.problems.append(f"hang: the swap to {version} took {took:.0f} s")
+        self.counts[outcome] += 1
+        self.listen()
+        if outcome != "committed":
+            time.sleep(0.1)
+        return outcome == "committed"
+
+    def settle(self, version: int) -> None:
+        """Wait until every replica serves a version."""
+        until = time.monotonic() + RECOVERY_S
+        while set(self.serves.values()) != {version}:
+            self.listen()
+            if time.monotonic() > until:
+                self.problems.append(f"replicas serve {self.serves} long after version {version} was committed")
+                return
+            time.sleep(0.02)
+
+    def close_members(self) -> None:
+        """Have all members leave in order."""
+        self._closed.clear()
+        for member in (*self._cluster.engines.values(), self._cluster.trainer):
+            member.tell(version=self._published + 1, timeout_s=PUBLISH_S, last=True)
+        until = time.monotonic() + 30
+        while len(self._closed) < 4 and time.monotonic() < until:
+            self.listen()
+            time.sleep(0.05)
+
+    def check_journal(self) -> None:
+        """What was served must have been decided."""
+        with sqlite3.connect(f"file:{self._cluster.journal}?mode=ro", uri=True) as journal:
+            rows = journal.execute("SELECT version, state FROM swaps").fetchall()
+        decided = {version for version, state in rows if state != "aborted"}
+        self.counts["swaps in the journal"] = len(rows)
+        for name, version in sorted(self._served):
+            if version not in decided:
+                self.problems.append(f"{name} served version {version}, which was never decided")
+        for open_version in [version for version, state in rows if state == "decided"][:5]:
+            self.counts["decided and never reported as ended"] += 1
+            del open_version
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Reads by what was found."""
+        return dict(zip(("reads", "served nothing", "torn"), self._totals, strict=True))
+
+
+def run(
+    json_output: bool, quick: bool = False, minutes: float | None = None, seed: int | None = None
+) -> dict[str, Any]:
+    """Run for so many minutes (10, or half a one when quick); what was found is kept unless it was quick."""
+    minutes = (0.5 if quick else 10.0) if minutes is None else minutes
+    seed = int(time.time()) if seed is None else seed
+    started = time.monotonic()
+    cluster = Cluster()
+    soak = Soak(cluster)
+    leaks: list[str] = []
+    try:
+        chaos = _break(cluster, soak, started + 60 * minutes, seed)
+        before = {name: descriptors(d.popen.pid) for name, d in cluster.daemons.items() if d.popen}
+        soak.close_members()
+        leaks = _leaks(cluster, before)
+        leaks += cluster.close()
+        soak.check_journal()
+    finally:
+        if soak.problems or sys.exc_info()[0] is not None:
+            _note(f"logs are in {cluster.folder}")
+            for process in cluster.processes():
+                if process.is_running:
+                    process.kill()
+        else:
+            cluster.remove()
+    found = {
+        "minutes": (time.monotonic() - started) / 60,
+        "seed": seed,
+        "swaps": dict(soak.counts),
+        "faults": dict(chaos.faults),
+        "reads": soak.totals,
+        "recoveries": len(soak.recoveries),
+        "recovery_s": {
+            "median": statistics.median(soak.recoveries) if soak.recoveries else 0.0,
+            "longest": max(soak.recoveries, default=0.0),
+        },
+        "problems": soak.problems,
+        "leaks": leaks,
+        "machine": machine.describe(),
+    }
+    if not quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "soak.md").write_text(_markdown(found))
+    if not json_output:
+        print(_markdown(found))
+    if soak.problems or leaks:
+        raise RuntimeError(f"{len(soak.problems)} problems, {len(leaks)} leaks: {(soak.problems + leaks)[:5]}")
+    return found
+
+
+def _break(cluster: Cluster, soak: Soak, until: float, seed: int) -> Chaos:
+    """Swap and break until the time is over, then mend everything and have all replicas serve one version."""
+    version, live, told = 0, -1, time.monotonic()
+    broken_at = 0.0
+    with Chaos(cluster, seed) as chaos:
+        while time.monotonic() < until:
+            if chaos.failure is not None:
+                raise RuntimeError("the soak itself has failed") from chaos.failure
+            version += 1
+            before = chaos.last
+            if soak.round(version):
+                live = version
+                if broken_at:
+                    soak.recoveries.append(time.monotonic() - broken_at)
+                    broken_at = 0.0
+            elif not broken_at:
+                broken_at = time.monotonic()
+            if broken_at and time.monotonic() - max(broken_at, before) > RECOVERY_S:
+                soak.problems.append(f"no swap has succeeded for {RECOVERY_S:.0f} s after the last fault")
+                break
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                faults = sum(chaos.faults.values())
+                _note(f"  {max(0, until - told):.0f} s left: {dict(soak.counts)}, {faults} faults, {soak.totals}")
+    end = time.monotonic() + RECOVERY_S
+    while time.monotonic() < end:
+        version += 1
+        if soak.round(version):
+            live = version
+            break
+    else:
+        soak.problems.append(f"no swap has succeeded within {RECOVERY_S:.0f} s of quiet")
+    soak.settle(live)
+    return chaos
+
+
+def _leaks(cluster: Cluster, before: dict[str, int]) -> list[str]:
+    """Return what daemons still have once everybody has left."""
+    found: list[str] = []
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        found = []
+        with cluster.connect() as client:
+            for node in client.status().nodes:
+                if node.arenas:
+                    found.append(f"{node.node}: {node.arenas} arenas, {node.arena_bytes} bytes")
+        for name, daemon in cluster.daemons.items():
+            assert daemon.popen is not None
+            if (now := descriptors(daemon.popen.pid)) > before[name]:
+                found.append(f"{name}: {now} descriptors, with members there were {before[name]}")
+        if not found:
+            break
+        time.sleep(0.5)
+    return found
+
+
+def _signal(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _markdown(found: dict[str, Any]) -> str:
+    about = found["machine"]
+    lines = [
+        "# The long run: random faults during continuous swaps",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
+        "three daemons, a trainer of two ranks and three replicas of two ranks (private tensors; arenas; asked to",
+        "pause), all on one machine, bytes between nodes over gloo. Every element of version v is v: engines read",
+        f"everything all the time. {found['minutes']:.1f} minutes, seed {found['seed']}. Written by",
+        "`scripts/bench soak --minutes N`.",
+        "",
+        "| what | count |",
+        "| --- | --- |",
+        *(f"| swaps, {name} | {count} |" for name, count in sorted(found["swaps"].items())),
+        *(f"| {name} | {count} |" for name, count in sorted(found["faults"].items())),
+        f"| faults in all | {sum(found['faults'].values())} |",
+        f"| recoveries | {found['recoveries']} |",
+        f"| whole reads of a replica | {found['reads']['reads']} |",
+        f"| looks at a replica that served nothing | {found['reads']['served nothing']} |",
+        f"| torn reads | {found['reads']['torn']} |",
+        f"| other problems (hangs, undecided versions, no recovery) | {len(found['problems'])} |",
+        f"| leaks | {len(found['leaks'])} |",
+        "",
+        f"From the first swap that failed to the next that succeeded: median {found['recovery_s']['median']:.1f} s, "
+        f"longest {found['recovery_s']['longest']:.1f} s.",
+        *(f"- {problem}" for problem in found["problems"] + found["leaks"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

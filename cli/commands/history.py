@@ -1,0 +1,52 @@
+"""refitctl history: what became of the last swaps, as the coordinator's journal has it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import click
+
+from refitd.protocol.reports import HistoryEntry
+from refitd_cli.output import duration, print_json, print_table, size, to_json, version
+from refitd_cli.session import Session, address_option, json_option
+
+
+@click.command()
+@click.argument("model", default="")
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
+@address_option
+@json_option
+@click.pass_context
+def history(ctx: click.Context, model: str, limit: int, address: str | None, as_json: bool) -> None:
+    """Show the last swaps of MODEL (or of all models), the newest first.
+
+    They outlive the coordinator. A swap that stands as "decided" was being committed when it was last heard of.
+    """
+    session: Session = ctx.obj
+    with session.client(address) as client:
+        found = client.history(model, limit)
+    if as_json:
+        print_json(to_json(found))
+        return
+    if not found.swaps:
+        click.echo(f"no swap of {model} has been begun" if model else "no swap has been begun")
+        return
+    columns = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">took", ">paused", "reason")
+    print_table("", columns, map(_row, found.swaps))
+
+
+def _row(entry: HistoryEntry) -> tuple[str, ...]:
+    report = entry.report
+    paused = max((member.paused_s for member in report.members), default=0.0) if report else 0.0
+    return (
+        datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        entry.swap,
+        entry.model,
+        version(entry.version),
+        report.kind if report else "-",
+        entry.state,
+        size(report.bytes) if report else "-",
+        duration(report.total_s) if report else "-",
+        duration(paused) if paused else "-",
+        entry.reason,
+    )

@@ -1,0 +1,121 @@
+"""Blocks of a tensor: the digest of each, and where two that should be equal differ.
+
+A tensor is cut in row-major order of its elements, wherever they lie: [0:step], [step:2*step], ... Digests of a tensor
+are those of its blocks in that order, so that one says what is in a block and the list says where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+MIN_BLOCK_BYTES = 1 << 20
+MAX_BLOCKS = 64  # of one tensor
+DIGEST_BYTES = 8
+# what is gathered, hashed or compared at once: it stays in cache
+CHUNK_BYTES = 256 << 10
+
+Elements = npt.NDArray[np.void]
+
+
+def block_step(elements: int, element_size: int) -> int:
+    """Return how many elements of a tensor are in each block; the last may have fewer.
+
+    524,288 elements of 2 bytes, 1 MiB -> 524,288; 256 MiB -> 2,097,152, in 64 blocks
+    """
+    nbytes = max(MIN_BLOCK_BYTES, -(-elements * element_size // MAX_BLOCKS))
+    return -(-nbytes // element_size)
+
+
+def blocks_of(elements: int, step: int) -> list[tuple[int, int]]:
+    """Return (first element, elements) of every block; none of an empty tensor."""
+    return [(first, min(step, elements - first)) for first in range(0, elements, step)]
+
+
+def packed(array: Elements, first: int, count: int) -> Iterator[Elements]:
+    """Yield elements [first : first + count], in row-major order, as contiguous parts of about CHUNK_BYTES at most."""
+    if array.flags.c_contiguous or array.ndim == 1:
+        flat = array.reshape(-1) if array.flags.c_contiguous else array
+        step = max(1, CHUNK_BYTES // array.itemsize)
+        for at in range(first, first + count, step):
+            yield np.ascontiguousarray(flat[at : min(at + step, first + count)])
+        return
+    inner = prod(array.shape[1:])
+    rows = max(1, CHUNK_BYTES // (inner * array.itemsize))
+    end = first + count
+    while first < end:
+        row, skip = divmod(first, inner)
+        whole = min(rows, (end - first) // inner)
+        if skip or not whole or whole * inner * array.itemsize > CHUNK_BYTES:
+            part = min(inner - skip, end - first)
+            yield from packed(array[row], skip, part)
+        else:
+            part = whole * inner
+            yield np.ascontiguousarray(array[row : row + whole]).reshape(-1)
+        first += part
+
+
+def digest(parts: Iterator[Elements]) -> bytes:
+    """Return the digest of what the parts hold, one after another: it depends on the place of every byte."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part.view(np.uint8))
+    return state.digest()
+
+
+def compare(live: Iterator[Elements], expected: Iterator[Elements], first: int) -> tuple[int, int, int]:
+    """Return (first, last, number) of the elements that differ, where both begin at `first`; number 0: none.
+
+    Both come in parts of the same elements.
+    """
+    found, lowest, highest, at = 0, 0, 0, first
+    for one, other in zip(_evenly(live), _evenly(expected), strict=True):
+        a, b = (part.view(np.uint8).reshape(len(part), part.itemsize) for part in (one, other))
+        rows = np.flatnonzero((a != b).any(axis=1))
+        if len(rows):
+            lowest = lowest if found else at + int(rows[0])
+            highest = at + int(rows[-1])
+            found += len(rows)
+        at += len(one)
+    return lowest, highest, found
+
+
+def _evenly(parts: Iterator[Elements]) -> Iterator[Elements]:
+    """Cut parts again so that two ways of gathering the same elements go in step."""
+    kept: list[Elements] = []
+    held = 0
+    for part in parts:
+        step = max(1, CHUNK_BYTES // part.itemsize)
+        while held + len(part) >= step:
+            head, part = part[: step - held], part[step - held :]
+            yield np.concatenate([*kept, head]) if kept else head
+            kept, held = [], 0
+        if len(part):
+            kept.append(part)
+            held += len(part)
+    if kept:
+        yield np.concatenate(kept)
+
+
+def slice_text(shape: Sequence[int], first: int, last: int) -> str:
+    """Return the smallest box that holds elements `first` to `last` of a tensor, as an index would be written.
+
+    shape (4, 8): 10..13 -> "[1, 2:6]"; 10..17 -> "[1:3, :]"
+    """
+    if not shape:
+        return "[]"
+    words: list[str] = []
+    for dim, size in enumerate(shape):
+        inner = prod(shape[dim + 1 :])
+        low, high = first // inner % size, last // inner % size
+        if low == high:
+            words.append(str(low))
+            continue
+        words.append(f"{low}:{high + 1}")
+        words += [":"] * (len(shape) - dim - 1)
+        break
+    return f"[{', '.join(words)}]"

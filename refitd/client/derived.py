@@ -1,0 +1,61 @@
+"""Tensors that an engine makes of its weights: declared, made anew inside every commit, watched like the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from refitd.errors import CommitError, RefusedError
+from refitd.protocol.held import DerivedTensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """A workspace, or a fused or swizzled copy, that becomes stale when weights change.
+
+    Attributes:
+        tensor: its memory stays where it is; a CUDA graph may have captured it.
+        sources: names of the weights it is made of.
+        refresh: called with `tensor` inside the commit, after the weights, to write it anew, in place. Without one,
+            swaps are refused: nobody else knows how.
+    """
+
+    tensor: torch.Tensor
+    sources: tuple[str, ...] = ()
+    refresh: Callable[[torch.Tensor], object] | None = None
+
+
+def check_derived(derived: Mapping[str, Derived], weights: Collection[str]) -> tuple[DerivedTensor, ...]:
+    """Return what the coordinator is told of them.
+
+    Raises:
+        RefusedError: one is made of what is not registered, or is called like a weight.
+    """
+    for name, one in derived.items():
+        if unknown := [source for source in one.sources if source not in weights]:
+            raise RefusedError(f"{name}: it is declared to be made of {unknown}, which are not registered here")
+        if name in weights:
+            raise RefusedError(f"{name}: a weight is called so; give the derived tensor a name of its own")
+    return tuple(
+        DerivedTensor(name=name, sources=tuple(one.sources), is_refreshed=one.refresh is not None)
+        for name, one in derived.items()
+    )
+
+
+def refresh(derived: Mapping[str, Derived]) -> None:
+    """Make all of them anew, in the order in which they were declared.
+
+    Raises:
+        CommitError: a hook has raised, or there is none; names the tensor.
+    """
+    for name, one in derived.items():
+        if one.refresh is None:
+            raise CommitError(f"{name}: it is derived from weights and has no refresh hook; register it with one")
+        try:
+            one.refresh(one.tensor)
+        except Exception as exc:
+            raise CommitError(f"{name}: its refresh hook raised {type(exc).__name__}: {exc}") from exc

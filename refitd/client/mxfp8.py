@@ -1,0 +1,288 @@
+"""MXFP8 in a registration: what a target holds and how it is made, what a source offers and how it is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from refitd.buffers.arena import MappedArena
+from refitd.client.derived import Derived, check_derived, refresh
+from refitd.client.devices import Arena
+from refitd.client.tensors import Tensors, TensorSet, fingerprint, write_tensor
+from refitd.describe.layout import canonical_name, tiles_of
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.mxfp8 import BLOCK, DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
+from refitd.dtypes import dtype_name
+from refitd.errors import CommitError, RefusedError
+from refitd.protocol.held import Conversion, DerivedTensor, HeldTensor, staged
+from refitd.protocol.shards import shard_of
+from refitd.transforms.mxfp8_buffers import Held, held_of, holds_columns, quantize
+from refitd.transforms.mxfp8_format import Rounding, Scratch
+
+# elements that are brought to bfloat16 at once where they are not
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8Offer:
+    """Which tensors a source offers in MXFP8, converted when a version is published.
+
+    Attributes:
+        names: names of tensors, as in this rank's module; "*" stands for anything. Tensors are bfloat16, or float32,
+            which is rounded to bfloat16 first.
+        rounding: how scales are rounded; targets that want another rounding are refused.
+        instead: leave the tensors themselves out, so that slots take half the memory; bfloat16 targets then find none.
+    """
+
+    names: tuple[str, ...]
+    rounding: Rounding = Rounding.RCEIL
+    instead: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Whether a tensor is offered."""
+        return any(re.fullmatch(".*".join(map(re.escape, p.split("*"))), name) for p in self.names)
+
+
+class TargetTensors(TensorSet):
+    """What a target holds, what arrives for it, and how the one is made of the other.
+
+    Attributes:
+        wire: descriptions of what arrives.
+        held: the live tensors, where they are not simply what arrives; else empty.
+        conversions: how these are made.
+        derived: what the coordinator is told of derived tensors.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        rank: int,
+        metadata: Sequence[ParameterMetadata] | None,
+        pg_collection: Any,
+        num_experts: int | None,
+        convert_on_send: bool = False,
+        derived: Mapping[str, Derived] | None = None,
+    ) -> None:
+        """Describe everything.
+
+        Raises:
+            RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are cut. Names all of them.
+        """
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        self._made = dict(derived or {})
+        self.derived: tuple[DerivedTensor, ...] = check_derived(self._made, [m.name for m in self.metadata])
+        self._made_prints = {name: fingerprint(one.tensor) for name, one in self._made.items()}
+        self.wire: list[ParameterMetadata] = list(self.metadata)
+        self.held: tuple[HeldTensor, ...] = ()
+        self.conversions: tuple[Conversion, ...] = ()
+        buffers = {m.name: held_of(m.name, self.values[m.name]) for m in self.metadata if m.name in self.quantized}
+        if buffers:
+            self._check(buffers)
+            self._declare(buffers, convert_on_send)
+            self.offsets = list(staged(shard_of(self.wire), self.held).held)
+
+    def check_unmoved(self, when: str = "since registration") -> None:
+        """See TensorSet.check_unmoved; of derived tensors too."""
+        super().check_unmoved(when)
+        for name, one in self._made.items():
+            if (found := fingerprint(one.tensor)) != self._made_prints[name]:
+                raise CommitError(
+                    f"{name}: the storage of this derived tensor has changed {when} ({self._made_prints[name]} is now "
+                    f"{found}); write it in place, or register again"
+                )
+
+    def restore(self, arena: Arena) -> None:
+        """Take over what a process before this one has left in the staging arena."""
+        self.settle()
+        self.read_from(arena)
+        self.settle()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make derived tensors anew; raises CommitError naming the one whose hook has raised."""
+        with torch.no_grad():
+            refresh(self._made)
+
+    def _check(self, buffers: Mapping[str, Held]) -> None:
+        problems = []
+        for m in self.metadata:
+            if m.name in buffers and holds_columns(self.values[m.name]):
+                problems.append(
+                    f"{m.name}: it holds column-wise data, too, which would stay as it is; make it row-wise only"
+                )
+            if m.name in buffers:
+                try:
+                    check_blocks(m)
+                except RefusedError as exc:
+                    problems.append(str(exc))
+        swizzled = [name for name, held in buffers.items() if held.swizzled is not None]
+        if swizzled and len(swizzled) < len(buffers):
+            plain = next(name for name, held in buffers.items() if held.swizzled is None)
+            problems.append(f"{swizzled[0]} has swizzled scales and {plain} has not; expected one layout for all")
+        problems += _twice([m for m in self.metadata if m.name in buffers], buffers) if not problems else []
+        if problems:
+            raise RefusedError("; ".join(problems))
+
+    def _declare(self, buffers: Mapping[str, Held], convert_on_send: bool) -> None:
+        wire: list[ParameterMetadata] = []
+        held: list[HeldTensor] = []
+        conversions: list[Conversion] = []
+        for m in self.metadata:
+            if m.name not in buffers:
+                held.append(HeldTensor(m.name, tuple(m.shape), dtype_name(m.dtype), len(wire)))
+                wire.append(m)
+                continue
+            found = buffers[m.name]
+            swizzled = found.swizzled is not None
+            scale = found.swizzled if found.swizzled is not None else found.scale
+            assert scale is not None
+            at, made = len(wire), len(held)
+            rounding: Literal["rceil", "floor"] = (found.rounding or Rounding.RCEIL).value
+            names, shapes = (f"{m.name}.data", f"{m.name}.scale"), (tuple(m.shape), tuple(scale.shape))
+            if not convert_on_send:
+                wire.append(m)
+                held += [HeldTensor(names[0], shapes[0], DATA_DTYPE), HeldTensor(names[1], shapes[1], SCALE_DTYPE)]
+                conversions.append(Conversion("quantize", at, (made, made + 1), rounding, swizzled))
+                continue
+            wire += parts_of(m, rounding)
+            held.append(HeldTensor(names[0], shapes[0], DATA_DTYPE, at))
+            held.append(HeldTensor(names[1], shapes[1], SCALE_DTYPE, None if swizzled else at + 1))
+            if swizzled:
+                conversions.append(Conversion("swizzle", at + 1, (made + 1,)))
+        self.wire, self.held, self.conversions = wire, tuple(held), tuple(conversions)
+
+
+class SourceTensors(TensorSet):
+    """What a source holds, and offers. `wire` describes what is offered."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        rank: int,
+        metadata: Sequence[ParameterMetadata] | None,
+        pg_collection: Any,
+        num_experts: int | None,
+        offer: MXFP8Offer | None = None,
+    ) -> None:
+        """Describe everything.
+
+        Raises:
+            RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are cut. Names all of them.
+        """
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        self.offer = offer
+        self._scratch: dict[str, Scratch] = {}
+        self.wire: list[ParameterMetadata] = []
+        self._whole: list[int] = []  # indices of tensors that are written as they are
+        self._converted: list[int] = []
+        problems: list[str] = [
+            f"{name}: it is held in MXFP8, and sources offer bfloat16 or float32; register its master weights"
+            for name in sorted(self.quantized)
+        ]
+        parts: list[ParameterMetadata] = []
+        for i, m in enumerate(self.metadata if not problems else ()):
+            if MARK in m.name or MARK in canonical_name(m):
+                problems.append(f"{m.name}: {MARK!r} stands for parts of MXFP8 tensors; give it another name")
+            elif offer is not None and offer.matches(m.name):
+                try:
+                    parts += _offered(m, offer)
+                    self._converted.append(i)
+                except RefusedError as exc:
+                    problems.append(str(exc))
+            if i not in self._converted or offer is None or not offer.instead:
+                self._whole.append(i)
+                self.wire.append(m)
+        if offer is not None and not problems:
+            unmatched = [p for p in offer.names if not any(MXFP8Offer((p,)).matches(m.name) for m in self.metadata)]
+            problems += [f"{p!r} is offered in MXFP8, and no tensor registered here is called so" for p in unmatched]
+        if problems:
+            raise RefusedError("; ".join(problems))
+        self.wire += parts
+        shard = shard_of(self.wire)
+        self._slot = staged(shard, ()).wire
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether some of it is offered in another form than it is held in."""
+        return bool(self._converted)
+
+    def write_to(self, arena: Arena) -> None:
+        """Write a version into a slot: tensors as they are, then data and scales of those that are offered so."""
+        offsets = iter(self._slot)
+        for index in self._whole:
+            write_tensor(self.tensors[index], arena, next(offsets))
+        work = []
+        for index in self._converted:
+            tensor = self.tensors[index]
+            assert isinstance(arena, MappedArena), "slots are in main memory where anything is converted"
+            data = arena.bytes[(at := next(offsets)) : at + tensor.numel()]
+            rows = arena.bytes[(at := next(offsets)) : at + tensor.numel() // BLOCK]
+            work.append((tensor, torch.from_numpy(data), torch.from_numpy(rows)))
+        threads = min(len(work), torch.get_num_threads())
+        if threads < 2 or any(tensor.device.type != "cpu" for tensor, _, _ in work):
+            for one in work:
+                self._quantize(*one, self._scratch)
+            return
+        with ThreadPoolExecutor(threads, "refitd-mxfp8") as pool:
+            for done in [pool.submit(self._quantize, *one, None) for one in work]:
+                done.result()
+
+    @torch.no_grad()
+    def _quantize(
+        self, tensor: torch.Tensor, data: torch.Tensor, rows: torch.Tensor, scratch: dict[str, Scratch] | None
+    ) -> None:
+        """Convert into flat memory, through bfloat16 whatever the tensor is, so that every way gives the same bytes."""
+        assert self.offer is not None
+        if not tensor.numel():
+            return
+        shape = tensor.shape
+        data, rows = data.view(shape), rows.view(*shape[:-1], shape[-1] // BLOCK)
+        if tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and tensor.is_contiguous():
+            quantize(tensor, data, rows, self.offer.rounding, scratch)
+            return
+        if tensor.ndim == 1:
+            tensor, data, rows = (t.view(-1, n) for t, n in ((tensor, BLOCK), (data, BLOCK), (rows, 1)))
+        step = max(1, _CHUNK // max(1, tensor[0].numel()))
+        for start in range(0, tensor.shape[0], step):
+            part = tensor[start : start + step].to(torch.bfloat16).contiguous()
+            here, there = data[start : start + step], rows[start : start + step]
+            if part.device.type == "cpu":
+                quantize(part, here, there, self.offer.rounding, scratch)
+                continue
+            made = (
+                torch.empty_like(part, dtype=torch.uint8),
+                torch.empty(there.shape, dtype=torch.uint8, device=part.device),
+            )
+            quantize(part, *made, self.offer.rounding)
+            here.copy_(made[0])
+            there.copy_(made[1])
+
+
+def _offered(m: ParameterMetadata, offer: MXFP8Offer) -> Sequence[ParameterMetadata]:
+    if not is_convertible(m.dtype):
+        raise RefusedError(f"{m.name}: it is {dtype_name(m.dtype)}, and only bfloat16 and float32 are made MXFP8")
+    return parts_of(m, Rounding(offer.rounding).value)
+
+
+def _twice(metas: Sequence[ParameterMetadata], buffers: Mapping[str, Held]) -> list[str]:
+    """Return which parameters, or which memory, would be converted to twice."""
+    problems = []
+    memory: dict[int, str] = {}
+    boxes: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
+    for m in metas:
+        if (other := memory.setdefault(buffers[m.name].data.data_ptr(), m.name)) != m.name:
+            problems.append(f"{m.name} and {other} are the same memory; register each MXFP8 tensor once")
+            continue
+        for tile in tiles_of(m):
+            end = tuple(low + size for low, size in zip(tile.offset, tile.size, strict=True))
+            for name, low, high in boxes.setdefault(tile.tensor, []):
+                meets = all(a < d and c < b for a, b, c, d in zip(tile.offset, end, low, high, strict=True))
+                if name != m.name and len(low) == len(end) and meets:
+                    problems.append(f"{m.name} and {name} both hold {tile.tensor} in MXFP8; register it once")
+            boxes[tile.tensor].append((m.name, tile.offset, end))
+    return problems

@@ -1,0 +1,78 @@
+"""Which arenas each worker has mapped, and which worker works for each GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from refitd.daemon.actions import Instruction, ToWorker
+from refitd.protocol import sidecar
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    nbytes: int
+    write: bool
+    device: str
+
+
+class WorkerArenas:
+    """Arenas in main memory are mapped into every worker, at once.
+
+    One on a GPU is mapped into the worker of that GPU only, because each process that uses a GPU takes some hundred MB
+    of it, and into another where a job between two GPUs needs it. Instructions go to `out`.
+    """
+
+    def __init__(self, workers: int, out: Callable[[Instruction], None]) -> None:
+        self._workers = workers
+        self._out = out
+        self._known: dict[int, _Known] = {}
+        self._mapped: list[set[int]] = [set() for _ in range(workers)]
+        self._homes: dict[str, int] = {}  # GPUs in the order of their first arenas
+
+    def add(self, arena: int, nbytes: int, device: str, *, write: bool) -> None:
+        """Have the workers map a new arena; `device` is "" for main memory."""
+        self._known[arena] = _Known(nbytes, write, device)
+        if device and device not in self._homes:
+            self._homes[device] = len(self._homes) % self._workers
+        for worker in range(self._workers):
+            if self._belongs(arena, worker):
+                self._map(worker, arena)
+
+    def remove(self, arena: int) -> None:
+        """Have the workers give an arena back, if they have it."""
+        if self._known.pop(arena, None) is None:
+            return
+        for worker, mapped in enumerate(self._mapped):
+            mapped.discard(arena)
+            self._out(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
+
+    def renewed(self, worker: int) -> None:
+        """A worker is a fresh process: it maps what its predecessor had to."""
+        self._mapped[worker].clear()
+        for arena in sorted(self._known):
+            if self._belongs(arena, worker):
+                self._map(worker, arena)
+
+    def need(self, worker: int, arenas: set[int]) -> None:
+        """A job over these is about to be loaded: whatever is not mapped there yet is mapped now."""
+        for arena in sorted((arenas & self._known.keys()) - self._mapped[worker]):
+            self._map(worker, arena)
+
+    def doubt(self, worker: int, arena: int) -> None:
+        """A worker was not told of an arena, or perhaps could not map it; the next job that needs it tells it."""
+        self._mapped[worker].discard(arena)
+
+    def homes(self, arenas: set[int]) -> dict[int, int]:
+        """Return the worker that works for each arena on a GPU among these; arenas in main memory have none."""
+        return {a: self._homes[k.device] for a in sorted(arenas) if (k := self._known.get(a)) and k.device}
+
+    def _belongs(self, arena: int, worker: int) -> bool:
+        device = self._known[arena].device
+        return not device or self._homes[device] == worker
+
+    def _map(self, worker: int, arena: int) -> None:
+        known = self._known[arena]
+        self._mapped[worker].add(arena)
+        message = sidecar.MapArena(arena=arena, nbytes=known.nbytes, write=known.write, device=known.device)
+        self._out(ToWorker(worker, message, arena=arena))

@@ -1,0 +1,125 @@
+"""What is left to do when everything has arrived: MXFP8 made of bfloat16, and scales swizzled, in pieces for workers.
+
+A piece holds whole blocks, and where scales are swizzled whole tiles of 128 rows, so that the pieces of a tensor,
+whoever converts them, are what converting it once would give.
+
+    row-major    the tensor as one row: 2**20 elements a piece
+    swizzled     128 rows a piece, or as many times that as are about 2**20 elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
+
+Int64 = npt.NDArray[np.int64]
+
+PIECE = 1 << 20  # elements
+TILE_ROWS, TILE_BLOCKS = 128, 4
+QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
+ELEMENT_BYTES = 2  # of bfloat16, what is quantized
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One conversion in a staging arena, in bytes from its start. `data` is not used where scales are swizzled only."""
+
+    kind: int
+    shape: tuple[int, ...]  # in elements
+    arena: int
+    source: int
+    data: int
+    scale: int
+    rounding: str = "rceil"
+
+
+@dataclass(frozen=True, eq=False)
+class ConversionList:
+    """Pieces of conversions, one row each; all columns are int64.
+
+    A row-major piece is one row of `columns` elements, a swizzled one `rows` whole rows of the tensor.
+    """
+
+    kind: Int64
+    rounding: Int64  # index into ROUNDINGS
+    arena: Int64
+    source: Int64  # bytes from the arena's start
+    data: Int64
+    scale: Int64
+    rows: Int64
+    columns: Int64  # elements
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def row_bytes(self) -> Int64:
+        """Bytes that each piece reads."""
+        elements = self.rows * self.columns
+        return np.where(self.kind == SWIZZLE, elements // BLOCK, elements * ELEMENT_BYTES)
+
+    def select(self, rows: Int64) -> ConversionList:
+        """Return these pieces only."""
+        return ConversionList(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def arenas(self) -> set[int]:
+        """Return the ids of all arenas the pieces touch."""
+        return set(np.unique(self.arena).tolist())
+
+    def deal(self, workers: int) -> list[Int64]:
+        """Return which pieces each worker converts: neighbours stay together, equal bytes each."""
+        done = np.cumsum(self.row_bytes)
+        total = int(done[-1]) if len(done) else 0
+        middle = done - self.row_bytes / 2
+        worker = np.minimum((middle * workers / max(1, total)).astype(np.int64), workers - 1)
+        return [np.flatnonzero(worker == w) for w in range(workers)]
+
+    def to_bytes(self) -> bytes:
+        """Return the pieces as one block: how many, then the columns, little-endian int64."""
+        columns = [np.ascontiguousarray(getattr(self, f.name), dtype="<i8").tobytes() for f in fields(self)]
+        return b"".join([np.array([len(self)], dtype="<i8").tobytes(), *columns])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ConversionList:
+        """Rebuild the pieces; raises ValueError when the block has another length than its head says."""
+        rows = int(np.frombuffer(data[:8], dtype="<i8")[0]) if len(data) >= 8 else -1
+        names = [f.name for f in fields(cls)]
+        if rows < 0 or len(data) != 8 * (1 + rows * len(names)):
+            raise ValueError(f"conversion list of {len(data)} bytes does not hold {rows} rows")
+        block = np.frombuffer(data, dtype="<i8", offset=8).reshape(len(names), rows)
+        return cls(**{name: block[i].astype(np.int64) for i, name in enumerate(names)})
+
+
+def swizzled_bytes(rows: int, blocks: int) -> int:
+    """Return the bytes of swizzled scales: whole tiles of 128 rows and 4 blocks."""
+    return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * TILE_ROWS * TILE_BLOCKS
+
+
+def pieces_of(made: Sequence[Made], piece: int = PIECE) -> ConversionList:
+    """Cut conversions into pieces of about so many elements."""
+    found: list[tuple[int, ...]] = []
+    for one in made:
+        total = prod(one.shape)
+        head = (one.kind, ROUNDINGS.index(one.rounding), one.arena)
+        if not total:
+            continue
+        if one.kind == QUANTIZE:
+            for start in range(0, total, piece):
+                places = one.source + start * ELEMENT_BYTES, one.data + start, one.scale + start // BLOCK
+                found.append((*head, *places, 1, min(piece, total - start)))
+            continue
+        columns = one.shape[-1]
+        blocks, rows = columns // BLOCK, total // columns
+        high = max(1, piece // (TILE_ROWS * columns)) * TILE_ROWS
+        for row in range(0, rows, high):
+            source = one.source + row * (blocks if one.kind == SWIZZLE else columns * ELEMENT_BYTES)
+            places = source, one.data + row * columns, one.scale + swizzled_bytes(row, blocks)
+            found.append((*head, *places, min(high, rows - row), columns))
+    table = np.array(found, dtype=np.int64).reshape(len(found), len(fields(ConversionList)))
+    return ConversionList(**{f.name: table[:, i].copy() for i, f in enumerate(fields(ConversionList))})

@@ -1,0 +1,239 @@
+"""MXFP8 in torch tensors: what holds data and scales, and conversions into it, in place, on any device.
+
+Scales are only ever touched as bytes: torch rounds numbers when it converts them to float8_e8m0fnu, and has no copy
+of that type on every device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from refitd.dtypes import dtype_name
+from refitd.errors import RefusedError
+from refitd.transforms import mxfp8_format as fmt
+from refitd.transforms.mxfp8_format import BLOCK, Rounding, Scratch
+
+DATA_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_WORDS = {torch.bfloat16: (torch.int16, "uint16"), torch.float32: (torch.int32, "uint32")}
+
+
+@dataclass(frozen=True, eq=False)
+class MXFP8Buffer:
+    """A tensor in MXFP8 whose memory stays where it is.
+
+    Attributes:
+        data: E4M3 elements in the tensor's shape, as uint8 or float8_e4m3fn.
+        scale: E8M0 bytes, as uint8 or float8_e8m0fnu: row-major with one for every 32 elements of the last
+            dimension, or 1-D, swizzled in tiles of 128 x 4, all dimensions but the last taken together.
+        rounding: how scales are rounded when it is converted to; None is what the transform says.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    rounding: Rounding | None = None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], *, is_swizzled: bool = False, device: Any = None) -> MXFP8Buffer:
+        """Return a buffer of this shape, all zeros."""
+        blocks = shape[-1] // BLOCK
+        sizes = (fmt.swizzled_size(math.prod(shape[:-1]), blocks),) if is_swizzled else (*shape[:-1], blocks)
+        return cls(
+            torch.zeros(shape, dtype=torch.uint8, device=device), torch.zeros(sizes, dtype=torch.uint8, device=device)
+        )
+
+    @property
+    def is_swizzled(self) -> bool:
+        """Whether the scales lie in tiles; said by their shape."""
+        return self.scale.ndim == 1 and self.scale.shape != (*self.data.shape[:-1], self.data.shape[-1] // BLOCK)
+
+    def quantize(self, values: torch.Tensor) -> None:
+        """Write values, bfloat16 or float32 of the same shape, in place."""
+        held = held_of("values", self)
+        rows = held.scale if held.scale is not None else held.new_scale()
+        quantize(values, held.data, rows, self.rounding or Rounding.RCEIL)
+        held.lay_out(rows)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values in bfloat16."""
+        return held_of("values", self).dequantize()
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What a buffer object holds, as bytes, found right.
+
+    Attributes:
+        data: uint8 in the tensor's shape.
+        scale: uint8, row-major, one for every block; None where scales are swizzled.
+        swizzled: uint8, 1-D; None where they are not.
+        rounding: what the buffer says of it.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    swizzled: torch.Tensor | None
+    rounding: Rounding | None
+
+    def new_scale(self) -> torch.Tensor:
+        """Return room for row-major scales."""
+        return self.data.new_empty((*self.data.shape[:-1], self.data.shape[-1] // BLOCK))
+
+    def lay_out(self, rows: torch.Tensor) -> None:
+        """Write row-major scales to the swizzled ones, if there are any."""
+        if self.swizzled is None:
+            return
+        rows = rows.reshape(-1, rows.shape[-1])
+        if self.swizzled.device.type == "cpu":
+            fmt.swizzle(rows.numpy(), self.swizzled.numpy())
+            return
+        high, wide = -(-rows.shape[0] // fmt.TILE_ROWS), -(-rows.shape[1] // fmt.TILE_BLOCKS)
+        padded = rows.new_zeros((high * fmt.TILE_ROWS, wide * fmt.TILE_BLOCKS))
+        padded[: rows.shape[0], : rows.shape[1]] = rows
+        self.swizzled.view(high, wide, 32, 4, 4).copy_(padded.view(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4))
+
+    def rows(self) -> torch.Tensor:
+        """Return the row-major scales; a copy where they are swizzled."""
+        if self.scale is not None:
+            return self.scale
+        assert self.swizzled is not None
+        rows = torch.empty_like(self.new_scale(), device="cpu")
+        fmt.unswizzle(self.swizzled.cpu().numpy(), rows.view(-1, rows.shape[-1]).numpy())
+        return rows.to(self.data.device)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the values in bfloat16."""
+        data, rows = self.data.cpu(), self.rows().cpu()
+        found = torch.empty(data.shape, dtype=torch.bfloat16)
+        for code, scale, value in _matrices(data, rows, found.view(torch.int16)):
+            fmt.dequantize(code.numpy(), scale.numpy(), value.numpy().view("uint16"))
+        return found.to(self.data.device)
+
+
+def is_quantized(value: object) -> bool:
+    """Whether this holds a tensor in MXFP8."""
+    parts = _parts(value)
+    return parts is not None and parts[0].dtype in DATA_DTYPES
+
+
+def held_of(name: str, value: object) -> Held:
+    """Return what a buffer object holds.
+
+    It may be an MXFP8Buffer, anything else with tensors `data` and `scale`, or Transformer Engine's MXFP8Tensor.
+
+    Raises:
+        RefusedError: it is something else, or its data and scales do not fit together; naming it.
+    """
+    parts = _parts(value)
+    if parts is None:
+        raise RefusedError(f"{name}: {type(value).__name__} is no MXFP8 tensor; expected one with `data` and `scale`")
+    data, scale, may_be_padded, said_swizzled = parts
+    if data.dtype not in DATA_DTYPES or scale.dtype not in SCALE_DTYPES:
+        raise RefusedError(
+            f"{name}: data is {dtype_name(data.dtype)} and scale {dtype_name(scale.dtype)}, expected float8_e4m3fn and "
+            "float8_e8m0fnu, or uint8"
+        )
+    if data.ndim < 1 or data.shape[-1] % BLOCK or not data.numel():
+        raise RefusedError(
+            f"{name}: its shape is {list(data.shape)}, expected a last dimension that is a multiple of {BLOCK}"
+        )
+    if not data.is_contiguous() or not scale.is_contiguous() or data.device != scale.device:
+        raise RefusedError(f"{name}: data and scale must be contiguous and on one device")
+    rounding = getattr(value, "rounding", None)
+    if rounding is not None and rounding not in tuple(Rounding):
+        raise RefusedError(f"{name}: its rounding is {rounding!r}, expected one of {', '.join(Rounding)}")
+    rows, blocks = math.prod(data.shape[:-1]), data.shape[-1] // BLOCK
+    flat = fmt.swizzled_size(rows, blocks)
+    plain = (*data.shape[:-1], blocks)
+    padded = (-(-rows // fmt.TILE_ROWS) * fmt.TILE_ROWS, -(-blocks // fmt.TILE_BLOCKS) * fmt.TILE_BLOCKS)
+    data, scale = data.detach().view(torch.uint8), scale.detach().view(torch.uint8)
+    known = None if rounding is None else Rounding(rounding)
+    if said_swizzled and scale.numel() == flat:
+        return Held(data, None, scale.view(-1), known)
+    if scale.shape == plain and not said_swizzled:
+        return Held(data, scale, None, known)
+    if may_be_padded and scale.shape == padded and not said_swizzled:
+        return Held(data, scale[:rows, :blocks].unflatten(0, data.shape[:-1] or (1,)).view(plain), None, known)
+    if scale.shape == (flat,):
+        return Held(data, None, scale, known)
+    raise RefusedError(
+        f"{name}: the scale of {list(data.shape)} has shape {list(scale.shape)}, expected {list(plain)}, or [{flat}] "
+        "where it is swizzled"
+    )
+
+
+def _parts(value: object) -> tuple[torch.Tensor, torch.Tensor, bool, bool] | None:
+    """Return data, scale, whether scales may be padded, and whether they are said to be swizzled."""
+    data, scale = getattr(value, "_rowwise_data", None), getattr(value, "_rowwise_scale_inv", None)
+    if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):
+        return data, scale, True, bool(getattr(value, "_with_gemm_swizzled_scales", False))
+    data, scale = getattr(value, "data", None), getattr(value, "scale", None)
+    if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):
+        return data, scale, False, False
+    return None
+
+
+def holds_columns(value: object) -> bool:
+    """Whether it holds the transposed form, too, which nothing here would write."""
+    return getattr(value, "_columnwise_data", None) is not None
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raise RefusedError where nothing here can convert on a device."""
+    if device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise RefusedError(f"{name}: it is on {device}; MXFP8 is written on CPUs and CUDA devices")
+    if importlib.util.find_spec("triton") is None:
+        raise RefusedError(f"{name}: it is on {device}, and converting there needs triton; `pip install triton`")
+
+
+def quantize(
+    values: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    rounding: Rounding,
+    scratch: dict[str, Scratch] | None = None,
+) -> None:
+    """Convert bfloat16 or float32 values into uint8 data and row-major scales, where these lie.
+
+    Args:
+        values: of any number of dimensions, the last one contiguous and of whole blocks.
+        data: of the same shape and device, the last dimension contiguous.
+        scale: one for every block.
+        rounding: how scales are rounded.
+        scratch: kept by the caller between calls, so that pages are touched once.
+    """
+    words, name = _WORDS[values.dtype]
+    if values.device.type != "cpu":
+        if values.dtype != torch.bfloat16:
+            raise RefusedError(f"values are {dtype_name(values.dtype)}; on {values.device} only bfloat16 is converted")
+        from refitd.transforms import mxfp8_triton
+
+        for value, code, row in _matrices(values.detach().view(words), data, scale):
+            mxfp8_triton.quantize(value, code, row, rounding)
+        return
+    memory = {} if scratch is None else scratch
+    if name not in memory:
+        memory[name] = Scratch.of(name)
+    for value, code, row in _matrices(values.detach().view(words), data, scale):
+        fmt.quantize(value.numpy().view(name), code.numpy(), row.numpy(), rounding, memory[name])
+
+
+def _matrices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield tensors of equal leading dimensions as few matrices of equal rows, views all of them."""
+    if tensors[0].ndim == 1:
+        yield tuple(tensor[None] for tensor in tensors)
+    elif tensors[0].ndim == 2:
+        yield tensors
+    elif all(tensor.is_contiguous() for tensor in tensors):
+        yield tuple(tensor.view(-1, tensor.shape[-1]) for tensor in tensors)
+    else:
+        for parts in zip(*tensors, strict=True):
+            yield from _matrices(*parts)

@@ -1,0 +1,104 @@
+"""MXFP8 on the device: one kernel that reads bfloat16 and writes elements and scales, with nothing in between.
+
+The arithmetic is that of `mxfp8_format`, in integers, on one block a row. On a GPU it has never run: see the README.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from refitd.transforms.mxfp8_format import BLOCK, TILE_BLOCKS, Rounding
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = 64  # blocks of one program
+
+
+def quantize(
+    words: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, rounding: Rounding, *, is_swizzled: bool = False
+) -> None:
+    """Convert rows on their device, in the current stream.
+
+    Args:
+        words: [rows, columns] of bfloat16 as int16; rows may lie apart.
+        data: [rows, columns], uint8; the same.
+        scales: uint8: [rows, columns / 32], or 1-D of `swizzled_size`.
+        rounding: how scales are rounded.
+        is_swizzled: that `scales` is to be laid out in tiles; what fills the last ones up becomes 0.
+    """
+    rows, blocks = words.shape[0], words.shape[1] // BLOCK
+    if not rows * blocks:
+        return
+    if is_swizzled:
+        scales.zero_()
+    _quantize[(triton.cdiv(rows * blocks, GROUP),)](
+        words,
+        data,
+        scales,
+        rows * blocks,
+        blocks,
+        words.stride(0),
+        data.stride(0),
+        -(-blocks // TILE_BLOCKS) if is_swizzled else scales.stride(0),
+        IS_FLOOR=rounding is Rounding.FLOOR,
+        IS_SWIZZLED=is_swizzled,
+        GROUP=GROUP,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantize(
+    words: Any,
+    data: Any,
+    scales: Any,
+    count: Any,
+    blocks: Any,
+    words_step: Any,
+    data_step: Any,
+    scales_step: Any,
+    IS_FLOOR: tl.constexpr,
+    IS_SWIZZLED: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    is_there = at < count
+    row = at // blocks
+    block = at % blocks
+    element = tl.arange(0, 32)[None, :]
+    word = tl.load(words + (row * words_step + block * 32)[:, None] + element, mask=is_there[:, None], other=0)
+    word = word.to(tl.int32) & 0xFFFF
+    magnitude = word & 0x7FFF
+
+    amax = tl.max(magnitude, axis=1)
+    if IS_FLOOR:
+        scale = tl.maximum((amax >> 7) - 8, 0)
+        divisor = tl.maximum(scale, 1)
+    else:
+        scale = tl.maximum(((amax + 0x1F) >> 7) - 8, 0)
+        scale = tl.where(amax == 0x7F80, 254, scale)
+        divisor = tl.where(scale == 0, 127, scale)
+    scale = tl.where(amax > 0x7F80, 255, scale)
+
+    # subnormal inputs, m * 2**-133: an integer made a float is normal, and bfloat16 holds it
+    whole = magnitude.to(tl.float32).to(tl.int32, bitcast=True) >> 16
+    normal = tl.where(magnitude < 128, whole - 133 * 128, magnitude)
+    t = normal + (7 - divisor)[:, None] * 128
+    code = tl.minimum((t + 7 + ((t >> 4) & 1)) >> 4, 0x7E)
+    value = (t & 127) | 128
+    dropped = tl.minimum(tl.maximum(5 - (t >> 7), 1), 9)
+    steps = (value + (1 << (dropped - 1)) - 1 + ((value >> dropped) & 1)) >> dropped
+    code = tl.where(t < 128, steps, code)
+    code = tl.where(magnitude == 0x7F80, 0x7E, code) | ((word >> 8) & 0x80)
+    code = tl.where((scale == 255)[:, None], 0x7F, code)
+
+    tl.store(data + (row * data_step + block * 32)[:, None] + element, code.to(tl.uint8), mask=is_there[:, None])
+    if IS_SWIZZLED:
+        tile = (row // 128) * scales_step + block // 4
+        place = tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
+    else:
+        place = row * scales_step + block
+    tl.store(scales + place, scale.to(tl.uint8), mask=is_there)

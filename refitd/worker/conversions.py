@@ -1,0 +1,155 @@
+"""A worker's part in finishing a target: MXFP8 made of what has arrived, in the staging arena, each block once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.buffers.arena import MappedArena
+from refitd.copy_services.base import PreparedJob, RunResult
+from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
+from refitd.errors import TransportError
+from refitd.execute.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, swizzled_bytes
+from refitd.transforms.mxfp8_format import Rounding, Scratch, quantize, swizzle
+
+PROGRESS_BYTES = 8 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What one thread keeps between pieces, so that pages are touched once."""
+
+    scratch: Scratch
+    rows: Bytes  # row-major scales of a piece that is swizzled
+
+    def rows_of(self, shape: tuple[int, int]) -> Bytes:
+        """Return room for row-major scales."""
+        if self.rows.size < shape[0] * shape[1]:
+            self.rows = np.empty(shape[0] * shape[1], np.uint8)
+        return self.rows[: shape[0] * shape[1]].reshape(shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Piece:
+    """Views of one piece: what is read, and what is written."""
+
+    nbytes: int
+    rounding: Rounding
+    words: npt.NDArray[np.uint16] | None  # None where scales are swizzled only
+    data: Bytes | None
+    rows: Bytes | None  # row-major scales: written, or read; None where they are only on the way
+    swizzled: Bytes | None
+
+    def convert(self, memory: _Memory) -> None:
+        """Write what is to be written."""
+        rows = self.rows
+        if self.words is not None and self.data is not None:
+            if rows is None:
+                rows = memory.rows_of((self.words.shape[0], self.words.shape[1] // BLOCK))
+            quantize(self.words, self.data, rows, self.rounding, memory.scratch)
+        if self.swizzled is not None and rows is not None:
+            swizzle(rows, self.swizzled)
+
+
+class ConversionJob(PreparedJob):
+    """The pieces of one worker, taken by `threads` threads."""
+
+    def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedArena], threads: int) -> None:
+        """Check that every piece lies in its arena.
+
+        Raises:
+            TransportError: one does not, or its arena cannot be written.
+        """
+        self._pieces = [_piece(pieces, row, arenas) for row in range(len(pieces))]
+        self._memories = [
+            _Memory(Scratch.of(np.uint16), np.empty(0, np.uint8)) for _ in range(max(1, min(threads, len(pieces))))
+        ]
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run. There is nothing to compare: what is read was verified when it arrived."""
+        started = time.perf_counter()
+        work = _Work(self._pieces, on_progress)
+        threads = [threading.Thread(target=work.take_part, args=(m,), daemon=True) for m in self._memories[1:]]
+        for thread in threads:
+            thread.start()
+        work.take_part(self._memories[0])
+        for thread in threads:
+            thread.join()
+        if work.failure is not None:
+            raise work.failure
+        return RunResult(len(self._pieces), work.done, time.perf_counter() - started)
+
+
+class _Work:
+    """The pieces of one run; the first failure ends everybody's work."""
+
+    def __init__(self, pieces: list[_Piece], on_progress: Callable[[int], None]) -> None:
+        self.failure: BaseException | None = None
+        self.done = 0
+        self._told = 0
+        self._left = iter(pieces)
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def take_part(self, memory: _Memory) -> None:
+        """Convert pieces until there are none; the body of a thread."""
+        try:
+            for piece in self._taken():
+                piece.convert(memory)
+                self._note(piece.nbytes)
+        except BaseException as exc:  # carried to the caller's thread
+            with self._lock:
+                self.failure = self.failure or exc
+
+    def _taken(self) -> Iterator[_Piece]:
+        while True:
+            with self._lock:
+                piece = None if self.failure is not None else next(self._left, None)
+            if piece is None:
+                return
+            yield piece
+
+    def _note(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self.done >= self._told + PROGRESS_BYTES:
+                self._told = self.done
+                self._on_progress(self.done)
+
+
+def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) -> _Piece:
+    number, kind = int(pieces.arena[row]), int(pieces.kind[row])
+    rows, columns, at = int(pieces.rows[row]), int(pieces.columns[row]), int(pieces.rounding[row])
+    arena = arenas.get(number)
+    if arena is None:
+        raise TransportError(f"conversion {row}: arena {number} is not mapped here")
+    if not arena.writable:
+        raise TransportError(f"conversion {row}: arena {number} is mapped for reading only")
+    fits = QUANTIZE <= kind <= SWIZZLE and 0 <= at < len(ROUNDINGS) and rows > 0 and columns >= BLOCK
+    if not fits or columns % BLOCK:
+        raise TransportError(f"conversion {row}: there is no conversion {kind} of [{rows}, {columns}], rounding {at}")
+    blocks = columns // BLOCK
+
+    def view(offset: int, nbytes: int) -> Bytes:
+        if offset < 0 or offset + nbytes > arena.nbytes:
+            raise TransportError(
+                f"conversion {row}: bytes {offset}..{offset + nbytes} leave arena {number} of {arena.nbytes} bytes"
+            )
+        return arena.bytes[offset : offset + nbytes]
+
+    source, scale = int(pieces.source[row]), int(pieces.scale[row])
+    swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
+    if kind == SWIZZLE:
+        read = view(source, rows * blocks).reshape(rows, blocks)
+        return _Piece(read.nbytes, Rounding.RCEIL, None, None, read, swizzled)
+    words = view(source, rows * columns * ELEMENT_BYTES).view(np.uint16).reshape(rows, columns)
+    data = view(int(pieces.data[row]), rows * columns).reshape(rows, columns)
+    plain = view(scale, rows * blocks).reshape(rows, blocks) if kind == QUANTIZE else None
+    return _Piece(words.nbytes, Rounding(ROUNDINGS[at]), words, data, plain, swizzled)

@@ -1,0 +1,116 @@
+"""A worker's arenas on GPUs and the services that copy to and from them. torch is imported with the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.buffers.arena import MappedArena
+from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
+from refitd.copy_services.registry import Registry
+from refitd.errors import ArenaError, ConfigError, RefitdError
+from refitd.execute.copies import CopyList
+from refitd.worker.exchanges import torch_with_one_thread
+
+if TYPE_CHECKING:
+    from refitd.buffers.cuda import MappedDeviceArena
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Devices:
+    """The GPUs this worker has been given arenas on."""
+
+    def __init__(self, registry: Registry, host_arenas: Mapping[int, MappedArena]) -> None:
+        self._registry = registry
+        self._host_arenas = host_arenas
+        self._arenas: dict[int, MappedDeviceArena] = {}
+        self._lacking: dict[int, str] = {}  # arenas that could not be mapped, and why
+        self._services: dict[int, MappedCopyService] = {}
+
+    def map(self, arena: int, fd: int, nbytes: int, device: str, *, write: bool) -> None:
+        """Map an arena on a GPU, unless it is; one that cannot be is told by the jobs that need it."""
+        from refitd.buffers.cuda import MappedDeviceArena, index_of
+
+        if arena in self._arenas:
+            return
+        self._lacking.pop(arena, None)
+        try:
+            make = self._registry.find("cuda").on_device
+            if make is None:
+                raise ConfigError("copy service 'cuda' works for no single GPU; uninstall what replaces it")
+            index = index_of(device)
+            torch_with_one_thread()
+            if index not in self._services:
+                self._services[index] = make(index)
+            self._arenas[arena] = MappedDeviceArena(fd, nbytes, index, write=write)
+        except Exception as exc:  # torch raises half a dozen types where a GPU or a driver is not as it should be
+            reason = str(exc) if isinstance(exc, RefitdError) else f"{type(exc).__name__}: {exc}"
+            self._lacking[arena] = f"arena {arena} on {device} cannot be used by this worker: {reason}"
+
+    def unmap(self, arena: int) -> None:
+        """Give an arena back; jobs over it have been dropped."""
+        self._lacking.pop(arena, None)
+        self._arenas.pop(arena, None)  # unmapped with the last view of it
+
+    def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
+        """Build what running these copies needs: each goes to the service of the GPU it writes, else reads.
+
+        Raises:
+            TransportError: a copy leaves its arena, or its service cannot perform it.
+            ArenaError: an arena could not be mapped.
+        """
+        used = copies.arenas()
+        for arena in sorted(used & self._lacking.keys()):
+            raise ArenaError(self._lacking[arena])
+        mine = {number: self._arenas[number] for number in used if number in self._arenas}
+        if not mine:
+            return in_main_memory.prepare(copies, self._host_arenas)
+        gpu = np.full(len(copies), -1, dtype=np.int64)
+        for end in (copies.src_arena, copies.dst_arena):
+            for number, mapped in mine.items():
+                gpu[end == number] = mapped.device
+        arenas = {**self._host_arenas, **mine}
+        parts = []
+        for index in np.unique(gpu).tolist():
+            rows = np.flatnonzero(gpu == index)
+            service = in_main_memory if index < 0 else self._services[index]
+            parts.append(_Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
+        return _PartsJob(parts)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    rows: Int64
+    job: PreparedJob
+
+
+class _PartsJob(PreparedJob):
+    """The parts of one job that different services perform, one after another."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run; `timeout` is each part's."""
+        done: list[RunResult] = []
+
+        def progress(bytes_done: int) -> None:
+            on_progress(sum(result.bytes for result in done) + bytes_done)
+
+        for part in self._parts:
+            try:
+                done.append(part.job.run(verify=verify, on_progress=progress, timeout=timeout))
+            except DigestMismatch as exc:
+                known = 0 <= exc.copy < len(part.rows)
+                raise DigestMismatch(str(exc), int(part.rows[exc.copy]) if known else -1) from exc
+        return RunResult(
+            copies=sum(result.copies for result in done),
+            bytes=sum(result.bytes for result in done),
+            seconds=sum(result.seconds for result in done),
+            staging_bytes=max(result.staging_bytes for result in done),
+        )

@@ -1,0 +1,363 @@
+"""Peers that forge, flood, stall or stop half way: refused or bounded, and swaps go on beside them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import refitd
+from refitd.buffers import handoff
+from refitd.protocol import local, reports, shards, sidecar
+from refitd.protocol.codec import encode
+from tests.cluster.test_keys import Head, Nodes, head, joined, nodes  # noqa: F401  fixtures among them
+from tests.support.cluster import Engine, RunningDaemon, eventually
+from tests.support.hostile import Figures, RawPeer, coordinator_pid, figures, fleet, refused
+
+# What a process may grow by and keep: freed memory stays with the allocator.
+ROOM_BYTES = 96 << 20
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+    return start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+
+
+class Watched:
+    """The daemon and its coordinator, before and after."""
+
+    def __init__(self, daemon: RunningDaemon) -> None:
+        self._pids = {"daemon": daemon.process.pid, "coordinator": coordinator_pid(daemon)}
+        self._before = {name: figures(pid) for name, pid in self._pids.items()}
+
+    def check(self) -> None:
+        """They are the same processes, have grown within bounds and kept no descriptor."""
+        for name, pid in self._pids.items():
+            before = self._before[name]
+            eventually(
+                lambda pid=pid, before=before: figures(pid).descriptors <= before.descriptors,
+                f"{name} closes what the peer had open ({before.descriptors} before)",
+                20,
+            )
+            after: Figures = figures(pid)
+            grown = after.private_bytes - before.private_bytes
+            assert grown < ROOM_BYTES, f"{name} grew by {grown} bytes"
+
+
+def test_token_opens_one_session_once_from_its_own_process_while_its_socket_is_open(daemon: RunningDaemon) -> None:
+    with fleet(daemon), RawPeer(daemon.directory) as peer:
+        second = peer.dealer(daemon.directory)
+        assert "opens no session" in refused(peer.hello(peer.token, second))  # used
+        assert "opens no session" in refused(peer.hello(os.urandom(16), second))  # forged
+        assert "opens no session" in refused(peer.hello(b"", second))
+        assert "has a session already" in refused(peer.hello(os.urandom(16)))
+        assert "say Hello" in refused(peer.ask(local.GetStatus(), second))
+        with RawPeer(daemon.directory, hello=False) as gone:
+            token = gone.token
+        eventually(lambda: "opens no session" in refused(peer.hello(token, second)), "its socket has closed")
+        assert isinstance(peer.ask(local.GetStatus()), reports.StatusReport)
+
+
+THIEF = """
+import sys, zmq
+from refitd.protocol import local
+from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.codec import Decoder, encode
+dealer = zmq.Context().socket(zmq.DEALER)
+dealer.linger = 0
+dealer.connect(sys.argv[1])
+dealer.send(encode(1, local.Hello(protocol=PROTOCOL_VERSION, token=bytes.fromhex(sys.argv[2]))))
+assert dealer.poll(20000)
+print(Decoder(local.ClientReply).decode(dealer.recv())[1])
+"""
+
+
+def test_token_that_another_process_has_got_hold_of_opens_nothing_for_it(daemon: RunningDaemon) -> None:
+    with RawPeer(daemon.directory, hello=False) as peer:
+        command = [sys.executable, "-c", THIEF, f"ipc://{daemon.directory / 'refitd.sock'}", peer.token.hex()]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert "this token opens no session here" in ran.stdout
+        assert isinstance(peer.hello(peer.token), local.Welcome)  # and it is not used up
+
+
+def test_nobody_speaks_for_the_members_of_another_session(daemon: RunningDaemon) -> None:
+    with fleet(daemon) as here, RawPeer(daemon.directory) as peer:
+        for member in (here.source.member, here.target.member):
+            for message in (
+                local.Deregister(member=member),
+                local.BeginPublish(member=member, version=99, timeout_s=1.0),
+                local.Publish(member=member, version=99, slot=0),
+                local.MeasurePull(member=member, spans=((4096, 1, 8),)),
+                local.Lend(member=member, version=99, addresses=(4096,)),
+                local.Withdraw(member=member, version=1),
+                local.Paused(swap="s", member=member),
+                local.CommitQuiet(swap="s", member=member),
+                local.CommitDone(swap="s", member=member, paused_s=0.0),
+                local.CommitFailed(swap="s", member=member, reason="no"),
+            ):
+                assert "is not a registration of this session" in refused(peer.ask(message)), message
+        with daemon.connect() as other:
+            weights = {"w": torch.zeros(64, 64)}
+            with pytest.raises(refitd.RefusedError, match="already registered by pid"):
+                other.register_source("policy", weights)
+            with pytest.raises(refitd.RefusedError, match="already registered by pid"):
+                other.register_target("policy", weights, replica="a")
+
+
+def test_arenas_are_handed_to_their_own_session_and_for_reading_where_that_is_enough(daemon: RunningDaemon) -> None:
+    with fleet(daemon), RawPeer(daemon.directory) as peer:
+        for arena in range(12):  # the fleet has some of these
+            for write in (False, True):
+                answer, fds = peer.fetch(arena, write=write)
+                assert "is not one of this session's" in refused(answer) and fds == ()
+        shard = shards.Shard((shards.WireTensor("w", (64, 64), "float32"),))
+        mine = peer.ask(local.RegisterTarget(model="mine", replica="r", rank=0, world_size=1, shard=shard))
+        assert isinstance(mine, local.TargetRegistered)
+        assert "for reading only" in refused(peer.fetch(mine.staging, write=True)[0])
+        answer, (fd,) = peer.fetch(mine.staging, write=False)
+        assert isinstance(answer, sidecar.ArenaDescriptor)
+        try:
+            assert mmap.mmap(fd, answer.nbytes, prot=mmap.PROT_READ)[:4] == bytes(4)
+            for attempt in (
+                lambda: mmap.mmap(fd, answer.nbytes, prot=mmap.PROT_READ | mmap.PROT_WRITE),
+                lambda: os.pwrite(fd, b"x", 0),
+                lambda: os.ftruncate(fd, 0),
+            ):
+                with pytest.raises(OSError):
+                    attempt()
+        finally:
+            os.close(fd)
+
+
+def test_a_million_small_frames_stop_nobody(daemon: RunningDaemon) -> None:
+    with fleet(daemon) as here:
+        watched = Watched(daemon)
+        frames = [b"", b"\x00", b"\x92\x01\x80", os.urandom(30), encode(0, local.GetStatus())[:-1]]
+        with RawPeer(daemon.directory) as peer:
+            for number in range(1_000_000):
+                peer.socket.send(frames[number % len(frames)])
+                if number % 250_000 == 100_000:
+                    here.swap()
+            assert isinstance(peer.ask(local.GetPlan(model="policy")), reports.PlanReport)
+        watched.check()
+        assert len(daemon.log()) < 1 << 20
+
+
+def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: RunningDaemon) -> None:
+    with fleet(daemon) as here:
+        watched = Watched(daemon)
+        with RawPeer(daemon.directory) as peer:
+            silent = peer.dealer(daemon.directory)
+            assert silent is not None
+            for request in (local.GetStatus(), local.GetDescription(model="policy"), local.StartSwap(model="none")):
+                for _ in range(20_000):
+                    peer.socket.send(encode(7, request))
+            here.swap()
+        watched.check()
+
+
+def test_messages_of_very_many_frames_are_dropped(daemon: RunningDaemon) -> None:
+    with fleet(daemon) as here:
+        watched = Watched(daemon)
+        with RawPeer(daemon.directory) as peer:
+            for _ in range(4):
+                peer.socket.send_multipart([b"x"] * 250_000)
+                here.swap()
+            assert isinstance(peer.ask(local.GetPlan(model="policy")), reports.PlanReport)
+        watched.check()
+
+
+def test_what_one_client_may_have_under_way_is_bounded(daemon: RunningDaemon) -> None:
+    with fleet(daemon) as here:
+        watched = Watched(daemon)
+        with RawPeer(daemon.directory) as peer:
+            shard = shards.Shard((shards.WireTensor("w", (4,), "float32"),))
+            registered = peer.ask(local.RegisterSource(model="mine", rank=0, world_size=1, shard=shard, slots=1))
+            assert isinstance(registered, local.SourceRegistered)
+            member = registered.member
+            for version in range(16 + 1):
+                peer.socket.send(encode(1, local.BeginPublish(member=member, version=version, timeout_s=1e9)))
+            last = peer.ask(local.BeginPublish(member=member, version=99, timeout_s=1e9))
+            assert "requests for a snapshot slot already" in refused(last)
+            for version in range(16):
+                assert peer.ask(local.Lend(member=member, version=version, addresses=(4096,))) == local.Done()
+            over = peer.ask(local.Lend(member=member, version=99, addresses=(4096,)))
+            assert "versions that are lent already" in refused(over)
+            for _ in range(2000):
+                peer.socket.send(encode(1, local.CreateArena(nbytes=1 << 50)))
+                peer.socket.send(encode(1, local.MeasurePull(member=member, spans=((4096, 1 << 14, 4096),))))
+            here.swap()
+            assert len(daemon.log()) < 1 << 20
+        watched.check()
+
+
+def test_a_flood_on_the_descriptor_socket_and_visitors_that_never_say_hello(daemon: RunningDaemon) -> None:
+    with fleet(daemon) as here:
+        watched = Watched(daemon)
+        visitors = [RawPeer(daemon.directory, hello=False) for _ in range(100)]
+        peer = visitors.pop()
+        # it asks and does not read: its connection is closed when its answers find no room
+        peer.descriptors.settimeout(10)
+        with pytest.raises((refitd.PeerLost, OSError)):
+            for _ in range(100_000):
+                handoff.send(peer.descriptors, encode(1, sidecar.FetchArena(arena=1)))
+        for visitor, noise in zip(visitors, (b"x", b"\xff" * 60_000, encode(1, local.GetStatus())) * 33, strict=True):
+            visitor.descriptors.send(noise)
+            with pytest.raises(refitd.PeerLost):
+                handoff.receive(visitor.descriptors)
+        here.swap()
+        for visitor in [*visitors, peer]:
+            visitor.close()
+        watched.check()
+
+
+# --- between hosts ----------------------------------------------------------------------------------------
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
+
+
+def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) -> None:  # noqa: F811
+    a = nodes.key("a")
+    head.start(a)
+    assert head.process is not None
+    before = figures(head.process.pid)
+    host, _, port = head.endpoint.removeprefix("tcp://").rpartition(":")
+    half_open = []
+    for number in range(300):
+        peer = socket.create_connection((host, int(port)), timeout=20)
+        # nothing; a greeting; a greeting and a command that is no HELLO; a greeting and half of one
+        peer.sendall((b"", GREETING, GREETING + b"\x04\x04\x03ABC", GREETING + b"\x04\xc8\x05HELLO")[number % 4])
+        half_open.append(peer)
+    daemon = nodes.start("a", key=a)
+    assert joined(daemon) == ["a"]
+    with fleet(daemon):
+        pass
+    eventually(
+        lambda: figures(head.process.pid).descriptors <= before.descriptors + 2,  # the daemon's connection
+        "the coordinator closes what was never finished",
+        30,
+    )
+    assert figures(head.process.pid).private_bytes - before.private_bytes < ROOM_BYTES
+    for peer in half_open:
+        peer.close()
+
+
+def started_with(head: Head, *lines: str) -> None:  # noqa: F811
+    """Start the coordinator with an allow-list of these lines."""
+
+    class Line:
+        def __init__(self, text: str) -> None:
+            self.public_line = text
+
+    head.start(*(Line(line) for line in lines))  # type: ignore[arg-type]
+
+
+def test_key_is_bound_to_its_node_and_the_roles_of_its_clients(head: Head, nodes: Nodes) -> None:  # noqa: F811
+    a, b, c = nodes.key("a"), nodes.key("b"), nodes.key("c")
+    started_with(
+        head,
+        f"{a.public_line} node=a roles=trainer",
+        f"{b.public_line} node=b roles=engine",
+        f"{c.public_line} node=c",
+    )
+    trains, serves = nodes.start("a", key=a), nodes.start("b", key=b)
+    assert joined(trains) and joined(serves)
+    claims = nodes.start("b", key=c)  # c's key under b's name
+    eventually(lambda: "may be node 'c', not 'b'" in head.log(), f"the coordinator says so:\n{head.log()}", 20)
+    eventually(lambda: "may be node 'c', not 'b'" in claims.log(), f"and so does the daemon:\n{claims.log()}", 20)
+    weights = {"w": torch.zeros(64, 64)}
+    with trains.connect() as trainer, serves.connect() as engine:
+        source = trainer.register_source("policy", weights)
+        target = engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="r")
+        source.publish(1)
+        for act, role in (
+            (lambda: trainer.register_target("policy", weights, replica="x"), "engine"),
+            (lambda: engine.register_source("other", weights), "trainer"),
+            (lambda: engine.swap("policy"), "operator or trainer"),
+            (lambda: engine.abort("policy"), "operator or trainer"),
+        ):
+            with pytest.raises(refitd.RefusedError, match=f"needs the role {role}.*security.allowed gives roles"):
+                act()
+        assert "needs the role" in head.log()
+        with Engine(target):
+            assert trainer.swap("policy", timeout=20).outcome == "committed"
+
+
+@pytest.mark.parametrize("role", ["engine", "trainer", "operator"])
+def test_users_of_a_node_act_in_their_roles_only(start_daemon: Callable[..., RunningDaemon], role: str) -> None:
+    daemon = start_daemon(f'[node]\nname = "n0"\nworkers = 1\nroles = {{ "{os.getuid()}" = ["{role}"] }}\n')
+    weights = {"w": torch.zeros(64, 64)}
+    with daemon.connect() as client:
+        attempts = {
+            "register_source": (lambda: client.register_source("policy", weights), {"trainer"}),
+            "register_target": (lambda: client.register_target("policy", weights, replica="r"), {"engine"}),
+            "swap": (lambda: client.swap("policy"), {"trainer", "operator"}),
+            "abort": (lambda: client.abort("policy"), {"trainer", "operator"}),
+        }
+        for what, (attempt, roles) in attempts.items():
+            try:
+                attempt()
+                refusal = ""
+            except refitd.RefusedError as exc:
+                refusal = str(exc)
+            assert ("needs the role" in refusal) == (role not in roles), f"{what} as {role}: {refusal}"
+        assert client.status().nodes[0].node == "n0"
+
+
+def test_users_that_are_not_allowed_are_turned_away_at_both_sockets(start_daemon, tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    daemon = start_daemon(
+        '[node]\nname = "n0"\nworkers = 1\nallowed_uids = [65534]\nroles = { "65534" = ["engine"] }\n'
+    )
+    daemon.directory.chmod(0o711)
+    for name in ("refitd.sock", "refitd.fds"):
+        (daemon.directory / name).chmod(0o666)
+    try:
+        assert "needs the role trainer" in as_user(65534, daemon.directory)
+        assert "may not use this daemon" in as_user(65533, daemon.directory)
+        assert "no answer" in as_user(65533, daemon.directory, zmq_only=True)
+    finally:
+        daemon.directory.chmod(0o700)
+
+
+STRANGER = """
+import os, sys
+sys.path[:0] = eval(sys.argv[1])
+import zmq, refitd
+from refitd.client.connection import Connection
+from refitd.protocol import local, shards
+from refitd.protocol.codec import encode
+from pathlib import Path
+os.setgid(int(sys.argv[3])); os.setuid(int(sys.argv[3]))
+if sys.argv[4] == "True":
+    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.connect(f"ipc://{sys.argv[2]}/refitd.sock")
+    dealer.send(encode(1, local.GetStatus()))
+    print("an answer" if dealer.poll(2000) else "no answer")
+    sys.exit()
+try:
+    connection = Connection(Path(sys.argv[2]), "stranger", 10.0)
+    shard = shards.Shard((shards.WireTensor("w", (4,), "float32"),))
+    connection.request(local.RegisterSource(model="m", rank=0, world_size=1, shard=shard), local.SourceRegistered, 10.0)
+except refitd.RefitdError as exc:
+    print(exc)
+finally:
+    if "connection" in globals():
+        connection.close()
+"""
+
+
+def as_user(uid: int, directory: Path, *, zmq_only: bool = False) -> str:
+    command = [sys.executable, "-c", STRANGER, repr(sys.path), str(directory), str(uid), str(zmq_only)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return ran.stdout + ran.stderr

@@ -1,0 +1,362 @@
+"""What happens after the usual: going back, waiting one's turn, coming back, standing still before a decision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import refitd
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Fleet:
+    """One trainer rank that holds versions 1 and 2, one replica that serves 2; `full[v]` are the version's tensors."""
+
+    def __init__(self, daemon: RunningDaemon) -> None:
+        self.daemon = daemon
+        self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
+        self.tensors = shards.whole(1)
+        self.source = self.trainer.register_source("policy", self.tensors)
+        self.live = shards.zeros_like(self.tensors)
+        self.target = self.engine.register_target("policy", self.live, replica="a")
+        self.full: dict[int, Tensors] = {}
+        for version in (1, 2):
+            self.publish(version)
+            with Engine(self.target):
+                self.trainer.swap("policy", version, timeout=20)
+
+    def publish(self, version: int) -> None:
+        for tensor in self.tensors.values():
+            tensor.add_(version)
+        self.full[version] = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.source.publish(version)
+
+    def knows_model(self) -> bool:
+        """Whether a coordinator answers, and has been told of everybody."""
+        try:
+            return any(model.sources and model.targets for model in self.trainer.status().models)
+        except refitd.RefitdError:
+            return False
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def fleet(daemon: RunningDaemon) -> Iterator[Fleet]:
+    fleet = Fleet(daemon)
+    yield fleet
+    fleet.close()
+
+
+def test_rollback_brings_the_version_before_back_and_history_tells_it(fleet: Fleet) -> None:
+    with pytest.raises(refitd.RefusedError, match="rollback"):
+        fleet.trainer.swap("policy", 1, timeout=5)
+    with Engine(fleet.target):
+        report = fleet.trainer.rollback("policy", timeout=20)
+    assert (report.version, report.kind) == (1, "rollback")
+    assert fleet.target.version == 1 and shards.equal(fleet.live, fleet.full[1])
+    with pytest.raises(refitd.RefusedError, match="no version before 1"):
+        fleet.trainer.rollback("policy", timeout=5)
+    past = [(s.version, s.state, s.report.kind if s.report else "") for s in fleet.trainer.history("policy").swaps]
+    assert past == [(1, "committed", "rollback"), (2, "committed", "asked"), (1, "committed", "asked")]
+    assert fleet.trainer.history("nobody").swaps == ()
+
+
+def test_history_outlives_the_coordinator(start_daemon) -> None:  # type: ignore[no-untyped-def]
+    daemon = start_daemon(standalone=False)
+    coordinator = daemon.start_coordinator()
+    eventually(lambda: _answers(daemon), "the coordinator", 30)
+    fleet = Fleet(daemon)
+    before = fleet.trainer.history("policy")
+    coordinator.kill()
+    coordinator.wait(10)
+    daemon.start_coordinator()
+    eventually(fleet.knows_model, "a coordinator that knows the model", 30)
+    assert fleet.trainer.history("policy") == before
+    assert fleet.trainer.status().models[0].live == 2
+    fleet.close()
+
+
+def test_a_queued_swap_follows_the_running_one(fleet: Fleet) -> None:
+    fleet.publish(3)
+    running = RunningSwap(fleet.daemon, "policy", 3)
+    running.wait_phase("commit")  # nobody polls yet
+    found: list[object] = []
+
+    def ask() -> None:
+        with fleet.daemon.connect("second") as client:
+            found.append(client.swap("policy", 3, timeout=20, queue=True))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    eventually(lambda: fleet.trainer.status().models[0].queued == 1, "the second swap waits")
+    with pytest.raises(refitd.RefusedError, match="queue"):
+        fleet.trainer.swap("policy", 3, timeout=5)
+    with Engine(fleet.target):
+        assert running.result().outcome == "committed"
+        asking.join(20)
+    assert [getattr(report, "outcome", None) for report in found] == ["committed"]
+
+
+def test_a_replica_that_joins_gets_the_live_version_and_nobody_else_is_disturbed(fleet: Fleet) -> None:
+    live = shards.zeros_like(fleet.tensors)
+    with fleet.daemon.connect("late") as client:
+        late = client.register_target("policy", live, replica="b")
+        assert late.wait(2, timeout=20) == 2
+        assert shards.equal(live, fleet.full[2])
+        assert fleet.target.pending is None
+        eventually(
+            lambda: {t.state for t in fleet.trainer.status().models[0].targets} == {"serving"}, "both replicas serve"
+        )
+    last = fleet.trainer.history("policy", 1).swaps[0].report
+    assert last is not None and last.kind == "catch-up" and [m.replica for m in last.members] == ["b"]
+
+
+def test_a_replica_that_died_in_the_commit_is_brought_up_to_date_when_it_returns(fleet: Fleet) -> None:
+    fleet.publish(3)
+    other_live = shards.zeros_like(fleet.tensors)
+    other = fleet.daemon.connect("other")
+    target = other.register_target("policy", other_live, replica="b")
+    target.wait(2, timeout=20)
+    running = RunningSwap(fleet.daemon, "policy", 3)
+    running.wait_phase("commit")
+    other.close()  # decided, and it will not take it over
+    with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="incomplete"):
+        running.result()
+    assert fleet.target.version == 3 and target.version == 2
+    with fleet.daemon.connect("back") as client:
+        back = client.register_target("policy", other_live, replica="b")
+        assert back.version is None  # whatever its memory holds, it is not to be served
+        assert back.wait(3, timeout=20) == 3
+    assert shards.equal(other_live, fleet.full[3])
+
+
+ENGINE = """
+import sys, time, refitd, torch
+from tests.support import shards
+client = refitd.connect(sys.argv[1], name="crashes")
+if sys.argv[2] == "arena":
+    live = client.allocate({name: (t.shape, t.dtype) for name, t in shards.whole(1).items()})
+else:
+    live = shards.zeros_like(shards.whole(1))
+target = client.register_target("policy", live, replica="crashes")
+target.wait(2, timeout=30)
+print("serves", flush=True)
+sys.stdin.readline()
+client.close()
+"""
+
+
+def crash(fleet: Fleet, way: str = "private", *, orderly: bool = False) -> None:
+    """A replica of another process serves version 2 and dies, or closes its client."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(fleet.daemon.directory), way],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process:
+        assert process.stdout.readline() == b"serves\n"
+
+        def is_known() -> bool:
+            states = {t.replica: t.state for t in fleet.trainer.status().models[0].targets}
+            return states.get("crashes") == "serving"
+
+        eventually(is_known, "the daemon knows what it serves")
+        if orderly:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.wait(20) == 0
+        else:
+            process.kill()
+            process.wait(10)
+    eventually(lambda: len(fleet.trainer.status().models[0].targets) == 1, "its end is known")
+
+
+@pytest.mark.parametrize("way", ["private", "arena"])
+def test_an_engine_that_crashed_has_its_weights_when_it_comes_back_without_a_swap(fleet: Fleet, way: str) -> None:
+    crash(fleet, way)
+    swaps = len(fleet.trainer.history("policy", 100).swaps)
+    with fleet.daemon.connect("back") as client:
+        live = shards.zeros_like(fleet.tensors)
+        if way == "arena":
+            live = client.allocate({name: (t.shape, t.dtype) for name, t in fleet.tensors.items()})
+        target = client.register_target("policy", live, replica="crashes")
+        assert target.version == 2 and shards.equal(live, fleet.full[2])
+        assert len(fleet.trainer.history("policy", 100).swaps) == swaps
+        fleet.publish(3)
+        with Engine(fleet.target, target):
+            assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
+        assert shards.equal(live, fleet.full[3])
+
+
+def test_what_an_engine_left_behind_is_not_served_when_another_version_is_live(fleet: Fleet) -> None:
+    crash(fleet)
+    fleet.publish(3)
+    with Engine(fleet.target):
+        fleet.trainer.swap("policy", 3, timeout=20)
+    with fleet.daemon.connect("back") as client:
+        live = shards.zeros_like(fleet.tensors)
+        target = client.register_target("policy", live, replica="crashes")
+        assert target.version is None and "3 is live" in target.fenced
+        assert target.wait(3, timeout=20) == 3 and shards.equal(live, fleet.full[3])
+        assert not target.fenced
+
+
+def test_nothing_is_kept_for_other_tensors_or_after_an_orderly_end(fleet: Fleet) -> None:
+    before = fleet.daemon.node().arenas
+    crash(fleet)
+    assert fleet.daemon.node().arenas == before + 1
+    with fleet.daemon.connect("other") as client:
+        other = {name: tensor[:1].clone() for name, tensor in fleet.tensors.items()}
+        target = client.register_target("policy", other, replica="crashes")
+        assert target.version is None
+    eventually(lambda: fleet.daemon.node().arenas == before, "its arena is free")
+    crash(fleet, orderly=True)
+    eventually(lambda: fleet.daemon.node().arenas == before, "nothing is kept")
+
+
+def test_what_engines_left_behind_makes_room_for_others_and_goes_in_time(start_daemon) -> None:  # type: ignore[no-untyped-def]
+    daemon = start_daemon('[node]\nname = "n0"\nkeep_targets_s = 2.0\n')
+    fleet = Fleet(daemon)
+    before = daemon.node().arenas
+    crash(fleet)
+    assert daemon.node().arenas == before + 1
+    eventually(lambda: daemon.node().arenas == before, "its time is over", 20)
+    fleet.close()
+
+    size = 1 << 20
+    daemon = start_daemon(f'[node]\nname = "n0"\nmax_arena_bytes = {8 * size}\n')
+    fleet = Fleet(daemon)
+    crash(fleet)
+    kept = daemon.node()
+    with daemon.connect("large") as client:
+        client.allocate({"large": ((8 * size - kept.arena_bytes + 1,), torch.uint8)})
+        assert daemon.node().arenas == kept.arenas
+    fleet.close()
+
+
+class Still:
+    """An engine that is asked before a version is decided; `may_pause` lets it stand still."""
+
+    def __init__(self, client: refitd.Client, live: Tensors) -> None:
+        self.may_pause = threading.Event()
+        self.broken = ""
+        self.events: list[tuple[str, int | None]] = []
+        self.target = client.register_target(
+            "policy", live, replica="still", on_pause=self._pause, on_resume=self._resume
+        )
+
+    def _pause(self, version: int) -> None:
+        self.events.append(("pause", version))
+        if self.broken:
+            raise RuntimeError(self.broken)
+        assert self.may_pause.wait(30)
+
+    def _resume(self, version: int | None) -> None:
+        self.events.append(("resume", version))
+
+
+def test_nothing_is_decided_before_an_engine_stands_still(fleet: Fleet) -> None:
+    live = shards.zeros_like(fleet.tensors)
+    with fleet.daemon.connect("still") as client:
+        engine = Still(client, live)
+        engine.may_pause.set()
+        eventually(lambda: engine.target.version == 2, "it has caught up")
+        engine.may_pause.clear()
+        fleet.publish(3)
+        with Engine(fleet.target):
+            running = RunningSwap(fleet.daemon, "policy", 3)
+            running.wait_phase("pause")
+            time.sleep(0.2)  # the other replica polls all the time
+            assert fleet.target.version == 2, "a replica went ahead while another one was still being asked"
+            assert fleet.trainer.history("policy", 1).swaps[0].version == 2, "decided too early"
+            engine.may_pause.set()
+            report = running.result()
+        assert report.outcome == "committed" and shards.equal(live, fleet.full[3])
+        assert report.pause_s > 0.1
+        eventually(lambda: len(engine.events) == 4, "it goes on")
+        assert engine.events == [("pause", 2), ("resume", 2), ("pause", 3), ("resume", 3)]
+        assert next(m.paused_s for m in report.members if m.replica == "still") > 0
+
+
+def test_an_engine_that_does_not_stand_still_aborts_the_swap_and_goes_on(start_daemon) -> None:  # type: ignore[no-untyped-def]
+    daemon = start_daemon("[deadlines]\npause_s = 1.0\n")
+    fleet = Fleet(daemon)
+    live = shards.zeros_like(fleet.tensors)
+    with daemon.connect("still") as client:
+        engine = Still(client, live)
+        engine.may_pause.set()
+        eventually(lambda: engine.target.version == 2, "it has caught up")
+        engine.may_pause.clear()
+        fleet.publish(3)
+        with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="still rank 0") as failure:
+            fleet.trainer.swap("policy", 3, timeout=20)
+        assert failure.value.report is not None and failure.value.report.phase == "pause"
+        engine.may_pause.set()
+        eventually(lambda: engine.events[-1] == ("resume", 2), "it goes on with what it had")
+        assert shards.equal(live, fleet.full[2]) and shards.equal(fleet.live, fleet.full[2])
+
+        engine.broken = "no room to stand"
+        with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="no room to stand"):
+            fleet.trainer.swap("policy", 3, timeout=20)
+        assert fleet.target.version == engine.target.version == 2
+        engine.broken = ""
+        with Engine(fleet.target):
+            assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
+        assert shards.equal(live, fleet.full[3])
+    fleet.close()
+
+
+def test_who_cannot_know_what_was_decided_serves_nothing(start_daemon) -> None:  # type: ignore[no-untyped-def]
+    daemon = start_daemon(standalone=False)
+    coordinator = daemon.start_coordinator()
+    eventually(lambda: _answers(daemon), "the coordinator", 30)
+    fleet = Fleet(daemon)
+    live = shards.zeros_like(fleet.tensors)
+    with daemon.connect("still") as client:
+        engine = Still(client, live)
+        engine.may_pause.set()
+        eventually(lambda: engine.target.version == 2, "it has caught up")
+        engine.may_pause.clear()
+        fleet.publish(3)
+        RunningSwap(daemon, "policy", 3).wait_phase("pause")
+        coordinator.kill()
+        coordinator.wait(10)
+        eventually(lambda: bool(fleet.target.fenced) and bool(engine.target.fenced), "both are fenced", 30)
+        assert fleet.target.version is None and engine.target.version is None
+        daemon.start_coordinator()
+        engine.may_pause.set()
+        # nothing had been decided: back to what was
+        eventually(lambda: fleet.target.version == 2 and engine.target.version == 2, "both serve again", 30)
+        with Engine(fleet.target):
+            eventually(lambda: _swapped(fleet, 3), "the next swap", 30)
+        assert shards.equal(live, fleet.full[3])
+    fleet.close()
+
+
+def _swapped(fleet: Fleet, version: int) -> bool:
+    try:
+        return fleet.trainer.swap("policy", version, timeout=20).outcome == "committed"
+    except refitd.RefitdError:
+        return False
+
+
+def _answers(daemon: RunningDaemon) -> bool:
+    try:
+        return bool(daemon.node().node)
+    except refitd.RefitdError:
+        return False

@@ -1,0 +1,402 @@
+"""The coordinator under any order of events, duplicates, losses of nodes and restarts, with its journal on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from refitd import ParameterMetadata
+from refitd.commit.journal import Journal
+from refitd.config import Config
+from refitd.coordinator import actions as act
+from refitd.coordinator.plans import make_plan
+from refitd.coordinator.state import MAX_QUEUED, MAX_UNUSED_SHARDS, NODE_SILENCE_S, Coordinator
+from refitd.errors import CommitError, RefitdError
+from refitd.protocol import cluster, local
+from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.reports import NodeStatus
+from refitd.protocol.shards import shard_of
+
+SHARD = shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w")])
+DIGEST = digest_of(SHARD)
+NODES = ("n0", "n1")
+MEMBERS = {"src": "n0", "a": "n0", "b": "n1", "c": "n1"}  # c says that it stands still before anything is decided
+EVENTS_QUEUED = 200
+
+
+@dataclass
+class Sim:
+    """A daemon as far as the coordinator can tell: its members, what they hold, and what is on its way."""
+
+    name: str
+    pid: int = 1
+    lives: int = 0
+    boot: str = ""
+    members: dict[str, int | None] = field(default_factory=dict)  # target -> the version it serves
+    versions: set[int] = field(default_factory=set)  # of the source, if it is here
+    staged: dict[str, tuple[str, int]] = field(default_factory=dict)  # target -> swap, version
+    plans: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the members of each
+    inbox: list[object] = field(default_factory=list)
+    outbox: list[object] = field(default_factory=list)
+
+    @property
+    def identity(self) -> bytes:
+        return f"{self.name}.{self.pid}.{self.lives}".encode()
+
+    def hello(self) -> None:
+        status = NodeStatus(node=self.name, host="h", pid=self.pid, workers=(), clients=0, arenas=0, arena_bytes=0)
+        self.outbox.append(cluster.NodeHello(protocol=1, status=status))
+
+    def introduce(self, member: str) -> None:
+        source = member == "src"
+        staged = self.staged.get(member)
+        self.outbox.append(cluster.DescribeShard(digest=DIGEST, packed=pack(SHARD)))
+        self.outbox.append(
+            cluster.AddShard(
+                member=member,
+                model="m",
+                role="source" if source else "target",
+                replica="" if source else member,
+                rank=0,
+                world_size=1,
+                pid=5,
+                digest=DIGEST,
+                versions=tuple(sorted(self.versions)) if source else (),
+                version=None if source else self.members[member],
+                staged=staged[0] if staged else None,
+                pauses=member == "c",
+            )
+        )
+
+    def take(self, message: object, works: bool) -> None:
+        """React to what the coordinator says, as a daemon does whose workers work, or do not."""
+        match message:
+            case cluster.NodeWelcome(_, boot):
+                if boot != self.boot:
+                    self.boot = boot
+                    for member in self.members:
+                        self.introduce(member)
+            case local.Failure(code) if code == "unknown-node":
+                self.boot = ""
+                self.hello()
+            case cluster.LoadPlan(plan, members=members, epoch=epoch):
+                self.plans[plan] = members
+                name = epoch.id if epoch else ""
+                loaded = cluster.PlanLoaded(plan=plan, epoch=name)
+                broken = cluster.PlanRefused(plan=plan, epoch=name, where="w", reason="r")
+                self.outbox.append(loaded if works else broken)
+            case cluster.Pause(swap, _, members):
+                for member in members:
+                    failed = cluster.MemberCommitFailed(swap=swap, member=member, reason="no")
+                    self.outbox.append(cluster.MemberQuiet(swap=swap, member=member) if works else failed)
+            case cluster.Stage(swap, plan, version):
+                if not works:
+                    self.outbox.append(cluster.StageFailed(swap=swap, where="w", reason="r"))
+                    return
+                self.staged |= {
+                    member: (swap, version) for member in self.plans[plan] if member in self.members and member != "src"
+                }
+                self.outbox.append(cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+            case cluster.Commit(swap):
+                for member, (staged, version) in list(self.staged.items()):
+                    if staged != swap:
+                        continue
+                    del self.staged[member]
+                    self.members[member] = version if works else None
+                    done = cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0)
+                    failed = cluster.MemberCommitFailed(swap=swap, member=member, reason="no")
+                    self.outbox.append(done if works else failed)
+            case cluster.Abort(swap):
+                for member in [m for m, (staged, _) in self.staged.items() if staged == swap]:
+                    del self.staged[member]
+
+
+class CoordinatorMachine(RuleBasedStateMachine):
+    """Feeds a coordinator and performs what it says, remembering what must never be contradicted."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        self.now = 0.0
+        self.numbers = itertools.count(1)
+        self.lives = 0
+        self.full = False  # the journal's disk
+        self.dies_deciding = False
+        self.decided: set[str] = set()  # journalled, whether the coordinator heard of it or not
+        self.aborted: set[str] = set()
+        self.said_staged: set[tuple[str, str]] = set()  # (swap, node), heard by the coordinator
+        self.sims = {name: Sim(name) for name in NODES}
+        self.version = 0
+        self.journal = Journal(self.directory / "journal")
+        self.state = self.fresh()
+        for sim in self.sims.values():
+            sim.hello()
+        for member, node in MEMBERS.items():
+            if member != "b":
+                self.sims[node].members[member] = None
+        for _ in range(6):
+            self.everything_arrives()
+
+    def fresh(self) -> Coordinator:
+        self.lives += 1
+        return Coordinator(
+            config=Config(),
+            boot=f"boot{self.lives}",
+            pid=self.lives,
+            started=self.now,
+            new_swap_id=lambda: f"s{next(self.numbers)}",
+            wall_clock=lambda: self.now,
+            decided=self.journal.decided,
+            recent=self.journal.recent,
+        )
+
+    # --- what the shell does ------------------------------------------------------------------------------
+
+    def feed(self, event: act.Event) -> None:
+        pending = [event]
+        while pending:
+            assert len(pending) < EVENTS_QUEUED
+            for instruction in self.state.handle(pending.pop(0), self.now):
+                match instruction:
+                    case act.Send(identity, _, message):
+                        self.sent(identity, message)
+                    case act.MakePlan(ticket, rosters):
+                        try:
+                            pending.append(act.Planned(ticket, make_plan(rosters)))
+                        except RefitdError as exc:
+                            pending.append(act.Planned(ticket, None, exc))
+                    case act.Decide(record):
+                        self.decide(record.swap)
+                        if self.full:
+                            pending.append(act.JournalWritten(record.swap, CommitError("disk full")))
+                        else:
+                            self.journal.write(record)
+                            self.decided.add(record.swap)
+                            if self.dies_deciding:
+                                self.dies_deciding = False
+                                self.coordinator_is_killed_and_started_again()
+                                return
+                            pending.append(act.JournalWritten(record.swap))
+                    case act.Remember(record):
+                        assert (record.state != "aborted") == (record.swap in self.decided), record
+                        if not self.full:
+                            self.journal.write(record)
+            assert not self.state._out
+
+    def decide(self, swap: str) -> None:
+        """Nothing is decided that was not staged by every node that has a target in it."""
+        (running,) = [s.running for s in self.state.models.values() if s.running and s.running.swap.swap == swap]
+        for node in running.swap.nodes | set(running.swap.members.values()):
+            assert (swap, node) in self.said_staged, f"{swap} was decided, and {node} has not staged it"
+
+    def sent(self, identity: bytes, message: object) -> None:
+        if isinstance(message, cluster.Commit):
+            assert message.swap in self.decided, f"{message.swap} is committed and not in the journal"
+            assert message.swap not in self.aborted
+            record = self.journal.decided(message.swap)
+            assert record is not None and record.version == message.version
+        if isinstance(message, cluster.Abort):
+            assert message.swap not in self.decided, f"{message.swap} is decided and is aborted"
+            self.aborted.add(message.swap)
+        for sim in self.sims.values():
+            if sim.identity == identity:
+                sim.inbox.append(message)
+
+    def say(self, sim: Sim, message: cluster.NodeMessage, request: int = 0) -> None:
+        if isinstance(message, cluster.StageDone):
+            self.said_staged.add((message.swap, sim.name))
+        self.feed(act.FromNode(sim.identity, request, message))
+
+    def everything_arrives(self) -> None:
+        for sim in self.sims.values():
+            while sim.outbox:
+                self.say(sim, sim.outbox.pop(0))
+            while sim.inbox:
+                sim.take(sim.inbox.pop(0), works=True)
+
+    # --- what may happen ----------------------------------------------------------------------------------
+
+    @rule(node=st.sampled_from(NODES), works=st.sampled_from([True, True, True, False]), count=st.integers(1, 5))
+    def node_hears(self, node: str, works: bool, count: int) -> None:
+        sim = self.sims[node]
+        for _ in range(min(count, len(sim.inbox))):
+            sim.take(sim.inbox.pop(0), works)
+
+    @rule(node=st.sampled_from(NODES), times=st.sampled_from([1, 1, 1, 2]), count=st.integers(1, 5))
+    def coordinator_hears(self, node: str, times: int, count: int) -> None:
+        sim = self.sims[node]
+        for _ in range(min(count, len(sim.outbox))):
+            message = sim.outbox.pop(0)
+            for _ in range(times):
+                self.say(sim, message)  # type: ignore[arg-type]
+
+    @rule()
+    def all_is_delivered(self) -> None:
+        for _ in range(4):
+            self.everything_arrives()
+
+    @rule(steps=st.integers(0, 12), full=st.sampled_from([False, False, False, True]), abort=st.booleans())
+    def swap_gets_so_far(self, steps: int, full: bool, abort: bool) -> None:
+        """Whatever happens next happens in the middle of a swap, whose phases take two or three steps each."""
+        self.trainer_publishes()
+        self.all_is_delivered()
+        self.full = full
+        self.say(self.sims["n0"], local.StartSwap(model="m"), request=9)
+        for _ in range(steps):
+            for sim in self.sims.values():
+                while sim.inbox and not sim.outbox:
+                    sim.take(sim.inbox.pop(0), works=True)
+            for sim in self.sims.values():
+                if sim.outbox:
+                    self.say(sim, sim.outbox.pop(0))
+        if abort:
+            self.abort_is_asked_for("n0")
+
+    @rule()
+    def coordinator_is_killed_as_soon_as_it_has_decided(self) -> None:
+        self.dies_deciding = True
+        self.swap_gets_so_far(12, full=False, abort=False)
+        self.dies_deciding = False
+
+    @rule()
+    def trainer_publishes(self) -> None:
+        self.version += 1
+        self.sims["n0"].versions.add(self.version)
+        self.sims["n0"].outbox.append(cluster.ShardPublished(member="src", version=self.version))
+
+    @precondition(lambda self: self.sims["n0"].versions)
+    @rule(data=st.data())
+    def trainer_withdraws(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.sims["n0"].versions)))
+        self.sims["n0"].versions.discard(version)
+        self.sims["n0"].outbox.append(cluster.ShardWithdrawn(member="src", version=version))
+
+    @rule(node=st.sampled_from(NODES), queue=st.booleans(), rollback=st.sampled_from([False, False, True]))
+    def swap_is_asked_for(self, node: str, queue: bool, rollback: bool) -> None:
+        self.say(self.sims[node], local.StartSwap(model="m", queue=queue, rollback=rollback), request=9)
+
+    @rule(node=st.sampled_from(NODES))
+    def abort_is_asked_for(self, node: str) -> None:
+        self.say(self.sims[node], local.AbortSwap(model="m", reason="enough"), request=9)
+
+    @rule(member=st.sampled_from(sorted(MEMBERS)))
+    def member_joins_or_leaves(self, member: str) -> None:
+        sim = self.sims[MEMBERS[member]]
+        if member in sim.members:
+            del sim.members[member]
+            sim.staged.pop(member, None)
+            sim.outbox.append(cluster.RemoveShard(member=member, reason="left"))
+        else:
+            sim.members[member] = None
+            sim.introduce(member)
+
+    @rule(node=st.sampled_from(NODES), dies=st.booleans())
+    def node_loses_its_connection(self, node: str, dies: bool) -> None:
+        sim = self.sims[node]
+        sim.lives += 1
+        sim.inbox.clear()
+        sim.outbox.clear()
+        if dies:
+            sim.pid, sim.boot = sim.pid + 1, ""
+            sim.members = {member: None for member in sim.members}
+            sim.staged.clear()
+            if node == "n0":
+                sim.versions.clear()
+        sim.boot = ""
+        sim.hello()
+
+    @rule()
+    def coordinator_is_killed_and_started_again(self) -> None:
+        self.journal.close()
+        self.journal = Journal(self.directory / "journal")
+        for swap in self.decided:
+            assert self.journal.decided(swap) is not None, f"{swap} was decided and the journal has lost it"
+        self.state = self.fresh()
+        for sim in self.sims.values():
+            sim.inbox.clear()
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, NODE_SILENCE_S + 1, 40.0, 400.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(act.Tick())
+
+    @rule(full=st.booleans())
+    def disk_fills_or_empties(self, full: bool) -> None:
+        self.full = full
+
+    @rule(
+        node=st.sampled_from(NODES),
+        number=st.integers(1, 6),
+        member=st.sampled_from([*MEMBERS, "stranger"]),
+        what=st.integers(0, 9),
+    )
+    def somebody_talks_nonsense(self, node: str, number: int, member: str, what: int) -> None:
+        """Words about swaps that may be over, may not have begun, or may be of others; StageDone only if it is so."""
+        swap = f"s{number}"
+        message = (
+            cluster.StageProgress(swap=swap, bytes_done=7),
+            cluster.StageFailed(swap=swap, where="w", reason="r"),
+            cluster.MemberQuiet(swap=swap, member=member),
+            cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0),
+            cluster.MemberCommitFailed(swap=swap, member=member, reason="r"),
+            cluster.PlanLoaded(plan="p", epoch="e"),
+            cluster.EpochLost(plan="p", epoch="e", where="w", reason="r"),
+            cluster.EpochPut(epoch="e", lane=0, key="k", value=b"v"),
+            cluster.ShardPublished(member=member, version=3),
+            cluster.DetachShard(member=member, reason="r"),
+        )[what]
+        with contextlib.suppress(KeyError):
+            self.say(self.sims[node], message)
+
+    # --- what must hold -----------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_is_bounded(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        s = self.state
+        assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
+        assert len(s._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
+        assert not s._plan_requests
+        assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
+
+    @invariant()
+    def no_version_is_served_that_was_not_decided(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        decided = {r.version for swap in self.decided if (r := self.journal.decided(swap)) is not None}
+        for sim in self.sims.values():
+            assert {v for v in sim.members.values() if v is not None} <= decided
+
+    def teardown(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        # once everybody listens again, what was decided is finished, what was not is forgotten, and nothing hangs
+        self.full = False
+        for round_ in range(12):
+            self.now += (0.1, 1000.0)[round_ == 6]
+            for sim in self.sims.values():
+                self.say(sim, local.GetStatus())
+            self.everything_arrives()
+            self.feed(act.Tick())
+        for sim in self.sims.values():
+            for member, (swap, _) in sim.staged.items():
+                assert any(s.running and s.running.swap.swap == swap for s in self.state.models.values()), (
+                    f"{member} waits for {swap}, which nobody is working on"
+                )
+        self.journal.close()
+        shutil.rmtree(self.directory)
+
+
+TestCoordinator = CoordinatorMachine.TestCase
+TestCoordinator.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,129 @@
+"""torch's side of a GPU that is none: what refitd asks torch for on a device, over the memory of fake_cuda.c.
+
+Each of PATCHES names a module of refitd and gives what its attributes become. The processes of a test import this
+through sitecustomize.py beside it; the test's own process through tests.support.fake_cuda. Nothing here imports torch
+or refitd before refitd itself does.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+# (owner, address, bytes, GPU) of memory that lies on one; an owner that has gone takes its memory with it
+_on_gpu: list[tuple[weakref.ref[Any], int, int, int]] = []
+
+
+class _Memory:
+    """Memory at an address, as numpy takes it; arrays over it keep `owner`."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def tensor_at(address: int, nbytes: int, device: Any, owner: Any = None) -> Any:
+    """In place of refitd.buffers.cuda.tensor_at."""
+    import numpy as np
+    import torch
+
+    if owner is not None:
+        _on_gpu.append((weakref.ref(owner), address, nbytes, device.index))
+    return torch.from_numpy(np.asarray(_Memory(address, nbytes, owner)))
+
+
+def put_on_gpu(tensor: Any, gpu: int) -> Any:
+    """Have a tensor of the test count as private memory on a GPU; return it."""
+    _on_gpu.append((weakref.ref(tensor), tensor.data_ptr(), tensor.numel() * tensor.element_size(), gpu))
+    return tensor
+
+
+def gpu_of(tensor: Any) -> int:
+    """In place of refitd.client.devices.gpu_of."""
+    _on_gpu[:] = [known for known in _on_gpu if known[0]() is not None and getattr(known[0](), "address", 1)]
+    at = tensor.data_ptr()
+    return next((gpu for _, start, nbytes, gpu in _on_gpu if start <= at < start + nbytes), -1)
+
+
+class Event:
+    """What was queued is done already."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """In place of DeviceStream: everything is done when it is said."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
+
+    @contextmanager
+    def work(self, deadline: Any, subject: str) -> Iterator[None]:
+        yield
+
+    def mark(self) -> Event:
+        return Event()
+
+    def settle(self, deadline: Any, subject: str) -> None:
+        pass
+
+
+PATCHES: dict[str, dict[str, Any]] = {
+    "refitd.buffers.cuda": {"tensor_at": tensor_at},
+    "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
+    "refitd.copy_services.cuda": {"DeviceStream": Stream},
+    "refitd.client.devices": {"gpu_of": gpu_of, "settle": lambda gpu: None},
+    "refitd.client.tensors": {"gpu_of": gpu_of, "settle": lambda gpu: None},
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of PATCHES as everybody does, and changes them once they have been loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, PATCHES[fullname])
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, changes: dict[str, Any]) -> None:
+        self._loader = loader
+        self._changes = changes
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for name, value in self._changes.items():
+            getattr(module, name)  # a seam that has moved is an error here, not a test that tests nothing
+            setattr(module, name, value)
+
+
+def install() -> None:
+    """Change what this process will import."""
+    sys.meta_path.insert(0, _Finder())
+
+
+def apply(replace: Callable[[ModuleType, str, Any], None]) -> None:
+    """Change what this process has imported, by a function that undoes it later (monkeypatch.setattr)."""
+    for module, changes in PATCHES.items():
+        for name, value in changes.items():
+            replace(importlib.import_module(module), name, value)

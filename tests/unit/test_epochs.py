@@ -1,0 +1,65 @@
+"""Epochs that are given up end at once in the workers that are joining them, or the workers end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from refitd.buffers import handoff
+from refitd.daemon.actions import Instruction, ToWorker
+from refitd.daemon.epochs import PATIENCE_TICKS, LocalEpochs
+from refitd.errors import PeerLost
+from refitd.protocol import cluster, sidecar
+from refitd.protocol.codec import encode
+from refitd.worker.main import Daemon
+
+EPOCH = cluster.EpochPlan(
+    id="e1", service="gloo", nodes=("n0", "n1"), hosts=("h", "h"), lanes=2, staging_bytes=1 << 20, timeout_s=5.0
+)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = pair
+    worker = Daemon(here)
+    for epoch in ("e2", "e1"):
+        handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch=epoch)))
+    with pytest.raises(PeerLost, match="given up"):
+        worker.await_value("e1", "0/0", {}, 60.0)
+    # the word about e2 has been read while the worker waited for e1: there is nothing left to wait for
+    with pytest.raises(PeerLost, match="given up"):
+        worker.await_value("e2", "0/0", {}, 60.0)
+    assert [worker.next()[0].epoch for _ in range(2)] == ["e2", "e1"]  # type: ignore[union-attr]
+
+
+def stuck_after(ticks: int, *said: sidecar.EpochJoined | sidecar.EpochFailed) -> list[int]:
+    out: list[Instruction] = []
+    epochs = LocalEpochs("n0", "127.0.0.1", out.append)
+    epochs.join("plan", EPOCH, lambda: None)
+    epochs.worker_said(0, sidecar.EpochJoined(epoch="e1"))
+    epochs.leave("e1")
+    assert [i.worker for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.LeaveEpoch)] == [0, 1]
+    for message in said:
+        epochs.worker_said(1, message)
+    found: list[int] = []
+    for _ in range(ticks):
+        found = [worker for worker, _ in epochs.tick()]
+    return found
+
+
+def test_only_a_worker_that_does_not_come_out_is_stuck() -> None:
+    assert stuck_after(PATIENCE_TICKS) == []
+    assert stuck_after(PATIENCE_TICKS + 1) == [1]
+    assert stuck_after(PATIENCE_TICKS + 1, sidecar.EpochFailed(epoch="e1", reason="given up")) == []
+    assert stuck_after(PATIENCE_TICKS + 1, sidecar.EpochJoined(epoch="e1")) == []

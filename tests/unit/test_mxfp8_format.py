@@ -1,0 +1,239 @@
+"""The arithmetic of MXFP8: against torchao on bfloat16, against rational numbers on float32, and at its edges."""
+
+from __future__ import annotations
+
+import math
+import struct
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from refitd.transforms import mxfp8_format as fmt
+from refitd.transforms.mxfp8_format import Rounding, Scratch
+from tests.support.mxfp8 import E4M3, element_of, scale_of, swizzled, words_of
+
+BOTH = pytest.mark.parametrize("rounding", list(Rounding))
+NAN, INF = float("nan"), float("inf")
+
+
+def converted(values: torch.Tensor, rounding: Rounding) -> tuple[np.ndarray, np.ndarray]:
+    words = words_of(values)
+    data, scales = np.full(words.shape, 0xEE, np.uint8), np.full((len(words), words.shape[1] // 32), 0xEE, np.uint8)
+    fmt.quantize(words, data, scales, rounding)
+    return data, scales
+
+
+def block(*values: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return a block that begins with these values and goes on with the last."""
+    return torch.tensor([[*values, *[values[-1]] * (32 - len(values))]], dtype=dtype)
+
+
+def every_amax() -> torch.Tensor:
+    """Return a block for every finite bfloat16 magnitude, which is the largest in it."""
+    magnitudes = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    parts = (torch.rand(len(magnitudes), 32, generator=generator) * 2 - 1).double() * magnitudes[:, None].double()
+    found = parts.to(torch.bfloat16)
+    signs = 1 - 2 * (torch.arange(len(magnitudes)) % 2)
+    found[torch.arange(len(magnitudes)), torch.arange(len(magnitudes)) % 32] = magnitudes * signs
+    return found
+
+
+def random_values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    normal = torch.randn(192, 1024, generator=generator)
+    exponents = torch.randint(-140, 127, normal.shape, generator=generator).float()
+    return {
+        "weights": (normal * 0.02).to(torch.bfloat16),
+        "any bits": torch.randint(-(1 << 15), 1 << 15, (64, 4096), generator=generator, dtype=torch.int16).view(
+            torch.bfloat16
+        ),
+        "any exponents": (normal * torch.exp2(exponents)).to(torch.bfloat16),
+        "few exponents": (normal * torch.exp2((exponents / 12).round())).to(torch.bfloat16),
+        "sparse": (normal * (normal > 2)).to(torch.bfloat16),
+    }
+
+
+@BOTH
+@pytest.mark.parametrize("what", ["every amax", *random_values()])
+def test_bfloat16_gives_the_bytes_of_torchao(what: str, rounding: Rounding) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="needs torchao: pip install .[dev]")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    values = every_amax() if what == "every amax" else random_values()[what]
+    data, scales = converted(values, rounding)
+    theirs = mx.to_mx(values, torch.float8_e4m3fn, 32, config.ScaleCalculationMode[rounding.name])
+    their_scales, their_data = (tensor.view(torch.uint8).numpy() for tensor in theirs)
+    np.testing.assert_array_equal(scales, their_scales)
+    is_nan = np.repeat(scales == fmt.NAN_SCALE, 32, axis=1)
+    np.testing.assert_array_equal(data[~is_nan], their_data[~is_nan])
+    assert (data[is_nan] == 0x7F).all()  # theirs may be numbers under a scale that is none
+
+
+@BOTH
+def test_float32_that_bfloat16_can_hold_gives_the_same_bytes(rounding: Rounding) -> None:
+    for values in (every_amax(), *random_values().values()):
+        for ours, wide in zip(converted(values, rounding), converted(values.float(), rounding), strict=True):
+            np.testing.assert_array_equal(ours, wide)
+
+
+@BOTH
+def test_float32_is_rounded_as_rational_numbers_are(rounding: Rounding) -> None:
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(24, 32, generator=generator) * torch.exp2(
+        torch.randint(-60, 60, (24, 1), generator=generator).float()
+    )
+    values[::3, 5] *= 2.0**-12  # below the normal numbers of E4M3
+    steps = torch.tensor([float(a + b) / 2 for a, b in pairwise(E4M3)])
+    ties = torch.cat([steps, -steps, torch.tensor([448.0, 448.0])])[:224].view(7, 32)
+    ties[:, 0] = 448  # so that the scale is 1 in either rounding
+    ties = torch.cat([ties, torch.nextafter(ties, torch.zeros(())), torch.nextafter(ties, torch.full((), INF))])
+    for rows in (values, ties):
+        data, scales = converted(rows, rounding)
+        for row in range(len(rows)):
+            exact = rows[row].tolist()
+            assert scales[row, 0] == scale_of(exact, rounding)
+            assert data[row].tolist() == [element_of(value, int(scales[row, 0])) for value in exact]
+
+
+@BOTH
+def test_scales_around_every_power_of_two_are_exact(rounding: Rounding) -> None:
+    """ceil(log2()) in float32 is one too low just above 448 * 2**k."""
+    rows = []
+    for k in range(-100, 110, 3):
+        for edge in (448.0, 256.0):
+            at = torch.tensor(edge * 2.0**k)
+            rows += [at, torch.nextafter(at, torch.zeros(())), torch.nextafter(at, torch.full((), INF))]
+    values = torch.stack(rows)[:, None].repeat(1, 32)
+    _, scales = converted(values, rounding)
+    assert scales[:, 0].tolist() == [scale_of([float(row)], rounding) for row in rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@BOTH
+def test_a_nan_makes_its_block_nan_and_no_other(rounding: Rounding, dtype: torch.dtype) -> None:
+    values = torch.cat([block(1.0, NAN, 2.0, dtype=dtype), block(1.0, 2.0, dtype=dtype)])
+    data, scales = converted(values, rounding)
+    assert scales[0, 0] == 255 and (data[0] == 0x7F).all()
+    assert scales[1, 0] < 255 and not (data[1] & 0x7F == 0x7F).any()
+    words = np.empty(data.shape, np.uint16)
+    fmt.dequantize(data, scales, words)
+    assert torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).isnan().all(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rounding", "scale"), [(Rounding.RCEIL, 254), (Rounding.FLOOR, 247)])
+def test_infinities_are_the_largest_elements_under_the_largest_scale(
+    rounding: Rounding, scale: int, dtype: torch.dtype
+) -> None:
+    data, scales = converted(block(INF, -INF, 1.0, 0.0, dtype=dtype), rounding)
+    assert scales[0, 0] == scale
+    assert data[0, :4].tolist() == [0x7E, 0xFE, 0, 0]
+
+
+@BOTH
+def test_zeros_keep_their_signs(rounding: Rounding) -> None:
+    data, scales = converted(torch.cat([block(0.0, -0.0), block(1.0, -0.0, 0.0)]), rounding)
+    assert scales[0, 0] == 0 and data[0, :3].tolist() == [0, 0x80, 0x80]
+    assert data[1, 1:3].tolist() == [0x80, 0]
+
+
+def test_subnormals_as_in_the_module_s_table() -> None:
+    tiny = struct.unpack("f", struct.pack("I", 1 << 16))[0]  # the smallest that bfloat16 holds, 2**-133
+    for dtype in (torch.bfloat16, torch.float32):
+        data, scales = converted(block(tiny, -127 * tiny, dtype=dtype), Rounding.RCEIL)
+        assert scales[0, 0] == 0 and data[0, :2].tolist() == [0, 0x80]
+        # divided by 2**-126: steps of 2**-9 * 2**-126
+        data, scales = converted(block(tiny, -127 * tiny, 4 * tiny, dtype=dtype), Rounding.FLOOR)
+        assert scales[0, 0] == 0
+        assert data[0, :3].tolist() == [element_of(value / 2, 1) for value in (2 * tiny, -254 * tiny, 8 * tiny)]
+    # a subnormal beside a number that the scale follows
+    data, scales = converted(block(2.0**-117, 64 * tiny), Rounding.FLOOR)
+    assert data[0, :2].tolist() == [element_of(value, int(scales[0, 0])) for value in (2.0**-117, 64 * tiny)]
+
+
+@BOTH
+def test_floor_saturates_and_rceil_never_does(rounding: Rounding) -> None:
+    data, scales = converted(block(500.0, -508.0, 448.0), rounding)
+    if rounding is Rounding.FLOOR:
+        assert scales[0, 0] == 127 and data[0, :3].tolist() == [0x7E, 0xFE, 0x7E]
+    else:
+        assert scales[0, 0] == 128 and data[0, 0] < 0x7E
+
+
+@BOTH
+def test_any_cut_into_rows_and_calls_gives_the_same_bytes(rounding: Rounding) -> None:
+    """Rows that lie apart, several chunks, scratch of an earlier call with other values."""
+    values = torch.cat([random_values()[what].reshape(-1) for what in random_values()])[: 32 * 10000].view(100, 3200)
+    data, scales = converted(values, rounding)
+    words, scratch = words_of(values), Scratch.of(np.uint16)
+    apart = np.zeros((100, 6400), np.uint16)[:, 640:3840]
+    apart[:] = words
+    into, beside = np.zeros((100, 3333), np.uint8)[:, :3200], np.zeros((100, 128), np.uint8)[:, 28:]
+    fmt.quantize(apart, into, beside, rounding, scratch)
+    np.testing.assert_array_equal(into, data)
+    np.testing.assert_array_equal(beside, scales)
+    for row in range(0, 100, 33):
+        part, of_part = np.empty((1, 3200), np.uint8), np.empty((1, 100), np.uint8)
+        fmt.quantize(words[row : row + 1], part, of_part, rounding, scratch)
+        np.testing.assert_array_equal(part[0], data[row])
+    whole, of_whole = np.empty((1, 320000), np.uint8), np.empty((1, 10000), np.uint8)
+    fmt.quantize(words.reshape(1, -1), whole, of_whole, rounding)
+    np.testing.assert_array_equal(whole.reshape(data.shape), data)
+
+
+def test_nothing_is_nothing() -> None:
+    for shape in ((0, 64), (4, 0)):
+        fmt.quantize(
+            np.empty(shape, np.uint16), np.empty(shape, np.uint8), np.empty((shape[0], shape[1] // 32), np.uint8)
+        )
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    words, data, scales = np.zeros((2, 64), np.uint16), np.zeros((2, 64), np.uint8), np.zeros((2, 2), np.uint8)
+    with pytest.raises(ValueError, match="blocks of 32"):
+        fmt.quantize(words[:, :48], data[:, :48], scales)
+    with pytest.raises(ValueError, match=r"int32\[2, 64\]"):
+        fmt.quantize(words.astype(np.int32), data, scales)
+    with pytest.raises(ValueError, match=r"scales have shape \[2, 1\], expected \[2, 2\]"):
+        fmt.quantize(words, data, scales[:, :1])
+    with pytest.raises(ValueError, match=r"have shape \[4\], expected \[512\]"):
+        fmt.swizzle(scales, np.zeros(4, np.uint8))
+
+
+def test_dequantizing_gives_what_the_bytes_mean() -> None:
+    data = np.arange(256, dtype=np.uint8).repeat(8).reshape(64, 32)
+    scales = np.array([0, 1, 100, 127, 128, 200, 254, 255], np.uint8).repeat(8)[:, None]
+    words = np.empty(data.shape, np.uint16)
+    fmt.dequantize(data, scales, words)
+    found = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+    for row in range(64):
+        for column in range(32):
+            code, scale = int(data[row, column]), int(scales[row, 0])
+            if scale == 255 or code & 0x7F == 0x7F:
+                assert math.isnan(found[row, column])
+                continue
+            exact = E4M3[code & 0x7F] * (-1 if code & 0x80 else 1) * 2 ** (scale - 127 + 200)
+            wide = torch.tensor(float(exact), dtype=torch.float64) * 2.0**-200
+            assert found[row, column] == wide.to(torch.float32).to(torch.bfloat16), (code, scale)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (127, 3), (129, 5), (256, 8), (300, 1), (5, 17)])
+def test_swizzled_scales_lie_where_cublas_reads_them(shape: tuple[int, int]) -> None:
+    scales = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
+    out = np.full(fmt.swizzled_size(*shape), 0xEE, np.uint8)
+    fmt.swizzle(scales, out)
+    np.testing.assert_array_equal(out, swizzled(scales))
+    back = np.empty_like(scales)
+    fmt.unswizzle(out, back)
+    np.testing.assert_array_equal(back, scales)
+
+
+def test_swizzled_scales_are_those_of_torchao() -> None:
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason="needs torchao: pip install .[dev]")
+    scales = np.random.default_rng(4).integers(0, 256, (200, 10), np.uint8)
+    out = np.empty(fmt.swizzled_size(200, 10), np.uint8)
+    fmt.swizzle(scales, out)
+    theirs = utils.to_blocked(torch.from_numpy(scales), use_triton_kernel=False)
+    np.testing.assert_array_equal(out, theirs.numpy().reshape(-1))
