@@ -36,7 +36,10 @@ def cases(quick: bool = False) -> list[list[Case]]:
     cheap = (REFITD, PEERS[0])
     rounds = 2 if quick else 9
     return [
-        [Case("TP2 -> TP4", model, TP2, TP4, everything, rounds)],
+        [
+            Case("TP2 -> TP4", model, TP2, TP4, everything, rounds),
+            Case("TP2 -> TP4, not verified", model, TP2, TP4, (REFITD,), rounds, verify=False),
+        ],
         [Case("TP2 -> PP2", model, TP2, Layout("pp", 2), everything, rounds)],
         [Case("TP4 -> TP1", model, TP4, Layout("tp", 1), (REFITD, *PEERS), rounds)],
         [Case("FSDP3, uneven -> TP2", model, Layout("fsdp", 3), TP2, (REFITD, *PEERS), rounds)],
@@ -61,7 +64,7 @@ def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
         measured = _measure(group)
         results["cases"] += measured
         if len(group) == 2 and "rounds" in measured[0]:
-            results["ratios"].append(_ratio(*measured))
+            results["ratios"].append((_ratio if group[1].verify else _verification)(*measured))
         if group[0].nodes == 2 and "rounds" in measured[0]:
             results["ratios"].append(_between_nodes(measured[0]))
     for case in results["cases"]:
@@ -96,7 +99,7 @@ def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
             _note(
                 f"{case.name}: starting {case.source.world + case.target.world} processes, {case.nbytes / 1e9:.1f} GB"
             )
-            crews.append(Crew(case, daemons(case.nodes)))
+            crews.append(Crew(case, daemons(case.nodes, verify=case.verify)))
         _rounds(crews, figures, used)
     finally:
         for crew in crews:
@@ -124,6 +127,15 @@ def _ratio(many: dict[str, Any], few: dict[str, Any]) -> dict[str, Any]:
     pairs = zip(many["rounds"], few["rounds"], strict=True)
     return {
         "name": f"A swap of {many['tensors']} tensors takes, against {few['tensors']} tensors of the same bytes",
+        "ratio": statistics.median((a["swap"] / a["memcpy"]) / (b["swap"] / b["memcpy"]) for a, b in pairs),
+    }
+
+
+def _verification(checked: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
+    """Return how much longer a swap takes that compares every byte it stages than one that does not, round by round."""
+    pairs = zip(checked["rounds"], bare["rounds"], strict=True)
+    return {
+        "name": "A verified swap takes, against one that is not",
         "ratio": statistics.median((a["swap"] / a["memcpy"]) / (b["swap"] / b["memcpy"]) for a, b in pairs),
     }
 

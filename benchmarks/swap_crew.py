@@ -35,6 +35,7 @@ class Case:
     ways: tuple[str, ...]
     rounds: int
     nodes: int = 1  # 2: sources on one, targets on the other
+    verify: bool = True  # as in the configuration of the model
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +105,8 @@ class Crew:
         units = [unit.seconds(self.case.nbytes)]
         took = self.swap()
         look()
+        if self.case.verify:
+            took |= self.verify()  # also so that no digest is taken while others are measured
         units.append(unit.seconds(self.case.nbytes))
         for way in self.case.ways:
             if way == REFITD or (way in SLOW and number >= SLOW_ROUNDS):
@@ -131,10 +134,23 @@ class Crew:
         started = time.perf_counter()
         report = self._client.swap("bench", self._version, timeout=120)
         took["swap"] = time.perf_counter() - started
-        took |= {"stage": report.stage_s, "commit": report.commit_s}
+        took |= {"stage" if self.case.verify else "bare": report.stage_s, "commit": report.commit_s}
         if not is_awaited:
             took["paused"] = max(process.answer()["paused_s"] for process in self.targets)
         return took
+
+    def verify(self) -> dict[str, float]:
+        """Check what is live; return seconds. The version's digests are waited for first, outside that time.
+
+        Raises:
+            RuntimeError: it is not proven.
+        """
+        report = self._client.verify("bench", timeout=120)
+        started = time.perf_counter()
+        report = self._client.verify("bench", timeout=120)
+        if report.outcome != "proven":
+            raise RuntimeError(f"verify says {report.outcome}: {[member.reason for member in report.members]}")
+        return {"verify": time.perf_counter() - started}
 
     def worker_bytes(self) -> int:
         """Return the memory beyond arenas of the largest worker process."""

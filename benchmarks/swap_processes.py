@@ -99,9 +99,9 @@ class Daemon:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def daemons(nodes: int) -> list[Daemon]:
-    """Start a daemon with a coordinator and, for two nodes, another that has joined it."""
-    first = Daemon('[node]\nname = "n0"\n')
+def daemons(nodes: int, *, verify: bool = True) -> list[Daemon]:
+    """Start a daemon with a coordinator and, for two nodes, another that has joined it; `verify` as a case says."""
+    first = Daemon(f'[node]\nname = "n0"\n[models.bench]\nverify = {str(verify).lower()}\n')
     if nodes == 1:
         return [first]
     found = [first, Daemon('[node]\nname = "n1"\n', f"ipc://{first.directory}/coordinator.sock")]

@@ -10,6 +10,7 @@ from refitd_cli.session import Session
 COMMANDS = {
     "swap": "refitd_cli.commands.swap:swap",
     "rollback": "refitd_cli.commands.rollback:rollback",
+    "verify": "refitd_cli.commands.verify:verify",
     "history": "refitd_cli.commands.history:history",
     "status": "refitd_cli.commands.status:status",
     "watch": "refitd_cli.commands.watch:watch",

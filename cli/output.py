@@ -19,17 +19,20 @@ PIPED_WIDTH = 200  # a table in a file or a pipe is not cut to a terminal's 80 c
 STYLES = {
     "committed": "green",
     "serving": "green",
+    "proven": "green",
     "ok": "green",
     "up": "green",
     "staged": "yellow",
     "behind": "yellow",
     "late": "yellow",
     "warn": "yellow",
+    "unknown": "yellow",
     "down": "yellow",
     "aborted": "yellow",
     "incomplete": "red",
     "lost": "red",
     "failed": "red",
+    "differs": "red",
     "fail": "red",
 }
 

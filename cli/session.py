@@ -9,7 +9,15 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
-from refitd.protocol.reports import HistoryReport, ModelDescription, PlanReport, StatusReport, SwapProgress, SwapReport
+from refitd.protocol.reports import (
+    HistoryReport,
+    ModelDescription,
+    PlanReport,
+    StatusReport,
+    SwapProgress,
+    SwapReport,
+    VerifyReport,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +62,10 @@ class Control(Protocol):
 
     def describe(self, model: str) -> ModelDescription:
         """Return what every registered rank of `model` holds."""
+        ...
+
+    def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
+        """Check live weights against the digests of the versions that are served."""
         ...
 
     def abort(self, model: str, reason: str = "") -> None:

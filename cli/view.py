@@ -105,6 +105,7 @@ def _target(target: TargetStatus) -> Sequence[str]:
 def _activity(model: ModelStatus) -> str:
     text = f"; live: {model.live}" if model.live is not None else ""
     text += "; swaps when a version is complete" if model.auto_swap else ""
+    text += "" if model.verify else "; not verified"
     if running := model.swap:
         text += (
             f"; swapping to {running.version}: {running.phase}, "

@@ -75,6 +75,7 @@ class ModelConfig(Section, frozen=True):
     """What holds for one model."""
 
     auto_swap: bool = False  # swap as soon as a version is complete
+    verify: bool = True  # compare what is staged with its source, and keep digests of what is live
     catch_up: bool = True  # bring replicas that join, or come back, to the live version
 
 

@@ -111,7 +111,7 @@ def _show(report: SwapReport) -> None:
     if report.outcome == COMMITTED:
         click.echo(
             f"{report.model}: version {version(report.version)} is live on {len(report.members)} ranks: "
-            f"{size(report.bytes)} in {report.copies} copies, {report.digests} digests verified; "
+            f"{size(report.bytes)} in {report.copies} copies, {_verified(report)}; "
             f"plan {duration(report.plan_s)}, stage {duration(report.stage_s)} "
             f"({rate(report.bytes, report.stage_s)}), commit {duration(report.commit_s)}, "
             f"total {duration(report.total_s)}"
@@ -122,6 +122,12 @@ def _show(report: SwapReport) -> None:
     click.echo(f"{report.model}: version {version(report.version)} did not go live: {report.outcome}", err=True)
     for line in culprits(report):
         click.echo(f"  {line}", err=True)
+
+
+def _verified(report: SwapReport) -> str:
+    if report.copies and not report.digests:
+        return "not verified (verify is false for this model)"
+    return f"{report.digests} digests verified"
 
 
 def _row(member: MemberReport) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def digest(parts: Iterator[Elements]) -> bytes:
     """Return the digest of what the parts hold, one after another: it depends on the place of every byte."""
     state = xxhash.xxh3_64()
     for part in parts:
-        state.update(part.view(np.uint8))
+        state.update(part.view(np.uint8).data)
     return state.digest()
 
 
@@ -89,14 +89,14 @@ def _evenly(parts: Iterator[Elements]) -> Iterator[Elements]:
     kept: list[Elements] = []
     held = 0
     for part in parts:
-        step = max(1, CHUNK_BYTES // part.itemsize)
-        while held + len(part) >= step:
-            head, part = part[: step - held], part[step - held :]
+        step, rest = max(1, CHUNK_BYTES // part.itemsize), part
+        while held + len(rest) >= step:
+            head, rest = rest[: step - held], rest[step - held :]
             yield np.concatenate([*kept, head]) if kept else head
             kept, held = [], 0
-        if len(part):
-            kept.append(part)
-            held += len(part)
+        if len(rest):
+            kept.append(rest)
+            held += len(rest)
     if kept:
         yield np.concatenate(kept)
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from refitd.buffers.cuda import name_of
 from refitd.client.connection import Connection
@@ -20,6 +20,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    VerifyReport,
 )
 from refitd.protocol.shards import Place, shard_of
 
@@ -129,6 +130,7 @@ class Client:
         on_resume: Callable[[int | None], object] | None = None,
         convert_on_send: bool = False,
         derived: Mapping[str, Derived] | None = None,
+        mode: Literal["shadow", "in-place"] = "shadow",
         device: str | torch.device | None = None,
         timeout: float = 60.0,
     ) -> Target:
@@ -150,6 +152,9 @@ class Client:
             convert_on_send: take tensors that are held in MXFP8 (values of a dict that are `MXFP8Buffer`) as sources
                 offer them; otherwise bfloat16 arrives and the workers convert it.
             derived: tensors that are made of the weights, by name; their hooks are called inside every commit.
+            mode: "shadow": a version is staged beside the live tensors, and taken over whole. "in-place": the workers
+                write the live tensors (of `allocate`) while this rank stands still (`on_pause`), without memory for
+                staging; a swap that fails then leaves nothing to serve until the next one has succeeded.
             device: where the staging arena lies, as for the slots of a source; in main memory where something is
                 converted. "cpu" saves a GPU the memory of one more shard, and makes its commits slower.
             timeout: seconds for allocating the staging arena and being admitted.
@@ -161,6 +166,8 @@ class Client:
         from refitd.client.mxfp8 import TargetTensors
         from refitd.client.target import Target
 
+        if mode not in ("shadow", "in-place"):
+            raise RefusedError(f"replica {replica!r}: mode is {mode!r}, expected 'shadow' or 'in-place'")
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
         tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
@@ -172,6 +179,7 @@ class Client:
             world_size=world_size,
             shard=shard_of(tensors.wire),
             live=live,
+            in_place=mode == "in-place",
             held=tensors.held,
             conversions=tensors.conversions,
             derived=tensors.derived,
@@ -180,8 +188,10 @@ class Client:
         )
         registered = self._connection.request(message, local.TargetRegistered, timeout)
         with self._given_back(registered.member):
-            staging = self._connection.map_arena(registered.staging, write=False)
-            if registered.version is not None:
+            staging = None
+            if mode == "shadow":
+                staging = self._connection.map_arena(registered.staging, write=False)
+            if staging is not None and registered.version is not None:
                 tensors.restore(staging)
         target = Target(
             self._connection,
@@ -286,6 +296,18 @@ class Client:
     def describe(self, model: str) -> ModelDescription:
         """Return what every registered rank of `model` holds."""
         return self._connection.request(local.GetDescription(model=model), ModelDescription, REQUEST_S)
+
+    def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
+        """Check the live weights of every replica of `model` against the digest of the version that it serves.
+
+        It may be called at any time, and delays neither engines nor swaps by more than some milliseconds. Look at
+        `outcome`: "proven", "differs" (with parameter, slice and rank) or "unknown"; nothing is raised for these.
+
+        Raises:
+            RefusedError: there is no such model, or it has no target.
+        """
+        wait = SWAP_S if timeout is None else timeout + REQUEST_S
+        return self._connection.request(local.Verify(model=model, timeout_s=timeout or 0.0), VerifyReport, wait)
 
     def abort(self, model: str, reason: str = "") -> None:
         """Abort the running swap of `model` unless it is decided."""

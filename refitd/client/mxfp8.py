@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -216,26 +215,15 @@ class SourceTensors(TensorSet):
         offsets = iter(self._slot)
         for index in self._whole:
             write_tensor(self.tensors[index], arena, next(offsets))
-        work = []
         for index in self._converted:
             tensor = self.tensors[index]
             assert isinstance(arena, MappedArena), "slots are in main memory where anything is converted"
             data = arena.bytes[(at := next(offsets)) : at + tensor.numel()]
             rows = arena.bytes[(at := next(offsets)) : at + tensor.numel() // BLOCK]
-            work.append((tensor, torch.from_numpy(data), torch.from_numpy(rows)))
-        threads = min(len(work), torch.get_num_threads())
-        if threads < 2 or any(tensor.device.type != "cpu" for tensor, _, _ in work):
-            for one in work:
-                self._quantize(*one, self._scratch)
-            return
-        with ThreadPoolExecutor(threads, "refitd-mxfp8") as pool:
-            for done in [pool.submit(self._quantize, *one, None) for one in work]:
-                done.result()
+            self._quantize(tensor, torch.from_numpy(data), torch.from_numpy(rows))
 
     @torch.no_grad()
-    def _quantize(
-        self, tensor: torch.Tensor, data: torch.Tensor, rows: torch.Tensor, scratch: dict[str, Scratch] | None
-    ) -> None:
+    def _quantize(self, tensor: torch.Tensor, data: torch.Tensor, rows: torch.Tensor) -> None:
         """Convert into flat memory, through bfloat16 whatever the tensor is, so that every way gives the same bytes."""
         assert self.offer is not None
         if not tensor.numel():
@@ -243,7 +231,7 @@ class SourceTensors(TensorSet):
         shape = tensor.shape
         data, rows = data.view(shape), rows.view(*shape[:-1], shape[-1] // BLOCK)
         if tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and tensor.is_contiguous():
-            quantize(tensor, data, rows, self.offer.rounding, scratch)
+            quantize(tensor, data, rows, self.offer.rounding, self._scratch)
             return
         if tensor.ndim == 1:
             tensor, data, rows = (t.view(-1, n) for t, n in ((tensor, BLOCK), (data, BLOCK), (rows, 1)))
@@ -252,7 +240,7 @@ class SourceTensors(TensorSet):
             part = tensor[start : start + step].to(torch.bfloat16).contiguous()
             here, there = data[start : start + step], rows[start : start + step]
             if part.device.type == "cpu":
-                quantize(part, here, there, self.offer.rounding, scratch)
+                quantize(part, here, there, self.offer.rounding, self._scratch)
                 continue
             made = (
                 torch.empty_like(part, dtype=torch.uint8),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from refitd.client.checks import LiveChecks
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
 from refitd.client.mxfp8 import TargetTensors
@@ -70,6 +71,7 @@ class Target:
         self.replica = replica
         self.member = registered.member
         self.last_pause_s = 0.0
+        self._checks = LiveChecks(connection, self.member, tensors, lambda: self._staging)
         self.error: RefitdError | None = None  # what a callback's commit failed with, or that the daemon has gone
         connection.listen(self.member, self._notified)
         work: Callable[[], None] | None = None
@@ -165,12 +167,16 @@ class Target:
     def _apply(self, prepare: local.PrepareCommit, started: float | None = None) -> int:
         """Take a version over; `started` is when this rank came to a standstill, if it did so earlier."""
         started = time.perf_counter() if started is None else started
+        with self._checks.committing():
+            return self._take_over(prepare, started)
+
+    def _take_over(self, prepare: local.PrepareCommit, started: float) -> int:
         try:
             self._tensors.check_unmoved()
             self._tensors.settle()  # what reads the old version on a GPU
             if prepare.by_worker:
                 self._let_worker_write(prepare)
-            else:
+            elif not prepare.in_place:
                 if self._staging is None:
                     raise CommitError("this target has been closed")
                 self._tensors.read_from(self._staging)
@@ -214,6 +220,9 @@ class Target:
             raise from_code(self._failure.code, self._failure.message)
 
     def _notified(self, message: Message) -> None:
+        if isinstance(message, local.DigestLive | local.CompareLive):
+            self._checks.start(message)
+            return
         with self._changed:
             match message:
                 case local.PrepareCommit():
@@ -222,7 +231,9 @@ class Target:
                     self._applied = message
                 case local.AskPause():
                     self._asked = message
-                case local.Resume(swap):
+                case local.Resume(swap, _, reason, is_poisoned):
+                    if is_poisoned:
+                        self._version, self.error = None, CommitError(f"nothing can be served: {reason}")
                     if self._asked is not None and self._asked.swap == swap:
                         self._asked = None
                 case local.Fence(_, reason):

@@ -90,6 +90,9 @@ def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str
             | cluster.MemberCommitFailed(_, member)
         ):
             _own(name, member, members)
+        case cluster.MembersChecked(_, checked):
+            for one in checked:
+                _own(name, one.member, members)
         case cluster.StageDone(_, _, nbytes) | cluster.StageProgress(_, nbytes):
             if nbytes > MAX_BYTES:
                 raise RefusedError(f"node {name!r} says it has staged {nbytes} bytes, at most {MAX_BYTES} are believed")

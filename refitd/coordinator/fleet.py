@@ -51,6 +51,8 @@ class Member:
     wants: frozenset[tuple[str, str]] = frozenset()  # target: what is to arrive in MXFP8: (tensor, rounding)
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap has succeeded
     left_behind: bool = False  # target: it could not be brought to the live version; the next swap tries again
+    tries: int = 0  # target: catch-ups that were aborted since it has registered
+    again_at: float | None = None  # target: when it is left behind no more, and a catch-up tried again
 
     @property
     def id(self) -> str:

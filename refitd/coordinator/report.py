@@ -30,9 +30,14 @@ def swap_progress(swap: Swap) -> SwapProgress | None:
 
 
 def swap_report(
-    swap: Swap, members: Mapping[str, Member], sources: tuple[SourceReport, ...], kind: str, now: float
+    swap: Swap,
+    members: Mapping[str, Member],
+    sources: tuple[SourceReport, ...],
+    kind: str,
+    now: float,
+    is_verified: bool = True,
 ) -> SwapReport:
-    """Return how a finished swap ended."""
+    """Return how a finished swap ended; `is_verified`: what was staged was compared with its source."""
     outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
     at = swap.entered
 
@@ -57,7 +62,7 @@ def swap_report(
         bytes=max(0, swap.bytes_done - converted),
         converted_bytes=converted,
         copies=swap.copies,
-        digests=swap.copies,
+        digests=swap.copies if is_verified else 0,
         plan_s=spent(Phase.IDLE, Phase.STAGING),
         stage_s=spent(Phase.STAGING, staged),
         pause_s=spent(Phase.PAUSING, Phase.STAGED if staged is Phase.PAUSING else Phase.STAGING),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -29,6 +29,7 @@ from refitd.coordinator.admission import MAX_UNUSED_PARTS, check_hello, check_me
 from refitd.coordinator.fleet import Member, Model, Node
 from refitd.coordinator.held import wanted_parts
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
+from refitd.coordinator.proofs import Checks
 from refitd.coordinator.report import swap_progress, swap_report
 from refitd.coordinator.rosters import ShardReader
 from refitd.dtypes import ELEMENT_SIZES
@@ -44,6 +45,7 @@ from refitd.protocol.reports import (
     SourceReport,
     StatusReport,
     SwapReport,
+    VerifyReport,
 )
 from refitd.protocol.shards import Shard
 
@@ -55,6 +57,10 @@ MAX_UNUSED_SHARDS = 256
 
 # Swaps of one model that may wait for the running one.
 MAX_QUEUED = 64
+
+# An aborted catch-up is tried again so many times for a registration, each time after so much longer a pause.
+CATCH_UP_AGAIN = 3
+CATCH_UP_PAUSE_S = 3.0
 
 # How far back the journal is searched for the version before the live one, and what one answer shows at most.
 MAX_HISTORY = 1000
@@ -78,6 +84,7 @@ class _Running:
     members: dict[str, Member]  # as they were when it began: those that leave are reported too
     sources: tuple[SourceReport, ...] = ()  # likewise: a lent version ends when it has been read
     plan: LoadedPlan | None = None
+    gives_way: bool = False  # a catch-up that was ended for the sake of a swap that somebody asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,7 @@ class Coordinator:
     _reader: ShardReader = field(default_factory=ShardReader)
     _plans: PlanCache = field(default_factory=PlanCache)
     _plan_requests: dict[int, _PlanRequest] = field(default_factory=dict)
+    _checks: Checks = field(default_factory=Checks)
     _tickets: int = 0
     _out: list[Instruction] = field(default_factory=list)
 
@@ -225,6 +233,15 @@ class Coordinator:
             case local.AbortSwap(model, reason):
                 self._abort(model, reason, now)
                 reply = local.Done()
+            case local.Verify(model, timeout_s):
+                fleet = self._model(model).fleet
+                self._tickets += 1
+                asked = f"{self.boot}.{self._tickets}"
+                within_s = timeout_s or self.config.deadlines.request_s
+                for name, check in self._checks.begin(asked, fleet, (node.identity, request), within_s, now):
+                    self._to_node(name, check)
+            case cluster.MembersChecked():
+                self._answer_checks(self._checks.answered(message, now))
             case local.GetStatus():
                 reply = self._status(now)
             case local.GetDescription(model):
@@ -269,8 +286,14 @@ class Coordinator:
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
 
+    def _answer_checks(self, reports: Iterable[tuple[tuple[bytes, int], VerifyReport]]) -> None:
+        for waiter, report in reports:
+            self._log("verified", model=report.model, outcome=report.outcome, mixed=len(report.mixed))
+            self._send(*waiter, report)
+
     def _forget_node(self, name: str, reason: str, now: float) -> None:
         node = self.nodes.pop(name)
+        self._answer_checks(self._checks.lost(name, reason, now))
         self._log("node-lost", node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
             self._remove(member.id, f"node {name}: {reason}", now)
@@ -317,6 +340,7 @@ class Coordinator:
             why=added.why,
             version=added.version,
             staged=added.staged,
+            poisoned=added.poisoned,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
         replaced = state.fleet.add(member)
@@ -433,6 +457,14 @@ class Coordinator:
         except RefusedError as exc:
             self._log("catch-up-refused", model=state.fleet.name, replicas=replicas, reason=str(exc))
 
+    def _catch_up_again(self, state: _ModelState, now: float) -> None:
+        """Try once more what was aborted a while ago: nothing may have been wrong with the replica itself."""
+        due = [m for m in state.fleet.targets.values() if m.again_at is not None and now >= m.again_at]
+        for member in due:
+            member.again_at, member.left_behind = None, False
+        if due:
+            self._catch_up(state, now)
+
     def _withdrawn(self, member_id: str, version: int, now: float) -> None:
         member = self._members.get(member_id)
         if member is None:
@@ -444,6 +476,9 @@ class Coordinator:
         if running is not None and running.version == version and self._takes_part(state, member):
             lost = machine.MemberLost(member_id, f"it withdrew version {version} while it was being read")
             self._step(state, lost, now)
+
+    def _model_config(self, model: str) -> ModelConfig:
+        return self.config.models.get(model, ModelConfig())
 
     def _member(self, member_id: str) -> Member:
         member = self._members.get(member_id)
@@ -468,8 +503,9 @@ class Coordinator:
             self._begin_asked(state, asked, waiter, now)
             return
         r = running.swap
-        # nobody asked for a catch-up: it delays others, and never has them refused
-        if not asked.queue and running.kind != "catch-up":
+        # nobody asked for a catch-up: it never has others refused, and gives way to them while nothing is decided
+        gives_way = running.kind == "catch-up"
+        if not asked.queue and not gives_way:
             raise RefusedError(
                 f"model {r.model!r}: swap {r.swap} to version {r.version} is running (phase {r.phase.value}); "
                 "wait for it, queue behind it (--queue), or abort it with `refitctl abort`"
@@ -479,6 +515,9 @@ class Coordinator:
         deadline = now + (asked.timeout_s or self.config.deadlines.queue_s)
         state.queue.append(_Queued(asked, waiter, deadline))
         self._log("queued", model=r.model, version=asked.version, behind=r.swap, waiting=len(state.queue))
+        if gives_way and r.phase is not Phase.STAGED and r.phase is not Phase.COMMITTING:
+            running.gives_way = True
+            self._step(state, machine.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
 
     def _begin_asked(self, state: _ModelState, asked: local.StartSwap, waiter: tuple[bytes, int], now: float) -> None:
         version, kind = asked.version, "asked"
@@ -672,7 +711,10 @@ class Coordinator:
                 assert running.plan is not None
                 # the workers' own words, which name who is late, come before the phase ends
                 timeout_s = max(0.05, 0.9 * (running.swap.deadline - now))
-                stage = cluster.Stage(swap=s.swap, plan=running.plan.id, version=s.version, timeout_s=timeout_s)
+                verify = self._model_config(s.model).verify
+                stage = cluster.Stage(
+                    swap=s.swap, plan=running.plan.id, version=s.version, timeout_s=timeout_s, verify=verify
+                )
                 self._to_node(node, stage)
             case machine.ReleaseSources():
                 for node in sorted({m.node for m in state.fleet.sources.values()}):
@@ -704,6 +746,7 @@ class Coordinator:
         if member is not None and member.staged == swap:
             member.staged = None
             member.poisoned, member.left_behind = "", False
+            member.tries, member.again_at = 0, None
             running = self.models[member.added.model].running
             if running is not None and running.swap.swap == swap:
                 member.version = running.version
@@ -719,8 +762,9 @@ class Coordinator:
 
     def _finish(self, state: _ModelState, running: _Running, now: float) -> None:
         s = running.swap
-        self._account(running)
-        report = swap_report(s, running.members, running.sources, running.kind, now)
+        self._account(running, now)
+        verified = self._model_config(s.model).verify
+        report = swap_report(s, running.members, running.sources, running.kind, now, verified)
         state.running, state.last = None, report
         broken = s.phase is Phase.ABORTED and running.plan is not None and running.plan.epoch is not None
         if running.plan is not None and (running.plan is not state.plan or broken):
@@ -733,7 +777,7 @@ class Coordinator:
             self._send(identity, request, report)
         self._next(state, now)
 
-    def _account(self, running: _Running) -> None:
+    def _account(self, running: _Running, now: float) -> None:
         """Note what a swap that did not succeed has left behind."""
         s = running.swap
         if s.phase is Phase.COMMITTED:
@@ -745,9 +789,12 @@ class Coordinator:
             if s.phase is Phase.ABORTED and member_id in s.poisoned:
                 member.version, member.poisoned = None, f"swap {s.swap} ended while it was written in place: {s.reason}"
             member.left_behind |= member_id in s.failed  # it would most likely fail again at once
-        if running.kind == "catch-up":
+        if running.kind == "catch-up" and not running.gives_way:
             for member in running.fleet.targets.values():
                 member.left_behind |= member.version != s.version
+                if s.phase is Phase.ABORTED and member.left_behind and member.tries < CATCH_UP_AGAIN:
+                    member.tries += 1
+                    member.again_at = now + CATCH_UP_PAUSE_S * member.tries
 
     def _abort(self, model: str, reason: str, now: float) -> None:
         state = self._model(model)
@@ -762,12 +809,15 @@ class Coordinator:
     # --- time and reports ---------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
+        self._answer_checks(self._checks.tick(now))
         for name, node in list(self.nodes.items()):
             if now - node.last_heard > NODE_SILENCE_S:
                 self._forget_node(name, f"no word from it for {NODE_SILENCE_S:.0f} s", now)
         for state in list(self.models.values()):
             if state.running is not None:
                 self._step(state, machine.TimePassed(), now)
+            else:
+                self._catch_up_again(state, now)
             for queued in [q for q in state.queue if now >= q.deadline]:
                 state.queue.remove(queued)
                 late = f"model {state.fleet.name!r}: a swap before it runs for too long; see `refitctl status`"
@@ -819,6 +869,7 @@ class Coordinator:
             targets=fleet.target_status(state.live),
             swap=swap_progress(state.running.swap) if state.running else None,
             last_swap=state.last,
+            verify=self._model_config(fleet.name).verify,
         )
 
     def _show_plan(self, model: str, viewer: tuple[bytes, int], now: float) -> None:

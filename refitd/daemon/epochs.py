@@ -11,6 +11,8 @@ from refitd.protocol import cluster, sidecar
 # Ticks (of a second) for a worker to come out of an epoch that is given up. Calls of transports cannot be ended from
 # outside, and whoever is stuck in one would be late for every epoch that follows.
 PATIENCE_TICKS = 2
+# The same for a worker's first epoch, for which it loads torch: begun anew, that would only take longer.
+COLD_PATIENCE_TICKS = 20
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class LocalEpochs:
         self._node, self._address = node, address
         self._out = out
         self._epochs: dict[str, _Joined] = {}
+        self._warm: set[int] = set()  # workers that have joined an epoch, or failed to
         self._late: dict[tuple[int, str], int] = {}  # workers that were joining an epoch when it was given up: ticks
 
     def join(self, plan: str, epoch: cluster.EpochPlan, then: Callable[[], None]) -> None:
@@ -67,12 +70,15 @@ class LocalEpochs:
         stuck: dict[int, str] = {}
         for (worker, epoch), ticks in self._late.items():
             self._late[worker, epoch] = ticks + 1
-            if ticks >= PATIENCE_TICKS:
+            if ticks >= (PATIENCE_TICKS if worker in self._warm else COLD_PATIENCE_TICKS):
                 stuck[worker] = f"it did not come out of epoch {epoch}, which was given up"
         return sorted(stuck.items())
 
     def worker_said(self, worker: int, message: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed) -> None:
         """Take a worker's word about an epoch."""
+        if worker not in self._warm:
+            self._warm.add(worker)
+            self._late |= dict.fromkeys([key for key in self._late if key[0] == worker], 0)
         if not isinstance(message, sidecar.EpochPut):
             self._late.pop((worker, message.epoch), None)
         joined = self._epochs.get(message.epoch)
@@ -104,6 +110,7 @@ class LocalEpochs:
     def worker_gone(self, worker: int, who: str, how: str) -> None:
         """A worker has died or was replaced: its epochs are over, on every node."""
         services = set()
+        self._warm.discard(worker)
         self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}
         for id_, joined in list(self._epochs.items()):
             if worker in joined.members:

@@ -128,6 +128,11 @@ class JobTable:
             self._out(ToWorker(worker, message))
         return runs
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being performed."""
+        return bool(self._runs)
+
     def run(self, number: int) -> Run | None:
         """Return a run under way."""
         return self._runs.get(number)

@@ -60,6 +60,14 @@ class WaitingPublish:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The digests of a version as one target holds it: of every block of its held tensors, in order."""
+
+    version: int
+    digests: bytes
+
+
 @dataclass(slots=True)
 class Member:
     """One registered rank."""
@@ -82,8 +90,12 @@ class Member:
     staged_version: int | None = None
     committing: str | None = None  # swap that is decided and that it has been told to take over
     paused: str | None = None  # swap that it has been asked to stand still for
+    writing: str | None = None  # swap that writes its live tensors in place
+    poisoned: str = ""  # why these hold parts of two versions
     fenced: str = ""  # "doubt" or "behind": it has been told to serve nothing, and why
     holds: int | None = None  # the version that its staging arena holds whole, and that was decided
+    verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
+    proof: Proof | None = None  # of the version that it serves, once it has been taken
     newest: int = -1  # highest version ever published
     way: str = ""  # how the newest version is given: "arena", "pulled" or "copied"
     why: str = ""  # the measurement that chose between pulling and copying
@@ -92,6 +104,17 @@ class Member:
     def is_source(self) -> bool:
         """Whether this rank offers rather than wants."""
         return isinstance(self.registration, RegisterSource)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its live tensors are written while staging."""
+        return isinstance(self.registration, RegisterTarget) and self.registration.in_place
+
+    def destinations(self) -> dict[str, LocalTensor]:
+        """Return where a target's tensors arrive."""
+        if self.in_place:
+            return dict(zip(self.names, self.live, strict=True))
+        return self.packed_places(self.staging)
 
     @property
     def replica(self) -> str:
@@ -177,6 +200,11 @@ def new_member(
     metadata_of(r.shard, r.rank)
     if isinstance(r, RegisterTarget):
         check_held(r)
+        if r.in_place and (not r.live or not r.pauses or r.conversions):
+            raise RefusedError(
+                f"model {r.model!r} replica {r.replica!r} rank {r.rank}: to be written in place, tensors must lie in "
+                "arenas (client.allocate) and be held as they arrive (no MXFP8), and it must stand still (on_pause)"
+            )
         if r.conversions and r.device:
             raise RefusedError(
                 f"{r.shard.tensors[r.conversions[0].wire].name}: what arrives is converted in main memory, and the "

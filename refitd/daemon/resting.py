@@ -69,4 +69,4 @@ def _key(registration: object, replica: str) -> tuple[str, str, int]:
 def _form(registration: object) -> tuple[object, ...]:
     assert isinstance(registration, RegisterTarget)
     r = registration
-    return r.held, r.conversions, r.device, r.world_size
+    return r.held, r.conversions, r.device, r.world_size, r.in_place

@@ -32,6 +32,7 @@ from refitd.daemon.actions import (
 from refitd.daemon.held import figures_of
 from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Arena, Member, Slot, new_member
+from refitd.daemon.proofs import Proofs
 from refitd.daemon.publishing import Publishing
 from refitd.daemon.resting import Resting
 from refitd.daemon.swaps import LocalSwaps
@@ -54,7 +55,16 @@ MAX_WAITING = 128
 MAX_SESSION_MEMBERS = 4096
 
 # Whoever waits for much may still give things back.
-_ENDINGS = local.Deregister | local.Withdraw | local.CommitQuiet | local.CommitDone | local.CommitFailed | local.Paused
+_ENDINGS = (
+    local.Deregister
+    | local.Withdraw
+    | local.CommitQuiet
+    | local.CommitDone
+    | local.CommitFailed
+    | local.Paused
+    | local.LiveDigests
+    | local.LiveCompared
+)
 
 
 @dataclass(slots=True)
@@ -127,6 +137,9 @@ class Daemon:
         self._swaps = LocalSwaps(
             node, workers, address, self.members, self._out.append, self._restart, self._make_constants, self._maps
         )
+        self._proofs = Proofs(
+            node, workers, self.members, self._out.append, self._maps.need, self._maps.homes, self._is_swapping
+        )
         self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -147,6 +160,8 @@ class Daemon:
             case WorkerSaid(worker, message):
                 if isinstance(message, sidecar.WorkerReady):
                     self._worker_pids[worker] = message.pid
+                elif isinstance(message, sidecar.DigestsTaken | sidecar.SpansCompared):
+                    self._proofs.worker_said(message)
                 else:
                     self._swaps.worker_said(worker, message)
             case WorkerDied(worker, how):
@@ -169,6 +184,7 @@ class Daemon:
                     self._fail(waiting.session, waiting.request, error)
             case Tick():
                 self._tick()
+        self._proofs.dispatch()
         done = self._out[:]
         self._out.clear()
         return done
@@ -248,12 +264,17 @@ class Daemon:
             case local.CommitQuiet(swap, member):
                 self._swaps.quiet(swap, self._own(session, member))
             case local.CommitDone(swap, member, paused_s):
-                self._swaps.committed(swap, self._own(session, member), paused_s)
+                found = self._own(session, member)
+                if self._swaps.committed(swap, found, paused_s):
+                    self._proofs.committed(found)
+            case local.LiveDigests(member) | local.LiveCompared(member):
+                self._proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason):
                 self._swaps.commit_failed(swap, self._own(session, member), reason)
             case (
                 local.StartSwap()
                 | local.AbortSwap()
+                | local.Verify()
                 | local.GetStatus()
                 | local.GetPlan()
                 | local.GetHistory()
@@ -408,7 +429,7 @@ class Daemon:
                 raise RefusedError(f"model {message.model!r}: slots must be 1..16, found {message.slots}")
             count = 0 if message.live else message.slots
         else:
-            count = 1
+            count = 0 if message.in_place else 1
         labels = tuple((nbytes, f"{member_id}/{'slot' if source else 'staging'}{i}") for i in range(count))
 
         def made(arenas: tuple[int, ...]) -> None:
@@ -423,6 +444,7 @@ class Daemon:
             member.version = member.holds = version
             self._log("returned", member=member.id, version=version)
             self._introduce(session, request, member, (rest,), nbytes)
+            self._proofs.committed(member)
             return
         if rest >= 0:
             self._free({rest})
@@ -435,7 +457,7 @@ class Daemon:
         """Tell the coordinator of a new member; it exists once the coordinator has agreed."""
         if member.is_source:
             member.slots = [Slot(arena) for arena in arenas]
-        else:
+        elif arenas:
             member.staging = arenas[0]
         self.members[member.id] = member
         session.members.add(member.id)
@@ -455,7 +477,7 @@ class Daemon:
                 done = local.SourceRegistered(member=member.id, slots=arenas, nbytes=nbytes)
             else:
                 done = local.TargetRegistered(
-                    member=member.id, staging=member.staging, nbytes=nbytes, version=member.holds
+                    member=member.id, staging=max(0, member.staging), nbytes=nbytes, version=member.holds
                 )
             self._reply(session.id, request, done)
 
@@ -506,6 +528,8 @@ class Daemon:
             version=member.version,
             staged=member.staged,
             pauses=isinstance(r, local.RegisterTarget) and r.pauses,
+            in_place=member.in_place,
+            poisoned=member.poisoned,
             held_bytes=figures.held_bytes,
             staging_bytes=figures.staging_bytes,
             converted_bytes=figures.converted_bytes,
@@ -530,6 +554,7 @@ class Daemon:
         for waiting in member.waiting:
             self._fail(waiting.session, waiting.request, RefusedError(f"{member.id}: {reason}"))
         self._swaps.member_left(member, reason)
+        self._proofs.left(member, reason)
         if tell:
             self._say(0, cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
@@ -568,8 +593,10 @@ class Daemon:
                     self._swaps.fence_behind(self.members[member], reason)
             case cluster.Pause(swap, version, members):
                 self._swaps.pause(swap, version, members)
-            case cluster.Stage(swap, plan, version, timeout_s):
-                self._swaps.stage(swap, plan, version, timeout_s)
+            case cluster.Stage(swap, plan, version, timeout_s, verify):
+                self._swaps.stage(swap, plan, version, timeout_s, verify)
+            case cluster.CheckMembers():
+                self._proofs.check(message, self._now)
             case cluster.Commit(swap, version):
                 self._swaps.commit(swap, version)
             case cluster.Abort(swap, reason):
@@ -590,6 +617,7 @@ class Daemon:
         # what is staged may have been decided and is settled below; it reads nothing any more
         for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):
             self._publishing.release(self.members.values(), swap)
+        self._free(self._swaps.drop_plans())
         self._described.clear()
         for member in self.members.values():
             self._add(0, 0, member, self._readmitted(member.id))
@@ -638,12 +666,17 @@ class Daemon:
         pid = self._worker_pids.pop(worker, 0)
         self._log("worker-died", worker=worker, pid=pid, how=how)
         self._maps.renewed(worker)
+        self._proofs.worker_gone(worker)
         self._swaps.worker_died(worker, f"worker {worker} (pid {pid}) on node {self._node} (host {self._host})", how)
 
     def _restart(self, worker: int) -> None:
         """Replace a worker that is in the middle of something nobody wants any more."""
         self._out.append(RestartWorker(worker))
         self._maps.renewed(worker)
+        self._proofs.worker_gone(worker)
+
+    def _is_swapping(self) -> bool:
+        return bool(self._swaps.staging()) or self._swaps.jobs.is_busy
 
     def _tick(self) -> None:
         if self._boot:
@@ -656,6 +689,8 @@ class Daemon:
             self._swaps.fence("the coordinator is out of reach, and may have decided")
             self._fail_forwarded(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
         self._swaps.tick()
+        self._free(self._swaps.unneeded())
+        self._proofs.tick(self._now)
         self._free(set(self._resting.expire(self._now)))
         self._publishing.expire(self.members.values(), self._now)
 

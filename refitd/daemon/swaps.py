@@ -46,6 +46,13 @@ class _Plan:
     outer: _Outer | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loading:
+    """A plan that is being loaded; `epoch` is the one that is being formed for it, if any."""
+
+    epoch: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Outer:
     """What a plan moves between this node and others."""
@@ -88,6 +95,7 @@ class _LocalSwap:
     plan: _Plan
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
+    verify: bool = True
     converts: bool = False  # everything has arrived
     progress: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -117,6 +125,8 @@ class LocalSwaps:
         self._restart = restart
         self._make_constants = make_constants
         self._plans: dict[str, _Plan] = {}
+        self._loading: dict[str, _Loading] = {}  # plans of which something is not there yet
+        self._unneeded: set[int] = set()  # arenas that came too late for the plan they were made for
         self._swaps: dict[str, _LocalSwap] = {}  # being staged
         self._attempts: dict[str, _Committing] = {}  # latest commit copy, by member
         self._maps = maps
@@ -127,9 +137,7 @@ class LocalSwaps:
 
     def load_plan(self, message: cluster.LoadPlan) -> None:
         """Keep a plan until it is dropped; have the workers meet those of other nodes where it crosses to them."""
-        old = self._plans.get(message.plan)
-        if old is not None and old.outer is not None:
-            self.epochs.leave(old.outer.epoch.id)
+        self._unneeded |= self.drop_plan(message.plan)
         try:
             table = CopyTable.from_wire(message.table)
             fills = FillTable.from_wire(message.fills) if message.fills else None
@@ -141,10 +149,15 @@ class LocalSwaps:
         missing = {"constants"} if fills is not None else set()
         missing |= {"epoch"} if outer is not None else set()
         constants = -1
+        loading = self._loading[message.plan] = _Loading(outer.epoch.id if outer is not None else "")
+
+        def is_dropped() -> bool:
+            return self._loading.get(message.plan) is not loading
 
         def done(what: str) -> None:
             missing.discard(what)
-            if not missing:
+            if not missing and not is_dropped():
+                del self._loading[message.plan]
                 self._plans[message.plan] = _Plan(message.plan, members, table, fills, constants, outer)
                 epoch = outer.epoch.id if outer is not None else ""
                 self._say(cluster.PlanLoaded(plan=message.plan, epoch=epoch))
@@ -152,6 +165,8 @@ class LocalSwaps:
         def made(arena: int) -> None:
             nonlocal constants
             constants = arena
+            if is_dropped():
+                self._unneeded.add(arena)
             done("constants")
 
         if outer is not None:
@@ -184,15 +199,22 @@ class LocalSwaps:
 
     def drop_plan(self, plan_id: str) -> set[int]:
         """Forget a plan and the jobs made from it; return the arenas that nobody needs any more."""
-        plan = self._plans.pop(plan_id, None)
+        plan, loading = self._plans.pop(plan_id, None), self._loading.pop(plan_id, None)
+        if loading is not None and loading.epoch:
+            # its workers are still waiting for each other: they are wanted for the next epoch
+            self.epochs.leave(loading.epoch)
         self.jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
         if plan is not None and plan.outer is not None:
             self.epochs.leave(plan.outer.epoch.id)
         return {plan.constants} if plan is not None and plan.constants >= 0 else set()
 
+    def drop_plans(self) -> set[int]:
+        """Forget all plans: another coordinator knows nothing of them, and one that lost this node has dropped them."""
+        return {arena for plan in [*self._plans, *self._loading] for arena in self.drop_plan(plan)}
+
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, swap: str, plan_id: str, version: int, timeout_s: float) -> None:
+    def stage(self, swap: str, plan_id: str, version: int, timeout_s: float, verify: bool = True) -> None:
         """Start copying a version into the staging arenas of this node's members, and to other nodes."""
         plan = self._plans.get(plan_id)
         if plan is None:
@@ -220,11 +242,15 @@ class LocalSwaps:
                 return
         for rank, member in self._targets(plan):
             member.staged, member.staged_version, member.holds = None, version, None
-            destinations |= {(rank, name): place for name, place in member.packed_places(member.staging).items()}
+            member.verifies = verify
+            destinations |= {(rank, name): place for name, place in member.destinations().items()}
         if refusal := self._refused(plan, sources, destinations):
             self._stage_failed(swap, *refusal)
             return
-        local_swap = _LocalSwap(swap, plan, version)
+        for _, member in self._targets(plan):
+            if member.in_place:
+                member.writing = swap
+        local_swap = _LocalSwap(swap, plan, version, verify=verify)
         self._swaps[swap] = local_swap
         for member in read:
             readers = member.readers_of(version)
@@ -249,10 +275,10 @@ class LocalSwaps:
         purpose = _Staging(swap)
         try:
             # what stays here first: it is soon done, and nobody else waits for it
-            runs = self.jobs.start(("stage", plan_id, *places_key), inner, purpose, verify=True)
+            runs = self.jobs.start(("stage", plan_id, *places_key), inner, purpose, verify=verify)
             if outer is not None:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
-                runs += self.jobs.start(key, crossing_shares, purpose, verify=True, timeout_s=timeout_s)
+                runs += self.jobs.start(key, crossing_shares, purpose, verify=verify, timeout_s=timeout_s)
         except (KeyError, ValueError) as exc:
             self._stage_failed(swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}")
             return
@@ -300,7 +326,7 @@ class LocalSwaps:
 
         # it goes with the plan, and with the arenas of its members
         key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))
-        runs = self.jobs.start(key, convert, _Staging(local_swap.swap), verify=True)
+        runs = self.jobs.start(key, convert, _Staging(local_swap.swap), verify=local_swap.verify)
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
             self._staged(local_swap)
@@ -359,7 +385,7 @@ class LocalSwaps:
     def fence(self, reason: str) -> None:
         """Have members that hold a staged version of which nobody here knows whether it was decided serve nothing."""
         for member in self._members.values():
-            if member.staged is not None and not member.fenced:
+            if (member.staged is not None or member.writing is not None) and not member.fenced:
                 self._fence(member, "doubt", reason)
 
     def fence_behind(self, member: Member, reason: str) -> None:
@@ -382,10 +408,14 @@ class LocalSwaps:
         for member in self._members.values():
             if member.staged == swap:
                 member.staged = None
+            if member.writing == swap:
+                member.writing, member.version = None, None
+                member.poisoned = f"swap {swap} ended while it was written in place: {reason}"
             if member.paused == swap:
                 member.paused = None
                 if member.session is not None:
-                    resume = local.Resume(swap=swap, member=member.id, reason=reason)
+                    is_poisoned = bool(member.poisoned)
+                    resume = local.Resume(swap=swap, member=member.id, reason=reason, is_poisoned=is_poisoned)
                     self._out(ToClient(member.session, 0, resume))
             if member.fenced == "doubt" and member.staged is None:
                 self._fence(member, "", "")
@@ -407,13 +437,18 @@ class LocalSwaps:
             if member.staged != swap or member.session is None:
                 continue
             member.staged_version, member.committing = version, swap
-            by_worker = bool(member.live)
-            prepare = local.PrepareCommit(swap=swap, member=member.id, version=version, by_worker=by_worker)
+            prepare = local.PrepareCommit(
+                swap=swap,
+                member=member.id,
+                version=version,
+                by_worker=bool(member.live) and not member.in_place,
+                in_place=member.in_place,
+            )
             self._out(ToClient(member.session, 0, prepare))
 
     def quiet(self, swap: str, member: Member) -> None:
         """The member stands still: a worker may write its live tensors."""
-        if member.staged == swap and member.live:
+        if member.staged == swap and member.live and not member.in_place:
             self._copy_live(swap, member, attempt=1)
 
     def _copy_live(self, swap: str, member: Member, attempt: int) -> None:
@@ -424,7 +459,7 @@ class LocalSwaps:
 
         purpose = _Committing(swap, member.id, attempt)
         self._attempts[member.id] = purpose
-        if not self.jobs.start(("commit", member.id), make, purpose, verify=True):
+        if not self.jobs.start(("commit", member.id), make, purpose, verify=member.verifies):
             self._applied(purpose, "")
 
     def _applied(self, purpose: _Committing, reason: str) -> None:
@@ -433,20 +468,22 @@ class LocalSwaps:
             applied = local.CommitApplied(swap=purpose.swap, member=purpose.member, reason=reason)
             self._out(ToClient(member.session, 0, applied))
 
-    def committed(self, swap: str, member: Member, paused_s: float) -> None:
-        """The member has the version live."""
+    def committed(self, swap: str, member: Member, paused_s: float) -> bool:
+        """The member has the version live; return whether that was what it had been told to do."""
         if member.staged != swap:
-            return
+            return False
         member.version = member.staged_version
-        member.holds = member.staged_version
+        member.holds = None if member.in_place else member.staged_version
+        member.writing, member.poisoned = None, ""
         member.fenced = ""  # the client knows: it has taken the version over
         member.staged = member.committing = member.paused = None
         self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))
+        return True
 
     def commit_failed(self, swap: str, member: Member, reason: str) -> None:
         """The member could not take the version over, and serves none until a swap succeeds; or not stand still."""
         if member.committing == swap:
-            member.version = member.staged = member.committing = member.paused = None
+            member.version = member.staged = member.committing = member.paused = member.writing = None
         elif member.paused != swap:
             return
         self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))
@@ -540,6 +577,11 @@ class LocalSwaps:
             elif isinstance(run.purpose, _Committing):
                 self._commit_again(run.purpose, f"{who}: {how} while committing")
         self.epochs.worker_gone(worker, who, how)
+
+    def unneeded(self) -> set[int]:
+        """Return, once, the arenas that nobody needs any more."""
+        found, self._unneeded = self._unneeded, set()
+        return found
 
     def tick(self) -> None:
         """Replace workers that are stuck in something nobody wants any more."""

@@ -7,8 +7,19 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Step, Text, Value
-from refitd.protocol.local import AbortSwap, Done, Failure, GetDescription, GetHistory, GetPlan, GetStatus, StartSwap
+from refitd.protocol.local import (
+    AbortSwap,
+    Done,
+    Failure,
+    GetDescription,
+    GetHistory,
+    GetPlan,
+    GetStatus,
+    StartSwap,
+    Verify,
+)
 from refitd.protocol.reports import (
+    Difference,
     HistoryReport,
     ModelDescription,
     NodeStatus,
@@ -16,6 +27,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    VerifyReport,
 )
 
 # --- daemon to coordinator --------------------------------------------------------------------------------
@@ -68,6 +80,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     stale: tuple[Name, ...] = ()  # target: tensors made of its weights that nothing makes anew
     pauses: bool = False  # target: says that it stands still before anything is decided
     in_place: bool = False  # target: is written to while staging, and stands still for that
+    poisoned: Text = ""  # target: why it holds parts of two versions
 
 
 class RemoveShard(Message, frozen=True):
@@ -184,6 +197,27 @@ class MemberCommitFailed(Message, frozen=True):
     reason: Text
 
 
+class MemberChecked(Value, frozen=True):
+    """What became of checking one member; as in reports.MemberProof. `form` names what it holds and how it is made."""
+
+    member: Name
+    state: Literal["proven", "differs", "unknown"]
+    version: Count | None = None
+    reason: Text = ""
+    bytes: Count = 0
+    digest: Label = ""
+    form: Label = ""
+    blocks: Count = 0
+    differences: tuple[Difference, ...] = ()
+
+
+class MembersChecked(Message, frozen=True):
+    """The answer to CheckMembers."""
+
+    check: Name
+    members: tuple[MemberChecked, ...]
+
+
 # --- coordinator to daemon --------------------------------------------------------------------------------
 
 
@@ -263,6 +297,7 @@ class Stage(Message, frozen=True):
     plan: Name
     version: Count
     timeout_s: Seconds = 60.0
+    verify: bool = True  # compare what is written with its source, and take the version's digests once it is live
 
 
 class Commit(Message, frozen=True):
@@ -277,6 +312,14 @@ class Abort(Message, frozen=True):
 
     swap: Name
     reason: Text
+
+
+class CheckMembers(Message, frozen=True):
+    """Check the live weights of these members of this node. Reply: MembersChecked, within `timeout_s`."""
+
+    check: Name
+    members: tuple[Name, ...]
+    timeout_s: Seconds
 
 
 class EndSwap(Message, frozen=True):
@@ -304,8 +347,10 @@ NodeMessage = (
     | MemberQuiet
     | MemberCommitted
     | MemberCommitFailed
+    | MembersChecked
     | StartSwap
     | AbortSwap
+    | Verify
     | GetStatus
     | GetPlan
     | GetHistory
@@ -325,8 +370,10 @@ CoordinatorMessage = (
     | Commit
     | Abort
     | EndSwap
+    | CheckMembers
     | SwapProgress
     | SwapReport
+    | VerifyReport
     | StatusReport
     | PlanReport
     | HistoryReport

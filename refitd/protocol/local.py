@@ -13,6 +13,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    VerifyReport,
 )
 from refitd.protocol.shards import Place, Shard
 
@@ -64,6 +65,7 @@ class RegisterTarget(Message, frozen=True):
     conversions: tuple[Conversion, ...] = ()
     derived: tuple[DerivedTensor, ...] = ()
     pauses: bool = False  # it is asked to stand still, with AskPause, before a version is decided
+    in_place: bool = False  # its live tensors are written while staging, for which it stands still; no staging arena
     device: Label = ""  # the GPU its staging arena is to lie on; "": main memory
 
 
@@ -149,6 +151,25 @@ class CommitFailed(Message, frozen=True):
     reason: Text
 
 
+class LiveDigests(Message, frozen=True):
+    """What DigestLive asked for, or a reason; `again` where a version was taken over meanwhile."""
+
+    member: Name
+    check: Count
+    digests: bytes = b""
+    reason: Text = ""
+    again: bool = False
+
+
+class LiveCompared(Message, frozen=True):
+    """What CompareLive asked for: of each block the first and last element that differ, and how many do."""
+
+    member: Name
+    check: Count
+    found: tuple[tuple[Count, Count, Count], ...] = ()
+    reason: Text = ""
+
+
 class StartSwap(Message, frozen=True):
     """Make a version live everywhere. Replies: SwapProgress repeatedly, then SwapReport or Failure."""
 
@@ -164,6 +185,13 @@ class AbortSwap(Message, frozen=True):
 
     model: Name
     reason: Text = ""
+
+
+class Verify(Message, frozen=True):
+    """Have the live weights of all replicas of a model checked. Reply: VerifyReport, in `timeout_s` (0: request_s)."""
+
+    model: Name
+    timeout_s: Seconds = 0.0
 
 
 class GetStatus(Message, frozen=True):
@@ -265,11 +293,12 @@ class AskPause(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Go on with what is there: the swap was aborted."""
+    """Go on with what is there: the swap was aborted. `is_poisoned`: with nothing, parts of two versions are there."""
 
     swap: Name
     member: Name
     reason: Text = ""
+    is_poisoned: bool = False
 
 
 class Fence(Message, frozen=True):
@@ -282,13 +311,15 @@ class Fence(Message, frozen=True):
 class PrepareCommit(Message, frozen=True):
     """A verified version is staged and decided: take it over at your next commit point.
 
-    `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone.
+    `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: it is
+    in the live tensors already.
     """
 
     swap: Name
     member: Name
     version: Count
     by_worker: bool
+    in_place: bool = False
 
 
 class CommitApplied(Message, frozen=True):
@@ -297,6 +328,22 @@ class CommitApplied(Message, frozen=True):
     swap: Name
     member: Name
     reason: Text = ""
+
+
+class DigestLive(Message, frozen=True):
+    """Digest this rank's live tensors, `steps[i]` elements of tensor i at a time. Reply: LiveDigests."""
+
+    member: Name
+    check: Count
+    steps: tuple[Count, ...]
+
+
+class CompareLive(Message, frozen=True):
+    """Compare blocks, (tensor, first element, elements), with the staging arena. Reply: LiveCompared."""
+
+    member: Name
+    check: Count
+    blocks: tuple[tuple[Small, Count, Count], ...]
 
 
 class LeaseEnded(Message, frozen=True):
@@ -322,15 +369,18 @@ ClientRequest = (
     | CommitQuiet
     | CommitDone
     | CommitFailed
+    | LiveDigests
+    | LiveCompared
     | StartSwap
     | AbortSwap
+    | Verify
     | GetStatus
     | GetPlan
     | GetHistory
     | GetDescription
 )
 
-OperatorRequest = StartSwap | AbortSwap | GetStatus | GetPlan | GetHistory | GetDescription
+OperatorRequest = StartSwap | AbortSwap | Verify | GetStatus | GetPlan | GetHistory | GetDescription
 
 ClientReply = (
     Welcome
@@ -346,9 +396,12 @@ ClientReply = (
     | Fence
     | PrepareCommit
     | CommitApplied
+    | DigestLive
+    | CompareLive
     | LeaseEnded
     | SwapProgress
     | SwapReport
+    | VerifyReport
     | StatusReport
     | PlanReport
     | HistoryReport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Seconds, Small, Text, Value
-from refitd.protocol.shards import Shard
+from refitd.protocol.shards import Shape, Shard
 
 
 class MemberReport(Value, frozen=True):
@@ -84,6 +84,52 @@ class SwapProgress(Message, frozen=True):
     members_total: Count = 0
 
 
+class Difference(Value, frozen=True):
+    """A part of one live tensor that is not what the version's digest says.
+
+    Elements are counted in row-major order of the local tensor. Where the staging arena still held the version,
+    `first` and `last` are the first and last element that differ and `differing` says how many do in between; else
+    they are the ends of the block that differs, and `differing` is 0.
+    """
+
+    parameter: Label
+    shape: Shape
+    first: Count
+    last: Count
+    slice: Label  # the box that holds them, as an index is written: "[3, 0:64]"
+    differing: Count = 0
+
+
+class MemberProof(Value, frozen=True):
+    """What became of checking one target rank: "proven", "differs", or "unknown" for a reason."""
+
+    replica: Label
+    rank: Small
+    node: Label
+    host: Label
+    pid: Count
+    state: Label
+    version: Count | None = None  # what it serves
+    reason: Text = ""
+    bytes: Count = 0  # compared
+    digest: Label = ""  # of the version, as this rank should hold it
+    blocks: Count = 0  # that differ; `differences` lists the first ones
+    differences: tuple[Difference, ...] = ()
+
+
+class VerifyReport(Message, frozen=True):
+    """Whether the live weights are those that were staged and verified.
+
+    `outcome` is "proven" if all ranks that serve a version are, and some do; "differs" if something differs.
+    """
+
+    model: Label
+    outcome: Label  # "proven", "differs", "unknown"
+    members: tuple[MemberProof, ...]
+    mixed: tuple[Text, ...] = ()  # ranks that should hold the same bytes of a version and were given others
+    seconds: Seconds = 0.0
+
+
 class SourceStatus(Value, frozen=True):
     """One source rank."""
 
@@ -130,6 +176,7 @@ class ModelStatus(Value, frozen=True):
     last_swap: SwapReport | None = None
     live: Count | None = None  # the version that was decided last
     queued: Count = 0  # swaps that wait for the running one
+    verify: bool = True  # False: neither staging nor what is live is compared with anything
 
 
 class GpuStatus(Value, frozen=True):

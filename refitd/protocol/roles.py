@@ -20,6 +20,7 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.RegisterTarget: frozenset({ENGINE}),
     local.StartSwap: _SWAPS,
     local.AbortSwap: _SWAPS,
+    local.Verify: _SWAPS,  # it reads every byte of every replica
     cluster.ShardPublished: frozenset({TRAINER}),
 }
 

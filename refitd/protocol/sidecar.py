@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value
 from refitd.protocol.local import Failure
+from refitd.protocol.shards import Shape
 
 # --- daemon to worker -------------------------------------------------------------------------------------
 
@@ -83,6 +84,32 @@ class DropJob(Message, frozen=True):
     job: Count
 
 
+class Span(Value, frozen=True):
+    """Elements [first : first + count], row-major, of a tensor in an arena in main memory. Strides in bytes."""
+
+    arena: Count
+    offset: Count
+    shape: Shape
+    strides: Shape
+    element_size: Small
+    first: Count
+    count: Count
+
+
+class TakeDigests(Message, frozen=True):
+    """Take the digest of each span (refitd.buffers.blocks.digest). Reply: DigestsTaken."""
+
+    run: Count
+    spans: tuple[Span, ...]
+
+
+class CompareSpans(Message, frozen=True):
+    """Compare spans two by two. Reply: SpansCompared."""
+
+    run: Count
+    pairs: tuple[tuple[Span, Span], ...]
+
+
 # --- worker to daemon -------------------------------------------------------------------------------------
 
 
@@ -139,6 +166,22 @@ class RunFailed(Message, frozen=True):
     copy: Count | None = None
 
 
+class DigestsTaken(Message, frozen=True):
+    """The digests one after another, or a reason why there are none."""
+
+    run: Count
+    digests: bytes = b""
+    reason: Text = ""
+
+
+class SpansCompared(Message, frozen=True):
+    """Of each pair the first and the last element that differ, and how many do; or a reason why that is not known."""
+
+    run: Count
+    found: tuple[tuple[Count, Count, Count], ...] = ()
+    reason: Text = ""
+
+
 # --- descriptor socket ------------------------------------------------------------------------------------
 
 
@@ -168,7 +211,29 @@ class ArenaDescriptor(Message, frozen=True):
     device: Label = ""  # the GPU it lies on; "": main memory
 
 
-ToWorker = MapArena | UnmapArena | LoadJob | RunJob | DropJob | JoinEpoch | EpochValue | LeaveEpoch | WarmUp
-FromWorker = WorkerReady | RunProgress | RunDone | RunFailed | EpochPut | EpochJoined | EpochFailed
+ToWorker = (
+    MapArena
+    | UnmapArena
+    | LoadJob
+    | RunJob
+    | DropJob
+    | TakeDigests
+    | CompareSpans
+    | JoinEpoch
+    | EpochValue
+    | LeaveEpoch
+    | WarmUp
+)
+FromWorker = (
+    WorkerReady
+    | RunProgress
+    | RunDone
+    | RunFailed
+    | DigestsTaken
+    | SpansCompared
+    | EpochPut
+    | EpochJoined
+    | EpochFailed
+)
 DescriptorRequest = FetchArena | Goodbye
 DescriptorReply = Session | ArenaDescriptor | Failure

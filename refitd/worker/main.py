@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ from refitd.execute.conversions import ConversionList
 from refitd.execute.copies import CopyList
 from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
+from refitd.worker import digests
 from refitd.worker.devices import Devices
 from refitd.worker.exchanges import Exchanges
 
@@ -50,28 +52,34 @@ class Daemon:
             DeadlineExceeded: it has not come in time.
             PeerLost: the daemon has given the epoch up.
         """
-        deadline = time.monotonic() + timeout
+        deadline, wait = time.monotonic() + timeout, 0.0
         try:
-            if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
-                raise PeerLost("the epoch has been given up")
-            while (epoch, key) not in values:
-                left = deadline - time.monotonic()
-                if left <= 0:
+            while True:
+                # first what has come already: the value of a peer that has left since leads into waiting for nobody
+                self._take_in(values, wait)
+                if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
+                    raise PeerLost("the epoch has been given up")
+                if (epoch, key) in values:
+                    return values[(epoch, key)]
+                wait = deadline - time.monotonic()
+                if wait <= 0:
                     raise DeadlineExceeded(f"nobody left {key!r} within {timeout:.1f} s")
-                self._connection.settimeout(left)
-                try:
-                    message, fds = self._receive()
-                except TimeoutError:
-                    continue
-                if isinstance(message, sidecar.EpochValue):
-                    values[(message.epoch, message.key)] = message.value
-                else:
-                    self._kept.append((message, fds))
-                    if isinstance(message, sidecar.LeaveEpoch) and message.epoch == epoch:
-                        raise PeerLost("the epoch has been given up")
         finally:
             self._connection.settimeout(None)
-        return values[(epoch, key)]
+
+    def _take_in(self, values: dict[tuple[str, str], bytes], wait: float) -> None:
+        """Sort everything that has come into values and the rest; wait so many seconds for the first of it."""
+        self._connection.settimeout(wait)
+        while True:
+            try:
+                message, fds = self._receive()
+            except (TimeoutError, BlockingIOError):
+                return
+            self._connection.settimeout(0.0)
+            if isinstance(message, sidecar.EpochValue):
+                values[(message.epoch, message.key)] = message.value
+            else:
+                self._kept.append((message, fds))
 
     def say(self, message: sidecar.FromWorker) -> None:
         """Send a message."""
@@ -143,14 +151,22 @@ class Worker:
                 self._jobs.pop(job, None)
             case sidecar.RunJob(job, run, verify, timeout_s):
                 self._run(job, run, verify, timeout_s)
+            case sidecar.TakeDigests():
+                self._daemon.say(digests.taken(message, self._arenas))
+            case sidecar.CompareSpans():
+                self._daemon.say(digests.compared(message, self._arenas))
 
     def _join(self, message: sidecar.JoinEpoch) -> None:
         try:
             self._exchanges.join(message, EpochMailbox(message.epoch, self._daemon, self._values))
         except RefitdError as exc:
-            self._daemon.say(sidecar.EpochFailed(epoch=message.epoch, reason=str(exc)))
+            reason = str(exc)
         else:
             self._daemon.say(sidecar.EpochJoined(epoch=message.epoch))
+            return
+        # a store that has failed, its error and the frames of both hold each other, and open sockets with them
+        gc.collect()
+        self._daemon.say(sidecar.EpochFailed(epoch=message.epoch, reason=reason))
 
     def _load(self, fd: int, nbytes: int, epoch: str | None, converts: bool) -> PreparedJob | str:
         try:

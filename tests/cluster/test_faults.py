@@ -250,6 +250,7 @@ VICTIM_TARGET = """
              "layers.0.fc2.weight": (48, 96), "layers.0.norm.weight": (48,)}
     tensors = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in sizes.items()}
     target = client.register_target("policy", tensors, replica="victim")
+    target.wait(1, timeout=30)  # it catches up with the others
     there()
     sys.stdin.read()
 """

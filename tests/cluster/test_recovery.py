@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import refitd
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 
 Tensors = dict[str, torch.Tensor]
 
@@ -252,12 +253,12 @@ def test_what_engines_left_behind_makes_room_for_others_and_goes_in_time(start_d
 class Still:
     """An engine that is asked before a version is decided; `may_pause` lets it stand still."""
 
-    def __init__(self, client: refitd.Client, live: Tensors) -> None:
+    def __init__(self, client: refitd.Client, live: Tensors, **options: Any) -> None:
         self.may_pause = threading.Event()
         self.broken = ""
         self.events: list[tuple[str, int | None]] = []
         self.target = client.register_target(
-            "policy", live, replica="still", on_pause=self._pause, on_resume=self._resume
+            "policy", live, replica="still", on_pause=self._pause, on_resume=self._resume, **options
         )
 
     def _pause(self, version: int) -> None:
@@ -319,6 +320,49 @@ def test_an_engine_that_does_not_stand_still_aborts_the_swap_and_goes_on(start_d
             assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
         assert shards.equal(live, fleet.full[3])
     fleet.close()
+
+
+def test_an_engine_that_is_written_in_place_is_poisoned_by_what_fails_and_healed_by_what_succeeds(start_daemon) -> None:  # type: ignore[no-untyped-def]
+    daemon = start_daemon("[models.policy]\ncatch_up = false\n[deadlines]\nstage_s = 2.0\n")
+    fleet = Fleet(daemon)
+    before = daemon.node().arenas
+    with daemon.connect("in place") as client:
+        live = client.allocate({name: (t.shape, t.dtype) for name, t in fleet.tensors.items()})
+        engine = Still(client, live, mode="in-place")
+        assert daemon.node().arenas == before + 1, "there is nothing beside the live tensors"
+        engine.may_pause.set()
+        with Engine(fleet.target):
+            assert fleet.trainer.swap("policy", 2, timeout=20).outcome == "committed"
+        eventually(lambda: engine.events == [("pause", 2), ("resume", 2)], "it has stood still for it")
+        assert engine.target.version == 2 and shards.equal(live, fleet.full[2])
+
+        fleet.publish(3)
+        with stopped(daemon.node().workers), Engine(fleet.target), pytest.raises(refitd.RefitFailed) as failure:
+            fleet.trainer.swap("policy", 3, timeout=20)
+        assert failure.value.report is not None and failure.value.report.phase == "stage"
+        states = {member.replica: member.state for member in failure.value.report.members}
+        assert states["still"] == "poisoned"
+        eventually(lambda: engine.events[-1] == ("resume", None), "it is told to serve nothing")
+        assert engine.target.version is None and fleet.target.version == 2
+        assert {t.replica: t.state for t in fleet.trainer.status().models[0].targets}["still"] == "poisoned"
+
+        with Engine(fleet.target):
+            assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
+        assert engine.target.version == 3 and shards.equal(live, fleet.full[3])
+        assert {t.state for t in fleet.trainer.status().models[0].targets} == {"serving"}
+    fleet.close()
+
+
+def test_what_cannot_be_written_in_place_is_refused(fleet: Fleet) -> None:
+    live = shards.zeros_like(fleet.tensors)
+    with fleet.daemon.connect("engine") as client:
+        with pytest.raises(refitd.RefusedError, match="must lie in arenas"):
+            client.register_target("policy", live, replica="b", mode="in-place", on_pause=lambda version: None)
+        inside = client.allocate({name: (t.shape, t.dtype) for name, t in live.items()})
+        with pytest.raises(refitd.RefusedError, match="on_pause"):
+            client.register_target("policy", inside, replica="b", mode="in-place")
+        with pytest.raises(refitd.RefusedError, match="expected 'shadow' or 'in-place'"):
+            client.register_target("policy", inside, replica="b", mode="in place")  # type: ignore[arg-type]
 
 
 def test_who_cannot_know_what_was_decided_serves_nothing(start_daemon) -> None:  # type: ignore[no-untyped-def]

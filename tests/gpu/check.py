@@ -27,6 +27,7 @@ CHECKS = {
     "nccl-2": "NCCL, two ranks on one GPU",
     "nvshmem-2": "NVSHMEM, two PEs on one GPU",
     "service": "trainer and engine with CUDA tensors through a daemon (pytest tests/gpu)",
+    "daemon-arenas": "a daemon that owns GPU arenas: swaps, how fast, a killed worker (about 3 GiB of the GPU)",
 }
 ADVICE = """\
 It needs Python 3.11 or newer, a CUDA build of torch (2.8 or newer) and numpy. Some checks need more (xxhash;

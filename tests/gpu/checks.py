@@ -381,6 +381,14 @@ def service(seconds: float) -> Outcome:
     return Outcome(why=said)
 
 
+def daemon_arenas(seconds: float) -> Outcome:
+    need(zmq="pyzmq", msgpack="msgpack", msgspec="msgspec", xxhash="xxhash", click="click", rich="rich")
+    sys.path.insert(0, str(Path(__file__).parent))
+    import service_checks
+
+    return Outcome(service_checks.daemon_arenas(seconds))
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------
 
 
@@ -573,6 +581,7 @@ CHECKS: dict[str, Callable[[float], Outcome]] = {
     "nccl-2": nccl_two,
     "nvshmem-2": nvshmem_two,
     "service": service,
+    "daemon-arenas": daemon_arenas,
 }
 
 

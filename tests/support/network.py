@@ -29,6 +29,7 @@ class TwoHosts:
     """Namespaces `a` (10.77.0.1) and `b` (10.77.0.2). Whoever made it closes it."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
+    coordinator = "10.77.0.3"  # another address of a, for what is to be out of reach alone
 
     def __init__(self) -> None:
         self.names = tuple(f"rf{os.getpid()}{side}" for side in "ab")
@@ -42,6 +43,7 @@ class TwoHosts:
                 _must("ip", "-n", name, "addr", "add", f"{address}/24", "dev", cable)
                 _must("ip", "-n", name, "link", "set", "lo", "up")
                 _must("ip", "-n", name, "link", "set", cable, "up")
+            _must("ip", "-n", self.names[0], "addr", "add", f"{self.coordinator}/24", "dev", self._cables[0])
         except BaseException:
             self.close()
             raise
@@ -49,6 +51,10 @@ class TwoHosts:
     def cable(self, *, up: bool) -> None:
         """Pull the cable, or plug it in."""
         _must("ip", "-n", self.names[1], "link", "set", self._cables[1], "up" if up else "down")
+
+    def lose_way(self, address: str, *, lost: bool) -> None:
+        """Have all that b sends to this address vanish, or arrive again."""
+        _must("ip", "-n", self.names[1], "route", "add" if lost else "del", "blackhole", f"{address}/32")
 
     def limit(self, mbit: int) -> None:
         """Let both ends send this much."""

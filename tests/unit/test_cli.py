@@ -19,9 +19,11 @@ from refitd.copy_services.base import Capabilities
 from refitd.copy_services.registry import Backend, Offer
 from refitd.errors import ConfigError, PeerLost, PlanError, RefitdError, RefitFailed, RefusedError, TransportError
 from refitd.protocol.reports import (
+    Difference,
     HistoryEntry,
     HistoryReport,
     LinkStatus,
+    MemberProof,
     MemberReport,
     ModelStatus,
     NodeStatus,
@@ -34,6 +36,7 @@ from refitd.protocol.reports import (
     SwapProgress,
     SwapReport,
     TargetStatus,
+    VerifyReport,
 )
 from refitd_cli import checks, output
 from refitd_cli.commands.watch import Screen
@@ -139,6 +142,17 @@ PLAN = PlanReport(
 )
 
 
+PROVEN = VerifyReport(
+    model="policy",
+    outcome="proven",
+    members=(
+        MemberProof("a", 0, "n0", "box", 40, "proven", version=7, bytes=10**9, digest="0123456789abcdef" * 2),
+        MemberProof("b", 0, "n0", "box", 41, "unknown", reason="it serves nothing"),
+    ),
+    seconds=0.2,
+)
+
+
 @dataclass
 class FakeClient:
     """Answers from memory and remembers what it was asked."""
@@ -147,6 +161,7 @@ class FakeClient:
     status_result: StatusReport | RefitdError = STATUS
     plan_result: PlanReport | RefitdError = PLAN
     abort_result: RefitdError | None = None
+    verify_result: VerifyReport | RefitdError = PROVEN
     asked: list[tuple] = field(default_factory=list)
     closed: bool = False
 
@@ -173,6 +188,10 @@ class FakeClient:
     def plan(self, model):
         self.asked.append(("plan", model))
         return _answer(self.plan_result)
+
+    def verify(self, model, *, timeout=None):
+        self.asked.append(("verify", model, timeout))
+        return _answer(self.verify_result)
 
     def abort(self, model, reason=""):
         self.asked.append(("abort", model, reason))
@@ -226,6 +245,7 @@ COMMANDS_OF_THE_DAEMON: dict[str, tuple[str, ...]] = {
     "models": ("models",),
     "plan": ("plan", "policy"),
     "abort": ("abort", "policy"),
+    "verify": ("verify", "policy"),
 }
 ALL = pytest.mark.parametrize("arguments", COMMANDS_OF_THE_DAEMON.values(), ids=COMMANDS_OF_THE_DAEMON.keys())
 
@@ -757,3 +777,29 @@ def test_units_are_readable(function: Callable[[float], str], value, text):
 
 def test_no_time_has_no_rate():
     assert output.rate(10, 0.0) == "-"
+
+
+def test_verify_exits_0_only_for_what_is_proven_and_names_the_rest():
+    ran = run(FakeClient(), "verify", "policy", "--timeout", "5")
+    assert ran.status == 0 and "policy: proven: 1 of 1 ranks" in ran.stdout and "0123456789abcdef" in ran.stdout
+    difference = Difference("layers.0.w", (96, 48), 341, 343, "[7, 5:8]", 2)
+    block = Difference("layers.1.w", (96, 48), 0, 4607, "[0:96, :]")
+    members = (
+        MemberProof("a", 1, "n0", "box", 40, "differs", 7, "3 blocks", 10, "", 3, (difference, block)),
+        MemberProof("b", 0, "n1", "rack", 41, "unknown", 7, reason="its process (pid 41) has not read its tensors"),
+    )
+    report = VerifyReport("policy", "differs", members, mixed=("version 7 was given to them with different bytes",))
+    ran = run(FakeClient(verify_result=report), "verify", "policy")
+    assert ran.status == 1
+    assert "layers.0.w[7, 5:8] (of 96x48) on rank 1 of replica a on node n0 (host box, pid 40): 2 el" in ran.stderr
+    assert "layers.1.w[0:96, :]" in ran.stderr and "somewhere in elements 0 to 4607" in ran.stderr
+    assert "and 1 more blocks of rank 1 of replica a" in ran.stderr and "different bytes" in ran.stderr
+    assert "policy: differs: 0 of 2 ranks" in ran.stderr and "pid 41" in ran.stdout
+    ran = run(FakeClient(verify_result=report), "verify", "policy", "--json")
+    assert ran.status == 1 and ran.object["members"][0]["differences"][0]["slice"] == "[7, 5:8]"
+
+
+def test_a_swap_without_verification_is_said_to_be_that():
+    assert "digests verified" in run(FakeClient(), "swap", "policy").stdout
+    bare = structs.replace(COMMITTED, digests=0)
+    assert "not verified" in run(FakeClient(swap_result=bare), "swap", "policy").stdout

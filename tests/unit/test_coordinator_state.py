@@ -22,6 +22,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    VerifyReport,
 )
 
 NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
@@ -494,19 +495,47 @@ def test_a_catch_up_that_fails_is_not_repeated_until_something_changes() -> None
     assert isinstance(h.add("b2", replica="b")[-1], cluster.LoadPlan)
 
 
-def test_what_somebody_asks_for_waits_for_a_catch_up_instead_of_being_refused() -> None:
+def test_a_catch_up_that_was_aborted_is_tried_again_after_a_pause_and_not_for_ever() -> None:
+    h = Harness()
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    tried, load = 0, h.add("b")[-1]
+    while isinstance(load, cluster.LoadPlan):
+        tried += 1
+        (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
+        h.say("n0", cluster.StageFailed(swap=stage.swap, where="worker 0", reason="broken"))
+        sent: list[object] = []
+        for _ in range(20):
+            h.now += 1.0
+            h.say("n0", local.GetStatus())  # it is not silent
+            h.sent.clear()
+            h.feed(act.Tick())
+            sent += [message for _, _, message in h.sent]
+        load = next((m for m in sent if isinstance(m, cluster.LoadPlan)), None)
+    assert tried == 4
+
+
+def test_a_catch_up_gives_way_to_what_somebody_asks_for_until_it_is_decided() -> None:
     h = Harness()
     h.ready()
     commit(h, h.until_staging(), "a")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     load = h.add("b")[-1]
     assert isinstance(load, cluster.LoadPlan)
-    assert h.say("n0", local.StartSwap("m"), request=9) == []
-    (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
-    after = commit(h, stage.swap, "b")
-    (load,) = [m for m in after if isinstance(m, cluster.LoadPlan)]
+    h.say("n0", cluster.PlanLoaded(plan=load.plan))
+    asked = h.say("n0", local.StartSwap("m"), request=9)
+    assert kinds(asked) == ["Abort", "DropPlan", "LoadPlan"]
+    (load,) = [m for m in asked if isinstance(m, cluster.LoadPlan)]
     (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
     assert [r.version for r in reports(commit(h, stage.swap, "a", "b"))] == [2]
+
+    load = h.add("c")[-1]
+    assert isinstance(load, cluster.LoadPlan)
+    (stage,) = stages(h.say("n0", cluster.PlanLoaded(plan=load.plan)))
+    h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    assert h.say("n0", local.StartSwap("m"), request=9) == []  # it is decided: it ends first
+    ended = h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="c", paused_s=0.0))
+    assert "LoadPlan" in kinds(ended)
 
 
 def test_a_member_that_fails_after_the_decision_is_fenced_and_the_next_swap_heals_it() -> None:
@@ -567,3 +596,56 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
     assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
     (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
     assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]
+
+
+def test_verification_is_switched_off_by_the_models_configuration() -> None:
+    for verify in (True, False):
+        h = Harness(Config(models={"m": ModelConfig(verify=verify)}))
+        h.ready()
+        h.say("n0", local.StartSwap("m"), request=9)
+        (load,) = [m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)]
+        (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+        assert stage.verify is verify
+        h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+        said = h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.0))
+        (report,) = [m for m in said if isinstance(m, SwapReport)]
+        assert (report.copies, report.digests) == (1, int(verify))
+        (status,) = h.say("n0", local.GetStatus(), request=5)
+        assert isinstance(status, StatusReport) and status.models[0].verify is verify
+
+
+def test_verify_asks_the_nodes_and_answers_when_all_have() -> None:
+    h = Harness()
+    h.ready()
+    h.join("n1", pid=11)
+    h.add("b", "n1")
+    h.say("n0", local.Verify("m"), request=9)
+    asked = {node: m for node, _, m in h.sent if isinstance(m, cluster.CheckMembers)}
+    assert {node: m.members for node, m in asked.items()} == {"n0": ("a",), "n1": ("b",)}
+    check = asked["n0"].check
+    proven = {m: cluster.MemberChecked(member=m, state="proven", version=1, digest="d") for m in ("a", "b")}
+    assert h.say("n0", cluster.MembersChecked(check=check, members=(proven["a"],))) == []
+    # a node speaks for its own members only
+    (refused,) = h.say("n0", cluster.MembersChecked(check=check, members=(proven["b"],)))
+    assert isinstance(refused, local.Failure) and "node n1" in refused.message.replace("'", "")
+    h.say("n1", cluster.MembersChecked(check=check, members=(proven["b"],)))
+    ((node, request, report),) = h.sent
+    assert (node, request) == ("n0", 9) and isinstance(report, VerifyReport) and report.outcome == "proven"
+
+
+def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_refused() -> None:
+    h = Harness()
+    h.ready()
+    h.join("n1", pid=11)
+    h.add("b", "n1")
+    h.say("n0", local.Verify("m", timeout_s=60.0), request=9)
+    (check,) = {m.check for _, _, m in h.sent if isinstance(m, cluster.CheckMembers)}
+    h.say("n0", cluster.MembersChecked(check=check, members=(cluster.MemberChecked("a", "proven", version=1),)))
+    h.now = NODE_SILENCE_S + 1
+    h.state.nodes["n0"].last_heard = h.now
+    h.sent.clear()
+    h.feed(act.Tick())
+    (report,) = [m for _, _, m in h.sent if isinstance(m, VerifyReport)]
+    assert [m.state for m in report.members] == ["proven", "unknown"] and "no word" in report.members[1].reason
+    (refused,) = h.say("n0", local.Verify("nobody"), request=9)
+    assert isinstance(refused, local.Failure)

@@ -515,3 +515,35 @@ def test_arenas_on_a_gpu_are_counted_and_say_so_to_workers_and_in_the_status() -
     assert mapped == [(0, "GPU-a"), (0, "GPU-a")]
     h.feed(act.SessionClosed(1, "died"))
     assert h.daemon.status().gpus == () and len(h.closed) == 2
+
+
+def test_a_swap_that_is_not_verified_compares_nothing_and_leaves_no_digests() -> None:
+    for verify in (True, False):
+        h = Harness()
+        _, target = h.fleet()
+        h.to_worker.clear()
+        h.feed(act.CoordinatorSaid(0, cluster.Stage(swap="s", plan="p", version=1, verify=verify)))
+        runs = [(worker, m) for worker, m in h.to_worker if isinstance(m, sidecar.RunJob)]
+        assert runs and all(m.verify is verify for _, m in runs)
+        h.done([(worker, m.run) for worker, m in runs])
+        h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+        assert h.daemon.members[target].holds is None  # nothing is decided to be what it holds before it is committed
+        h.to_worker.clear()
+        h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
+        taken = [m for _, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
+        assert bool(taken) is verify
+
+
+def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they_are_of() -> None:
+    h = Harness()
+    source, target = h.fleet()
+    h.done(h.stage())
+    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.to_worker.clear()
+    h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
+    ((worker, message),) = [(w, m) for w, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
+    h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s")))
+    assert h.publish(source, 2) == local.Done()
+    assert h.stage("s2", 2)  # at once: it waits for nothing
+    h.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, digests=bytes(8 * len(message.spans)))))
+    assert h.daemon.members[target].proof is None

@@ -9,7 +9,7 @@ import pytest
 
 from refitd.buffers import handoff
 from refitd.daemon.actions import Instruction, ToWorker
-from refitd.daemon.epochs import PATIENCE_TICKS, LocalEpochs
+from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpochs
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.codec import encode
@@ -43,11 +43,15 @@ def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
     assert [worker.next()[0].epoch for _ in range(2)] == ["e2", "e1"]  # type: ignore[union-attr]
 
 
-def stuck_after(ticks: int, *said: sidecar.EpochJoined | sidecar.EpochFailed) -> list[int]:
+def stuck_after(
+    ticks: int, *said: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed, is_warm: bool = True
+) -> list[int]:
     out: list[Instruction] = []
     epochs = LocalEpochs("n0", "127.0.0.1", out.append)
     epochs.join("plan", EPOCH, lambda: None)
     epochs.worker_said(0, sidecar.EpochJoined(epoch="e1"))
+    if is_warm:
+        epochs.worker_said(1, sidecar.EpochPut(epoch="e1", key="0/0", value=b""))
     epochs.leave("e1")
     assert [i.worker for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.LeaveEpoch)] == [0, 1]
     for message in said:
@@ -63,3 +67,21 @@ def test_only_a_worker_that_does_not_come_out_is_stuck() -> None:
     assert stuck_after(PATIENCE_TICKS + 1) == [1]
     assert stuck_after(PATIENCE_TICKS + 1, sidecar.EpochFailed(epoch="e1", reason="given up")) == []
     assert stuck_after(PATIENCE_TICKS + 1, sidecar.EpochJoined(epoch="e1")) == []
+
+
+def test_a_worker_that_still_loads_what_its_first_epoch_needs_is_given_longer() -> None:
+    assert stuck_after(PATIENCE_TICKS + 1, is_warm=False) == []
+    assert stuck_after(COLD_PATIENCE_TICKS + 1, is_warm=False) == [1]
+
+
+def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    here, there = pair
+    handoff.send(there, encode(0, sidecar.EpochValue(epoch="e1", key="0/0", value=b"here")))
+    values: dict[tuple[str, str], bytes] = {}
+    worker = Daemon(here)
+    assert worker.await_value("e1", "0/0", values, 60.0) == b"here"
+    handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch="e1")))
+    with pytest.raises(PeerLost, match="given up"):
+        worker.await_value("e1", "0/0", values, 60.0)

@@ -14,7 +14,19 @@ from refitd.buffers.cuda import visible_devices
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu-check"
-NAMES = ["arena", "digest", "swap", "copies", "graph", "mxfp8", "nccl-1", "nccl-2", "nvshmem-2", "service"]
+NAMES = [
+    "arena",
+    "digest",
+    "swap",
+    "copies",
+    "graph",
+    "mxfp8",
+    "nccl-1",
+    "nccl-2",
+    "nvshmem-2",
+    "service",
+    "daemon-arenas",
+]
 
 no_gpu = pytest.mark.skipif(visible_devices() > 0, reason="there is a GPU")
 

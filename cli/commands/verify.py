@@ -1,0 +1,79 @@
+"""refitctl verify: check what every replica serves against the digest of its version."""
+
+from __future__ import annotations
+
+import click
+
+from refitd.protocol.reports import Difference, MemberProof, VerifyReport
+from refitd_cli.group import EXIT_FAILED
+from refitd_cli.output import duration, print_json, print_table, size, to_json, version
+from refitd_cli.session import Session, address_option, json_option
+
+PROVEN = "proven"
+
+
+@click.command()
+@click.argument("model")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@address_option
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, model: str, timeout: float | None, address: str | None, as_json: bool) -> None:
+    """Check the live weights of every replica of MODEL against the digest of the version that it serves.
+
+    Engines go on meanwhile. Exit 0 only if every rank that serves a version is proven to hold it, byte for byte.
+    """
+    session: Session = ctx.obj
+    with session.client(address) as client:
+        report = client.verify(model, timeout=timeout)
+    if as_json:
+        print_json(to_json(report))
+    else:
+        _show(report)
+    ctx.exit(0 if report.outcome == PROVEN else EXIT_FAILED)
+
+
+def _show(report: VerifyReport) -> None:
+    columns = ("replica", ">rank", "node", "state", ">serves", ">bytes", "digest", "reason")
+    print_table("", columns, map(_row, report.members))
+    for member in report.members:
+        for difference in member.differences:
+            click.echo(f"  {_told(member, difference)}", err=True)
+        if (more := member.blocks - len(member.differences)) > 0:
+            click.echo(f"  and {more} more blocks of rank {member.rank} of replica {member.replica}", err=True)
+    for mixed in report.mixed:
+        click.echo(f"  {mixed}", err=True)
+    serving = [member for member in report.members if member.version is not None]
+    proven = [member for member in serving if member.state == PROVEN]
+    nbytes = sum(member.bytes for member in proven)
+    click.echo(
+        f"{report.model}: {report.outcome}: {len(proven)} of {len(serving)} ranks that serve a version hold it, "
+        f"{size(nbytes)} compared in {duration(report.seconds)}",
+        err=report.outcome != PROVEN,
+    )
+
+
+def _told(member: MemberProof, difference: Difference) -> str:
+    shape = "x".join(map(str, difference.shape)) or "scalar"
+    what = (
+        f"{difference.differing} elements differ, from element {difference.first} to {difference.last}"
+        if difference.differing
+        else f"somewhere in elements {difference.first} to {difference.last}"
+    )
+    return (
+        f"{difference.parameter}{difference.slice} (of {shape}) on rank {member.rank} of replica {member.replica} on "
+        f"node {member.node} (host {member.host}, pid {member.pid}): {what}"
+    )
+
+
+def _row(member: MemberProof) -> tuple[str, ...]:
+    return (
+        member.replica,
+        str(member.rank),
+        member.node,
+        member.state,
+        version(member.version),
+        size(member.bytes) if member.bytes else "-",
+        member.digest[:16] or "-",
+        member.reason,
+    )

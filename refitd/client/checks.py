@@ -1,0 +1,119 @@
+"""A client's part in proofs: digests of its live tensors, on a thread of their own, between commits."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.blocks import Elements, blocks_of, compare, digest, packed
+from refitd.buffers.layout import extent, row_major_strides
+from refitd.client.connection import Connection
+from refitd.client.devices import HOST, Arena, gpu_of
+from refitd.client.tensors import TensorSet
+from refitd.errors import CommitError, RefitdError
+from refitd.protocol import local
+
+
+class _Overtaken(Exception):
+    """A version was taken over while the tensors were read."""
+
+
+class LiveChecks:
+    """Answers DigestLive and CompareLive for one target. The daemon asks for one thing at a time."""
+
+    def __init__(
+        self, connection: Connection, member: str, tensors: TensorSet, staging: Callable[[], Arena | None]
+    ) -> None:
+        """`staging` returns the staging arena, None where it is not mapped, or no more."""
+        self._connection = connection
+        self._member = member
+        self._tensors = tensors
+        self._staging = staging
+        self._commits = 0
+        self._still = threading.Lock()
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """Keep checks from the tensors while a version is taken over; one that runs is at a block for a moment yet."""
+        with self._still:
+            self._commits += 1
+            yield
+
+    def start(self, message: local.DigestLive | local.CompareLive) -> None:
+        """Answer away from the caller's thread."""
+        threading.Thread(target=self._answer, args=(message,), name="refitd-verify", daemon=True).start()
+
+    def _answer(self, message: local.DigestLive | local.CompareLive) -> None:
+        reason, again, digests = "", False, b""
+        found: tuple[tuple[int, int, int], ...] = ()
+        try:
+            if isinstance(message, local.DigestLive):
+                digests = self._digests(message.steps)
+            else:
+                found = self._compared(message.blocks)
+        except _Overtaken:
+            reason, again = "a version was taken over meanwhile", True
+        except Exception as exc:  # whatever it is, somebody waits for an answer
+            reason = str(exc) if isinstance(exc, RefitdError) else f"{type(exc).__name__}: {exc}"
+        reply = (
+            local.LiveDigests(self._member, message.check, digests, reason, again)
+            if isinstance(message, local.DigestLive)
+            else local.LiveCompared(self._member, message.check, found, reason)
+        )
+        with contextlib.suppress(RefitdError):  # the daemon has gone, and with it whoever has asked
+            self._connection.tell(reply)
+
+    def _digests(self, steps: tuple[int, ...]) -> bytes:
+        tensors = self._tensors.tensors
+        if len(steps) != len(tensors):
+            raise CommitError(f"{len(steps)} tensors are to be checked, {len(tensors)} are registered")
+        began = self._commits
+        # a parameter that was replaced is served from where nobody looks
+        self._tensors.check_unmoved()
+        found = []
+        for tensor, step in zip(tensors, steps, strict=True):
+            for first, count in blocks_of(tensor.numel(), step):
+                with self._still:
+                    self._check_same(began)
+                    found.append(digest(_parts(tensor, first, count)))
+        return b"".join(found)
+
+    def _compared(self, blocks: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+        began, arena = self._commits, self._staging()
+        if not isinstance(arena, MappedArena):
+            raise CommitError("there is no staging arena in main memory to compare with")
+        found = []
+        for index, first, count in blocks:
+            tensor, offset = self._tensors.tensors[index], self._tensors.offsets[index]
+            shape, element = tuple(tensor.shape), tensor.element_size()
+            expected: Elements = np.ndarray(
+                shape, f"V{element}", arena.bytes, offset, row_major_strides(shape, element)
+            )
+            with self._still:
+                self._check_same(began)
+                found.append(compare(_parts(tensor, first, count), packed(expected, first, count), first))
+        return tuple(found)
+
+    def _check_same(self, began: int) -> None:
+        if self._commits != began:
+            raise _Overtaken
+
+
+def _parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[Elements]:
+    """Yield elements of a tensor, in row-major order, as contiguous parts in main memory."""
+    element = tensor.element_size()
+    if tensor.device.type == "cpu" and gpu_of(tensor) == HOST:
+        strides = tuple(stride * element for stride in tensor.stride())
+        shape = tuple(tensor.shape)
+        memory = (ctypes.c_uint8 * extent(shape, strides, element)).from_address(tensor.data_ptr())
+        yield from packed(np.ndarray(shape, f"V{element}", memoryview(memory), 0, strides), first, count)
+        return
+    with torch.no_grad():
+        block = tensor.reshape(-1)[first : first + count].contiguous().cpu()
+    yield from packed(block.view(torch.uint8).numpy().view(f"V{element}"), 0, count)

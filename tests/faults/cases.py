@@ -1,0 +1,97 @@
+"""The matrix: at which phase of a swap which process meets which fault, and what may come of that swap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+PHASES = ("idle", "planned", "staging", "paused", "decided")
+VICTIMS = ("trainer", "engine", "worker", "daemon", "source-daemon", "coordinator")
+
+FAULTS = {
+    "kill": "SIGKILL; started again a second later",
+    "stop": "SIGSTOP for a second more than the phase's deadline, then SIGCONT",
+    "cut": "its network is gone for as long",
+    "full": "its files may not grow (RLIMIT_FSIZE), as on a full disk",
+    "slow": "its link carries 16 Mbit/s",
+    "crawl": "its link carries 2 Mbit/s, too little for the deadline",
+    "stutter": "stopped and continued ten times a second",
+    "clock": "its wall clock jumps a day ahead, then two days back",
+}
+
+ABORTED = frozenset({"aborted"})
+# "decided" is what the journal says of a swap whose end no coordinator has lived to write down
+LIVE = frozenset({"committed", "incomplete", "decided"})
+COMMITTED = frozenset({"committed"})
+ANY = ABORTED | LIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: `outcomes` are those that the swap held at this phase may have."""
+
+    phase: str
+    victim: str
+    fault: str
+    outcomes: frozenset[str]
+    why_not: str = ""
+
+    @property
+    def name(self) -> str:
+        """What `--only` matches."""
+        return f"{self.phase}/{self.victim}/{self.fault}"
+
+
+def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
+    """Yield all cases; those that cannot be had here with the reason."""
+    for phase in PHASES:
+        for victim in VICTIMS:
+            for fault in ("kill", "stop"):
+                yield Case(phase, victim, fault, outcomes(phase, victim, fault))
+    for phase in PHASES:
+        for victim in ("worker", "daemon", "coordinator"):
+            yield Case(phase, victim, "cut", outcomes(phase, victim, "cut"), no_network)
+    for phase in PHASES:
+        for victim in ("daemon", "coordinator"):
+            yield Case(phase, victim, "clock", COMMITTED, no_clock)
+    # the decision cannot be written; written, that it has been carried out cannot
+    yield Case("paused", "coordinator", "full", ABORTED)
+    yield Case("decided", "coordinator", "full", frozenset({"decided"}))
+    yield Case("staging", "daemon", "slow", COMMITTED, no_network)
+    yield Case("staging", "daemon", "crawl", ABORTED, no_network)
+    yield Case("staging", "worker", "stutter", COMMITTED | ABORTED)
+
+
+def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
+    """Return what may come of the swap: nothing that was decided aborts; what needs its victim is not decided."""
+    if phase == "decided":
+        return LIVE
+    match phase, victim, fault:
+        case "idle", _, _:
+            return COMMITTED  # nothing runs meanwhile, and the next one begins when all is well again
+        case _, "trainer", "stop":
+            return COMMITTED  # its version lies in a slot of the daemon's: nobody needs it
+        case _, "engine", "kill":
+            return ABORTED
+        case (("planned" | "staging"), "worker", ("kill" | "stop")):
+            return ABORTED
+        case _, ("daemon" | "source-daemon"), "kill":
+            return ABORTED
+        case _, "coordinator", "kill":
+            return ABORTED
+        case "paused", "engine", "stop":
+            return ABORTED
+        case "paused", "worker", _:
+            return COMMITTED  # all is staged
+    return ANY
+
+
+def chosen(cases: Iterator[Case], only: str) -> list[Case]:
+    """Return those that a pattern like staging/*/kill names; a part that is left out is any."""
+    parts = [*(only or "*").split("/"), "*", "*"][:3]
+    return [
+        case
+        for case in cases
+        if all(fnmatchcase(has, part) for has, part in zip((case.phase, case.victim, case.fault), parts, strict=True))
+    ]

@@ -1,0 +1,37 @@
+"""A wall clock that tests may move: a small library, compiled here, that a process is started with."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("clock.c")
+
+
+class Clock:
+    """The wall clock of one process; `environment` is what to start that process with."""
+
+    def __init__(self, library: Path, path: Path) -> None:
+        self._path = path
+        self.move(0)
+        self.environment = {"LD_PRELOAD": str(library), "FAULTS_CLOCK": str(path)}
+
+    def move(self, seconds: int) -> None:
+        """Have the clock show so many seconds more than it is."""
+        with self._path.open("r+b" if self._path.exists() else "wb") as file:
+            file.write(struct.pack("q", seconds))
+
+
+def why_not() -> str:
+    """Return what stands in the way of moving clocks here, or ""."""
+    return "" if shutil.which("cc") else "no C compiler (cc) to make the library that moves a process's clock"
+
+
+def build(folder: Path) -> Path:
+    """Compile the library."""
+    library = folder / "clock.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    return library

@@ -1,0 +1,56 @@
+"""What processes hold, counted by kind, so that what is left over after a fault can be named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """Return the processes that were started with this in their environment: pid -> command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            is_ours = mark.encode() in (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if is_ours and command:  # what has ended and was not waited for has none
+                found[int(entry.name)] = command
+    return found
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """Return how many descriptors of each kind a process has open."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found[_kind(os.readlink(fd))] += 1
+    return found
+
+
+def _kind(link: str) -> str:
+    if link.startswith("/memfd:"):
+        return "memfd"
+    kind = link.partition(":")[0]
+    return kind if kind in ("socket", "pipe", "anon_inode") else "file"
+
+
+def files(folders: Mapping[str, Path]) -> dict[str, int]:
+    """Return how many files and folders lie in each, the journal's own left out."""
+    found = {}
+    for name, folder in folders.items():
+        with contextlib.suppress(OSError):
+            found[f"files of {name}"] = sum(not p.name.startswith("journal") for p in folder.rglob("*"))
+    return found
+
+
+def more(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return what there is more of."""
+    return [
+        f"{what}: {now[what]}, was {before.get(what, 0)}" for what in sorted(now) if now[what] > before.get(what, 0)
+    ]

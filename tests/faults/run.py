@@ -1,0 +1,452 @@
+"""One case: a swap is held at a phase, something breaks, is mended, and five things are checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import refitd
+from benchmarks.soak_cluster import Process
+from tests.faults import leaks
+from tests.faults.cases import Case
+from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
+from tests.support.cluster import RunningSwap
+
+SWAP_S = 20.0
+# All phases' deadlines together are 14 s, and a coordinator that was stopped speaks afterwards.
+HANG_S = 45.0
+RECOVERY_S = 45.0
+SILENCE_S = 20.0  # of a process that nothing has happened to
+LEFT_S = 15.0  # until what a fault has left over is gone
+DAY_S = 86400
+LASTS = {"idle": 4.0, "planned": PLAN_S + 1, "staging": STAGE_S + 1, "paused": PAUSE_S + 1, "decided": COMMIT_S + 1}
+
+
+class Problem(Exception):
+    """A case cannot go on."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a case."""
+
+    case: Case
+    outcome: str = ""  # of the swap, by the journal
+    told: str = ""  # what whoever asked for it was told
+    recovery_s: float | None = None  # from when the fault was over to the end of the next swap that succeeded
+    attempts: int = 0  # at it
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Runner:
+    """Runs cases on one cluster; a cluster with which one has failed is not used again."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._version = 0
+        self.serves: dict[str, int | None] = {}
+        self._served: set[tuple[str, int]] = set()
+        self._nothing: set[str] = set()  # engines that have served nothing for a moment, in this case
+        self._torn: list[str] = []
+        self._reads: dict[str, int] = {}
+        self._heard: dict[str, float] = {}
+        self._silent: dict[str, float] = {}
+        self._published: int | None = -1
+        self._refused = ""
+        self._obeyed: list[str] = []
+        self._asked: set[int] = set()
+        self._baseline: dict[str, int] = {}
+        self._quiet(RECOVERY_S, live=None)
+        for _ in range(2):
+            self._next_swap(Result(Case("idle", "", "", frozenset())))
+        self._baseline = self.cluster.held()
+
+    # --- listening ----------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self.cluster.events.empty():
+            at, name, event = self.cluster.events.get()
+            match event["event"]:
+                case "serves":
+                    self.serves[name] = event["version"]
+                    if event["version"] is None:
+                        self._nothing.add(name)
+                    else:
+                        self._served.add((name, event["version"]))
+                case "torn":
+                    self._torn.append(f"{name} {event}")
+                case "reads":
+                    self._reads[name] = self._reads.get(name, 0) + 1 if event["reads"] else self._reads.get(name, 0)
+                    self._silent[name] = max(self._silent.get(name, 0.0), at - self._heard.get(name, at))
+                    self._heard[name] = at
+                case "published":
+                    self._published = event["version"]
+                case "unpublished":
+                    self._refused = event["reason"]
+                case "obeys":
+                    self._obeyed.append(name)
+                case "asked":
+                    self._asked.add(event["version"])
+
+    def _wait(self, claim: Callable[[], bool], what: str, timeout: float, every: float = 0.02) -> None:
+        until = time.monotonic() + timeout
+        while True:
+            self._listen()
+            if claim():
+                return
+            if time.monotonic() > until:
+                raise Problem(f"not within {timeout:.0f} s: {what}")
+            time.sleep(every)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def _publish(self, version: int, timeout: float = 15.0) -> None:
+        """Have the trainer publish a version, or what it has published before again."""
+        self._published, self._refused = None, ""
+        self.cluster.trainer.tell(version=version, timeout_s=timeout)
+        self._wait(lambda: self._published == version or bool(self._refused), f"publish({version})", timeout + 15)
+        if self._refused:
+            raise Problem(f"version {version} could not be published: {self._refused}")
+
+    def _tell(self, name: str, **command: bool) -> None:
+        """Tell an engine something and wait until it has heard it."""
+        self._obeyed.clear()
+        self.cluster.engines[name].tell(**command)
+        self._wait(lambda: name in self._obeyed, f"{name} hears {command}", 15)
+
+    def _is_whole(self) -> bool:
+        """Whether everybody is there and no swap runs."""
+        status = self.cluster.status()
+        if status is None or len(status.nodes) != 2 or not all(pid for n in status.nodes for pid in n.workers):
+            return False
+        if len(status.models) != 1:
+            return False
+        model = status.models[0]
+        there = [source for source in model.sources if source.attached]
+        return len(there) == 1 and len(model.targets) == 2 and model.swap is None and not model.queued
+
+    def _quiet(self, timeout: float, live: int | None) -> None:
+        """Wait until everybody is there and serves what the journal says is live."""
+        if live is None:
+            self.cluster.trainer.tell(version=None, timeout_s=timeout)
+        self._wait(self._is_whole, "a coordinator, two nodes, a trainer and two replicas, and no swap", timeout, 0.1)
+        if live is not None:
+
+            def all_serve() -> bool:
+                return all(self.serves.get(name) == live for name in self.cluster.engines)
+
+            try:
+                self._wait(all_serve, "", timeout)
+            except Problem:
+                status = self.cluster.status()
+                targets = status.models[0].targets if status is not None and status.models else ()
+                says = [(t.replica, t.state, t.version, t.staged) for t in targets]
+                raise Problem(f"version {live} is live and replicas serve {self.serves}; status: {says}") from None
+
+    def _next_swap(self, result: Result) -> None:
+        """Publish and swap until that succeeds; all replicas serve it afterwards."""
+        self._version += 1
+        version = self._version
+        until = time.monotonic() + RECOVERY_S
+        self._publish(version)
+        while True:
+            result.attempts += 1
+            try:
+                with self.cluster.daemons["n0"].connect() as client:
+                    client.swap("faults", version, timeout=SWAP_S)
+                break
+            except refitd.RefitdError as exc:
+                if time.monotonic() > until:
+                    raise Problem(f"no swap has succeeded for {RECOVERY_S:.0f} s: {exc}") from exc
+                time.sleep(0.2)
+        self._quiet(RECOVERY_S, version)
+
+    # --- a case -------------------------------------------------------------------------------------------
+
+    def run(self, case: Case) -> Result:
+        """Run a case and check; problems are in the result."""
+        started = time.monotonic()
+        result = Result(case)
+        self._listen()
+        self._nothing.clear()
+        self._served.clear()
+        self._reads.clear()
+        self._silent.clear()
+        before = self.cluster.live()
+        try:
+            fault = _Fault(self.cluster, case)
+            swap = None if case.phase == "idle" else self._hold(case, fault)
+            over = self._break(case, fault, swap)
+            if swap is not None:
+                self._ended(swap, result)
+            live = self.cluster.live()
+            if fault.has_lost_versions and live is not None:
+                self._publish(live, RECOVERY_S)
+            self._quiet(RECOVERY_S, live)
+            self._listen()
+            self._next_swap(result)
+            result.recovery_s = time.monotonic() - over
+            self._check(case, result, before)
+        except (Problem, refitd.RefitdError, AssertionError, OSError) as exc:
+            result.problems.append(f"{type(exc).__name__}: {exc}")
+        finally:
+            for clock in self.cluster.clocks.values():
+                clock.move(0)
+            result.problems += [f"torn: {torn}" for torn in self._torn]
+            result.seconds = time.monotonic() - started
+        return result
+
+    def _hold(self, case: Case, fault: _Fault) -> RunningSwap:
+        """Begin a swap that comes to this phase and no further."""
+        if case.phase == "planned":
+            live = self.cluster.live()
+            self._tell("far", anew=True)  # the plan is made and sent anew after this
+            self._wait(lambda: "far" in self._nothing, "far leaves", 15)
+            self._quiet(RECOVERY_S, live)
+            self._nothing.clear()
+        self._version += 1
+        version = self._version
+        self._publish(version)
+        match case.phase:
+            case "planned":
+                fault.hold((self.cluster.pid("n1"),))
+            case "staging" if case.fault not in ("slow", "crawl", "stutter"):
+                fault.hold(tuple(self.cluster.workers("n1")))
+            case "paused":
+                self._tell("near", hold=True)
+            case "decided":
+                self._tell("far", hold=True)
+        if case.fault in ("slow", "crawl", "stutter"):
+            fault.begin()
+        swap = self.cluster.swap(version, SWAP_S)
+        phase = {"planned": "plan", "staging": "stage", "paused": "pause", "decided": "commit"}[case.phase]
+        swap.wait_phase(phase, 10)
+        if case.phase == "paused":
+            self._wait(lambda: version in self._asked, "near is asked", 10)
+        return swap
+
+    def _break(self, case: Case, fault: _Fault, swap: RunningSwap | None) -> float:
+        """Have it happen, let go of the swap, mend; return when that was."""
+        if case.fault not in ("slow", "crawl", "stutter"):
+            fault.begin()
+        began = time.monotonic()
+        time.sleep(0.3)
+        self._listen()
+        if case.phase == "decided" and case.fault in ("stop", "cut", "clock", "full"):
+            # nobody commits while it lasts, longer than the deadline for that
+            pass
+        else:
+            self._let_go(case, fault)
+        if case.fault == "kill":
+            time.sleep(0.7)
+        elif case.fault in ("slow", "crawl", "stutter"):
+            assert swap is not None
+            with contextlib.suppress(refitd.RefitdError):
+                swap.result(HANG_S)
+        elif case.fault in ("full", "clock") and swap is not None and case.phase != "decided":
+            with contextlib.suppress(refitd.RefitdError):
+                swap.result(HANG_S)
+        elif case.fault == "clock":
+            time.sleep(0.5)
+        elif case.fault == "full":
+            self._let_go(case, fault)
+            assert swap is not None
+            with contextlib.suppress(refitd.RefitdError):
+                swap.result(HANG_S)
+        else:
+            time.sleep(max(0.0, LASTS[case.phase] - (time.monotonic() - began)))
+        fault.end()
+        over = time.monotonic()
+        self._let_go(case, fault)
+        return over
+
+    def _let_go(self, case: Case, fault: _Fault) -> None:
+        fault.release()
+        for name, phase in (("near", "paused"), ("far", "decided")):
+            if case.phase == phase:
+                self.cluster.engines[name].tell(hold=False)
+
+    def _ended(self, swap: RunningSwap, result: Result) -> None:
+        """Wait until whoever asked has been told, and see what the journal says."""
+        try:
+            result.told = swap.result(HANG_S).outcome
+        except refitd.RefitFailed as exc:
+            result.told = exc.report.outcome if exc.report is not None else "failed"
+            if result.told == "aborted" and not exc.report.reason:
+                result.problems.append("aborted without a reason")
+        except refitd.RefitdError as exc:
+            result.told = type(exc).__name__
+        except AssertionError as exc:
+            raise Problem(f"hang: whoever asked for the swap was told nothing within {HANG_S:.0f} s") from exc
+        result.told += "" if swap.error is None else f": {swap.error}"
+
+    def _check(self, case: Case, result: Result, before: int | None) -> None:
+        cluster = self.cluster
+        rows = cluster.journalled()
+        held = self._version - 1 if case.phase != "idle" else self._version
+        states = {state for version, state, _ in rows if version == held}
+        # catching up with a version is a swap to it as well: the worst is how the one that was held has ended
+        result.outcome = next((s for s in ("incomplete", "decided", "committed") if s in states), "aborted")
+        if result.outcome not in case.outcomes:
+            expected = " or ".join(sorted(case.outcomes))
+            result.problems.append(f"the swap was {result.outcome}, expected {expected}; told: {result.told}")
+        said = result.told.partition(":")[0]
+        if said in ("committed", "aborted", "incomplete") and said != result.outcome and result.outcome != "decided":
+            result.problems.append(f"the journal says {result.outcome}, whoever asked was told {result.told}")
+        # versions are what the journal says
+        decided = {version for version, state, _ in rows if state != "aborted"}
+        for name, version in sorted(self._served):
+            if version not in decided and version != before:
+                result.problems.append(f"{name} served version {version}, which was never decided")
+        if cluster.live() != self._version:
+            result.problems.append(f"the journal says {cluster.live()} is live, after a swap to {self._version}")
+        # nobody was disturbed who had nothing to do with it
+        if case.victim in ("trainer", "engine", "worker") or case.fault in ("clock", "full", "slow", "stutter"):
+            victim = {"paused": "near"}.get(case.phase, "far") if case.victim == "engine" else ""
+            for name in sorted(self._nothing - {victim}):
+                result.problems.append(f"{name} has served nothing for a while")
+        # nobody hangs
+        stopped = {"paused": "near"}.get(case.phase, "far") if (case.victim, case.fault) == ("engine", "stop") else ""
+        try:
+            self._wait(lambda: all(self._reads.get(name) for name in cluster.engines), "all replicas read", SILENCE_S)
+        except Problem as exc:
+            result.problems.append(str(exc))
+        for name in cluster.engines:
+            if name != stopped and self._silent.get(name, 0.0) > SILENCE_S:
+                result.problems.append(f"hang: {name} did nothing for {self._silent[name]:.1f} s")
+        jumped = any(version == held and abs(at - time.time()) > DAY_S / 2 for version, _, at in rows)
+        if (case.victim, case.fault) == ("coordinator", "clock") and not jumped:
+            result.problems.append("the coordinator's clock has not jumped")
+        # nothing leaks
+        until = time.monotonic() + LEFT_S
+        while (left := leaks.more(self._baseline, cluster.held())) and time.monotonic() < until:
+            time.sleep(0.2)
+        result.problems += [f"leak: {what}" for what in left]
+        for process in cluster.processes():
+            if not process.is_running:
+                result.problems.append(f"{process.name} has ended")
+
+
+class _Fault:
+    """What is done to a victim, what holds the swap meanwhile, and how both end."""
+
+    def __init__(self, cluster: Cluster, case: Case) -> None:
+        self._cluster, self._case = cluster, case
+        self._held: set[int] = set()
+        self._stopped: set[int] = set()
+        self._undo: Callable[[], None] = lambda: None
+        self.has_lost_versions = (case.victim, case.fault) in (("trainer", "kill"), ("source-daemon", "kill"))
+
+    def hold(self, pids: tuple[int, ...]) -> None:
+        """Stop these until `release`."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            self._held.add(pid)
+
+    def release(self) -> None:
+        """Let what was held go on, except for what the fault itself has stopped."""
+        for pid in self._held - self._stopped:
+            _signal(pid, signal.SIGCONT)
+        self._held &= self._stopped
+
+    def begin(self) -> None:
+        """Have it happen."""
+        cluster, case, hosts = self._cluster, self._case, self._cluster.hosts
+        match case.fault, case.victim:
+            case "kill", "worker":
+                _signal(cluster.workers("n1")[0], signal.SIGKILL)
+            case "kill", _:
+                process = self._process()
+                process.kill()
+                self._undo = lambda: _ignore(process.start())
+            case (("stop" | "stutter"), _):
+                pids = cluster.workers("n1") if case.victim == "worker" else [cluster.pid(self._process().name)]
+                self._stopped |= set(pids)
+                self._undo = lambda: self._continue(pids)
+                if case.fault == "stop":
+                    for pid in pids:
+                        os.kill(pid, signal.SIGSTOP)
+                else:
+                    self._undo = _stuttering(pids)
+            case "cut", _:
+                assert hosts is not None
+                if case.victim == "daemon":
+                    hosts.cable(up=False)
+                    self._undo = lambda: hosts.cable(up=True)
+                else:
+                    lost = hosts.addresses[0] if case.victim == "worker" else hosts.coordinator
+                    hosts.lose_way(lost, lost=True)
+                    self._undo = lambda: hosts.lose_way(lost, lost=False)
+            case (("slow" | "crawl"), _):
+                assert hosts is not None
+                hosts.limit(16 if case.fault == "slow" else 2)
+                self._undo = lambda: hosts.limit(10_000)
+            case "full", _:
+                pid = cluster.pid("coordinator")
+                was = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+                self._undo = lambda: _ignore(resource.prlimit(pid, resource.RLIMIT_FSIZE, was))
+            case "clock", _:
+                clock = cluster.clocks[self._process().name]
+                clock.move(DAY_S)
+                self._undo = lambda: clock.move(-DAY_S)
+
+    def end(self) -> None:
+        """Mend what does not mend itself."""
+        self._undo()
+        self._undo = lambda: None
+
+    def _continue(self, pids: list[int]) -> None:
+        for pid in pids:
+            _signal(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def _process(self) -> Process:
+        cluster = self._cluster
+        match self._case.victim:
+            case "trainer":
+                return cluster.trainer
+            case "engine":
+                return cluster.engines["near" if self._case.phase == "paused" else "far"]
+            case "daemon":
+                return cluster.daemons["n1"]
+            case "source-daemon":
+                return cluster.daemons["n0"]
+        return cluster.coordinator
+
+
+def _stuttering(pids: list[int]) -> Callable[[], None]:
+    over = threading.Event()
+
+    def stutter() -> None:
+        while not over.is_set():
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    _signal(pid, number)
+                over.wait(0.05)
+
+    thread = threading.Thread(target=stutter, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(5)
+        for pid in pids:
+            _signal(pid, signal.SIGCONT)
+
+    return end
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _ignore(_: object) -> None:
+    return None

@@ -1,0 +1,96 @@
+"""A part of the matrix of faults, each phase, victim and kind at least once; `scripts/faults` runs all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults import clock
+from tests.faults.cases import FAULTS, PHASES, VICTIMS, Case, chosen, matrix
+from tests.faults.cluster import Cluster
+from tests.faults.run import Runner
+from tests.support import network
+from tests.support.network import TwoHosts
+
+CHOSEN = (
+    "idle/worker/kill",
+    "planned/worker/kill",
+    "planned/coordinator/kill",
+    "staging/trainer/kill",
+    "staging/engine/kill",
+    "staging/daemon/cut",
+    "staging/worker/stutter",
+    "paused/engine/stop",
+    "paused/source-daemon/kill",
+    "paused/coordinator/full",
+    "decided/engine/kill",
+    "decided/daemon/kill",
+    "decided/coordinator/kill",
+    "decided/coordinator/clock",
+)
+NO_NETWORK, NO_CLOCK = network.why_not(), clock.why_not()
+CASES = [case for name in CHOSEN for case in chosen(matrix(NO_NETWORK, NO_CLOCK), name)]
+
+
+class Runners:
+    """The runner at work; another one, with a cluster of its own, after a case that has failed."""
+
+    def __init__(self) -> None:
+        self._hosts = None if NO_NETWORK else TwoHosts()
+        self.runner: Runner | None = None
+        self._cluster: Cluster | None = None
+
+    def current(self) -> Runner:
+        if self.runner is None:
+            self._cluster = Cluster(self._hosts)
+            self.runner = Runner(self._cluster)
+        return self.runner
+
+    def discard(self) -> str:
+        assert self._cluster is not None
+        logs = self._cluster.logs()
+        self._cluster.remove()
+        self.runner = self._cluster = None
+        return logs
+
+    def close(self) -> list[str]:
+        left: list[str] = []
+        if self._cluster is not None:
+            left = self._cluster.close() if self.runner is not None else []
+            self._cluster.remove()
+        if self._hosts is not None:
+            self._hosts.close()
+        return left
+
+
+@pytest.fixture(scope="module")
+def runners() -> Iterator[Runners]:
+    found = Runners()
+    left: list[str] = ["it was not closed"]
+    try:
+        yield found
+    finally:
+        left = found.close()
+    assert not left
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.timeout(240)
+def test_a_fault_leaves_one_version_everywhere_and_nothing_behind(runners: Runners, case: Case) -> None:
+    if case.why_not:
+        pytest.skip(case.why_not)
+    result = runners.current().run(case)
+    if result.problems:
+        print(f"the swap was {result.outcome}, told: {result.told}\n{runners.discard()}")
+    assert not result.problems
+
+
+def test_every_phase_victim_and_fault_has_its_rows_and_the_chosen_ones_are_among_them() -> None:
+    everything = list(matrix("", ""))
+    assert len(CASES) == len(CHOSEN)
+    for names, part in ((PHASES, "phase"), (VICTIMS, "victim"), (tuple(FAULTS), "fault")):
+        assert {getattr(case, part) for case in everything} == set(names)
+    for phase in PHASES:
+        for victim in VICTIMS:
+            assert {case.fault for case in chosen(iter(everything), f"{phase}/{victim}")} >= {"kill", "stop"}
