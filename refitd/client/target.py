@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from refitd.client.mxfp8 import TargetTensors
 from refitd.errors import CommitError, DeadlineExceeded, RefitdError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
+
+# The application's own logging says where it goes; every line has the swap's id, as the other processes' lines have.
+_log = logging.getLogger("refitd.client")
 
 NOTHING_PENDING = -1
 
@@ -186,6 +190,7 @@ class Target:
         except Exception as exc:
             self._version = None
             self._settle()
+            _log.error("swap=%s member=%s version=%s failed: %s", prepare.swap, self.member, prepare.version, exc)
             failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(exc))
             self._connection.tell(failed)
             if isinstance(exc, CommitError):
@@ -193,6 +198,13 @@ class Target:
             raise CommitError(f"version {prepare.version} could not be taken over: {exc}") from exc
         self.last_pause_s = time.perf_counter() - started
         self._version, self._fenced = prepare.version, ""
+        _log.info(
+            "swap=%s member=%s version=%s committed paused_s=%.4f",
+            prepare.swap,
+            self.member,
+            prepare.version,
+            self.last_pause_s,
+        )
         self._settle()
         done = local.CommitDone(swap=prepare.swap, member=self.member, paused_s=self.last_pause_s)
         self._connection.tell(done)
@@ -229,14 +241,17 @@ class Target:
                     self._prepare = message
                 case local.CommitApplied():
                     self._applied = message
-                case local.AskPause():
+                case local.AskPause(swap, member, version):
+                    _log.info("swap=%s member=%s version=%s is to stand still", swap, member, version)
                     self._asked = message
                 case local.Resume(swap, _, reason, is_poisoned):
+                    _log.info("swap=%s member=%s aborted: %s", swap, self.member, reason)
                     if is_poisoned:
                         self._version, self.error = None, CommitError(f"nothing can be served: {reason}")
                     if self._asked is not None and self._asked.swap == swap:
                         self._asked = None
-                case local.Fence(_, reason):
+                case local.Fence(member, reason):
+                    _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
                     self._fenced = reason
                 case local.Failure():
                     self._failure = message

@@ -272,6 +272,7 @@ class LocalSwaps:
                 for lane in range(epoch.lanes)
             ]
 
+        self._log("swap", swap=swap, version=version, phase="stage", plan=plan_id)
         purpose = _Staging(swap)
         try:
             # what stays here first: it is soon done, and nobody else waits for it
@@ -338,6 +339,7 @@ class LocalSwaps:
 
     def _staged(self, local_swap: _LocalSwap) -> None:
         del self._swaps[local_swap.swap]
+        self._log("swap", swap=local_swap.swap, version=local_swap.version, phase="staged")
         for _, member in self._targets(local_swap.plan):
             member.staged = local_swap.swap
         plan = local_swap.plan
@@ -369,6 +371,7 @@ class LocalSwaps:
 
     def pause(self, swap: str, version: int, members: Sequence[str]) -> None:
         """Ask members to stand still until they have committed or the swap is aborted."""
+        self._log("swap", swap=swap, version=version, phase="pause", members=list(members))
         for member_id in members:
             member = self._members.get(member_id)
             if member is None or member.session is None:
@@ -400,6 +403,7 @@ class LocalSwaps:
 
     def abort(self, swap: str, reason: str) -> None:
         """Make sure that nothing is written for this swap any more, and forget it."""
+        self._log("swap", swap=swap, phase="aborted", reason=reason)
         for worker in sorted(self.jobs.busy_with(_Staging(swap))):
             self.jobs.ended_by(worker)
             self._restart(worker)
@@ -433,6 +437,7 @@ class LocalSwaps:
 
     def commit(self, swap: str, version: int) -> None:
         """Tell every member that has this swap staged to take it over at its next commit point."""
+        self._log("swap", swap=swap, version=version, phase="commit")
         for member in self._members.values():
             if member.staged != swap or member.session is None:
                 continue
@@ -472,6 +477,9 @@ class LocalSwaps:
         """The member has the version live; return whether that was what it had been told to do."""
         if member.staged != swap:
             return False
+        self._log(
+            "swap", swap=swap, version=member.staged_version, phase="committed", member=member.id, paused=paused_s
+        )
         member.version = member.staged_version
         member.holds = None if member.in_place else member.staged_version
         member.writing, member.poisoned = None, ""
@@ -482,6 +490,7 @@ class LocalSwaps:
 
     def commit_failed(self, swap: str, member: Member, reason: str) -> None:
         """The member could not take the version over, and serves none until a swap succeeds; or not stand still."""
+        self._log("swap", swap=swap, phase="failed", member=member.id, reason=reason)
         if member.committing == swap:
             member.version = member.staged = member.committing = member.paused = member.writing = None
         elif member.paused != swap:

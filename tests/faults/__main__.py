@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last, instead of the table")
     options = parser.parse_args(arguments)
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # take everything down that was started
     no_network = network.why_not()
     cases = chosen(matrix(no_network, clock.why_not()), options.only)
     if not cases:
