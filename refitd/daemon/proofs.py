@@ -248,6 +248,8 @@ class Proofs:
         if not member.verifies:
             model = member.registration.model
             return f"[models.{model}] verify is false in the coordinator's configuration: no digests are taken"
+        if member.in_place:
+            return "it is written in place: no staging arena holds the version, so that no digest of it is taken"
         used = {place.arena for place in member.live} | (set() if member.proof is not None else {member.staging})
         if self._on_gpu(used):
             return "digests are not taken of arenas on GPUs; register it with device='cpu' for one in main memory"
