@@ -30,6 +30,7 @@ SWAP_S = 10.0
 # A swap's own deadlines end it in at most 8 + 5 + 8 + 5 s, and its client is told at once.
 HANG_S = 60.0
 RECOVERY_S = 60.0
+MENDED_S = 20.0
 PUBLISH_S = 30.0
 
 
@@ -43,6 +44,7 @@ class Chaos:
         self.faults: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self.last = 0.0  # when the last fault was over
+        self.commits = 0  # told by the driver
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Chaos:
@@ -60,8 +62,16 @@ class Chaos:
                 do()
                 self.faults[what] += 1
                 self.last = time.monotonic()
+                # most faults meet a cluster that works, some one that has not got over the last
+                if self._random.random() < 0.75:
+                    self._wait_for_commits(self.commits + 1)
         except BaseException as exc:  # told by the driver
             self.failure = exc
+
+    def _wait_for_commits(self, wanted: int) -> None:
+        until = time.monotonic() + MENDED_S
+        while self.commits < wanted and time.monotonic() < until and not self._stop.wait(0.02):
+            pass
 
     def _choices(self) -> list[tuple[str, Callable[[], None]]]:
         cluster, rng = self._cluster, self._random
@@ -271,6 +281,7 @@ def _break(cluster: Cluster, soak: Soak, until: float, seed: int) -> Chaos:
             before = chaos.last
             if soak.round(version):
                 live = version
+                chaos.commits += 1
                 if broken_at:
                     soak.recoveries.append(time.monotonic() - broken_at)
                     broken_at = 0.0

@@ -66,8 +66,19 @@ def device_bytes(daemon: RunningDaemon) -> dict[str, int]:
 # --- where arenas go ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source_on", ["cpu", "arena", "private"])
-@pytest.mark.parametrize("target_on", ["cpu", "arena", "private"])
+@pytest.mark.parametrize(
+    ("source_on", "target_on"),
+    [
+        ("cpu", "arena"),
+        ("private", "private"),
+        *(
+            pytest.param(source, target, marks=pytest.mark.slow)
+            for source in ("cpu", "arena", "private")
+            for target in ("cpu", "arena", "private")
+            if (source, target) not in (("cpu", "arena"), ("private", "private"))
+        ),
+    ],
+)
 def test_versions_travel_between_main_memory_and_a_gpu(
     daemon: RunningDaemon, gpus: fake_cuda.FakeGpus, source_on: str, target_on: str
 ) -> None:
@@ -145,6 +156,7 @@ def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
         del sources, targets, mine, source, target, running
 
 
+@pytest.mark.slow
 def test_padding_is_filled_on_a_gpu(daemon: RunningDaemon) -> None:
     def described(rows: int, fill: float | None) -> list[refitd.ParameterMetadata]:
         tile = refitd.Tile("w", offset=(0, 0), size=(5, 8), local_offset=0, local_stride=(8, 1))
@@ -164,6 +176,7 @@ def test_padding_is_filled_on_a_gpu(daemon: RunningDaemon) -> None:
         del live
 
 
+@pytest.mark.slow
 def test_only_the_worker_of_a_gpu_maps_its_memory(daemon: RunningDaemon, gpus: fake_cuda.FakeGpus) -> None:
     workers = daemon.node_of("n0").workers
     assert len(workers) == 2
@@ -180,6 +193,7 @@ def test_only_the_worker_of_a_gpu_maps_its_memory(daemon: RunningDaemon, gpus: f
         del tensors
 
 
+@pytest.mark.slow
 def test_processes_that_number_their_gpus_otherwise_mean_the_same_one(
     daemon: RunningDaemon, gpus: fake_cuda.FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +240,7 @@ def test_memory_that_a_gpu_does_not_have_is_refused_with_numbers_and_less_works(
         del first
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_refused_by_whoever_does_not_see_it(
     gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +287,7 @@ def cast_to(dtype: torch.dtype, cast_from: str) -> list[refitd.ParameterMetadata
     return [refitd.ParameterMetadata(name="w", shape=(40, 8), resolved_name="w", **fields)]
 
 
+@pytest.mark.slow
 def test_a_conversion_on_a_gpu_is_refused_with_its_name_before_anything_is_written(daemon: RunningDaemon) -> None:
     full = {"w": torch.randn(40, 8)}
     live = private({"w": torch.zeros(40, 8).bfloat16()}, 0)
@@ -291,6 +307,7 @@ def test_a_conversion_on_a_gpu_is_refused_with_its_name_before_anything_is_writt
         assert torch.equal(live["w"], full["w"].bfloat16())
 
 
+@pytest.mark.slow
 def test_private_memory_is_not_pulled_into_a_gpu_and_a_snapshot_is_taken_there(daemon: RunningDaemon) -> None:
     full = shards.whole(2)
     with daemon.connect() as client:
@@ -308,6 +325,7 @@ def test_private_memory_is_not_pulled_into_a_gpu_and_a_snapshot_is_taken_there(d
         del live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["source", "target"])
 def test_what_crosses_nodes_is_refused_at_a_gpu_and_works_through_main_memory(
     gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], end: str
@@ -408,6 +426,7 @@ def test_a_worker_that_dies_while_it_stages_loses_nothing_and_its_successor_take
     fleet.close()
 
 
+@pytest.mark.slow
 def test_an_abort_ends_the_worker_and_the_next_swap_has_a_fresh_one(daemon: RunningDaemon) -> None:
     fleet = Fleet(daemon)
     fleet.publish(2)
@@ -425,6 +444,7 @@ def test_an_abort_ends_the_worker_and_the_next_swap_has_a_fresh_one(daemon: Runn
     fleet.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_commits_is_replaced_and_the_commit_is_done(daemon: RunningDaemon) -> None:
     fleet = Fleet(daemon)
     fleet.publish(2)
@@ -475,6 +495,7 @@ def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(
     assert daemon.node().gpus == ()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_leaves_keeps_its_version_on_the_gpu(daemon: RunningDaemon, gpus: fake_cuda.FakeGpus) -> None:
     full = shards.whole(5)
     trainer = daemon.connect("trainer")
@@ -493,6 +514,7 @@ def test_a_trainer_that_leaves_keeps_its_version_on_the_gpu(daemon: RunningDaemo
         eventually(lambda: gpus.used(0) == 0, "the old slots are gone")
 
 
+@pytest.mark.slow
 def test_a_worker_without_torch_for_gpus_fails_the_swap_by_name_and_the_daemon_lives(
     gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,6 +551,7 @@ def test_a_daemon_without_a_driver_says_so_and_goes_on(
         assert client.allocate({"w": ((8,), torch.uint8)})["w"].numel() == 8
 
 
+@pytest.mark.slow
 def test_what_is_converted_for_a_target_on_a_gpu_is_staged_in_main_memory(daemon: RunningDaemon) -> None:
     full = {"w": torch.randn(192, 320).bfloat16()}
     held = [refitd.MXFP8Buffer.empty((192, 320)) for _ in range(2)]

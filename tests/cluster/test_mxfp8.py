@@ -284,7 +284,9 @@ def test_float32_sources_are_rounded_to_bfloat16_first(daemon: RunningDaemon, co
             assert torch.equal(held[name].data, data) and torch.equal(held[name].scale, scale)
 
 
-@pytest.mark.parametrize("convert_on_send", [False, True], ids=["receiver", "sender"])
+@pytest.mark.parametrize(
+    "convert_on_send", [pytest.param(False, marks=pytest.mark.slow), True], ids=["receiver", "sender"]
+)
 def test_two_nodes(start_daemon: Callable[..., RunningDaemon], convert_on_send: bool) -> None:
     """Ranks of sources and targets on both nodes: bytes cross, and are converted where they arrive."""
     n0 = start_daemon('[node]\nname = "n0"\n[deadlines]\nplan_s = 30.0\n')

@@ -26,6 +26,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/faults", description=__doc__)
     parser.add_argument("--only", default="", metavar="PHASE/VICTIM/FAULT", help="patterns, as staging/*/kill")
+    parser.add_argument("--keep", action="store_true", help="put the rows of --only into the results of all cases")
     parser.add_argument("--json", action="store_true", help="print one JSON object last, instead of the table")
     options = parser.parse_args(arguments)
     started = time.monotonic()
@@ -43,9 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
         "left": left,
         "cases": [_row(result) for result in results],
     }
+    if options.only and options.keep:
+        found = merged(json.loads((RESULTS / "faults.json").read_text()), found)
     text = table(found)
     print(json.dumps(found) if options.json else text)
-    if not options.only:
+    if options.keep or not options.only:
         (RESULTS / "faults.json").write_text(json.dumps(found, indent=1) + "\n")
         (RESULTS / "faults.md").write_text(text + "\n")
     return 1 if left or any(result.problems for result in results) else 0
@@ -80,6 +83,17 @@ def run_all(cases: list[Case], no_network: str) -> tuple[list[Result], list[str]
             left += runner.cluster.close()
             runner.cluster.remove()
     return results, left
+
+
+def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept with the rows that have been run again, and which those are."""
+    rows = {_name(row): row for row in kept["cases"]} | {_name(row): row for row in found["cases"]}
+    again = [*kept.get("again", []), *(_name(row) for row in found["cases"])]
+    return {**kept, "cases": list(rows.values()), "left": kept["left"] + found["left"], "again": again}
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['phase']}/{row['victim']}/{row['fault']}"
 
 
 def _keep_logs(runner: Runner, case: Case) -> str:
@@ -130,6 +144,7 @@ def table(found: dict[str, Any]) -> str:
         f"{len(ran)} cases run, {len(failed)} failed, {len(cases) - len(ran)} skipped. A case fails if a",
         "replica serves a mix or what was never decided, somebody hangs, replicas do not come to the live version by",
         "themselves, no swap succeeds afterwards, or a process, descriptor or file is left over.",
+        *([f"Run again by itself afterwards: {', '.join(found['again'])}."] if found.get("again") else []),
         *([f"At the end was left: {'; '.join(found['left'])}."] if found["left"] else []),
         "",
         "Seconds are from the end of the fault until the version after it was served by both replicas: median "

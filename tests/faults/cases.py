@@ -76,6 +76,8 @@ def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
             return ABORTED
         case (("planned" | "staging"), "worker", ("kill" | "stop")):
             return ABORTED
+        case "paused", "daemon", "kill":
+            return ANY  # all is staged, and its end is known by silence only: decided before that, it is incomplete
         case _, ("daemon" | "source-daemon"), "kill":
             return ABORTED
         case _, "coordinator", "kill":

@@ -24,7 +24,6 @@ CHOSEN = (
     "paused/engine/stop",
     "paused/source-daemon/kill",
     "paused/coordinator/full",
-    "decided/engine/kill",
     "decided/daemon/kill",
     "decided/coordinator/kill",
     "decided/coordinator/clock",

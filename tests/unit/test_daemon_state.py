@@ -406,6 +406,18 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
     assert h.to_coordinator[-1] == cluster.PlanLoaded(plan="p", epoch="e1")
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_new_coordinator_finds_no_plan_nor_epoch_of_the_one_before(loaded: bool) -> None:
+    h = Harness()
+    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
+    for worker in (0, 1) if loaded else (0,):
+        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
+    assert {(w, m.epoch) for w, m in h.to_worker if isinstance(m, sidecar.LeaveEpoch)} == {(0, "e1"), (1, "e1")}
+    assert h.stage() == []
+    assert "does not have plan p" in h.said(cluster.StageFailed)[0].reason
+
+
 def test_a_source_node_reports_staged_with_nothing_received() -> None:
     h = Harness()
     h.feed(act.CoordinatorSaid(0, crossing_plan(h)))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from refitd.buffers import handoff
+from refitd.copy_services.registry import installed
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpochs
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
-from refitd.protocol.codec import encode
-from refitd.worker.main import Daemon
+from refitd.protocol.codec import Decoder, encode
+from refitd.worker.main import Daemon, Worker
 
 EPOCH = cluster.EpochPlan(
     id="e1", service="gloo", nodes=("n0", "n1"), hosts=("h", "h"), lanes=2, staging_bytes=1 << 20, timeout_s=5.0
@@ -85,3 +88,30 @@ def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
     handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch="e1")))
     with pytest.raises(PeerLost, match="given up"):
         worker.await_value("e1", "0/0", values, 60.0)
+
+
+def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    worker = Worker(here, installed(), 1)
+    open_files: list[int] = []
+    gc.disable()  # it may run at any time, or not for long
+    try:
+        for number in range(4):
+            meet = sidecar.JoinEpoch(
+                epoch=f"e{number}",
+                service="gloo",
+                index=0,
+                labels=("worker 0 on node n0", "worker 0 on node n1"),
+                address="127.0.0.1",
+                staging_bytes=1 << 20,
+                timeout_s=0.2,
+            )
+            worker._handle(meet, ())
+            open_files.append(len(os.listdir("/proc/self/fd")))
+    finally:
+        gc.enable()
+    assert len(set(open_files[1:])) == 1, open_files
+    there.settimeout(1.0)
+    decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
+    said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(8)]
+    assert [type(message) for message in said] == [sidecar.EpochPut, sidecar.EpochFailed] * 4
