@@ -44,14 +44,17 @@ class Received:
         return int(words[1]), int(words[3])
 
 
-def _bound(sock: zmq.Socket[bytes]) -> None:
+def _bound(sock: zmq.Socket[bytes], endpoint: str) -> None:
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    if not endpoint.startswith("ipc://"):
+        # On one host the kernel says when a peer has ended. One that is only stopped for a while would come back over
+        # a connection that nobody knows, and never hear anything again.
+        sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     sock.setsockopt(zmq.IPV6, 1)
 
 
@@ -125,7 +128,7 @@ class Router:
             RefusedError: the endpoint is in use.
         """
         self.socket = context.socket(zmq.ROUTER)
-        _bound(self.socket)
+        _bound(self.socket, endpoint)
         self.socket.setsockopt(zmq.RCVHWM, UNREAD_MARK)
         self.socket.setsockopt(zmq.SNDHWM, unsent)
         for uid in uids:
@@ -229,7 +232,7 @@ class Dealer:
         self._keys = keys
         self._is_refused = False
         self.socket = context.socket(zmq.DEALER)
-        _bound(self.socket)
+        _bound(self.socket, endpoint)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)

@@ -204,6 +204,28 @@ def test_an_engine_that_crashed_has_its_weights_when_it_comes_back_without_a_swa
         assert shards.equal(live, fleet.full[3])
 
 
+def test_an_engine_that_was_stopped_for_long_still_hears_what_it_is_asked(fleet: Fleet) -> None:
+    polling = ENGINE.replace("sys.stdin.readline()", "while True: target.poll(); time.sleep(0.001)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", polling, str(fleet.daemon.directory), "private"],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"serves\n"
+        with stopped((process.pid,)):
+            time.sleep(13)  # longer than any heartbeat that there once was
+        fleet.publish(3)
+        with Engine(fleet.target):
+            report = fleet.trainer.swap("policy", 3, timeout=20)
+        assert {m.replica: m.state for m in report.members} == {"a": "committed", "crashes": "committed"}
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
 def test_what_an_engine_left_behind_is_not_served_when_another_version_is_live(fleet: Fleet) -> None:
     crash(fleet)
     fleet.publish(3)
