@@ -262,6 +262,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_whoever_does_not_see_it(
         assert daemon.node().arenas == 0
 
 
+@pytest.mark.slow
 def test_tensors_in_several_places_are_refused_by_name_unless_main_memory_is_asked_for(daemon: RunningDaemon) -> None:
     full = shards.whole(1)
     mixed = {name: put_on_gpu(t.clone(), 0) if "fc1" in name else t.clone() for name, t in full.items()}
@@ -356,6 +357,7 @@ def test_what_crosses_nodes_is_refused_at_a_gpu_and_works_through_main_memory(
         assert shards.equal(live, full)
 
 
+@pytest.mark.slow
 def test_an_arena_mapped_for_reading_cannot_be_written(daemon: RunningDaemon, gpus: fake_cuda.FakeGpus) -> None:
     with daemon.connect() as client:
         tensors = private(shards.whole(0), 0)
@@ -537,6 +539,7 @@ def test_a_worker_without_torch_for_gpus_fails_the_swap_by_name_and_the_daemon_l
         del live
 
 
+@pytest.mark.slow
 def test_a_daemon_without_a_driver_says_so_and_goes_on(
     gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:

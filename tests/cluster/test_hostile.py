@@ -136,6 +136,7 @@ def test_arenas_are_handed_to_their_own_session_and_for_reading_where_that_is_en
             os.close(fd)
 
 
+@pytest.mark.slow
 def test_a_million_small_frames_stop_nobody(daemon: RunningDaemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
@@ -150,6 +151,7 @@ def test_a_million_small_frames_stop_nobody(daemon: RunningDaemon) -> None:
         assert len(daemon.log()) < 1 << 20
 
 
+@pytest.mark.slow
 def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: RunningDaemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
@@ -163,6 +165,7 @@ def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: Runnin
         watched.check()
 
 
+@pytest.mark.slow
 def test_messages_of_very_many_frames_are_dropped(daemon: RunningDaemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
@@ -174,6 +177,7 @@ def test_messages_of_very_many_frames_are_dropped(daemon: RunningDaemon) -> None
         watched.check()
 
 
+@pytest.mark.slow
 def test_what_one_client_may_have_under_way_is_bounded(daemon: RunningDaemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
@@ -198,6 +202,7 @@ def test_what_one_client_may_have_under_way_is_bounded(daemon: RunningDaemon) ->
         watched.check()
 
 
+@pytest.mark.slow
 def test_a_flood_on_the_descriptor_socket_and_visitors_that_never_say_hello(daemon: RunningDaemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
@@ -224,6 +229,7 @@ def test_a_flood_on_the_descriptor_socket_and_visitors_that_never_say_hello(daem
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
 
 
+@pytest.mark.slow
 def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) -> None:  # noqa: F811
     a = nodes.key("a")
     head.start(a)

@@ -231,6 +231,7 @@ def test_any_layout_holds_what_the_whole_tensor_would_be(
         assert plan.converted_bytes == report.converted_bytes and plan.bytes == report.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", list(Rounding))
 def test_roundings_are_what_is_declared(daemon: RunningDaemon, rounding: Rounding) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -265,6 +266,7 @@ def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: Runnin
         assert torch.equal(held.data, data) and torch.equal(held.scale, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("convert_on_send", [False, True], ids=["receiver", "sender"])
 def test_float32_sources_are_rounded_to_bfloat16_first(daemon: RunningDaemon, convert_on_send: bool) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -310,6 +312,7 @@ def test_two_nodes(start_daemon: Callable[..., RunningDaemon], convert_on_send: 
         assert set(links) == {("n0", "n1"), ("n1", "n0")} and report.bytes >= sum(links.values())
 
 
+@pytest.mark.slow
 def test_lending_what_is_offered_converts_it(daemon: RunningDaemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         full = model(1)
@@ -344,6 +347,7 @@ def named(name: str) -> ParameterMetadata:
 SHARED = MXFP8Buffer.empty((8, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("held", "metadata", "says"),
     [
@@ -414,6 +418,7 @@ def test_roundings_that_differ_are_refused_before_anything_moves(daemon: Running
             trainer.swap("m", 1, timeout=20)
 
 
+@pytest.mark.slow
 def test_only_mxfp8_is_no_source_for_bfloat16(daemon: RunningDaemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, instead=True)).publish(1)
@@ -502,6 +507,7 @@ def test_a_buffer_that_has_moved_fails_the_commit_by_name(daemon: RunningDaemon)
     swap_fails(daemon, r"v\.scale: its storage has changed since registration", register)
 
 
+@pytest.mark.slow
 def test_a_weight_that_moves_during_the_commit_fails_it_by_name(daemon: RunningDaemon) -> None:
     """What a load function of an engine does that replaces parameters instead of writing them."""
 
@@ -551,6 +557,7 @@ def raises(tensor: torch.Tensor) -> None:
     raise ValueError("no workspace")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "says"),
     [

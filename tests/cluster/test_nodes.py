@@ -304,6 +304,7 @@ def ended(child: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
             child.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["engine", "daemon"])
 def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_new_version(
     nodes: Callable[..., Nodes], start_daemon: Callable[..., RunningDaemon], victim: str

@@ -204,6 +204,7 @@ def test_an_engine_that_crashed_has_its_weights_when_it_comes_back_without_a_swa
         assert shards.equal(live, fleet.full[3])
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_stopped_for_long_still_hears_what_it_is_asked(fleet: Fleet) -> None:
     polling = ENGINE.replace("sys.stdin.readline()", "while True: target.poll(); time.sleep(0.001)")
     process = subprocess.Popen(
@@ -252,6 +253,7 @@ def test_nothing_is_kept_for_other_tensors_or_after_an_orderly_end(fleet: Fleet)
     eventually(lambda: fleet.daemon.node().arenas == before, "nothing is kept")
 
 
+@pytest.mark.slow
 def test_what_engines_left_behind_makes_room_for_others_and_goes_in_time(start_daemon) -> None:  # type: ignore[no-untyped-def]
     daemon = start_daemon('[node]\nname = "n0"\nkeep_targets_s = 2.0\n')
     fleet = Fleet(daemon)

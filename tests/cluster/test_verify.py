@@ -146,6 +146,7 @@ def test_mxfp8_data_and_scales_are_checked(daemon: RunningDaemon, in_arena: bool
         assert places == [("w.data", "[300, 3]", 1), ("w.scale", "[300, 0]", 1)]
 
 
+@pytest.mark.slow
 def test_while_a_swap_waits_for_its_commit_point_the_old_version_is_checked(fleet: Fleet) -> None:
     assert fleet.only().state == "proven"  # its digest has been taken
     fleet.publish(2)
@@ -165,6 +166,7 @@ def test_while_a_swap_waits_for_its_commit_point_the_old_version_is_checked(flee
     assert (found.state, found.version) == ("proven", 2)
 
 
+@pytest.mark.slow
 def test_engines_that_swap_all_the_time_are_proven_or_unknown_but_never_called_different(fleet: Fleet) -> None:
     states = set()
     with fleet.daemon.connect("operator") as operator, Engine(fleet.target):
@@ -189,6 +191,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_named_and_others_are_proven(daemon: RunningDaemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = shards.whole(1)
@@ -237,6 +240,7 @@ def test_after_an_aborted_staging_the_digests_remain(fleet: Fleet) -> None:
     assert fleet.target.version == 1
 
 
+@pytest.mark.slow
 def test_a_killed_worker_takes_no_digests_with_it(fleet: Fleet) -> None:
     assert fleet.only().state == "proven"
     workers = fleet.daemon.node_of("n0").workers
@@ -252,6 +256,7 @@ def test_a_killed_worker_takes_no_digests_with_it(fleet: Fleet) -> None:
     assert (found.state, found.version) == ("proven", 2)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., RunningDaemon]) -> None:
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
@@ -277,6 +282,7 @@ def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., Run
     fleet.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_serves_nothing_is_no_proof(daemon: RunningDaemon) -> None:
     with daemon.connect("engine") as engine:
         engine.register_target("policy", shards.zeros_like(shards.whole(1)), replica="a")
@@ -284,12 +290,14 @@ def test_an_engine_that_serves_nothing_is_no_proof(daemon: RunningDaemon) -> Non
         assert report.outcome == "unknown" and report.members[0].reason == "it serves nothing"
 
 
+@pytest.mark.slow
 def test_replaced_storage_is_no_proof(fleet: Fleet) -> None:
     fleet.live[NAME].set_(fleet.live[NAME].clone())
     found = fleet.only()
     assert found.state == "unknown" and NAME in found.reason and "storage" in found.reason
 
 
+@pytest.mark.slow
 def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(fleet: Fleet) -> None:
     # a trainer that has lost count: another life of it publishes version 1 again, with other weights
     fleet.source.close()

@@ -29,6 +29,8 @@ CHOSEN = (
     "decided/coordinator/clock",
 )
 NO_NETWORK, NO_CLOCK = network.why_not(), clock.why_not()
+# a slow machine takes ten seconds for each; the others are for scripts/faults and `scripts/test -m slow`
+QUICK = ("staging/worker/stutter", "staging/trainer/kill", "paused/engine/stop", "decided/coordinator/kill")
 CASES = [case for name in CHOSEN for case in chosen(matrix(NO_NETWORK, NO_CLOCK), name)]
 
 
@@ -74,7 +76,10 @@ def runners() -> Iterator[Runners]:
     assert not left
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES],
+)
 @pytest.mark.timeout(240)
 def test_a_fault_leaves_one_version_everywhere_and_nothing_behind(runners: Runners, case: Case) -> None:
     if case.why_not:
