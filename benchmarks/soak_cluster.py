@@ -25,7 +25,7 @@ REPLICAS = (("a", "n0", "private"), ("b", "n1", "asked"), ("c", "n2", "arena"))
 START_S = 30.0
 CONFIG = """
 [deadlines]
-plan_s = 8.0
+plan_s = 20.0
 stage_s = 8.0
 commit_s = 5.0
 pause_s = 5.0
