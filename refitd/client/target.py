@@ -276,7 +276,8 @@ class Target:
             except Exception as exc:
                 self.error = exc if isinstance(exc, RefitdError) else CommitError(f"on_pause raised {exc!r}")
             with self._changed:
-                self._asked = None
+                if self._asked is asked:  # another swap may be asking already
+                    self._asked = None
             if on_resume is not None:
                 try:
                     on_resume(self.version)
@@ -297,7 +298,14 @@ class Target:
             self._connection.tell(local.Paused(swap=swap, member=self.member))
         with self._changed:
             decided = self._changed.wait_for(
-                lambda: self._prepare or self._asked is None or self._failure or self._closed, PAUSE_TIMEOUT_S
+                lambda: (
+                    self._prepare
+                    or self._asked is None
+                    or self._asked.swap != swap  # this one is over, and the next one asks
+                    or self._failure
+                    or self._closed
+                ),
+                PAUSE_TIMEOUT_S,
             )
             prepare = self._prepare
             if not decided:
