@@ -117,6 +117,6 @@ def _activity(model: ModelStatus) -> str:
         text += f"; last swap: version {version(last.version)} {last.outcome}"
         if last.outcome == "committed":
             text += f" in {duration(last.total_s)}, staged at {rate(last.bytes, last.stage_s)}"
-        else:
+        elif last.phase:
             text += f" in phase {last.phase}: {last.reason}"
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sqlite3
@@ -19,7 +20,7 @@ CREATE TABLE IF NOT EXISTS swaps (
     plan TEXT NOT NULL DEFAULT '',
     reason TEXT NOT NULL DEFAULT '',
     at REAL NOT NULL,         -- seconds since the epoch
-    report BLOB NOT NULL DEFAULT x''  -- how it ended: a SwapReport as JSON
+    report BLOB NOT NULL DEFAULT x''  -- how it ended, or what was decided: a SwapReport as JSON
 ) STRICT
 """
 
@@ -62,6 +63,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
+            self._late: list[Record] = []
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -79,6 +81,30 @@ class Journal:
         Raises:
             CommitError: the disk is full or the file is gone; the decision must then not be acted on.
         """
+        self.flush()
+        self._write(record)
+
+    def note(self, record: Record) -> None:
+        """Write how a swap has ended, or keep that until it can be written: before anything later is.
+
+        Raises:
+            CommitError: as in `write`; the record is kept.
+        """
+        self._late.append(record)
+        del self._late[:-KEPT]
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what could not be written when it was noted.
+
+        Raises:
+            CommitError: it still cannot be.
+        """
+        while self._late:
+            self._write(self._late[0])
+            del self._late[0]
+
+    def _write(self, record: Record) -> None:
         r = record
         try:
             self._db.execute(
@@ -108,7 +134,9 @@ class Journal:
         return [Record(*row) for row in rows]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, with all in it that can be written."""
+        with contextlib.suppress(CommitError):
+            self.flush()
         self._db.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -79,6 +80,8 @@ class CoordinatorShell:
                 self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
+                with contextlib.suppress(CommitError):  # it has been logged when it was noted
+                    self._journal.flush()
                 self._feed(act.Tick())
 
     def _take(self, received: Received) -> None:
@@ -130,9 +133,9 @@ class CoordinatorShell:
                 return act.JournalWritten(record.swap)
             case act.Remember(record):
                 try:
-                    self._journal.write(record)
+                    self._journal.note(record)
                 except CommitError as exc:
-                    # the decision itself is on disk; how it ended is told by the members when they register
+                    # the decision itself is on disk, and this is written as soon as there is room
                     self._log("journal-failed", swap=record.swap, reason=str(exc))
             case act.Log(event, fields):
                 noisy = event in _NOISY

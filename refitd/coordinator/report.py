@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from refitd.commit.machine import Phase, Swap
 from refitd.coordinator.fleet import Member
 from refitd.protocol.base import clipped
@@ -76,6 +78,20 @@ def swap_report(
             if member.added.role == "target" and (member_id in swap.members or not swap.members)
         ),
     )
+
+
+def decided_report(
+    swap: Swap,
+    members: Mapping[str, Member],
+    sources: tuple[SourceReport, ...],
+    kind: str,
+    now: float,
+    is_verified: bool = True,
+) -> SwapReport:
+    """Return what is known of a swap when it is decided: nobody has taken its version over yet."""
+    report = swap_report(swap, members, sources, kind, now, is_verified)
+    staged = tuple(msgspec.structs.replace(member, state="staged") for member in report.members)
+    return msgspec.structs.replace(report, outcome="decided", phase="", members=staged)
 
 
 _PHASES_BY_VALUE = {phase.value: name for phase, name in _PHASES.items()}

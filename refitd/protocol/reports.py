@@ -36,7 +36,7 @@ class SwapReport(Message, frozen=True):
     swap: Label
     model: Label
     version: Count | None
-    outcome: Label  # "committed", "aborted", "incomplete"
+    outcome: Label  # "committed", "aborted", "incomplete"; "decided": the journal knows nothing later
     phase: Label = ""  # where it failed: "plan", "stage", "commit"
     reason: Text = ""
     bytes: Count = 0
@@ -54,7 +54,7 @@ class SwapReport(Message, frozen=True):
 
 
 class HistoryEntry(Value, frozen=True):
-    """One swap as the journal has it; `report` is there once it has ended."""
+    """One swap as the journal has it; `report` is how it ended, or what was decided."""
 
     swap: Label
     model: Label

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from refitd import ParameterMetadata
-from refitd.commit.journal import Journal
+from refitd.commit.journal import Journal, Record
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.state import MAX_QUEUED, MAX_UNUSED_SHARDS, NODE_SILENCE_S, Coordinator
+from refitd.coordinator.schedule import MAX_QUEUED
+from refitd.coordinator.state import MAX_UNUSED_SHARDS, NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local
 from refitd.protocol.codec import digest_of, pack
@@ -119,6 +120,17 @@ class Sim:
                     del self.staged[member]
 
 
+class Disk(Journal):
+    """A journal on a disk that can be full."""
+
+    full = False
+
+    def _write(self, record: Record) -> None:
+        if self.full:
+            raise CommitError("disk full")
+        super()._write(record)
+
+
 class CoordinatorMachine(RuleBasedStateMachine):
     """Feeds a coordinator and performs what it says, remembering what must never be contradicted."""
 
@@ -128,14 +140,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.numbers = itertools.count(1)
         self.lives = 0
-        self.full = False  # the journal's disk
         self.dies_deciding = False
         self.decided: set[str] = set()  # journalled, whether the coordinator heard of it or not
         self.aborted: set[str] = set()
         self.said_staged: set[tuple[str, str]] = set()  # (swap, node), heard by the coordinator
         self.sims = {name: Sim(name) for name in NODES}
         self.version = 0
-        self.journal = Journal(self.directory / "journal")
+        self.journal = Disk(self.directory / "journal")
         self.state = self.fresh()
         for sim in self.sims.values():
             sim.hello()
@@ -175,10 +186,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
                             pending.append(act.Planned(ticket, None, exc))
                     case act.Decide(record):
                         self.decide(record.swap)
-                        if self.full:
-                            pending.append(act.JournalWritten(record.swap, CommitError("disk full")))
-                        else:
+                        try:
                             self.journal.write(record)
+                        except CommitError as exc:
+                            pending.append(act.JournalWritten(record.swap, exc))
+                        else:
                             self.decided.add(record.swap)
                             if self.dies_deciding:
                                 self.dies_deciding = False
@@ -187,8 +199,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
                             pending.append(act.JournalWritten(record.swap))
                     case act.Remember(record):
                         assert (record.state != "aborted") == (record.swap in self.decided), record
-                        if not self.full:
-                            self.journal.write(record)
+                        with contextlib.suppress(CommitError):
+                            self.journal.note(record)
             assert not self.state._out
 
     def decide(self, swap: str) -> None:
@@ -248,7 +260,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Whatever happens next happens in the middle of a swap, whose phases take two or three steps each."""
         self.trainer_publishes()
         self.all_is_delivered()
-        self.full = full
+        self.journal.full = full
         self.say(self.sims["n0"], local.StartSwap(model="m"), request=9)
         for _ in range(steps):
             for sim in self.sims.values():
@@ -316,7 +328,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule()
     def coordinator_is_killed_and_started_again(self) -> None:
         self.journal.close()
-        self.journal = Journal(self.directory / "journal")
+        self.journal = Disk(self.directory / "journal")
         for swap in self.decided:
             assert self.journal.decided(swap) is not None, f"{swap} was decided and the journal has lost it"
         self.state = self.fresh()
@@ -330,7 +342,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(full=st.booleans())
     def disk_fills_or_empties(self, full: bool) -> None:
-        self.full = full
+        self.journal.full = full
 
     @rule(
         node=st.sampled_from(NODES),
@@ -365,7 +377,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         s = self.state
         assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
         assert len(s._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
-        assert not s._plan_requests
+        assert not s.swaps.plan_requests
         assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
 
     @invariant()
@@ -380,7 +392,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         # once everybody listens again, what was decided is finished, what was not is forgotten, and nothing hangs
-        self.full = False
+        self.journal.full = False
+        self.journal.flush()
         for round_ in range(12):
             self.now += (0.1, 1000.0)[round_ == 6]
             for sim in self.sims.values():
@@ -392,6 +405,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 assert any(s.running and s.running.swap.swap == swap for s in self.state.models.values()), (
                     f"{member} waits for {swap}, which nobody is working on"
                 )
+        # and it is written how the last of it ended
+        past = [record for record in self.journal.recent("m", 100) if record.is_decided]
+        busy = any(s.running for s in self.state.models.values())
+        assert busy or not past or past[0].state in ("committed", "incomplete"), past[0]
         self.journal.close()
         shutil.rmtree(self.directory)
 

@@ -16,6 +16,7 @@ from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import (
+    HistoryEntry,
     HistoryReport,
     NodeStatus,
     SourceReport,
@@ -596,6 +597,73 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
     assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
     (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
     assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]
+
+
+def decided_and_died() -> tuple[Harness, str]:
+    """The coordinator that comes after one which died as soon as it had decided about replicas a and b."""
+    journal: dict[str, Record] = {}
+    h = Harness(NO_CATCH_UP, journal)
+    h.ready()
+    h.add("b")
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))
+    later = Harness(NO_CATCH_UP, journal)
+    later.join()
+    later.add("src", versions=(1,))
+    return later, swap
+
+
+def last(h: Harness) -> HistoryEntry:
+    (found,) = [m for m in h.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
+    return found.swaps[0]
+
+
+def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> None:
+    h, swap = decided_and_died()
+    before = last(h)
+    assert before.state == "decided" and before.report is not None
+    assert {m.replica: m.state for m in before.report.members} == {"a": "staged", "b": "staged"}
+    h.add("a", version=1)  # it has taken it over meanwhile
+    assert last(h).state == "decided"
+    assert h.add("b", staged=swap)[0] == cluster.Commit(swap=swap, version=1)
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.25))
+    entry = last(h)
+    assert (entry.state, entry.reason) == ("committed", "the coordinator ended after the decision")
+    assert entry.report is not None and entry.report.bytes == 64
+    assert {(m.replica, m.state, m.version, m.paused_s) for m in entry.report.members} == {
+        ("a", "committed", 1, 0.0),
+        ("b", "committed", 1, 0.25),
+    }
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert isinstance(status, StatusReport) and status.models[0].last_swap == entry.report
+
+
+def test_who_does_not_come_back_after_a_decision_is_named() -> None:
+    h, _ = decided_and_died()
+    h.add("a", version=1)
+    h.now = NODE_SILENCE_S + Config().deadlines.commit_s + 1
+    h.feed(act.Tick())
+    h.join()  # it has been silent for as long
+    entry = last(h)
+    assert entry.state == "incomplete" and entry.reason.endswith("not known to serve it: b rank 0 (host h, pid 5)")
+    assert entry.report is not None
+    assert {m.replica: m.state for m in entry.report.members} == {"a": "committed", "b": "lost"}
+
+
+def test_the_next_swap_ends_what_was_decided_earlier() -> None:
+    h, swap = decided_and_died()
+    h.add("a", version=1)
+    h.add("b", staged=swap)
+    h.say("n0", cluster.MemberCommitFailed(swap=swap, member="b", reason="no room"))
+    entry = last(h)  # both are known now
+    assert entry.state == "incomplete" and entry.report is not None
+    assert {m.replica: m.reason for m in entry.report.members} == {"a": "", "b": "no room"}
+
+    h, swap = decided_and_died()
+    h.add("a", version=1)
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    h.say("n0", local.StartSwap("m"), request=9)
+    assert (last(h).swap, last(h).state) == (swap, "incomplete")
 
 
 def test_verification_is_switched_off_by_the_models_configuration() -> None:

@@ -50,6 +50,30 @@ def test_recent_swaps_come_newest_first_of_one_model_or_all(tmp_path: Path) -> N
     assert [r.swap for r in journal.recent("", 1)] == ["s1"]
 
 
+def test_what_cannot_be_written_is_written_before_anything_later(tmp_path: Path) -> None:
+    class Disk(Journal):
+        full = False
+
+        def _write(self, record: Record) -> None:
+            if self.full:
+                raise CommitError("full")
+            super()._write(record)
+
+    journal = Disk(tmp_path / "j")
+    journal.write(DECIDED)
+    journal.full = True
+    for ended in (replace(DECIDED, state="committed"), Record("s2", "policy", 5, "aborted", "", "no", 2.0)):
+        with pytest.raises(CommitError):
+            journal.note(ended)
+    with pytest.raises(CommitError):
+        journal.write(replace(DECIDED, swap="s3", version=6))
+    journal.full = False
+    journal.write(replace(DECIDED, swap="s4", version=7))
+    found = [(r.swap, r.state) for r in journal.recent("policy", 9)]
+    assert found == [("s4", "decided"), ("s2", "aborted"), ("s1", "committed")]
+    journal.close()
+
+
 def test_a_journal_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "j"
     old = sqlite3.connect(path, isolation_level=None)
