@@ -147,7 +147,8 @@ class Client:
             num_experts: as in `register_source`.
             on_commit: called on a thread of the stub's when a version is decided; otherwise call `poll` or `wait`.
             on_pause: called on that thread with a version that is about to be decided: it returns once this rank
-                stands still. Nothing is decided before; the stub then commits by itself.
+                stands still. Nothing is decided before; the stub then commits by itself. One that takes longer than
+                the coordinator's `deadlines.pause_s` aborts the swap; `on_resume` is called once it has returned.
             on_resume: called when the rank may go on, with the version to serve; None: it must serve nothing.
             convert_on_send: take tensors that are held in MXFP8 (values of a dict that are `MXFP8Buffer`) as sources
                 offer them; otherwise bfloat16 arrives and the workers convert it.

@@ -93,7 +93,7 @@ class Member:
     writing: str | None = None  # swap that writes its live tensors in place
     poisoned: str = ""  # why these hold parts of two versions
     fenced: str = ""  # "doubt" or "behind": it has been told to serve nothing, and why
-    holds: int | None = None  # the version that its staging arena holds whole, and that was decided
+    holds: int | None = None  # the version that its staging arena (in place: its live tensors) was last given whole
     verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once it has been taken
     newest: int = -1  # highest version ever published
@@ -154,6 +154,10 @@ class Member:
     def held_places(self) -> list[LocalTensor]:
         """Return where what is committed lies in the staging arena."""
         return [LocalTensor(self.staging, t.offset, t.shape, t.strides) for t in self.to_commit]
+
+    def decided_places(self) -> list[LocalTensor]:
+        """Return where the version lies that it `holds`."""
+        return list(self.live) if self.in_place else self.held_places()
 
     def packed_places(self, arena: int) -> dict[str, LocalTensor]:
         """Return the places of all tensors in an arena of refitd's own layout."""

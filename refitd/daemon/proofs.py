@@ -124,8 +124,9 @@ class _Check:
 class Proofs:
     """Takes the digests of committed versions in the background, and checks what is live when asked.
 
-    Digests are taken of what the staging arena holds, which was compared with the sources as it was written. Workers do
-    that, and read live tensors in arenas; tensors of a process's own are read by its client. Instructions go to `out`.
+    Digests are taken of what the staging arena holds, which was compared with the sources as it was written, or of
+    tensors that were written in place, at once. Workers do that, and read live tensors in arenas; a process's own are
+    read by its client. Instructions go to `out`.
     """
 
     def __init__(
@@ -157,8 +158,9 @@ class Proofs:
         """The member has taken over what its staging arena holds: take its digests once there is time."""
         member.proof = None
         self._drop_work(member.id)
-        if member.verifies and not member.in_place and not self._on_gpu({member.staging}):
-            self._take_stored(member, is_urgent=False)
+        if member.verifies and not self._on_gpu(_arenas(member)):
+            # what was written in place is the engine's from now on: the sooner the better
+            self._take_stored(member, is_urgent=member.in_place)
         check = self._checks.get(member.id)
         if check is not None and (member.live or check.phase != "live"):
             self._again(check)  # of tensors that the client reads it says itself that they have changed
@@ -236,8 +238,12 @@ class Proofs:
         begun = [w for w in self._work if w.member == member.id and w.what == "stored"]
         for work in begun:
             work.is_urgent = True
-        if not begun:
+        if not begun and not member.in_place:
             self._take_stored(member, is_urgent=True)
+        elif not begun:
+            # a digest of what it holds now would prove nothing
+            reason = f"the digest of version {member.version} could not be taken after it was written; swap again"
+            self._end(check, "unknown", reason)
 
     def _obstacle(self, member: Member) -> str:
         """Return why a member cannot be checked; "" where it can."""
@@ -248,9 +254,9 @@ class Proofs:
         if not member.verifies:
             model = member.registration.model
             return f"[models.{model}] verify is false in the coordinator's configuration: no digests are taken"
-        if member.in_place:
-            return "it is written in place: no staging arena holds the version, so that no digest of it is taken"
-        used = {place.arena for place in member.live} | (set() if member.proof is not None else {member.staging})
+        if member.writing is not None:
+            return f"swap {member.writing} is writing it in place"
+        used = {place.arena for place in member.live} | (set() if member.proof is not None else _arenas(member))
         if self._on_gpu(used):
             return "digests are not taken of arenas on GPUs; register it with device='cpu' for one in main memory"
         if member.proof is not None and member.proof.version == member.version:
@@ -280,7 +286,7 @@ class Proofs:
     def _take_stored(self, member: Member, *, is_urgent: bool) -> None:
         if member.holds is None:
             return
-        layout, places = _Layout(member), member.held_places()
+        layout, places = _Layout(member), member.decided_places()
         spans = [layout.span(places, block) for block in layout.blocks]
         self._add(_Work(member.id, "stored", member.holds, spans, [], [], is_urgent))
 
@@ -297,7 +303,7 @@ class Proofs:
     def _live_read(self, check: _Check, digests: bytes) -> None:
         member = self._members[check.member]
         proof = member.proof
-        if proof is None or not proof.version == member.version == check.version:
+        if proof is None or not proof.version == member.version == check.version or member.writing is not None:
             self._again(check)
             return
         if len(digests) != len(proof.digests):
@@ -313,7 +319,7 @@ class Proofs:
             self._end(check, "proven")
         elif member.live and member.committing:
             self._end(check, "unknown", "the workers may be writing another version into its tensors; ask again")
-        elif member.holds != check.version or self._on_gpu({member.staging}):
+        elif member.holds != check.version or member.in_place or self._on_gpu({member.staging}):
             self._differs(check, [])
         else:
             self._locate(check, member, layout)
@@ -539,6 +545,11 @@ def _batches(spans: list[sidecar.Span]) -> Iterator[range]:
 
 def _cut(digests: bytes) -> list[bytes]:
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+def _arenas(member: Member) -> set[int]:
+    """Return the arenas that the version lies in that a member holds."""
+    return {place.arena for place in member.decided_places()}
 
 
 def _form(member: Member) -> str:

@@ -27,7 +27,7 @@ class Resting:
 
     def keep(self, member: Member, uid: int, now: float) -> bool:
         """Keep a member's arena, if there is a whole version in it."""
-        if not self._keep_s or member.is_source or member.holds is None:
+        if not self._keep_s or member.is_source or member.in_place or member.holds is None:
             return False
         key = _key(member.registration, member.replica)
         if key in self._rests:
@@ -36,7 +36,7 @@ class Resting:
         return True
 
     def take(self, member: Member, uid: int) -> tuple[int, int | None]:
-        """Return the arena (-1: none) that was kept for this rank, and the version in it if it fits the new one.
+        """Return the arena (-1: none) that was kept for this rank, and the version that `member` has with it, if any.
 
         It fits a member of the same user that holds the same tensors in the same form. It is not kept any more.
         """
@@ -47,7 +47,10 @@ class Resting:
             return -1, None
         old, new = rest.member.registration, member.registration
         same = rest.uid == uid and rest.member.digest == member.digest and _form(old) == _form(new)
-        return rest.member.staging, rest.version if same else None
+        if same:
+            member.verifies = rest.member.verifies
+            member.version = member.holds = rest.version
+        return rest.member.staging, member.holds
 
     def expire(self, now: float) -> Iterator[int]:
         """Yield the arenas whose time is over."""

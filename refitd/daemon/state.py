@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from refitd.daemon.actions import (
     ArenasMade,
     ArenasRefused,
     ClientSaid,
-    CloseArena,
     CoordinatorSaid,
     CoordinatorUnreachable,
     Event,
     Instruction,
     Log,
-    MakeArenas,
     MeasurePull,
     NotSent,
     RestartWorker,
@@ -27,20 +25,24 @@ from refitd.daemon.actions import (
     Unsent,
     WorkerDied,
     WorkerSaid,
-    WriteArena,
 )
+from refitd.daemon.arenas import LocalArenas
+from refitd.daemon.commits import Commits
+from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.held import figures_of
+from refitd.daemon.jobs import JobTable
 from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Arena, Member, Slot, new_member
+from refitd.daemon.plans import LocalPlans
 from refitd.daemon.proofs import Proofs
 from refitd.daemon.publishing import Publishing
 from refitd.daemon.resting import Resting
 from refitd.daemon.swaps import LocalSwaps
-from refitd.errors import ArenaError, ProtocolError, RefitdError, RefusedError, TransportError
+from refitd.errors import ProtocolError, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import pack
-from refitd.protocol.reports import GpuStatus, NodeStatus, SwapProgress
+from refitd.protocol.reports import NodeStatus, SwapProgress
 from refitd.protocol.roles import ALL_ROLES, check_role
 
 # The coordinator answers every update (one a second); this long without a word and it counts as gone.
@@ -90,17 +92,6 @@ class _Forwarded:
     then: Callable[[Message], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Allocating:
-    """A request that waits for arenas."""
-
-    session: int
-    request: int
-    then: Callable[[tuple[int, ...]], None]
-    wanted: tuple[tuple[int, str], ...]
-    device: str
-
-
 class Daemon:
     """All of one node's knowledge. `handle` takes an event and returns what is to be done."""
 
@@ -116,13 +107,10 @@ class Daemon:
         keep_targets_s: float = 0.0,
     ) -> None:
         self._node, self._host, self._pid = node, host, pid
-        self._max_arena_bytes = max_arena_bytes
         self._worker_pids: dict[int, int] = {}
         self._workers = workers
         self._sessions: dict[int, Session] = {}
-        self.arenas: dict[int, Arena] = {}
         self.members: dict[str, Member] = {}
-        self._allocating: dict[int, _Allocating] = {}
         self._forwarded: dict[int, _Forwarded] = {}
         self._numbers = 0
         self._described: set[str] = set()  # digests of the shards that this coordinator has been told
@@ -134,12 +122,27 @@ class Daemon:
         self._address, self._services = address, services
         self._resting = Resting(keep_targets_s)
         self._maps = WorkerArenas(workers, self._out.append)
+        out = self._out.append
+        self._jobs = JobTable(out, self._maps.need)
+        self._epochs = LocalEpochs(node, address, out)
+        self.arenas = LocalArenas(
+            node, max_arena_bytes, self._sessions, self._resting, self._jobs, self._maps, out, self._fail
+        )
+        self._plans = LocalPlans(node, workers, self._jobs, self._epochs, self.arenas.make_constants, out)
+        self._commits = Commits(workers, self.members, self._jobs, self._maps, out)
         self._swaps = LocalSwaps(
-            node, workers, address, self.members, self._out.append, self._restart, self._make_constants, self._maps
+            node,
+            workers,
+            self.members,
+            self._plans,
+            self._commits,
+            self._jobs,
+            self._epochs,
+            self._maps,
+            out,
+            self._restart,
         )
-        self._proofs = Proofs(
-            node, workers, self.members, self._out.append, self._maps.need, self._maps.homes, self._is_swapping
-        )
+        self._proofs = Proofs(node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping)
         self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -173,15 +176,10 @@ class Daemon:
                 self._log("session", session=session, pid=pid, name=name)
             case SessionClosed(session, reason):
                 self._session_closed(session, reason)
-            case ArenasMade(ticket, arenas):
-                self._arenas_made(ticket, arenas)
-            case ArenasRefused(ticket, error):
-                waiting = self._allocating.pop(ticket)
-                if self._free_resting():
-                    # the memory of engines that have died makes room for one that lives
-                    self._allocate(waiting.session, waiting.request, waiting.wanted, waiting.then, waiting.device)
-                else:
-                    self._fail(waiting.session, waiting.request, error)
+            case ArenasMade():
+                self.arenas.made(event)
+            case ArenasRefused():
+                self.arenas.refused(event)
             case Tick():
                 self._tick()
         self._proofs.dispatch()
@@ -195,17 +193,8 @@ class Daemon:
         return bool(self._boot) and self._now - self._coordinator_heard < COORDINATOR_SILENCE_S
 
     def may_fetch(self, session: int, arena: int, write: bool) -> Arena:
-        """Return the arena whose descriptor this session may have.
-
-        Raises:
-            RefusedError: it is not the session's, or only for reading.
-        """
-        found = self.arenas.get(arena)
-        if found is None or found.session != session:
-            raise RefusedError(f"arena {arena} is not one of this session's")
-        if write and not found.write:
-            raise RefusedError(f"arena {arena} ({found.label}) is handed out for reading only")
-        return found
+        """Return the arena whose descriptor this session may have; raises RefusedError if it may not."""
+        return self.arenas.may_fetch(session, arena, write)
 
     def status(self) -> NodeStatus:
         """Return this node's figures."""
@@ -219,13 +208,8 @@ class Daemon:
             arena_bytes=sum(a.nbytes for a in self.arenas.values()),
             address=self._address,
             services=self._services,
-            gpus=tuple(self._gpus()),
+            gpus=tuple(self.arenas.gpus()),
         )
-
-    def _gpus(self) -> Iterator[GpuStatus]:
-        for device in sorted({arena.device for arena in self.arenas.values()} - {""}):
-            sizes = [arena.nbytes for arena in self.arenas.values() if arena.device == device]
-            yield GpuStatus(device=device, arenas=len(sizes), arena_bytes=sum(sizes))
 
     # --- clients ------------------------------------------------------------------------------------------
 
@@ -260,17 +244,17 @@ class Daemon:
                 self._publishing.withdraw(self._own(session, member), version, "it was withdrawn")
                 self._reply(session.id, request, local.Done())
             case local.Paused(swap, member):
-                self._swaps.paused(swap, self._own(session, member))
+                self._commits.paused(swap, self._own(session, member))
             case local.CommitQuiet(swap, member):
-                self._swaps.quiet(swap, self._own(session, member))
+                self._commits.quiet(swap, self._own(session, member))
             case local.CommitDone(swap, member, paused_s):
                 found = self._own(session, member)
-                if self._swaps.committed(swap, found, paused_s):
+                if self._commits.committed(swap, found, paused_s):
                     self._proofs.committed(found)
             case local.LiveDigests(member) | local.LiveCompared(member):
                 self._proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason):
-                self._swaps.commit_failed(swap, self._own(session, member), reason)
+                self._commits.failed(swap, self._own(session, member), reason)
             case (
                 local.StartSwap()
                 | local.AbortSwap()
@@ -295,7 +279,7 @@ class Daemon:
         if isinstance(message, _ENDINGS):
             return
         waiting = sum(f.session == session.id for f in self._forwarded.values())
-        waiting += sum(a.session == session.id for a in self._allocating.values())
+        waiting += self.arenas.waiting(session.id)
         if waiting >= MAX_WAITING:
             raise RefusedError(f"this client waits for {waiting} answers already, at most {MAX_WAITING}; wait for them")
         registers = isinstance(message, local.RegisterSource | local.RegisterTarget)
@@ -337,83 +321,17 @@ class Daemon:
                 kept = not session.leaves and self._resting.keep(member, session.uid, self._now)
                 self._drop_member(member, reason, keep=kept)
         for arena in sorted(session.arenas):
-            self._free({arena})
-
-    # --- arenas -------------------------------------------------------------------------------------------
+            self.arenas.free({arena})
 
     def _create_arena(self, session: Session, request: int, nbytes: int, label: str, device: str) -> None:
+        label = label or session.name or "client"
+
         def made(arenas: tuple[int, ...]) -> None:
-            self._own_arena(arenas[0], nbytes, label, session.id, write=True, device=device)
+            self.arenas.take(arenas[0], nbytes, label, session.id, write=True, workers_write=True, device=device)
             session.arenas.add(arenas[0])
-            self._map(arenas[0], write=True)
             self._reply(session.id, request, local.ArenaCreated(arena=arenas[0], nbytes=nbytes))
 
-        self._allocate(session.id, request, ((nbytes, label or session.name or "client"),), made, device)
-
-    def _allocate(
-        self,
-        session: int,
-        request: int,
-        wanted: tuple[tuple[int, str], ...],
-        then: Callable[[tuple[int, ...]], None],
-        device: str = "",
-    ) -> None:
-        sizes = [(a.nbytes, a.device) for a in self.arenas.values()]
-        sizes += [(nbytes, waiting.device) for waiting in self._allocating.values() for nbytes, _ in waiting.wanted]
-        used = sum(nbytes for nbytes, _ in sizes)
-        if used + sum(nbytes for nbytes, _ in wanted) > self._max_arena_bytes and self._free_resting():
-            self._allocate(session, request, wanted, then, device)
-            return
-        held = [0 if gpu else nbytes for nbytes, gpu in sizes]
-        more = sum(nbytes for nbytes, _ in wanted)
-        if more <= 0 or used + more > self._max_arena_bytes:
-            raise ArenaError(
-                f"{more} bytes of arenas asked for, {max(0, self._max_arena_bytes - used)} are available on node "
-                f"{self._node}: {used} are in use and the limit is {self._max_arena_bytes} (node.max_arena_bytes); "
-                "raise it, register a smaller shard here, lower `slots`, or close registrations"
-            )
-        ticket = self._next()
-        self._allocating[ticket] = _Allocating(session, request, then, wanted, device)
-        self._out.append(MakeArenas(ticket, wanted, tuple(held), device))
-
-    def _arenas_made(self, ticket: int, arenas: tuple[int, ...]) -> None:
-        waiting = self._allocating.pop(ticket)
-        if waiting.session and waiting.session not in self._sessions:
-            for arena in arenas:  # the client died while they were being made
-                self._out.append(CloseArena(arena))
-            return
-        try:
-            waiting.then(arenas)
-        except RefitdError as exc:
-            self._fail(waiting.session, waiting.request, exc)
-
-    def _make_constants(self, data: bytes, label: str, then: Callable[[int], None]) -> None:
-        """Put what plans fill paddings with into an arena of the daemon's own, for the workers to read."""
-
-        def made(arenas: tuple[int, ...]) -> None:
-            self._own_arena(arenas[0], len(data), label, None, write=False)
-            self._out.append(WriteArena(arenas[0], data))
-            self._map(arenas[0], write=False)
-            then(arenas[0])
-
-        self._allocate(0, 0, ((len(data), label),), made)
-
-    def _own_arena(
-        self, arena: int, nbytes: int, label: str, session: int | None, *, write: bool, device: str = ""
-    ) -> None:
-        self.arenas[arena] = Arena(arena, nbytes, label, session, write, device)
-
-    def _map(self, arena: int, *, write: bool) -> None:
-        """Have the workers map an arena; `write` is theirs, not its client's."""
-        self._maps.add(arena, self.arenas[arena].nbytes, self.arenas[arena].device, write=write)
-
-    def _free(self, arenas: set[int]) -> None:
-        arenas &= self.arenas.keys()
-        self._swaps.jobs.drop_arenas(arenas)
-        for arena in sorted(arenas):
-            self._maps.remove(arena)
-            del self.arenas[arena]
-            self._out.append(CloseArena(arena))
+        self.arenas.ask(session.id, request, ((nbytes, label),), made, device)
 
     # --- registration -------------------------------------------------------------------------------------
 
@@ -434,22 +352,22 @@ class Daemon:
 
         def made(arenas: tuple[int, ...]) -> None:
             for arena, (size, label) in zip(arenas, labels, strict=True):
-                self._own_arena(arena, size, label, session.id, write=source, device=message.device)
-                self._map(arena, write=not source)
+                self.arenas.take(
+                    arena, size, label, session.id, write=source, workers_write=not source, device=message.device
+                )
             self._introduce(session, request, member, arenas, nbytes)
 
         rest, version = self._resting.take(member, session.uid)
         if version is not None:
             self.arenas[rest].session = session.id
-            member.version = member.holds = version
             self._log("returned", member=member.id, version=version)
             self._introduce(session, request, member, (rest,), nbytes)
             self._proofs.committed(member)
             return
         if rest >= 0:
-            self._free({rest})
+            self.arenas.free({rest})
         if labels:
-            self._allocate(session.id, request, labels, made, message.device)
+            self.arenas.ask(session.id, request, labels, made, message.device)
         else:
             made(())
 
@@ -466,7 +384,7 @@ class Daemon:
             if not isinstance(reply, local.Done):
                 session.members.discard(member.id)
                 self.members.pop(member.id, None)
-                self._free(set(arenas))
+                self.arenas.free(set(arenas))
                 self._reply(session.id, request, reply)
                 return
             if member.id not in self.members:
@@ -536,12 +454,6 @@ class Daemon:
             stale=figures.stale,
         )
 
-    def _free_resting(self) -> bool:
-        """Give up what is kept for engines that have died; return whether there was any."""
-        kept = set(self._resting.clear())
-        self._free(kept)
-        return bool(kept)
-
     def goodbye(self, session: int) -> None:
         """The client is about to close its session, and wants nothing kept."""
         if session in self._sessions:
@@ -553,15 +465,14 @@ class Daemon:
             self._sessions[member.session].members.discard(member.id)
         for waiting in member.waiting:
             self._fail(waiting.session, waiting.request, RefusedError(f"{member.id}: {reason}"))
-        self._swaps.member_left(member, reason)
+        self._commits.member_left(member)
         self._proofs.left(member, reason)
         if tell:
             self._say(0, cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
-            self.arenas[member.staging].session = None
-            self._log("kept", member=member.id, version=member.holds, bytes=self.arenas[member.staging].nbytes)
+            self.arenas.rest(member.staging)
         else:
-            self._free(set(member.arenas()))
+            self.arenas.free(set(member.arenas()))
 
     # --- coordinator --------------------------------------------------------------------------------------
 
@@ -583,22 +494,22 @@ class Daemon:
             case local.Failure(_, text):
                 self._log("coordinator-refused", reason=text)
             case cluster.LoadPlan():
-                self._swaps.load_plan(message)
+                self._plans.load(message)
             case cluster.DropPlan(plan):
-                self._free(self._swaps.drop_plan(plan))
+                self.arenas.free(self._plans.drop(plan))
             case cluster.EpochValue():
-                self._swaps.epochs.value(message)
+                self._epochs.value(message)
             case cluster.FenceMember(member, reason):
                 if member in self.members:
-                    self._swaps.fence_behind(self.members[member], reason)
+                    self._commits.fence_behind(self.members[member], reason)
             case cluster.Pause(swap, version, members):
-                self._swaps.pause(swap, version, members)
+                self._commits.pause(swap, version, members)
             case cluster.Stage(swap, plan, version, timeout_s, verify):
                 self._swaps.stage(swap, plan, version, timeout_s, verify)
             case cluster.CheckMembers():
                 self._proofs.check(message, self._now)
             case cluster.Commit(swap, version):
-                self._swaps.commit(swap, version)
+                self._commits.begin(swap, version)
             case cluster.Abort(swap, reason):
                 self._abort(swap, reason)
             case cluster.EndSwap(swap):
@@ -617,7 +528,7 @@ class Daemon:
         # what is staged may have been decided and is settled below; it reads nothing any more
         for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):
             self._publishing.release(self.members.values(), swap)
-        self._free(self._swaps.drop_plans())
+        self.arenas.free(self._plans.drop_all())
         self._described.clear()
         for member in self.members.values():
             self._add(0, 0, member, self._readmitted(member.id))
@@ -676,7 +587,7 @@ class Daemon:
         self._proofs.worker_gone(worker)
 
     def _is_swapping(self) -> bool:
-        return bool(self._swaps.staging()) or self._swaps.jobs.is_busy
+        return bool(self._swaps.staging()) or self._jobs.is_busy
 
     def _tick(self) -> None:
         if self._boot:
@@ -686,12 +597,12 @@ class Daemon:
         if self._boot and not self.is_coordinated:
             self._log("coordinator-silent", seconds=self._now - self._coordinator_heard)
             self._boot = ""
-            self._swaps.fence("the coordinator is out of reach, and may have decided")
+            self._commits.fence("the coordinator is out of reach, and may have decided")
             self._fail_forwarded(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
         self._swaps.tick()
-        self._free(self._swaps.unneeded())
+        self.arenas.free(self._plans.unneeded())
         self._proofs.tick(self._now)
-        self._free(set(self._resting.expire(self._now)))
+        self.arenas.expire(self._now)
         self._publishing.expire(self.members.values(), self._now)
 
     # --- output -------------------------------------------------------------------------------------------

@@ -111,6 +111,21 @@ def test_what_is_served_is_proven_and_one_flipped_bit_is_named(daemon: RunningDa
     fleet.close()
 
 
+def test_what_is_written_in_place_is_proven_and_compared_with_other_replicas(fleet: Fleet) -> None:
+    with fleet.daemon.connect("in place") as client:
+        live = fleet.empty("arena", client)
+        still = client.register_target("policy", live, replica="b", mode="in-place", on_pause=lambda version: None)
+        eventually(lambda: still.version == 1, "it has caught up")
+        fleet.swap(2)
+        report = fleet.verify()
+        assert report.outcome == "proven" and len({m.digest for m in report.members}) == 1, report
+        flip(live[NAME], 7, 5)
+        states = {m.replica: (m.state, [d.parameter for d in m.differences]) for m in fleet.verify().members}
+        assert states == {"a": ("proven", []), "b": ("differs", [NAME])}
+        fleet.swap(3)
+        assert fleet.verify().outcome == "proven"
+
+
 def test_refitctl_verify_exits_1_and_names_parameter_slice_and_rank(fleet: Fleet) -> None:
     good = refitctl(fleet.daemon, "verify", "policy")
     assert good.returncode == 0 and "policy: proven: 1 of 1 ranks" in good.stdout, good
@@ -208,6 +223,10 @@ def test_a_stopped_engine_is_named_and_others_are_proven(daemon: RunningDaemon) 
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"serves\n"
+            # what it has said of that may still be with its sender's thread
+            eventually(
+                lambda: {t.version for t in trainer.status().models[0].targets} == {1}, "both are known to serve"
+            )
             with stopped((process.pid,)):
                 report = trainer.verify("policy", timeout=2)
                 again = trainer.verify("policy", timeout=1)

@@ -51,7 +51,7 @@ class Node:
             flat = torch.frombuffer(room.bytes, dtype=torch.uint8, count=prod(lies) * element, offset=offset)
             self.live.append(flat.view(dtype).view(lies)[..., : shape[-1]])
             places.append(Place(LIVE, offset, row_major_strides(lies, element)))
-        if way == "arena":
+        if way in ("arena", "in-place"):
             self.arenas[LIVE] = room
             known[LIVE] = Arena(LIVE, room.nbytes, "live", 1, write=True)
         metadata = [
@@ -64,10 +64,13 @@ class Node:
             rank=0,
             world_size=1,
             shard=shard_of(metadata),
-            live=tuple(places) if way == "arena" else (),
+            live=tuple(places) if way in ("arena", "in-place") else (),
+            pauses=way == "in-place",
+            in_place=way == "in-place",
         )
         self.member: Member = new_member("m/a:0", 1, os.getpid(), registration, known)[0]
-        self.member.staging, self.member.version, self.member.holds = STAGING, 7, 7
+        self.member.version = self.member.holds = 7
+        self.member.staging = -1 if way == "in-place" else STAGING
         tensors = TensorSet(dict(zip(self.names, self.live, strict=True)), 0, metadata, None, None)
         self.client = LiveChecks(self, self.member.id, tensors, lambda: self.staging)  # type: ignore[arg-type]
         self.out: list[act.Instruction] = []
@@ -86,6 +89,9 @@ class Node:
         )
         for i in range(len(shapes)):
             self.write(i, self.staged(i))
+        if way == "in-place":  # its digest can be taken at that time only
+            self.proofs.committed(self.member)
+            self.run()
 
     def tell(self, message: Message) -> None:
         """The client's connection."""

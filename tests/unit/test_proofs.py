@@ -205,6 +205,35 @@ def test_arena_tensors_that_differ_while_a_commit_is_under_way_are_unknown() -> 
     assert node.check().state == "differs"
 
 
+def test_what_is_written_in_place_is_digested_at_once_and_never_later() -> None:
+    node = Node(SHAPES, "in-place", 1)
+    assert node.check().state == "proven"
+    node.is_swapping = True  # of another model, say
+    node.proofs.committed(node.member)
+    assert len(sent(node)) == 1
+    node.proofs.committed(node.member)
+    node.member.holds = None  # what LocalSwaps.stage does: the digests that are under way count for nothing
+    node.member.writing = "s8"
+    found = node.check()
+    assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
+    node.member.writing, node.member.holds = None, 7
+    found = node.check()
+    assert found.state == "unknown" and "could not be taken" in found.reason, "of what it holds now it proves nothing"
+
+
+def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
+    node = Node(SHAPES, "in-place", 1)
+    node.ask()
+    ((_, message),) = sent(node)
+    node.live[0].zero_()
+    node.member.holds, node.member.writing = None, "s8"
+    assert isinstance(message, sidecar.TakeDigests)
+    node.proofs.worker_said(digests.taken(message, node.arenas))
+    node.run()
+    (found,) = node.answers.pop().members
+    assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -1,0 +1,165 @@
+"""An engine that is asked to stand still, against a daemon whose words come late, twice or not at all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from refitd.client.mxfp8 import TargetTensors
+from refitd.client.target import Target
+from refitd.errors import CommitError
+from refitd.protocol import local
+from refitd.protocol.base import Message
+
+WAIT_S = 20.0
+
+
+class Daemon:
+    """What a target says to its daemon, and how it hears it."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Message] = queue.Queue()
+        self.hears: Callable[[Message], None] = lambda message: None
+
+    def listen(self, member: str, callback: Callable[[Message], None]) -> None:
+        self.hears = callback
+
+    def unlisten(self, member: str) -> None:
+        pass
+
+    def tell(self, message: Message) -> None:
+        self.said.put(message)
+
+    def next(self) -> Message:
+        return self.said.get(timeout=WAIT_S)
+
+
+class Engine:
+    """A target of one tensor that is written in place: nothing is copied at a commit."""
+
+    def __init__(self) -> None:
+        self.daemon = Daemon()
+        self.events: queue.Queue[tuple[str, int | None]] = queue.Queue()
+        self.broken = False
+        self.may_pause = threading.Event()
+        self.may_pause.set()
+        tensors = TargetTensors({"w": torch.zeros(4)}, 0, None, None, None)
+        registered = local.TargetRegistered(member="m", staging=0, nbytes=16, version=None)
+        self.target = Target(
+            self.daemon,  # type: ignore[arg-type]
+            "policy",
+            "a",
+            tensors,
+            registered,
+            None,
+            None,
+            self._pause,
+            lambda version: self.events.put(("resume", version)),
+        )
+
+    def _pause(self, version: int) -> None:
+        self.events.put(("pause", version))
+        if self.broken:
+            raise RuntimeError("no")
+        assert self.may_pause.wait(WAIT_S)
+
+    def ask(self, swap: str, version: int) -> None:
+        self.daemon.hears(local.AskPause(swap=swap, member="m", version=version))
+
+    def commit(self, swap: str, version: int) -> None:
+        prepare = local.PrepareCommit(swap=swap, member="m", version=version, by_worker=False, in_place=True)
+        self.daemon.hears(prepare)
+
+    def resume(self, swap: str, *, is_poisoned: bool = False) -> None:
+        self.daemon.hears(local.Resume(swap=swap, member="m", reason="aborted", is_poisoned=is_poisoned))
+
+    def event(self) -> tuple[str, int | None]:
+        return self.events.get(timeout=WAIT_S)
+
+
+def test_it_stands_still_commits_and_goes_on() -> None:
+    engine = Engine()
+    engine.ask("s1", 1)
+    assert engine.daemon.next() == local.Paused(swap="s1", member="m")
+    assert engine.event() == ("pause", 1)
+    engine.commit("s1", 1)
+    done = engine.daemon.next()
+    assert isinstance(done, local.CommitDone) and done.swap == "s1"
+    assert engine.event() == ("resume", 1) and engine.target.version == 1
+    engine.target.release()
+
+
+def test_it_answers_the_next_swap_though_it_has_not_heard_the_end_of_the_one_before() -> None:
+    engine = Engine()
+    engine.ask("s1", 1)
+    assert engine.daemon.next() == local.Paused(swap="s1", member="m")
+    engine.ask("s2", 2)  # s1 was aborted, and that is still on its way, or lost
+    assert engine.daemon.next() == local.Paused(swap="s2", member="m")
+    engine.resume("s1")  # it comes late, and says nothing about s2
+    engine.commit("s2", 2)
+    done = engine.daemon.next()
+    assert isinstance(done, local.CommitDone) and done.swap == "s2"
+    events = [engine.event() for _ in range(4)]
+    assert events == [("pause", 1), ("resume", None), ("pause", 2), ("resume", 2)]
+    assert engine.target.version == 2 and engine.daemon.said.empty()
+    engine.target.release()
+
+
+def test_it_hears_that_a_swap_is_over_while_it_is_still_coming_to_a_standstill() -> None:
+    engine = Engine()
+    engine.may_pause.clear()
+    engine.ask("s1", 1)
+    assert engine.event() == ("pause", 1)
+    engine.resume("s1")
+    engine.ask("s2", 2)
+    engine.may_pause.set()
+    # that it stands still for s1 may be said, and is of no use to anybody; what counts is the answer for s2
+    while (said := engine.daemon.next()) != local.Paused(swap="s2", member="m"):
+        assert said == local.Paused(swap="s1", member="m")
+    engine.commit("s2", 2)
+    assert isinstance(engine.daemon.next(), local.CommitDone)
+    assert engine.target.wait(2, timeout=WAIT_S) == 2
+    engine.target.release()
+
+
+def test_what_is_decided_without_its_being_asked_is_taken_over_standing_still() -> None:
+    engine = Engine()
+    engine.commit("s1", 1)  # the coordinator that has asked is gone
+    assert isinstance(engine.daemon.next(), local.CommitDone)
+    assert [engine.event(), engine.event()] == [("pause", 1), ("resume", 1)]
+    engine.target.release()
+
+
+def test_an_engine_that_cannot_stand_still_says_so_and_goes_on() -> None:
+    engine = Engine()
+    engine.broken = True
+    engine.ask("s1", 1)
+    failed = engine.daemon.next()
+    assert isinstance(failed, local.CommitFailed) and "on_pause raised" in failed.reason
+    assert [engine.event(), engine.event()] == [("pause", 1), ("resume", None)]
+    assert isinstance(engine.target.error, CommitError)
+    engine.broken = False
+    engine.ask("s2", 2)
+    assert engine.daemon.next() == local.Paused(swap="s2", member="m")
+    engine.target.release()
+
+
+def test_a_poisoned_engine_is_told_to_serve_nothing() -> None:
+    engine = Engine()
+    engine.ask("s1", 1)
+    assert isinstance(engine.daemon.next(), local.Paused)
+    engine.resume("s1", is_poisoned=True)
+    assert [engine.event(), engine.event()] == [("pause", 1), ("resume", None)]
+    assert engine.target.version is None and "nothing can be served" in str(engine.target.error)
+    engine.target.release()
+
+
+def test_nobody_polls_a_daemon_that_has_ended() -> None:
+    engine = Engine()
+    engine.daemon.hears(local.Failure(code="transport", message="the daemon has ended"))
+    with pytest.raises(Exception, match="the daemon has ended"):
+        engine.target.poll()
