@@ -1,4 +1,4 @@
-"""Pieces that lie in arenas mapped into a worker, or in another process's memory: strided boxes, numpy alone."""
+"""Pieces that lie in arenas mapped into a worker, or in another process's memory: strided boxes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 
 from refitd.buffers.arena import MappedArena
+from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
 from refitd.copy_services.conversions import converted
+from refitd.copy_services.device_pieces import DevicePiece
 from refitd.copy_services.pieces import Piece
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
@@ -66,6 +68,10 @@ class ArenaPiece(Piece):
 
     def pack(self, start: int, end: int, out: torch.Tensor) -> None:
         """See Piece.pack."""
+        if out.device.type != "cpu":
+            self.pack(start, end, there := torch.empty(end - start, dtype=torch.uint8))
+            out.copy_(there)
+            return
         place, at = out.numpy().view(_UNSIGNED[self._element]), 0
         for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
             words = self._words[index]
@@ -76,7 +82,7 @@ class ArenaPiece(Piece):
 
     def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
         """See Piece.unpack."""
-        place, at = found.numpy().view(_UNSIGNED[self._element]), 0
+        place, at = found.cpu().numpy().view(_UNSIGNED[self._element]), 0
         for index, count in boxes_between(self._words.shape, start // self._element, end // self._element):
             words = self._words[index]
             np.copyto(words, place[at : at + count].reshape(words.shape))
@@ -115,6 +121,10 @@ class ProcessPiece(Piece):
 
     def pack(self, start: int, end: int, out: torch.Tensor) -> None:
         """See Piece.pack."""
+        if out.device.type != "cpu":
+            self.pack(start, end, there := torch.empty(end - start, dtype=torch.uint8))
+            out.copy_(there)
+            return
         place, at = out.numpy().view(_UNSIGNED[self._element]), 0
         for index, count in boxes_between(self._size, start // self._element, end // self._element):
             skip = sum(part.start * step for part, step in zip(index, self._stride, strict=True))
@@ -134,7 +144,7 @@ class ProcessPiece(Piece):
         raise TransportError(f"process {self._pid}: its private memory is read, never written")
 
 
-def piece_of(halves: Halves, row: int, arenas: Mapping[int, MappedArena]) -> Piece:
+def piece_of(halves: Halves, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
     """Return one half of a transfer, checked to stay inside its arena.
 
     Raises:
@@ -155,6 +165,8 @@ def piece_of(halves: Halves, row: int, arenas: Mapping[int, MappedArena]) -> Pie
         raise TransportError(f"transfer {row}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
     if not halves.is_send[row] and not arena.writable:
         raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is mapped for reading only")
+    if not isinstance(arena, MappedArena):
+        return DevicePiece(arena, offset, size, stride, held, cast, element)
     # dimensions of one element may have any stride; numpy then still sees that the box is contiguous
     words = np.ndarray(tuple(size), _UNSIGNED[held], arena.bytes.data, offset, tuple(stride))
     return ArenaPiece(words, cast, element)

@@ -1,8 +1,8 @@
 """Copies to and from arenas of one GPU, on a stream of its own.
 
 Within the GPU they are proven by digests that it computes. With main memory at the other end what was written is
-copied back, or what was read is read again, and compared there. What goes to another GPU goes through main memory,
-and each of the two computes its digests.
+copied back, or what was read is read again, and compared there; what is converted is converted again. What goes to
+another GPU goes through main memory, and each of the two computes its digests.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from refitd.copy_services.device_digest import DeviceDigests
 from refitd.copy_services.device_stream import DeviceStream
 from refitd.copy_services.peers import Deadline
 from refitd.copy_services.waits import poll
+from refitd.describe.casts import CASTS, DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
 from refitd.execute.copies import PROCESS_MEMORY, CopyList
 
 # Between two reports: about a tenth of a millisecond of copying; so much is queued again while it is reported.
 PROGRESS_BYTES = 256 << 20
 _DEFAULT_S = 600.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
-    """One copy: views of equal shape and words over the two arenas."""
+    """One copy: views of equal shape over the two arenas, of equal words unless elements are converted."""
 
     row: int
     source: torch.Tensor
@@ -45,11 +47,26 @@ class Pair:
     @property
     def nbytes(self) -> int:
         """Bytes to copy."""
-        return self.source.numel() * self.source.element_size()
+        return self.destination.numel() * self.destination.element_size()
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether elements are converted."""
+        return self.source.dtype != self.destination.dtype
+
+    def is_equal(self) -> bool:
+        """Read both ends again and compare them in main memory; what is not a number may be so in any way."""
+        found, expected = self.destination.cpu(), self.source.cpu()
+        if not self.is_cast:
+            return torch.equal(found, expected)
+        expected = expected.to(found.dtype)
+        word = _WORDS[found.element_size()]
+        same = found.contiguous().view(word) == expected.contiguous().view(word)
+        return bool((same | (found.isnan() & expected.isnan())).all())
 
 
 class CudaCopyService(MappedCopyService):
-    """Copies of which one end or both are MappedDeviceArenas of one GPU; conversions are for other services."""
+    """Copies, and declared casts, of which one end or both are MappedDeviceArenas of one GPU."""
 
     name = "cuda"
     capabilities = Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"}))
@@ -90,12 +107,12 @@ class _Step:
     @property
     def is_between_gpus(self) -> bool:
         """Whether it goes from one GPU to another, and so through main memory."""
-        return self.source != self.destination and not self.is_compared
+        return self.source != self.destination and min(self.source, self.destination) >= 0
 
     @property
     def is_compared(self) -> bool:
-        """Whether an end is in main memory, where both can be compared."""
-        return min(self.source, self.destination) < 0
+        """Whether both ends are compared in main memory: one is there, or no digest of one is that of the other."""
+        return min(self.source, self.destination) < 0 or self.pair.is_cast
 
 
 class _Digests:
@@ -164,7 +181,7 @@ class _CudaJob(PreparedJob):
             pair.destination.copy_(pair.source.cpu() if step.is_between_gpus else pair.source)
             if verify and step.is_compared:
                 # both ends anew, in main memory; this waits for the GPU
-                if not torch.equal(pair.source.cpu(), pair.destination.cpu()):
+                if not pair.is_equal():
                     raise _mismatch(pair.row)
             elif verify:
                 read.append(self._digests.sums(pair.source, step.source).to(pair.destination.device))
@@ -202,7 +219,7 @@ def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int
     """Return what a list of copies means as tensors.
 
     Args:
-        copies: rows without conversions.
+        copies: rows from arenas to arenas.
         arenas: each arena as uint8.
         written: those that may be written.
 
@@ -212,22 +229,32 @@ def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int
     found = []
     for row in range(len(copies)):
         size, element = copies.size[row].tolist(), int(copies.element_size[row])
-        if int(copies.cast[row]) or int(copies.src_arena[row]) == PROCESS_MEMORY:
-            raise TransportError(f"copy {row}: conversions and private memory are read by workers in main memory")
+        if int(copies.src_arena[row]) == PROCESS_MEMORY:
+            raise TransportError(f"copy {row}: private memory is read by workers in main memory")
+        cast = int(copies.cast[row])
+        if cast and (cast not in CASTS or element != DESTINATION_SIZES[cast]):
+            raise TransportError(f"copy {row}: there is no conversion {cast} to elements of {element} bytes")
         ends = (
             (int(copies.src_arena[row]), int(copies.src_offset[row]), copies.src_stride[row].tolist()),
             (int(copies.dst_arena[row]), int(copies.dst_offset[row]), copies.dst_stride[row].tolist()),
         )
-        for number, offset, stride in ends:
+        for (number, offset, stride), held in zip(ends, (SOURCE_SIZES[cast] or element, element), strict=True):
             arena = arenas.get(number)
             if arena is None:
                 raise TransportError(f"copy {row}: arena {number} is not mapped here")
-            end = offset + extent(size, stride, element)
+            end = offset + extent(size, stride, held)
             if offset < 0 or min(stride) < 0 or end > arena.numel():
                 raise TransportError(f"copy {row}: bytes {offset}..{end} leave arena {number} of {arena.numel()} bytes")
         if ends[1][0] not in written:
             raise TransportError(f"copy {row}: arena {ends[1][0]} is mapped for reading only")
         if 0 in size:
+            continue
+        if cast:
+            views = (
+                _elements(row, arenas[number], offset, size, stride, _DTYPES[dtype])
+                for (number, offset, stride), dtype in zip(ends, CASTS[cast], strict=True)
+            )
+            found.append(Pair(row, *views))
             continue
         dims, run = _merged(size, ends[0][2], ends[1][2], element)
         word = gcd(8, run, *(offset for _, offset, _ in ends), *(step for _, *steps in dims for step in steps))
@@ -256,6 +283,16 @@ def _merged(size: list[int], src: list[int], dst: list[int], element: int) -> tu
         else:
             dims.insert(0, (count, a, b))
     return dims, run
+
+
+def _elements(
+    row: int, arena: torch.Tensor, offset: int, size: list[int], stride: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    word = dtype.itemsize
+    if offset % word or any(step % word for step in stride):
+        raise TransportError(f"copy {row}: {dtype} at byte {offset}, {stride} apart, cannot be converted on a GPU")
+    values = arena[: arena.numel() // word * word].view(dtype)
+    return values.as_strided(size, [step // word for step in stride], values.storage_offset() + offset // word)
 
 
 def _view(arena: torch.Tensor, offset: int, dims: list[tuple[int, int]], run: int, word: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,16 @@ class Devices:
         self._lacking.pop(arena, None)
         self._arenas.pop(arena, None)  # unmapped with the last view of it
 
+    def mapped(self, arenas: set[int]) -> dict[int, MappedDeviceArena]:
+        """Return those of these arenas that lie on GPUs.
+
+        Raises:
+            ArenaError: one could not be mapped.
+        """
+        for arena in sorted(arenas & self._lacking.keys()):
+            raise ArenaError(self._lacking[arena])
+        return {number: self._arenas[number] for number in sorted(arenas & self._arenas.keys())}
+
     def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
         """Build what running these copies needs: each goes to the service of the GPU it writes, else reads.
 
@@ -64,10 +75,7 @@ class Devices:
             TransportError: a copy leaves its arena, or its service cannot perform it.
             ArenaError: an arena could not be mapped.
         """
-        used = copies.arenas()
-        for arena in sorted(used & self._lacking.keys()):
-            raise ArenaError(self._lacking[arena])
-        mine = {number: self._arenas[number] for number in used if number in self._arenas}
+        mine = self.mapped(copies.arenas())
         if not mine:
             return in_main_memory.prepare(copies, self._host_arenas)
         gpu = np.full(len(copies), -1, dtype=np.int64)
@@ -81,6 +89,26 @@ class Devices:
             service = in_main_memory if index < 0 else self._services[index]
             parts.append(_Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
         return _PartsJob(parts)
+
+
+@contextmanager
+def on_streams(gpus: list[int], timeout: float) -> Iterator[None]:
+    """Have what torch does inside the block run on streams of its own, and be done when it ends.
+
+    Raises:
+        DeadlineExceeded: a GPU has not done it in time.
+    """
+    import torch
+
+    from refitd.copy_services import device_stream
+    from refitd.copy_services.peers import Deadline
+
+    deadline = Deadline.after(timeout)
+    with ExitStack() as streams:
+        for gpu in gpus:
+            stream = device_stream.DeviceStream(torch.device("cuda", gpu))
+            streams.enter_context(stream.work(deadline, "what crosses between nodes"))
+        yield
 
 
 @dataclass(frozen=True, eq=False, slots=True)

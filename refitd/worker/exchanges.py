@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
@@ -15,16 +17,22 @@ from refitd.errors import ConfigError, TransportError
 from refitd.execute.halves import Halves
 from refitd.protocol import sidecar
 
+if TYPE_CHECKING:
+    from refitd.buffers.cuda import MappedDeviceArena
+    from refitd.worker.devices import Devices
+
 # Told to the daemon no more often, however small the messages are.
 PROGRESS_BYTES = 8 << 20
+DEFAULT_S = 600.0
 
 
 class Exchanges:
     """The epochs this worker is in. What they need, torch among it, is imported when the first one is joined."""
 
-    def __init__(self, registry: Registry, arenas: Mapping[int, MappedArena]) -> None:
+    def __init__(self, registry: Registry, arenas: Mapping[int, MappedArena], devices: Devices | None = None) -> None:
         self._registry = registry
         self._arenas = arenas
+        self._devices = devices
         self._services: dict[str, ExchangeService] = {}
 
     def warm_up(self, service: str) -> None:
@@ -67,6 +75,7 @@ class Exchanges:
 
         Raises:
             TransportError: this worker is not in the epoch, or a half leaves its arena.
+            ArenaError: an arena on a GPU could not be mapped.
         """
         from refitd.copy_services.arena_pieces import piece_of
 
@@ -74,20 +83,24 @@ class Exchanges:
         if service is None:
             raise TransportError(f"this worker is not in epoch {epoch}")
         halves = Halves.from_bytes(block)
+        on_gpus = self._devices.mapped(halves.arenas()) if self._devices is not None else {}
+        arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._arenas, **on_gpus}
         try:
             for row in range(len(halves)):
                 note = service.send if halves.is_send[row] else service.receive
-                piece = piece_of(halves, row, self._arenas)
+                piece = piece_of(halves, row, arenas)
                 note(int(halves.task_id[row]), piece, service.ranks[int(halves.peer[row])], part=int(halves.part[row]))
         except BaseException:
             service.hold()  # what was noted of a job that is refused must not be in the next one
             raise
-        return _ExchangeJob(service, service.hold(), int((halves.is_send == 0).sum()))
+        gpus = sorted({arena.device for arena in on_gpus.values()})
+        return _ExchangeJob(service, service.hold(), int((halves.is_send == 0).sum()), gpus)
 
 
 class _ExchangeJob(PreparedJob):
-    def __init__(self, service: ExchangeService, transfers: Transfers, receives: int) -> None:
+    def __init__(self, service: ExchangeService, transfers: Transfers, receives: int, gpus: list[int]) -> None:
         self._service, self._transfers, self._receives = service, transfers, receives
+        self._gpus = gpus  # that the pieces lie on
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run."""
@@ -99,7 +112,13 @@ class _ExchangeJob(PreparedJob):
                 told = arrived
                 on_progress(arrived)
 
-        result = self._service.run(timeout or 600.0, self._transfers, verify=verify, on_progress=progress)
+        timeout = timeout or DEFAULT_S
+        with ExitStack() as streams:
+            if self._gpus:
+                from refitd.worker.devices import on_streams
+
+                streams.enter_context(on_streams(self._gpus, timeout))
+            result = self._service.run(timeout, self._transfers, verify=verify, on_progress=progress)
         return RunResult(self._receives, result.received_bytes, result.seconds, result.staging_bytes)
 
 

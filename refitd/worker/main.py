@@ -113,7 +113,7 @@ class Worker:
         self._threads = threads
         self._arenas: dict[int, MappedArena] = {}
         self._devices = Devices(registry, self._arenas)
-        self._exchanges = Exchanges(registry, self._arenas)
+        self._exchanges = Exchanges(registry, self._arenas, self._devices)
         self._values: dict[tuple[str, str], bytes] = {}
         self._jobs: dict[int, PreparedJob | str] = {}  # a job that could not be prepared keeps its reason
 

@@ -13,6 +13,7 @@ from refitd.buffers import cuda as memory
 from refitd.buffers.layout import extent
 from refitd.copy_services import registry
 from refitd.copy_services.cuda import pairs
+from refitd.describe.casts import CASTS
 from refitd.errors import ArenaError, ConfigError, TransportError
 from refitd.execute.copies import CopyList, LocalTensor, whole_tensors
 
@@ -52,6 +53,41 @@ def test_every_stride_arrives_and_nothing_else_changes(seed: int) -> None:
     )
     assert copied(whole_tensors([(src, dst, es)]), source, target) == 1
     assert np.array_equal(target.numpy(), expected)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("seed", range(8))
+def test_casts_are_those_of_torch_and_a_wrong_element_is_found(cast: int, seed: int) -> None:
+    rng = random.Random(seed)
+    held, wanted = (getattr(torch, name) for name in CASTS[cast])
+    shape = tuple(rng.choice([1, 2, 3, 8, 5]) for _ in range(rng.randrange(1, 4)))
+    src = random_tensor(rng, 1, shape, held.itemsize)
+    dst = random_tensor(rng, 2, shape, wanted.itemsize)
+    source = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, ROOM, dtype=np.uint8))
+    target = torch.zeros(ROOM, dtype=torch.uint8)
+    copies = whole_tensors([(src, dst, wanted.itemsize)])
+    copies.cast[:] = cast
+    (pair,) = pairs(copies, {1: source, 2: target}, {2})
+    assert (pair.source.dtype, pair.destination.dtype) == (held, wanted)
+    pair.destination.copy_(pair.source)
+    at = src.offset // held.itemsize
+    values = source.view(held).as_strided(shape, [step // held.itemsize for step in src.strides], at)
+    assert torch.equal(pair.destination.nan_to_num(7), values.to(wanted).nan_to_num(7))
+    assert pair.is_equal()
+    changed = pair.destination.reshape(-1)[0].clone()
+    pair.destination[(0,) * len(shape)] = 3.0 if changed != 3.0 else 4.0
+    assert not pair.is_equal()
+
+
+def test_elements_that_lie_askew_are_not_converted() -> None:
+    arenas = {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}
+    copies = whole_tensors([(LocalTensor(1, 2, (5,), (4,)), LocalTensor(2, 0, (5,), (2,)), 2)])
+    copies.cast[:] = 1
+    with pytest.raises(TransportError, match="cannot be converted on a GPU"):
+        pairs(copies, arenas, {2})
+    copies.cast[:] = 9
+    with pytest.raises(TransportError, match="no conversion 9"):
+        pairs(copies, arenas, {2})
 
 
 def test_contiguous_rows_are_copied_in_the_widest_words() -> None:

@@ -82,6 +82,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.buffers.cuda": {"tensor_at": tensor_at},
     "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
     "refitd.copy_services.cuda": {"DeviceStream": Stream},
+    "refitd.copy_services.device_stream": {"DeviceStream": Stream},
     "refitd.client.devices": {"gpu_of": gpu_of, "settle": lambda gpu: None},
     "refitd.client.tensors": {"gpu_of": gpu_of, "settle": lambda gpu: None},
 }
