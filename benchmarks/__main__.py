@@ -29,12 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS | LONG), help="by default all but soak")
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
     parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
+    parser.add_argument("--only", help="the cases of swap whose names match this pattern; others keep their figures")
     parser.add_argument("--minutes", type=float, help="how long the soak takes")
     parser.add_argument("--seed", type=int, help="of the soak's faults")
     options = parser.parse_args(arguments)
     extra = {name: value for name in ("minutes", "seed") if (value := getattr(options, name)) is not None}
     if extra and options.name not in LONG:
         parser.error(f"--{next(iter(extra))} is for {', '.join(LONG)}")
+    if options.only is not None:
+        extra["only"] = options.only
+        if options.name != "swap":
+            parser.error("--only is for swap")
     names = [options.name] if options.name else list(BENCHMARKS)
     results: dict[str, Any] = {}
     failed = False

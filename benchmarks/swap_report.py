@@ -59,7 +59,7 @@ def markdown(results: dict[str, Any]) -> str:
             continue
         lines += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
         lines += [f"| {' | '.join(row)} |" for row in _rows(case)]
-        lines += ["", f"{_memory(case)}."]
+        lines += ["", f"{_memory(case)}; measured {case.get('at', 'earlier')}."]
     lines += ["", *(f"{line}." for line in _last(results))]
     return "\n".join(lines) + "\n"
 
@@ -108,12 +108,11 @@ def _memory(case: dict[str, Any]) -> str:
 
 
 def _last(results: dict[str, Any]) -> list[str]:
-    small = results["small"]
     lines = [f"{ratio['name']}: {ratio['ratio']:.2f} times as long" for ratio in results["ratios"]]
-    lines.append(
-        f"A {small['bytes'] / 1e6:.1f} MB model, {small['swaps']} swaps: median {small['median_ms']:.1f} ms "
-        f"(staging {small['stage_median_ms']:.1f}, commit {small['commit_median_ms']:.1f}), "
-        f"p99 {small['p99_ms']:.1f} ms, longest {small['max_ms']:.1f} ms"
-    )
-    lines.append(f"The benchmark took {results['seconds']:.0f} s")
+    if small := results.get("small"):
+        lines.append(
+            f"A {small['bytes'] / 1e6:.1f} MB model, {small['swaps']} swaps: median {small['median_ms']:.1f} ms "
+            f"(staging {small['stage_median_ms']:.1f}, commit {small['commit_median_ms']:.1f}), "
+            f"p99 {small['p99_ms']:.1f} ms, longest {small['max_ms']:.1f} ms; measured {small.get('at', 'earlier')}"
+        )
     return lines
