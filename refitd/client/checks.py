@@ -38,6 +38,10 @@ class LiveChecks:
         self._commits = 0
         self._still = threading.Lock()
 
+    def release(self) -> None:
+        """Let go of the target: a cycle would keep its tensors until Python's collector comes by."""
+        self._staging = lambda: None
+
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
         """Keep checks from the tensors while a version is taken over; one that runs is at a block for a moment yet."""

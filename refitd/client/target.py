@@ -166,6 +166,7 @@ class Target:
             self._prepare = None
             self._staging = None
             self._changed.notify_all()
+        self._checks.release()
         self._connection.unlisten(self.member)
 
     def _apply(self, prepare: local.PrepareCommit, started: float | None = None) -> int:

@@ -290,8 +290,10 @@ class Coordinator:
         if record is not None:
             self._send(node.identity, 0, cluster.Commit(swap=swap, version=record.version))
             return
-        member.staged = None
-        self._send(node.identity, 0, cluster.Abort(swap=swap, reason="the coordinator restarted before deciding"))
+        member.staged, reason = None, "the coordinator restarted before deciding"
+        if member.added.in_place:
+            member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
+        self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
 
     def _remove(self, member_id: str, reason: str, now: float) -> None:
         member = self._members.pop(member_id, None)

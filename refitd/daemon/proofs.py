@@ -83,6 +83,7 @@ class _Work:
     others: list[sidecar.Span]
     left: list[range]  # batches that no worker has
     is_urgent: bool
+    home: int | None = None  # the worker of the GPU that they lie on
     results: dict[int, bytes | tuple[int, int, int]] = field(default_factory=dict)  # by span
     attempts: int = 1
 
@@ -158,7 +159,7 @@ class Proofs:
         """The member has taken over what its staging arena holds: take its digests once there is time."""
         member.proof = None
         self._drop_work(member.id)
-        if member.verifies and not self._on_gpu(_arenas(member)):
+        if member.verifies:
             # what was written in place is the engine's from now on: the sooner the better
             self._take_stored(member, is_urgent=member.in_place)
         check = self._checks.get(member.id)
@@ -256,9 +257,6 @@ class Proofs:
             return f"[models.{model}] verify is false in the coordinator's configuration: no digests are taken"
         if member.writing is not None:
             return f"swap {member.writing} is writing it in place"
-        used = {place.arena for place in member.live} | (set() if member.proof is not None else _arenas(member))
-        if self._on_gpu(used):
-            return "digests are not taken of arenas on GPUs; register it with device='cpu' for one in main memory"
         if member.proof is not None and member.proof.version == member.version:
             return ""
         if member.holds != member.version:
@@ -319,7 +317,7 @@ class Proofs:
             self._end(check, "proven")
         elif member.live and member.committing:
             self._end(check, "unknown", "the workers may be writing another version into its tensors; ask again")
-        elif member.holds != check.version or member.in_place or self._on_gpu({member.staging}):
+        elif member.holds != check.version or member.in_place:
             self._differs(check, [])
         else:
             self._locate(check, member, layout)
@@ -417,12 +415,12 @@ class Proofs:
             self._unwanted(work)
         taken = {run.worker for run in self._runs.values()}
         for worker in (w for w in range(self._workers) if w not in taken):
-            due = [w for w in self._work if w.left and w.is_urgent]
+            mine = [w for w in self._work if w.left and w.home in (None, worker)]
+            due = [w for w in mine if w.is_urgent]
             if not due and not self._is_swapping() and all(run.work.is_urgent for run in self._runs.values()):
-                due = [w for w in self._work if w.left]
-            if not due:
-                return
-            self._send(due[0], worker)
+                due = mine
+            if due:
+                self._send(due[0], worker)
 
     def _is_wanted(self, work: _Work) -> bool:
         member = self._members.get(work.member)
@@ -441,6 +439,8 @@ class Proofs:
 
     def _add(self, work: _Work) -> None:
         work.left = list(_batches(work.spans)) if not work.others else [range(i, i + 1) for i in range(len(work.spans))]
+        homes = self._homes({span.arena for span in (*work.spans, *work.others)})
+        work.home = next(iter(homes.values()), None)
         self._work.append(work)
         if not work.left:
             self._done(work)  # all its tensors are empty
@@ -519,9 +519,6 @@ class Proofs:
 
     # --- details ------------------------------------------------------------------------------------------
 
-    def _on_gpu(self, arenas: set[int]) -> bool:
-        return bool(self._homes(arenas))
-
     def _next(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -545,11 +542,6 @@ def _batches(spans: list[sidecar.Span]) -> Iterator[range]:
 
 def _cut(digests: bytes) -> list[bytes]:
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
-
-
-def _arenas(member: Member) -> set[int]:
-    """Return the arenas that the version lies in that a member holds."""
-    return {place.arena for place in member.decided_places()}
 
 
 def _form(member: Member) -> str:

@@ -58,6 +58,11 @@ class Devices:
         self._lacking.pop(arena, None)
         self._arenas.pop(arena, None)  # unmapped with the last view of it
 
+    @property
+    def arenas(self) -> Mapping[int, MappedDeviceArena]:
+        """Those that are mapped, by id."""
+        return self._arenas
+
     def mapped(self, arenas: set[int]) -> dict[int, MappedDeviceArena]:
         """Return those of these arenas that lie on GPUs.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,17 +14,23 @@ from refitd.buffers.layout import extent
 from refitd.errors import TransportError
 from refitd.protocol import sidecar
 
+if TYPE_CHECKING:
+    from refitd.buffers.cuda import MappedDeviceArena
 
-def taken(message: sidecar.TakeDigests, arenas: Mapping[int, MappedArena]) -> sidecar.DigestsTaken:
+
+Arenas = Mapping[int, "MappedArena | MappedDeviceArena"]
+
+
+def taken(message: sidecar.TakeDigests, arenas: Arenas) -> sidecar.DigestsTaken:
     """Answer a request for digests; one that cannot be met says why."""
     try:
-        found = [digest(packed(_view(span, arenas), span.first, span.count)) for span in message.spans]
+        found = [digest(_parts(span, arenas)) for span in message.spans]
     except TransportError as exc:
         return sidecar.DigestsTaken(run=message.run, reason=str(exc))
     return sidecar.DigestsTaken(run=message.run, digests=b"".join(found))
 
 
-def compared(message: sidecar.CompareSpans, arenas: Mapping[int, MappedArena]) -> sidecar.SpansCompared:
+def compared(message: sidecar.CompareSpans, arenas: Arenas) -> sidecar.SpansCompared:
     """Answer a request for differences likewise."""
     try:
         found = tuple(_compared(live, expected, arenas) for live, expected in message.pairs)
@@ -32,17 +39,17 @@ def compared(message: sidecar.CompareSpans, arenas: Mapping[int, MappedArena]) -
     return sidecar.SpansCompared(run=message.run, found=found)
 
 
-def _compared(live: sidecar.Span, expected: sidecar.Span, arenas: Mapping[int, MappedArena]) -> tuple[int, int, int]:
+def _compared(live: sidecar.Span, expected: sidecar.Span, arenas: Arenas) -> tuple[int, int, int]:
     if (live.first, live.count, live.element_size) != (expected.first, expected.count, expected.element_size):
         raise TransportError(f"spans of arenas {live.arena} and {expected.arena} are not of the same elements")
-    parts = [packed(_view(span, arenas), span.first, span.count) for span in (live, expected)]
-    return compare(parts[0], parts[1], live.first)
+    return compare(_parts(live, arenas), _parts(expected, arenas), live.first)
 
 
-def _view(span: sidecar.Span, arenas: Mapping[int, MappedArena]) -> Elements:
+def _parts(span: sidecar.Span, arenas: Arenas) -> Iterator[Elements]:
+    """Yield the elements of a span as contiguous parts in main memory."""
     arena = arenas.get(span.arena)
     if arena is None:
-        raise TransportError(f"arena {span.arena} is not mapped here in main memory")
+        raise TransportError(f"arena {span.arena} is not mapped here")
     end = span.offset + extent(span.shape, span.strides, span.element_size)
     inside = end <= arena.nbytes and span.first + span.count <= prod(span.shape)
     if not inside or len(span.shape) != len(span.strides) or span.element_size not in (1, 2, 4, 8, 16):
@@ -50,4 +57,21 @@ def _view(span: sidecar.Span, arenas: Mapping[int, MappedArena]) -> Elements:
             f"elements {span.first}..{span.first + span.count} of {list(span.shape)} at byte {span.offset} leave "
             f"arena {span.arena} of {arena.nbytes} bytes"
         )
-    return np.ndarray(span.shape, f"V{span.element_size}", arena.bytes, span.offset, span.strides)
+    if isinstance(arena, MappedArena):
+        array = np.ndarray(span.shape, f"V{span.element_size}", arena.bytes, span.offset, span.strides)
+        return packed(array, span.first, span.count)
+    return packed(_fetched(span, arena), 0, span.count)
+
+
+def _fetched(span: sidecar.Span, arena: MappedDeviceArena) -> Elements:
+    """Copy a span from a GPU."""
+    import torch
+
+    from refitd.copy_services.device_pieces import DevicePiece
+
+    element = span.element_size
+    piece = DevicePiece(arena, span.offset, list(span.shape), list(span.strides), element, 0, element)
+    there = torch.empty(span.count * element, dtype=torch.uint8)
+    piece.pack(span.first * element, (span.first + span.count) * element, there)
+    found: Elements = there.numpy().view(f"V{element}")
+    return found

@@ -152,9 +152,9 @@ class Worker:
             case sidecar.RunJob(job, run, verify, timeout_s):
                 self._run(job, run, verify, timeout_s)
             case sidecar.TakeDigests():
-                self._daemon.say(digests.taken(message, self._arenas))
+                self._daemon.say(digests.taken(message, {**self._arenas, **self._devices.arenas}))
             case sidecar.CompareSpans():
-                self._daemon.say(digests.compared(message, self._arenas))
+                self._daemon.say(digests.compared(message, {**self._arenas, **self._devices.arenas}))
 
     def _join(self, message: sidecar.JoinEpoch) -> None:
         try:

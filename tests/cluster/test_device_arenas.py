@@ -301,6 +301,28 @@ def cast_to(dtype: torch.dtype, cast_from: str) -> list[refitd.ParameterMetadata
     return [refitd.ParameterMetadata(name="w", shape=(40, 8), resolved_name="w", **fields)]
 
 
+@pytest.mark.parametrize("live_on", ["arena", pytest.param("private", marks=pytest.mark.slow)])
+def test_what_is_live_on_a_gpu_is_verified(daemon: RunningDaemon, live_on: str) -> None:
+    full = shards.whole(4)
+    with daemon.connect() as client:
+        live = allocated(client, full, "cuda:0") if live_on == "arena" else private(full, 0)
+        source = client.register_source("policy", full)
+        target = client.register_target("policy", live, replica="r")
+        source.publish(1)
+        with Engine(target):
+            client.swap("policy", 1, timeout=60)
+        report = client.verify("policy", timeout=60)
+        assert report.outcome == "proven", report
+        name = "layers.0.fc1.weight"
+        live[name].view(torch.int16)[7, 5] ^= 8
+        (member,) = client.verify("policy", timeout=60).members
+        (found,) = member.differences
+        assert (member.state, found.parameter) == ("differs", name)
+        # a staging arena on a GPU is compared by the workers, whose live tensors these are; a client cannot read it
+        assert found.slice == ("[7, 5]" if live_on == "arena" else "[0:96, :]")
+        del live
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("given_on", "live_on"), [("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu")])
 def test_declared_casts_are_made_at_a_gpu(daemon: RunningDaemon, given_on: str, live_on: str) -> None:

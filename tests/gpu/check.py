@@ -28,6 +28,7 @@ CHECKS = {
     "nvshmem-2": "NVSHMEM, two PEs on one GPU",
     "service": "trainer and engine with CUDA tensors through a daemon (pytest tests/gpu)",
     "daemon-arenas": "a daemon that owns GPU arenas: swaps, how fast, a killed worker (about 3 GiB of the GPU)",
+    "daemon-crossing": "two daemons on one GPU: from arena to arena over gloo, a cast on the way",
 }
 ADVICE = """\
 It needs Python 3.11 or newer, a CUDA build of torch (2.8 or newer) and numpy. Some checks need more (xxhash;
@@ -52,7 +53,7 @@ checks:
 
 
 def main() -> int:
-    lines = "".join(f"  {name:<10} {what}\n" for name, what in CHECKS.items())
+    lines = "".join(f"  {name:<16} {what}\n" for name, what in CHECKS.items())
     parser = argparse.ArgumentParser(
         prog="scripts/gpu-check",
         description="Try everything of refitd that needs a GPU, on one GPU.",

@@ -381,12 +381,17 @@ def service(seconds: float) -> Outcome:
     return Outcome(why=said)
 
 
-def daemon_arenas(seconds: float) -> Outcome:
-    need(zmq="pyzmq", msgpack="msgpack", msgspec="msgspec", xxhash="xxhash", click="click", rich="rich")
-    sys.path.insert(0, str(Path(__file__).parent))
-    import service_checks
+def daemon_check(name: str) -> Callable[[float], Outcome]:
+    """A check that starts daemons of its own."""
 
-    return Outcome(service_checks.daemon_arenas(seconds))
+    def check(seconds: float) -> Outcome:
+        need(zmq="pyzmq", msgpack="msgpack", msgspec="msgspec", xxhash="xxhash", click="click", rich="rich")
+        sys.path.insert(0, str(Path(__file__).parent))
+        import service_checks
+
+        return Outcome(service_checks.CHECKS[name](seconds))
+
+    return check
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------
@@ -581,7 +586,8 @@ CHECKS: dict[str, Callable[[float], Outcome]] = {
     "nccl-2": nccl_two,
     "nvshmem-2": nvshmem_two,
     "service": service,
-    "daemon-arenas": daemon_arenas,
+    "daemon-arenas": daemon_check("daemon-arenas"),
+    "daemon-crossing": daemon_check("daemon-crossing"),
 }
 
 

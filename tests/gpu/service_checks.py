@@ -25,18 +25,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def running_daemon(seconds: float) -> Iterator[Path]:
-    """A standalone daemon of its own; yields its directory. Its log goes to stderr."""
+def running_daemon(seconds: float, node: str = "n0", beside: Path | None = None) -> Iterator[Path]:
+    """A daemon of its own, with a coordinator or that of the daemon `beside` it; yields its directory."""
     with tempfile.TemporaryDirectory(prefix="rfg") as folder:
         Path(folder, "refitd_cli").symlink_to(ROOT / "cli")  # which is installed under this name
         directory, config = Path(folder, "run"), Path(folder, "node.toml")
         deadlines = f"plan_s = {seconds}\nstage_s = {seconds}\ncommit_s = {seconds}\n"
-        config.write_text(f'[node]\nname = "n0"\nruntime_dir = "{directory}"\n[deadlines]\n{deadlines}')
+        at = f'[coordinator]\nendpoint = "ipc://{beside}/coordinator.sock"\n' if beside is not None else ""
+        config.write_text(f'[node]\nname = "{node}"\nruntime_dir = "{directory}"\n{at}[deadlines]\n{deadlines}')
         path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
         ready_r, ready_w = os.pipe()
         command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--config", str(config)]
         daemon = subprocess.Popen(
-            [*command, "--ready-fd", str(ready_w), "--standalone"],
+            [*command, "--ready-fd", str(ready_w), *(["--standalone"] if beside is None else [])],
             env={**os.environ, "PYTHONPATH": path},
             pass_fds=[ready_w],
             stdout=sys.stderr,
@@ -153,6 +154,13 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
             client.swap("policy", 8, timeout=seconds)
         assert serves(own, 7) and private.version == 8
 
+        checked = client.verify("policy", timeout=seconds)
+        assert checked.outcome == "proven", checked
+        figures["verified GB/s"] = 2 * nbytes / checked.seconds / 1e9
+        live["layers.1.weight"][3, 5] += 1
+        differing = [d for m in client.verify("policy", timeout=seconds).members for d in m.differences]
+        assert [(d.parameter, d.slice) for d in differing] == [("layers.1.weight", "[3, 5]")], differing
+
         free = torch.cuda.mem_get_info(0)[0]
         try:
             client.allocate({"w": ((free + 64 * MIB,), torch.uint8)}, device="cuda:0")
@@ -167,6 +175,53 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
         del given, live, own
     torch.cuda.empty_cache()
     eventually(lambda: used() - before < 256 * MIB, "the daemon's memory of the GPU is free again", 30.0)
+    return figures
+
+
+def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
+    """Two daemons on one GPU, weights in arenas at both ends, by way of gloo; one tensor is converted on its way."""
+    import refitd
+
+    torch.cuda.init()
+    shape = (4096, 4096)
+    given_types = {f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)} | {
+        "wide": (shape, torch.float32)
+    }
+    live_types = {name: (shape, torch.bfloat16) for name in given_types}
+    metadata = [
+        refitd.ParameterMetadata(
+            name=name,
+            shape=shape,
+            dtype=torch.bfloat16,
+            element_size=2,
+            owner_rank=0,
+            cast_from="float32" if name == "wide" else None,
+        )
+        for name in live_types
+    ]
+    nbytes = 2 * len(live_types) * shape[0] * shape[1]
+    figures: dict[str, object] = {"MiB": nbytes / MIB}
+    with (
+        running_daemon(seconds) as first,
+        running_daemon(seconds, "n1", first) as second,
+        refitd.connect(first) as trainer,
+        refitd.connect(second) as engine,
+    ):
+        given = trainer.allocate(given_types, device="cuda:0")
+        live = engine.allocate(live_types, device="cuda:0")
+        source = trainer.register_source("policy", given)
+        target = engine.register_target("policy", live, replica="engine", metadata=metadata)
+        took = []
+        for version in range(1, 5):
+            for tensor in given.values():
+                tensor.normal_(generator=torch.Generator("cuda").manual_seed(version))
+            with source.lend(version), Poller(target):
+                report = trainer.swap("policy", version, timeout=seconds)
+            took.append(report.stage_s)
+            assert all(torch.equal(live[name], tensor.bfloat16()) for name, tensor in given.items()), version
+        figures["stage GB/s"] = nbytes / statistics.median(took[1:]) / 1e9
+        del given, live
+    torch.cuda.empty_cache()
     return figures
 
 
@@ -194,7 +249,7 @@ class Poller:
         self._thread.join(10)
 
 
-CHECKS = {"daemon-arenas": daemon_arenas}
+CHECKS = {"daemon-arenas": daemon_arenas, "daemon-crossing": daemon_crossing}
 
 
 def main() -> int:

@@ -202,6 +202,16 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
     assert versions == {"a": (7, "serving"), "b": (None, "fenced")}
 
 
+def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_in_place() -> None:
+    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0)})
+    h.join()
+    h.add("src", versions=(7, 8))
+    undone = h.add("a", version=7, staged="s2", pauses=True, in_place=True)  # it was at 7, and all of 8 was there
+    assert kinds(undone) == ["Abort", "Done", "LoadPlan"]
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert [(t.replica, t.version) for t in status.models[0].targets] == [("a", None)]
+
+
 def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h = Harness()
     h.ready()

@@ -26,6 +26,7 @@ NAMES = [
     "nvshmem-2",
     "service",
     "daemon-arenas",
+    "daemon-crossing",
 ]
 
 no_gpu = pytest.mark.skipif(visible_devices() > 0, reason="there is a GPU")

@@ -251,11 +251,19 @@ def test_why_a_rank_cannot_be_checked_is_said(change: object, reason: str) -> No
 
 
 @pytest.mark.parametrize(("arena", "way"), [(STAGING, "packed"), (LIVE, "arena")])
-def test_arenas_on_gpus_are_said_not_to_be_digested(arena: int, way: str) -> None:
-    node = Node(SHAPES, way, 1)
-    node.gpus[arena] = 0
-    found = node.check()
-    assert found.state == "unknown" and "GPU" in found.reason
+def test_arenas_on_a_gpu_are_read_by_its_worker_alone(arena: int, way: str) -> None:
+    node = Node([((60 * KIB,), torch.uint8)] * 3, way, 1)
+    node.gpus[arena] = 1
+    node.proofs.committed(node.member)
+    node.ask()
+    readers = []
+    while told := sent(node):
+        for worker, message in told:
+            assert isinstance(message, sidecar.TakeDigests)
+            if arena in {span.arena for span in message.spans}:
+                readers.append(worker)
+            node.proofs.worker_said(digests.taken(message, node.arenas))
+    assert readers and set(readers) == {1}
 
 
 def test_a_member_that_leaves_or_is_not_there_is_said() -> None:
