@@ -156,8 +156,8 @@ class Client:
             mode: "shadow": a version is staged beside the live tensors, and taken over whole. "in-place": the workers
                 write the live tensors (of `allocate`) while this rank stands still (`on_pause`), without memory for
                 staging; a swap that fails then leaves nothing to serve until the next one has succeeded.
-            device: where the staging arena lies, as for the slots of a source; in main memory where something is
-                converted. "cpu" saves a GPU the memory of one more shard, and makes its commits slower.
+            device: where the staging arena lies, "cuda:N", "cpu", or (None) where the tensors do; what is converted is
+                converted there. "cpu" saves a GPU the memory of one more shard, and makes commits (and MXFP8) slower.
             timeout: seconds for allocating the staging arena and being admitted.
 
         Raises:
@@ -185,7 +185,7 @@ class Client:
             conversions=tensors.conversions,
             derived=tensors.derived,
             pauses=on_pause is not None,
-            device=_gpu_name("cpu" if tensors.conversions and device is None else device, tensors),
+            device=_gpu_name(device, tensors),
         )
         registered = self._connection.request(message, local.TargetRegistered, timeout)
         with self._given_back(registered.member):

@@ -99,9 +99,8 @@ class Connection:
             RefitdError: the error that the daemon or the coordinator answered with.
         """
         answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._check_lost()
         with self._lock:
-            if self._lost is not None:
-                raise self._lost
             self._number += 1
             number = self._number
             self._waiters[number] = answers
@@ -131,8 +130,7 @@ class Connection:
 
     def tell(self, message: Message) -> None:
         """Send a message that has no reply."""
-        if self._lost is not None:
-            raise self._lost
+        self._check_lost()
         self._push(0, message)
 
     def listen(self, member: str, listener: Callable[[Message], None]) -> None:
@@ -242,10 +240,16 @@ class Connection:
         for listener in list(self._listeners.values()):
             listener(failure)
 
+    def _check_lost(self) -> None:
+        # another error each time: one that is kept would keep the frames it was raised in, and what those hold
+        if self._lost is not None:
+            raise from_code(self._lost.code, str(self._lost))
+
     def _push(self, number: int, message: Message) -> None:
         with self._lock:
-            if self._lost is not None or self._closing:
-                raise self._lost or PeerLost("this connection to the refitd daemon is closed")
+            self._check_lost()
+            if self._closing:
+                raise PeerLost("this connection to the refitd daemon is closed")
             self._outgoing.append((number, message))
             # close() closes it under the same lock, and only after _closing is set
             os.eventfd_write(self._wake, 1)

@@ -275,7 +275,7 @@ class Target:
             try:
                 self._stand_still(on_pause, cause.swap, cause.version, is_asked=asked is not None)
             except Exception as exc:
-                self.error = exc if isinstance(exc, RefitdError) else CommitError(f"on_pause raised {exc!r}")
+                self.error = _kept(exc, "on_pause")
             with self._changed:
                 if self._asked is asked:  # another swap may be asking already
                     self._asked = None
@@ -330,8 +330,15 @@ class Target:
                 if self._prepare is prepare:
                     raise CommitError("the on_commit callback returned without calling commit.apply()")
             except Exception as exc:
-                self.error = exc if isinstance(exc, RefitdError) else CommitError(f"on_commit raised {exc!r}")
+                self.error = _kept(exc, "on_commit")
                 if self._prepare is prepare:
                     self._settle()
                     failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(self.error))
                     self._connection.tell(failed)
+
+
+def _kept(exc: Exception, raised_by: str) -> RefitdError:
+    """Return an error to keep: without the frames it was raised in, which hold the target and its tensors."""
+    if isinstance(exc, RefitdError):
+        return from_code(exc.code, str(exc))
+    return CommitError(f"{raised_by} raised {exc!r}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -57,3 +57,17 @@ class DeviceStream:
             DeadlineExceeded: it is not, in time.
         """
         poll(self.mark().query, deadline, f"{subject}: {self.device} has not done what it was given")
+
+
+@contextmanager
+def on_streams(gpus: Sequence[int], timeout: float, subject: str) -> Iterator[None]:
+    """Have what torch does inside the block, on these GPUs, run on streams of its own, and be done when it ends.
+
+    Raises:
+        DeadlineExceeded: a GPU has not done it in time.
+    """
+    deadline = Deadline.after(timeout)
+    with ExitStack() as streams:
+        for gpu in gpus:
+            streams.enter_context(DeviceStream(torch.device("cuda", gpu)).work(deadline, subject))
+        yield

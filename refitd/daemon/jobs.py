@@ -45,9 +45,18 @@ def dealt(copies: CopyList, workers: int, homes: Mapping[int, int] | None = None
     return found
 
 
-def dealt_conversions(pieces: ConversionList, workers: int) -> list[Share]:
+def dealt_conversions(pieces: ConversionList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
     """Deal conversions to workers likewise."""
-    return [Share(worker, pieces.select(rows)) for worker, rows in enumerate(pieces.deal(workers)) if len(rows)]
+    home = np.full(len(pieces), -1, dtype=np.int64)
+    for arena, worker in (homes or {}).items():
+        home[pieces.arena == arena] = worker
+    rest = np.flatnonzero(home < 0)
+    found = []
+    for worker, rows in enumerate(pieces.select(rest).deal(workers)):
+        mine = np.concatenate([rest[rows], np.flatnonzero(home == worker)])
+        if len(mine):
+            found.append(Share(worker, pieces.select(mine)))
+    return found
 
 
 @dataclass(slots=True)

@@ -209,11 +209,6 @@ def new_member(
                 f"model {r.model!r} replica {r.replica!r} rank {r.rank}: to be written in place, tensors must lie in "
                 "arenas (client.allocate) and be held as they arrive (no MXFP8), and it must stand still (on_pause)"
             )
-        if r.conversions and r.device:
-            raise RefusedError(
-                f"{r.shard.tensors[r.conversions[0].wire].name}: what arrives is converted in main memory, and the "
-                f"staging arena would be on {r.device}; register with device='cpu'"
-            )
     lies = staged(r.shard, r.held if isinstance(r, RegisterTarget) else ())
     offsets, nbytes = lies.wire, lies.nbytes
     if nbytes > MAX_SHARD_BYTES:

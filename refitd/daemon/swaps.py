@@ -10,7 +10,6 @@ import numpy as np
 from refitd.daemon.actions import Instruction, Log, ToCoordinator
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
-from refitd.daemon.gpus import refused_here
 from refitd.daemon.held import figures_of, made_in
 from refitd.daemon.jobs import JobTable, Run, Share, dealt, dealt_conversions
 from refitd.daemon.mapped import WorkerArenas
@@ -106,9 +105,6 @@ class LocalSwaps:
             member.staged, member.staged_version, member.holds = None, version, None
             member.verifies = verify
             destinations |= {(rank, name): place for name, place in member.destinations().items()}
-        if refusal := self._refused(plan, sources, destinations):
-            self._stage_failed(swap, *refusal)
-            return
         for _, member in self._targets(plan):
             if member.in_place:
                 member.writing = swap
@@ -149,20 +145,6 @@ class LocalSwaps:
         if not runs:
             self._arrived(local_swap)
 
-    def _refused(
-        self,
-        plan: Plan,
-        sources: dict[tuple[int, str], LocalTensor],
-        destinations: dict[tuple[int, str], LocalTensor],
-    ) -> tuple[str, str] | None:
-        """Return which parameter workers cannot move to or from a GPU, and why; None where they can move all."""
-        places = [*sources.values(), *destinations.values()]
-        gpu_arenas = set(self._maps.homes({place.arena for place in places}))
-        if not gpu_arenas:
-            return None
-        row, why = refused_here(plan.table, sources, destinations, gpu_arenas)
-        return (self._row_name(plan, plan.table, row), why) if why else None
-
     def _row_name(self, plan: Plan, table: CopyTable, row: int) -> str:
         src, dst = (plan.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))
         return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
@@ -179,7 +161,8 @@ class LocalSwaps:
                 if isinstance(member.registration, local.RegisterTarget)
                 for one in made_in(member.registration, member.staging)
             ]
-            return dealt_conversions(pieces_of(made), self._workers)
+            homes = self._maps.homes({one.arena for one in made})
+            return dealt_conversions(pieces_of(made, on_gpus=homes), self._workers, homes)
 
         # it goes with the plan, and with the arenas of its members
         key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))

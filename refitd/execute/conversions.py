@@ -9,7 +9,7 @@ whoever converts them, are what converting it once would give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 
@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
+from refitd.errors import TransportError
 
 Int64 = npt.NDArray[np.int64]
 
 PIECE = 1 << 20  # elements
+GPU_PIECE = 1 << 28  # a GPU has a piece of main memory's size done before the next can be given to it
 TILE_ROWS, TILE_BLOCKS = 128, 4
 QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
 ELEMENT_BYTES = 2  # of bfloat16, what is quantized
@@ -101,11 +103,29 @@ def swizzled_bytes(rows: int, blocks: int) -> int:
     return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * TILE_ROWS * TILE_BLOCKS
 
 
-def pieces_of(made: Sequence[Made], piece: int = PIECE) -> ConversionList:
-    """Cut conversions into pieces of about so many elements."""
+def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:
+    """Return kind, rows, columns and rounding of a piece.
+
+    Raises:
+        TransportError: there is no such conversion.
+    """
+    kind, rounding = int(pieces.kind[row]), int(pieces.rounding[row])
+    rows, columns = int(pieces.rows[row]), int(pieces.columns[row])
+    fits = QUANTIZE <= kind <= SWIZZLE and 0 <= rounding < len(ROUNDINGS) and rows > 0 and columns >= BLOCK
+    if not fits or columns % BLOCK:
+        raise TransportError(
+            f"conversion {row}: there is no conversion {kind} of [{rows}, {columns}], rounding {rounding}"
+        )
+    return kind, rows, columns, rounding
+
+
+def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int] = ()) -> ConversionList:
+    """Cut conversions into pieces of about so many elements; those in arenas on GPUs into few."""
+    sizes = {one.arena: max(piece, GPU_PIECE) if one.arena in on_gpus else piece for one in made}
     found: list[tuple[int, ...]] = []
     for one in made:
         total = prod(one.shape)
+        piece = sizes[one.arena]
         head = (one.kind, ROUNDINGS.index(one.rounding), one.arena)
         if not total:
             continue

@@ -14,7 +14,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
-from refitd.execute.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, swizzled_bytes
+from refitd.execute.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
 from refitd.transforms.mxfp8_format import Rounding, Scratch, quantize, swizzle
 
 PROGRESS_BYTES = 8 << 20
@@ -125,16 +125,13 @@ class _Work:
 
 
 def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) -> _Piece:
-    number, kind = int(pieces.arena[row]), int(pieces.kind[row])
-    rows, columns, at = int(pieces.rows[row]), int(pieces.columns[row]), int(pieces.rounding[row])
+    kind, rows, columns, at = check_piece(pieces, row)
+    number = int(pieces.arena[row])
     arena = arenas.get(number)
     if arena is None:
         raise TransportError(f"conversion {row}: arena {number} is not mapped here")
     if not arena.writable:
         raise TransportError(f"conversion {row}: arena {number} is mapped for reading only")
-    fits = QUANTIZE <= kind <= SWIZZLE and 0 <= at < len(ROUNDINGS) and rows > 0 and columns >= BLOCK
-    if not fits or columns % BLOCK:
-        raise TransportError(f"conversion {row}: there is no conversion {kind} of [{rows}, {columns}], rounding {at}")
     blocks = columns // BLOCK
 
     def view(offset: int, nbytes: int) -> Bytes:

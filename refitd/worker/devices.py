@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.registry import Registry
 from refitd.errors import ArenaError, ConfigError, RefitdError
+from refitd.execute.conversions import ConversionList
 from refitd.execute.copies import CopyList
 from refitd.worker.exchanges import torch_with_one_thread
 
@@ -73,6 +73,28 @@ class Devices:
             raise ArenaError(self._lacking[arena])
         return {number: self._arenas[number] for number in sorted(arenas & self._arenas.keys())}
 
+    def prepare_conversions(self, pieces: ConversionList, threads: int) -> PreparedJob:
+        """Build what converting these pieces needs, each where it lies.
+
+        Raises:
+            TransportError: a piece leaves its arena, or that cannot be written.
+            ArenaError: an arena could not be mapped.
+            RefusedError: nothing can convert on a GPU.
+        """
+        from refitd.worker.conversions import ConversionJob
+
+        mine = self.mapped(pieces.arenas())
+        if not mine:
+            return ConversionJob(pieces, self._host_arenas, threads)
+        from refitd.worker.device_conversions import DeviceConversionJob
+
+        on_gpus = np.isin(pieces.arena, list(mine))
+        here, there = np.flatnonzero(~on_gpus), np.flatnonzero(on_gpus)
+        parts = [_Part(there, DeviceConversionJob(pieces.select(there), mine))]
+        if len(here):
+            parts.append(_Part(here, ConversionJob(pieces.select(here), self._host_arenas, threads)))
+        return _PartsJob(parts)
+
     def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
         """Build what running these copies needs: each goes to the service of the GPU it writes, else reads.
 
@@ -94,26 +116,6 @@ class Devices:
             service = in_main_memory if index < 0 else self._services[index]
             parts.append(_Part(rows, service.prepare(copies.select(rows), arenas)))  # type: ignore[arg-type]
         return _PartsJob(parts)
-
-
-@contextmanager
-def on_streams(gpus: list[int], timeout: float) -> Iterator[None]:
-    """Have what torch does inside the block run on streams of its own, and be done when it ends.
-
-    Raises:
-        DeadlineExceeded: a GPU has not done it in time.
-    """
-    import torch
-
-    from refitd.copy_services import device_stream
-    from refitd.copy_services.peers import Deadline
-
-    deadline = Deadline.after(timeout)
-    with ExitStack() as streams:
-        for gpu in gpus:
-            stream = device_stream.DeviceStream(torch.device("cuda", gpu))
-            streams.enter_context(stream.work(deadline, "what crosses between nodes"))
-        yield
 
 
 @dataclass(frozen=True, eq=False, slots=True)

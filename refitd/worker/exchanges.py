@@ -115,9 +115,9 @@ class _ExchangeJob(PreparedJob):
         timeout = timeout or DEFAULT_S
         with ExitStack() as streams:
             if self._gpus:
-                from refitd.worker.devices import on_streams
+                from refitd.copy_services.device_stream import on_streams
 
-                streams.enter_context(on_streams(self._gpus, timeout))
+                streams.enter_context(on_streams(self._gpus, timeout, "what crosses between nodes"))
             result = self._service.run(timeout, self._transfers, verify=verify, on_progress=progress)
         return RunResult(self._receives, result.received_bytes, result.seconds, result.staging_bytes)
 

@@ -172,9 +172,7 @@ class Worker:
         try:
             data = os.pread(fd, nbytes, 0)
             if converts:
-                from refitd.worker.conversions import ConversionJob
-
-                return ConversionJob(ConversionList.from_bytes(data), self._arenas, self._threads)
+                return self._devices.prepare_conversions(ConversionList.from_bytes(data), self._threads)
             if epoch is not None:
                 return self._exchanges.prepare(epoch, data)
             return self._devices.prepare(CopyList.from_bytes(data), self._service)

@@ -341,20 +341,20 @@ def test_declared_casts_are_made_at_a_gpu(daemon: RunningDaemon, given_on: str, 
 
 
 @pytest.mark.slow
-def test_private_memory_is_not_pulled_into_a_gpu_and_a_snapshot_is_taken_there(daemon: RunningDaemon) -> None:
+def test_private_memory_is_pulled_into_a_gpu(daemon: RunningDaemon) -> None:
     full = shards.whole(2)
+    full |= {"wide": torch.randn(40, 8)}
+    wanted = {**full, "wide": full["wide"].bfloat16()}
+    cast = dataclasses.replace(described("wide", wanted["wide"]), cast_from="float32")
+    metadata = [cast if name == "wide" else described(name, tensor) for name, tensor in wanted.items()]
     with daemon.connect() as client:
         source = client.register_source("policy", full, pull=True)
-        live = allocated(client, full, "cuda:0")
-        target = client.register_target("policy", live, replica="r")
-        says = r"'embedding\.weight'.*private memory into a GPU; publish\(\)"
-        with Engine(target), source.lend(1), pytest.raises(refitd.RefitFailed, match=says):
-            client.swap("policy", 1, timeout=60)
-        assert not any(t.any() for t in live.values())
-        source.publish(2)
-        with Engine(target):
-            client.swap("policy", 2, timeout=60)
-        assert shards.equal(live, full)
+        live = allocated(client, wanted, "cuda:0")
+        target = client.register_target("policy", live, replica="r", metadata=metadata)
+        with Engine(target), source.lend(1):
+            report = client.swap("policy", 1, timeout=60)
+        assert [s.way for s in report.sources] == ["pulled"]
+        assert all(torch.equal(live[name], wanted[name]) for name in wanted)
         del live
 
 
@@ -605,21 +605,42 @@ def test_a_daemon_without_a_driver_says_so_and_goes_on(
 
 
 @pytest.mark.slow
-def test_what_is_converted_for_a_target_on_a_gpu_is_staged_in_main_memory(daemon: RunningDaemon) -> None:
-    full = {"w": torch.randn(192, 320).bfloat16()}
-    held = [refitd.MXFP8Buffer.empty((192, 320)) for _ in range(2)]
-    for part in (held[0].data, held[0].scale):
-        assert part is not None
-        put_on_gpu(part, 0)
+@pytest.mark.parametrize(
+    ("live_on", "is_swizzled", "on_send"),
+    [("private", False, False), ("private", True, True), ("arena", True, False), ("arena", True, True)],
+)
+def test_mxfp8_is_made_where_the_tensors_are(
+    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, on_send: bool
+) -> None:
+    shape = (192, 320)
+    full = {"w": torch.randn(shape).bfloat16(), "norm": torch.randn(7).bfloat16()}
     with daemon.connect() as client:
-        source = client.register_source("policy", full)
-        with pytest.raises(refitd.RefusedError, match=r"w: what arrives is converted in main memory.*device='cpu'"):
-            client.register_target("policy", {"w": held[0]}, replica="r0", device="cuda:0")
-        targets = [client.register_target("policy", {"w": one}, replica=f"r{i}") for i, one in enumerate(held)]
-        assert daemon.node().gpus == ()
-        source.publish(1)
-        with Engine(*targets):
-            client.swap("policy", 1, timeout=60)
-        for part, expected in zip((held[0].data, held[0].scale), (held[1].data, held[1].scale), strict=True):
-            assert part is not None and expected is not None
-            assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8)) and part.view(torch.uint8).any()
+        source = client.register_source("policy", full, mxfp8=refitd.MXFP8Offer(("w",)) if on_send else None)
+        targets, held = [], []
+        for device in (None, "cpu"):
+            made = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
+            data, scale, norm = made.data, made.scale, torch.zeros(7).bfloat16()
+            if live_on == "arena":
+                room = allocated(client, {"d": data, "s": scale, "norm": norm}, "cuda:0")
+                data, scale, norm = room["d"], room["s"], room["norm"]
+            else:
+                data, scale, norm = (put_on_gpu(t, 0) for t in (data, scale, norm))
+            live = {"w": refitd.MXFP8Buffer(data, scale), "norm": norm}
+            held.append((data, scale, norm))
+            ways = {"device": device, "convert_on_send": on_send}
+            targets.append(client.register_target("policy", live, replica=f"r{device}", **ways))
+        # the staging arena of the first one, and what was allocated
+        assert device_bytes(daemon) == {gpus.name(0): 1 + 2 * (live_on == "arena")}
+        for version in (1, 2):
+            full["w"].mul_(3)
+            source.publish(version)
+            with Engine(*targets):
+                report = client.swap("policy", version, timeout=60)
+            assert report.converted_bytes == 2 * 192 * (10 if on_send else 2 * 320)
+            once = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
+            once.quantize(full["w"])
+            for data, scale, norm in held:
+                assert torch.equal(data, once.data) and torch.equal(scale, once.scale)
+                assert torch.equal(norm, full["norm"])
+        assert client.verify("policy", timeout=60).outcome == "proven"
+    gc.collect()

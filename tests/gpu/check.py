@@ -28,6 +28,7 @@ CHECKS = {
     "nvshmem-2": "NVSHMEM, two PEs on one GPU",
     "service": "trainer and engine with CUDA tensors through a daemon (pytest tests/gpu)",
     "daemon-arenas": "a daemon that owns GPU arenas: swaps, how fast, a killed worker (about 3 GiB of the GPU)",
+    "daemon-mxfp8": "a daemon whose workers make MXFP8 on the GPU, row-major and swizzled",
     "daemon-crossing": "two daemons on one GPU: from arena to arena over gloo, a cast on the way",
 }
 ADVICE = """\

@@ -587,6 +587,7 @@ CHECKS: dict[str, Callable[[float], Outcome]] = {
     "nvshmem-2": nvshmem_two,
     "service": service,
     "daemon-arenas": daemon_check("daemon-arenas"),
+    "daemon-mxfp8": daemon_check("daemon-mxfp8"),
     "daemon-crossing": daemon_check("daemon-crossing"),
 }
 

@@ -225,6 +225,45 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
     return figures
 
 
+def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
+    """Engines hold in MXFP8, row-major and swizzled, what arrives in bfloat16: made on the GPU, in the staging arena."""
+    import refitd
+
+    torch.cuda.init()
+    shape = (4096, 4096)
+    nbytes = 2 * count * shape[0] * shape[1]
+    figures: dict[str, object] = {"MiB": nbytes / MIB}
+    with running_daemon(seconds) as directory, refitd.connect(directory) as client:
+        given = client.allocate({f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)}, device="cuda:0")
+        source = client.register_source("policy", given)
+        held = {
+            replica: {
+                name: refitd.MXFP8Buffer.empty(shape, is_swizzled=replica == "swizzled", device="cuda")
+                for name in given
+            }
+            for replica in ("rows", "swizzled")
+        }
+        targets = [client.register_target("policy", live, replica=replica) for replica, live in held.items()]
+        took = []
+        for version in range(1, 4):
+            for i, tensor in enumerate(given.values()):
+                tensor.normal_(generator=torch.Generator("cuda").manual_seed(100 * version + i))
+            with source.lend(version), Poller(*targets):
+                took.append(client.swap("policy", version, timeout=seconds).stage_s)
+            for replica, live in held.items():
+                for name, tensor in given.items():
+                    once = refitd.MXFP8Buffer.empty(shape, is_swizzled=replica == "swizzled", device="cuda")
+                    once.quantize(tensor)
+                    same = torch.equal(once.data, live[name].data) and torch.equal(once.scale, live[name].scale)
+                    assert same, f"{replica} {name}"
+        figures["stage and convert GB/s"] = 2 * nbytes / statistics.median(took[1:]) / 1e9
+        checked = client.verify("policy", timeout=seconds)
+        assert checked.outcome == "proven", checked
+        del given, held, live, once, tensor
+    torch.cuda.empty_cache()
+    return figures
+
+
 class Poller:
     """Polls targets on a thread, as an engine does between two tokens."""
 
@@ -249,7 +288,7 @@ class Poller:
         self._thread.join(10)
 
 
-CHECKS = {"daemon-arenas": daemon_arenas, "daemon-crossing": daemon_crossing}
+CHECKS = {"daemon-arenas": daemon_arenas, "daemon-crossing": daemon_crossing, "daemon-mxfp8": daemon_mxfp8}
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ NAMES = [
     "nvshmem-2",
     "service",
     "daemon-arenas",
+    "daemon-mxfp8",
     "daemon-crossing",
 ]
 

@@ -1,0 +1,80 @@
+"""A worker's part in finishing a target on a GPU: MXFP8 made there of what has arrived, in the staging arena."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from refitd.buffers.cuda import MappedDeviceArena
+from refitd.copy_services.base import PreparedJob, RunResult
+from refitd.copy_services.device_stream import on_streams
+from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
+from refitd.errors import TransportError
+from refitd.execute.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
+from refitd.transforms.mxfp8_buffers import Held, check_device, quantize
+from refitd.transforms.mxfp8_format import Rounding, Scratch
+
+_DEFAULT_S = 600.0
+
+
+class DeviceConversionJob(PreparedJob):
+    """Pieces in arenas on GPUs, one after another; on each GPU by the kernel that the library uses."""
+
+    def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedDeviceArena]) -> None:
+        """Check that every piece lies in its arena.
+
+        Raises:
+            TransportError: one does not, or its arena cannot be written.
+            RefusedError: nothing can convert on that GPU.
+        """
+        self._bytes = pieces.row_bytes.tolist()
+        self._gpus = sorted({arena.device for arena in arenas.values()})
+        self._scratch: dict[str, Scratch] = {}
+        self._pieces = [_piece(pieces, row, arenas, self._scratch) for row in range(len(pieces))]
+
+    def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
+        """See PreparedJob.run. There is nothing to compare: what is read was verified when it arrived."""
+        started, done = time.perf_counter(), 0
+        with on_streams(self._gpus, timeout or _DEFAULT_S, "conversions"):
+            for convert, nbytes in zip(self._pieces, self._bytes, strict=True):
+                convert()
+                done += nbytes
+                on_progress(done)
+        return RunResult(len(self._pieces), done, time.perf_counter() - started)
+
+
+def _piece(
+    pieces: ConversionList, row: int, arenas: Mapping[int, MappedDeviceArena], scratch: dict[str, Scratch]
+) -> Callable[[], None]:
+    """Return what converts a piece."""
+    kind, rows, columns, rounding = check_piece(pieces, row)
+    number, blocks = int(pieces.arena[row]), columns // BLOCK
+    arena = arenas[number]
+    if not arena.writable:
+        raise TransportError(f"conversion {row}: arena {number} is mapped for reading only")
+
+    def view(offset: int, nbytes: int) -> torch.Tensor:
+        if offset < 0 or offset % ELEMENT_BYTES or offset + nbytes > arena.nbytes:
+            raise TransportError(
+                f"conversion {row}: bytes {offset}..{offset + nbytes} leave arena {number} of {arena.nbytes} bytes"
+            )
+        return arena.tensor[offset : offset + nbytes]
+
+    source, scale = int(pieces.source[row]), int(pieces.scale[row])
+    swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
+    if kind == SWIZZLE:
+        read = view(source, rows * blocks).view(rows, blocks)
+        return lambda: Held(read, None, swizzled, None).lay_out(read)
+    values = view(source, rows * columns * ELEMENT_BYTES).view(torch.bfloat16).view(rows, columns)
+    check_device(f"conversion {row}", values.device)
+    data = view(int(pieces.data[row]), rows * columns).view(rows, columns)
+    held = Held(data, view(scale, rows * blocks).view(rows, blocks) if kind == QUANTIZE else None, swizzled, None)
+
+    def convert() -> None:
+        made = held.scale if held.scale is not None else held.new_scale()
+        quantize(values, held.data, made, Rounding(ROUNDINGS[rounding]), scratch)
+        held.lay_out(made)
+
+    return convert
