@@ -226,7 +226,7 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
 
 
 def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
-    """Engines hold in MXFP8, row-major and swizzled, what arrives in bfloat16: made on the GPU, in the staging arena."""
+    """Engines hold in MXFP8, row-major and swizzled, what arrives in bfloat16: made on the GPU, while staging."""
     import refitd
 
     torch.cuda.init()
