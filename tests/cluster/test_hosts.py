@@ -115,6 +115,7 @@ def test_a_cable_that_loses_packets_loses_no_bytes(hosts: TwoHosts, fleet: Calla
     fleet(2_000).swap(1)
 
 
+@pytest.mark.slow
 def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
     hosts: TwoHosts, fleet: Callable[[int], Fleet]
 ) -> None:

@@ -185,6 +185,7 @@ def test_daemon_whose_key_is_added_joins_without_being_started_again(head: Head,
     assert joined(daemon) == ["late"]
 
 
+@pytest.mark.slow
 def test_daemon_that_was_let_in_finds_a_coordinator_that_comes_back(head: Head, nodes: Nodes) -> None:
     a = nodes.key("a")
     head.start(a)

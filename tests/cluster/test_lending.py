@@ -106,6 +106,7 @@ def forbid_ptrace() -> None:
         ctypes.CDLL(None).prctl(24, CAP_SYS_PTRACE, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_memory_may_not_be_read_copies_and_the_report_says_why(
     start_daemon: Callable[..., RunningDaemon],
 ) -> None:

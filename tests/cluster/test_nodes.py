@@ -177,6 +177,7 @@ def two(nodes: Callable[..., Nodes]):
     fleet.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(two: TwoNodes) -> None:
     two.swap(1)
     two.publish(2)
@@ -191,7 +192,7 @@ def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(t
     two.swap(3)
 
 
-@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("side", [pytest.param("source", marks=pytest.mark.slow), "target"])
 def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: str) -> None:
     two.swap(1)
     daemon, name = (two.n0, "n0") if side == "source" else (two.n1, "n1")
@@ -209,6 +210,7 @@ def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: s
     two.swap(3)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_come_to_the_epoch_is_named_and_the_next_swap_works(
     nodes: Callable[..., Nodes],
 ) -> None:
