@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,6 @@ from refitd.copy_services.registry import Registry
 from refitd.errors import ArenaError, ConfigError, RefitdError
 from refitd.execute.conversions import ConversionList
 from refitd.execute.copies import CopyList
-from refitd.worker.exchanges import torch_with_one_thread
 
 if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
@@ -149,3 +149,10 @@ class _PartsJob(PreparedJob):
             seconds=sum(result.seconds for result in done),
             staging_bytes=max(result.staging_bytes for result in done),
         )
+
+
+def torch_with_one_thread() -> None:
+    """Import torch as workers use it."""
+    torch = importlib.import_module("torch")
+    # small strided copies are many times slower with OpenMP's threads on busy cores
+    torch.set_num_threads(1)

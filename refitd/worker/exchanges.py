@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,10 +15,10 @@ from refitd.copy_services.registry import Registry
 from refitd.errors import ConfigError, TransportError
 from refitd.execute.halves import Halves
 from refitd.protocol import sidecar
+from refitd.worker.devices import Devices, torch_with_one_thread
 
 if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
-    from refitd.worker.devices import Devices
 
 # Told to the daemon no more often, however small the messages are.
 PROGRESS_BYTES = 8 << 20
@@ -120,10 +119,3 @@ class _ExchangeJob(PreparedJob):
                 streams.enter_context(on_streams(self._gpus, timeout, "what crosses between nodes"))
             result = self._service.run(timeout, self._transfers, verify=verify, on_progress=progress)
         return RunResult(self._receives, result.received_bytes, result.seconds, result.staging_bytes)
-
-
-def torch_with_one_thread() -> None:
-    """Import torch as workers use it."""
-    torch = importlib.import_module("torch")
-    # small strided copies are many times slower with OpenMP's threads on busy cores
-    torch.set_num_threads(1)
