@@ -22,10 +22,16 @@ from typing import Any
 
 import refitd
 from benchmarks import machine
-from benchmarks.soak_cluster import Cluster, Process, descriptors
-from benchmarks.soak_member import MODEL
+from tests.support import leaks
+from tests.support.crew import Crew
+from tests.support.crew_member import MODEL
+from tests.support.processes import Process
 
 RESULTS = Path(__file__).parent / "results"
+NODES = ("n0", "n1", "n2")
+REPLICAS = {"a": ("n0", "polls"), "b": ("n1", "asked"), "c": ("n2", "arena")}
+RANKS = 2  # of the trainer and of every replica
+DEADLINES = {"plan_s": 20.0, "stage_s": 8.0, "commit_s": 5.0, "pause_s": 5.0}
 SWAP_S = 25.0
 # A swap ends within SWAP_S, or 5 s after its decision, and its client is told at once.
 HANG_S = 60.0
@@ -37,7 +43,7 @@ PUBLISH_S = 30.0
 class Chaos:
     """Breaks one thing at a time, at random moments, and mends what does not mend itself."""
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Crew, seed: int) -> None:
         self._cluster = cluster
         self._random = random.Random(seed)
         self._stop = threading.Event()
@@ -78,7 +84,7 @@ class Chaos:
         node = rng.choice(sorted(cluster.daemons))
         daemon = cluster.daemons[node]
         engine = cluster.engines[rng.choice(sorted(cluster.engines))]
-        workers = cluster.workers(node)
+        workers = daemon.workers()
         found: list[tuple[str, Callable[[], None]]] = []
         for process, role in (
             (cluster.coordinator, "coordinator"),
@@ -87,7 +93,7 @@ class Chaos:
             (cluster.trainer, "trainer"),
         ):
             found.append((f"{role}, kill -9", lambda p=process: self._kill(p)))
-            found.append((f"{role}, stopped for a while", lambda p=process: self._pause(p.popen.pid)))
+            found.append((f"{role}, stopped for a while", lambda p=process: self._pause(p.pid)))
         if workers:
             pid = rng.choice(workers)
             found.append(("worker, kill -9", lambda: _signal(pid, signal.SIGKILL)))
@@ -112,7 +118,7 @@ class Chaos:
 class Soak:
     """The driver: publishes, swaps, counts."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Crew) -> None:
         self._cluster = cluster
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -127,7 +133,7 @@ class Soak:
     def listen(self) -> None:
         """Take in what members have said."""
         while not self._cluster.events.empty():
-            name, event = self._cluster.events.get()
+            _, name, event = self._cluster.events.get()
             match event["event"]:
                 case "serves":
                     self.serves[name] = event["version"]
@@ -136,7 +142,7 @@ class Soak:
                 case "torn":
                     self.problems.append(f"torn: {name} {event}")
                 case "reads":
-                    now = (event["reads"], event["fenced"], event["torn"])
+                    now = (event["reads"], event["nothing"], event["torn"])
                     before = self._reads.get(name, (0, 0, 0))
                     if now[0] + now[1] < before[0] + before[1]:
                         before = (0, 0, 0)  # another process of that name
@@ -160,7 +166,7 @@ class Soak:
             time.sleep(0.005)
         started = time.monotonic()
         try:
-            with self._cluster.connect() as client:
+            with self._cluster.daemons["n1"].connect("soak") as client:
                 report = client.swap(MODEL, version, timeout=SWAP_S, queue=True)
             outcome = report.outcome
         except refitd.RefitFailed as exc:
@@ -195,7 +201,7 @@ class Soak:
         for member in (*self._cluster.engines.values(), self._cluster.trainer):
             member.tell(version=self._published + 1, timeout_s=PUBLISH_S, last=True)
         until = time.monotonic() + 30
-        while len(self._closed) < 4 and time.monotonic() < until:
+        while len(self._closed) < 1 + len(REPLICAS) and time.monotonic() < until:
             self.listen()
             time.sleep(0.05)
 
@@ -225,22 +231,21 @@ def run(
     minutes = (0.5 if quick else 10.0) if minutes is None else minutes
     seed = int(time.time()) if seed is None else seed
     started = time.monotonic()
-    cluster = Cluster()
+    cluster = Crew(NODES, REPLICAS, deadlines=DEADLINES, ranks=RANKS)
     soak = Soak(cluster)
-    leaks: list[str] = []
+    left: list[str] = []
+    cluster.start()
     try:
         chaos = _break(cluster, soak, started + 60 * minutes, seed)
-        before = {name: descriptors(d.popen.pid) for name, d in cluster.daemons.items() if d.popen}
+        before = {name: leaks.descriptors(daemon.pid).total() for name, daemon in cluster.daemons.items()}
         soak.close_members()
-        leaks = _leaks(cluster, before)
-        leaks += cluster.close()
+        left = _leaks(cluster, before)
+        left += cluster.close()
         soak.check_journal()
     finally:
         if soak.problems or sys.exc_info()[0] is not None:
             _note(f"logs are in {cluster.folder}")
-            for process in cluster.processes():
-                if process.is_running:
-                    process.kill()
+            cluster.kill()
         else:
             cluster.remove()
     found = {
@@ -255,7 +260,7 @@ def run(
             "longest": max(soak.recoveries, default=0.0),
         },
         "problems": soak.problems,
-        "leaks": leaks,
+        "leaks": left,
         "machine": machine.describe(),
     }
     if not quick:
@@ -264,12 +269,12 @@ def run(
         (RESULTS / "soak.md").write_text(_markdown(found))
     if not json_output:
         print(_markdown(found))
-    if soak.problems or leaks:
-        raise RuntimeError(f"{len(soak.problems)} problems, {len(leaks)} leaks: {(soak.problems + leaks)[:5]}")
+    if soak.problems or left:
+        raise RuntimeError(f"{len(soak.problems)} problems, {len(left)} leaks: {(soak.problems + left)[:5]}")
     return found
 
 
-def _break(cluster: Cluster, soak: Soak, until: float, seed: int) -> Chaos:
+def _break(cluster: Crew, soak: Soak, until: float, seed: int) -> Chaos:
     """Swap and break until the time is over, then mend everything and have all replicas serve one version."""
     version, live, told = 0, -1, time.monotonic()
     broken_at = 0.0
@@ -306,19 +311,18 @@ def _break(cluster: Cluster, soak: Soak, until: float, seed: int) -> Chaos:
     return chaos
 
 
-def _leaks(cluster: Cluster, before: dict[str, int]) -> list[str]:
+def _leaks(cluster: Crew, before: dict[str, int]) -> list[str]:
     """Return what daemons still have once everybody has left."""
     found: list[str] = []
     until = time.monotonic() + 20
     while time.monotonic() < until:
         found = []
-        with cluster.connect() as client:
+        with cluster.daemons["n1"].connect("soak") as client:
             for node in client.status().nodes:
                 if node.arenas:
                     found.append(f"{node.node}: {node.arenas} arenas, {node.arena_bytes} bytes")
         for name, daemon in cluster.daemons.items():
-            assert daemon.popen is not None
-            if (now := descriptors(daemon.popen.pid)) > before[name]:
+            if (now := leaks.descriptors(daemon.pid).total()) > before[name]:
                 found.append(f"{name}: {now} descriptors, with members there were {before[name]}")
         if not found:
             break

@@ -523,7 +523,8 @@ class Daemon:
             return
         self._log("coordinator", boot=boot)
         # whoever welcomes us anew has aborted what was not decided; its words about that may not have reached us
-        for swap in sorted(self._swaps.staging()):
+        halted = {m.paused for m in self.members.values() if m.paused is not None and m.paused != m.staged}
+        for swap in sorted(self._swaps.staging() | halted):
             self._abort(swap, "the coordinator was out of reach")
         # what is staged may have been decided and is settled below; it reads nothing any more
         for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):

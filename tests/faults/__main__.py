@@ -137,8 +137,8 @@ def table(found: dict[str, Any]) -> str:
         "# Faults at every phase of a swap",
         "",
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
-        "two daemons, a trainer, a replica that is asked beside it and one that polls on the other node, all on one",
-        f"machine; network: {found['network']}. Deadlines: {deadlines}.",
+        "two daemons, a trainer, a replica that is asked beside it, one that polls and one that is written in place",
+        f"on the other node, all on one machine; network: {found['network']}. Deadlines: {deadlines}.",
         f"{found['minutes']} minutes. Written by `scripts/faults`.",
         "",
         f"{len(ran)} cases run, {len(failed)} failed, {len(cases) - len(ran)} skipped. A case fails if a",
@@ -147,7 +147,7 @@ def table(found: dict[str, Any]) -> str:
         *([f"Run again by itself afterwards: {', '.join(found['again'])}."] if found.get("again") else []),
         *([f"At the end was left: {'; '.join(found['left'])}."] if found["left"] else []),
         "",
-        "Seconds are from the end of the fault until the version after it was served by both replicas: median "
+        "Seconds are from the end of the fault until the version after it was served by all replicas: median "
         f"{times[len(times) // 2]:.1f}, longest {times[-1]:.1f}."
         if times
         else "",

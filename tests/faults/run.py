@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import refitd
-from benchmarks.soak_cluster import Process
-from tests.faults import leaks
 from tests.faults.cases import Case
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
+from tests.support import leaks
 from tests.support.cluster import RunningSwap
+from tests.support.crew_member import MODEL
+from tests.support.processes import Process
 
 SWAP_S = 20.0
 # All phases' deadlines together are 14 s, and a coordinator that was stopped speaks afterwards.
@@ -25,7 +26,16 @@ RECOVERY_S = 45.0
 SILENCE_S = 20.0  # of a process that nothing has happened to
 LEFT_S = 15.0  # until what a fault has left over is gone
 DAY_S = 86400
-LASTS = {"idle": 4.0, "planned": PLAN_S + 1, "staging": STAGE_S + 1, "paused": PAUSE_S + 1, "decided": COMMIT_S + 1}
+LASTS = {
+    "idle": 4.0,
+    "planned": PLAN_S + 1,
+    "halting": PAUSE_S + 1,
+    "staging": STAGE_S + 1,
+    "paused": PAUSE_S + 1,
+    "decided": COMMIT_S + 1,
+}
+# the engine that a phase waits for; where there is none, far is the one that is broken
+ENGINES = {"halting": "still", "paused": "near", "decided": "far"}
 
 
 class Problem(Exception):
@@ -56,12 +66,13 @@ class Runner:
         self._nothing: set[str] = set()  # engines that have served nothing for a moment, in this case
         self._torn: list[str] = []
         self._reads: dict[str, int] = {}
+        self._counted: dict[str, int] = {}  # whole reads of each engine's present process
         self._heard: dict[str, float] = {}
         self._silent: dict[str, float] = {}
         self._published: int | None = -1
         self._refused = ""
         self._obeyed: list[str] = []
-        self._asked: set[int] = set()
+        self._asked: set[tuple[str, int]] = set()
         self._baseline: dict[str, int] = {}
         self._quiet(RECOVERY_S, live=None)
         for _ in range(2):
@@ -83,6 +94,7 @@ class Runner:
                 case "torn":
                     self._torn.append(f"{name} {event}")
                 case "reads":
+                    self._counted[name] = event["reads"]
                     self._reads[name] = self._reads.get(name, 0) + 1 if event["reads"] else self._reads.get(name, 0)
                     self._silent[name] = max(self._silent.get(name, 0.0), at - self._heard.get(name, at))
                     self._heard[name] = at
@@ -93,7 +105,7 @@ class Runner:
                 case "obeys":
                     self._obeyed.append(name)
                 case "asked":
-                    self._asked.add(event["version"])
+                    self._asked.add((name, event["version"]))
 
     def _wait(self, claim: Callable[[], bool], what: str, timeout: float, every: float = 0.02) -> None:
         until = time.monotonic() + timeout
@@ -130,13 +142,18 @@ class Runner:
             return False
         model = status.models[0]
         there = [source for source in model.sources if source.attached]
-        return len(there) == 1 and len(model.targets) == 2 and model.swap is None and not model.queued
+        return (
+            len(there) == 1
+            and len(model.targets) == len(self.cluster.engines)
+            and model.swap is None
+            and not model.queued
+        )
 
     def _quiet(self, timeout: float, live: int | None) -> None:
         """Wait until everybody is there and serves what the journal says is live."""
         if live is None:
             self.cluster.trainer.tell(version=None, timeout_s=timeout)
-        self._wait(self._is_whole, "a coordinator, two nodes, a trainer and two replicas, and no swap", timeout, 0.1)
+        self._wait(self._is_whole, "a coordinator, two nodes, a trainer, all replicas and no swap", timeout, 0.1)
         if live is not None:
 
             def all_serve() -> bool:
@@ -150,6 +167,19 @@ class Runner:
                 says = [(t.replica, t.state, t.version, t.staged) for t in targets]
                 raise Problem(f"version {live} is live and replicas serve {self.serves}; status: {says}") from None
 
+    def _all_read(self) -> None:
+        """Wait until every replica has read once more: none stands still for a swap that is over."""
+        self._listen()
+        before = dict(self._counted)
+
+        def stuck() -> list[str]:
+            return [name for name in self.cluster.engines if self._counted.get(name) == before.get(name)]
+
+        try:
+            self._wait(lambda: not stuck(), "", SILENCE_S)
+        except Problem:
+            raise Problem(f"{stuck()} read nothing for {SILENCE_S:.0f} s while no swap runs") from None
+
     def _next_swap(self, result: Result) -> None:
         """Publish and swap until that succeeds; all replicas serve it afterwards."""
         self._version += 1
@@ -160,7 +190,7 @@ class Runner:
             result.attempts += 1
             try:
                 with self.cluster.daemons["n0"].connect() as client:
-                    client.swap("faults", version, timeout=SWAP_S)
+                    client.swap(MODEL, version, timeout=SWAP_S)
                 break
             except refitd.RefitdError as exc:
                 if time.monotonic() > until:
@@ -179,7 +209,7 @@ class Runner:
         self._served.clear()
         self._reads.clear()
         self._silent.clear()
-        before = self.cluster.live()
+        before = self.cluster.journalled()
         try:
             fault = _Fault(self.cluster, case)
             swap = None if case.phase == "idle" else self._hold(case, fault)
@@ -190,7 +220,7 @@ class Runner:
             if fault.has_lost_versions and live is not None:
                 self._publish(live, RECOVERY_S)
             self._quiet(RECOVERY_S, live)
-            self._listen()
+            self._all_read()
             self._next_swap(result)
             result.recovery_s = time.monotonic() - over
             self._check(case, result, before)
@@ -218,18 +248,20 @@ class Runner:
             case "planned":
                 fault.hold((self.cluster.pid("n1"),))
             case "staging" if case.fault not in ("slow", "crawl", "stutter"):
-                fault.hold(tuple(self.cluster.workers("n1")))
-            case "paused":
-                self._tell("near", hold=True)
-            case "decided":
-                self._tell("far", hold=True)
+                fault.hold(tuple(self.cluster.daemons["n1"].workers()))
+            case "halting" | "paused" | "decided":
+                self._tell(ENGINES[case.phase], hold=True)
         if case.fault in ("slow", "crawl", "stutter"):
             fault.begin()
         swap = self.cluster.swap(version, SWAP_S)
-        phase = {"planned": "plan", "staging": "stage", "paused": "pause", "decided": "commit"}[case.phase]
-        swap.wait_phase(phase, 10)
-        if case.phase == "paused":
-            self._wait(lambda: version in self._asked, "near is asked", 10)
+        phases = {"planned": "plan", "halting": "pause", "staging": "stage", "paused": "pause", "decided": "commit"}
+        swap.wait_phase(phases[case.phase], 10)
+        if case.phase in ("halting", "paused"):
+            engine = ENGINES[case.phase]
+            self._wait(lambda: (engine, version) in self._asked, f"{engine} is asked", 10)
+        if case.phase == "decided":
+            # that it is about to be decided is told as the same phase
+            self._wait(lambda: (version, "decided") in [row[:2] for row in self.cluster.journalled()], "a decision", 10)
         return swap
 
     def _break(self, case: Case, fault: _Fault, swap: RunningSwap | None) -> float:
@@ -269,9 +301,8 @@ class Runner:
 
     def _let_go(self, case: Case, fault: _Fault) -> None:
         fault.release()
-        for name, phase in (("near", "paused"), ("far", "decided")):
-            if case.phase == phase:
-                self.cluster.engines[name].tell(hold=False)
+        if case.phase in ENGINES:
+            self.cluster.engines[ENGINES[case.phase]].tell(hold=False)
 
     def _ended(self, swap: RunningSwap, result: Result) -> None:
         """Wait until whoever asked has been told, and see what the journal says."""
@@ -287,33 +318,38 @@ class Runner:
             raise Problem(f"hang: whoever asked for the swap was told nothing within {HANG_S:.0f} s") from exc
         result.told += "" if swap.error is None else f": {swap.error}"
 
-    def _check(self, case: Case, result: Result, before: int | None) -> None:
+    def _check(self, case: Case, result: Result, before: list[tuple[int, str, float]]) -> None:
         cluster = self.cluster
         rows = cluster.journalled()
+        was_live = next((version for version, state, _ in before if state != "aborted"), None)
         held = self._version - 1 if case.phase != "idle" else self._version
         states = {state for version, state, _ in rows if version == held}
         # catching up with a version is a swap to it as well: the worst is how the one that was held has ended
-        result.outcome = next((s for s in ("incomplete", "decided", "committed") if s in states), "aborted")
+        result.outcome = next((s for s in ("decided", "incomplete", "committed") if s in states), "aborted")
         if result.outcome not in case.outcomes:
             expected = " or ".join(sorted(case.outcomes))
             result.problems.append(f"the swap was {result.outcome}, expected {expected}; told: {result.told}")
         said = result.told.partition(":")[0]
-        if said in ("committed", "aborted", "incomplete") and said != result.outcome and result.outcome != "decided":
+        if said in ("committed", "aborted", "incomplete") and said != result.outcome:
             result.problems.append(f"the journal says {result.outcome}, whoever asked was told {result.told}")
         # versions are what the journal says
         decided = {version for version, state, _ in rows if state != "aborted"}
         for name, version in sorted(self._served):
-            if version not in decided and version != before:
+            if version not in decided and version != was_live:
                 result.problems.append(f"{name} served version {version}, which was never decided")
         if cluster.live() != self._version:
             result.problems.append(f"the journal says {cluster.live()} is live, after a swap to {self._version}")
         # nobody was disturbed who had nothing to do with it
         if case.victim in ("trainer", "engine", "worker") or case.fault in ("clock", "full", "slow", "stutter"):
-            victim = {"paused": "near"}.get(case.phase, "far") if case.victim == "engine" else ""
-            for name in sorted(self._nothing - {victim}):
+            victim = ENGINES.get(case.phase, "far") if case.victim == "engine" else ""
+            # what is being written in place when a swap aborts holds parts of two versions
+            poisoned = any(state == "aborted" for version, state, at in rows if (version, state, at) not in before)
+            for name in sorted(self._nothing - {victim, "still" if poisoned else ""}):
                 result.problems.append(f"{name} has served nothing for a while")
+            if result.outcome == "aborted" and case.phase in ("staging", "paused") and "still" not in self._nothing:
+                result.problems.append("the swap aborted while still was being written, and still went on serving")
         # nobody hangs
-        stopped = {"paused": "near"}.get(case.phase, "far") if (case.victim, case.fault) == ("engine", "stop") else ""
+        stopped = ENGINES.get(case.phase, "far") if (case.victim, case.fault) == ("engine", "stop") else ""
         try:
             self._wait(lambda: all(self._reads.get(name) for name in cluster.engines), "all replicas read", SILENCE_S)
         except Problem as exc:
@@ -329,7 +365,7 @@ class Runner:
         while (left := leaks.more(self._baseline, cluster.held())) and time.monotonic() < until:
             time.sleep(0.2)
         result.problems += [f"leak: {what}" for what in left]
-        for process in cluster.processes():
+        for process in cluster.processes:
             if not process.is_running:
                 result.problems.append(f"{process.name} has ended")
 
@@ -361,13 +397,15 @@ class _Fault:
         cluster, case, hosts = self._cluster, self._case, self._cluster.hosts
         match case.fault, case.victim:
             case "kill", "worker":
-                _signal(cluster.workers("n1")[0], signal.SIGKILL)
+                _signal(cluster.daemons["n1"].workers()[0], signal.SIGKILL)
             case "kill", _:
                 process = self._process()
                 process.kill()
                 self._undo = lambda: _ignore(process.start())
             case (("stop" | "stutter"), _):
-                pids = cluster.workers("n1") if case.victim == "worker" else [cluster.pid(self._process().name)]
+                pids = (
+                    cluster.daemons["n1"].workers() if case.victim == "worker" else [cluster.pid(self._process().name)]
+                )
                 self._stopped |= set(pids)
                 self._undo = lambda: self._continue(pids)
                 if case.fault == "stop":
@@ -386,7 +424,7 @@ class _Fault:
                     self._undo = lambda: hosts.lose_way(lost, lost=False)
             case (("slow" | "crawl"), _):
                 assert hosts is not None
-                hosts.limit(16 if case.fault == "slow" else 2)
+                hosts.limit(48 if case.fault == "slow" else 2)
                 self._undo = lambda: hosts.limit(10_000)
             case "full", _:
                 pid = cluster.pid("coordinator")
@@ -413,7 +451,7 @@ class _Fault:
             case "trainer":
                 return cluster.trainer
             case "engine":
-                return cluster.engines["near" if self._case.phase == "paused" else "far"]
+                return cluster.engines[ENGINES.get(self._case.phase, "far")]
             case "daemon":
                 return cluster.daemons["n1"]
             case "source-daemon":

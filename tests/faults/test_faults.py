@@ -17,6 +17,7 @@ CHOSEN = (
     "idle/worker/kill",
     "planned/worker/kill",
     "planned/coordinator/kill",
+    "halting/coordinator/kill",
     "staging/trainer/kill",
     "staging/engine/kill",
     "staging/daemon/cut",

@@ -97,6 +97,16 @@ class Harness:
         return [m for m in self.to_coordinator if isinstance(m, kind)]
 
 
+def test_whoever_was_halted_for_a_swap_that_never_began_is_told_to_go_on() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    h.feed(act.CoordinatorSaid(0, cluster.Pause(swap="s", version=1, members=(target,))))
+    h.to_client.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    (resume,) = [message for _, _, message in h.to_client if isinstance(message, local.Resume)]
+    assert (resume.swap, resume.member, resume.is_poisoned) == ("s", target, False)
+
+
 def test_staging_is_done_when_every_worker_is() -> None:
     h = Harness()
     _, target = h.fleet()

@@ -1,0 +1,312 @@
+"""A process of a crew: a trainer that publishes when told, or a replica that checks all it serves, all the time.
+
+    python -m tests.support.crew_member trainer --directory DIRECTORY [--ranks N]
+    python -m tests.support.crew_member engine --directory DIRECTORY [--ranks N] --replica NAME --way WAY
+
+A replica polls, with tensors of its own (polls) or of an arena (arena); or is asked to stand still, and takes a version
+over (asked) or is written to (in-place) meanwhile. All of its ranks are in this process, and commit together.
+Every element of version 7 is 7, so that any read shows what is torn. Events are lines of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import refitd
+from refitd import ParameterMetadata
+
+MODEL = "crew"
+WAYS = ("polls", "arena", "asked", "in-place")
+TENSORS, ROWS, COLUMNS = 6, 256, 512  # of 64-bit integers: 6 MiB in all
+PATIENCE_S = 5.0  # with a daemon that does not answer
+BEAT_S = 0.1
+RETRY_S = 0.1
+READ_AGAIN_S = 0.005
+
+Tensors = dict[str, torch.Tensor]
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Tell the driver; nobody reads when it is gone, and then this process ends."""
+    try:
+        # one call: several threads tell
+        os.write(1, json.dumps({"event": event, "at": time.time(), **fields}).encode() + b"\n")
+    except OSError:
+        os._exit(0)
+
+
+def commands() -> Iterator[dict[str, Any]]:
+    """Yield what the driver says; the process ends with it."""
+    for line in sys.stdin:
+        yield json.loads(line)
+    os._exit(0)
+
+
+def shard(rank: int, ranks: int, dim: int) -> tuple[Tensors, list[ParameterMetadata]]:
+    """Return one rank's tensors, cut along `dim`, and their descriptions."""
+    shape = [ROWS, COLUMNS]
+    shape[dim] //= ranks
+    tensors = {f"layer.{i}": torch.zeros(tuple(shape), dtype=torch.int64) for i in range(TENSORS)}
+    metadata = [
+        ParameterMetadata(
+            name=name,
+            shape=tuple(shape),
+            dtype=torch.int64,
+            element_size=8,
+            is_tp=True,
+            partition_dim=dim,
+            owner_rank=rank,
+            tensor_parallel_group_ranks=list(range(ranks)),
+        )
+        for name in tensors
+    ]
+    return tensors, metadata
+
+
+class Trainer:
+    """Publishes the versions that it is told; registers again when its daemon has gone."""
+
+    def __init__(self, directory: str, ranks: int) -> None:
+        self._directory = directory
+        self._held = [shard(rank, ranks, dim=1) for rank in range(ranks)]
+        self._client: refitd.Client | None = None
+        self._sources: list[Any] = []
+
+    def register(self) -> None:
+        if self._client is not None:
+            return
+        client = refitd.connect(self._directory, name="trainer", timeout=PATIENCE_S)
+        world = {"world_size": len(self._held), "timeout": PATIENCE_S}
+        try:
+            self._sources = [
+                client.register_source(MODEL, tensors, rank=rank, metadata=metadata, **world)
+                for rank, (tensors, metadata) in enumerate(self._held)
+            ]
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+
+    def publish(self, version: int) -> None:
+        self.register()
+        for source, (tensors, _) in zip(self._sources, self._held, strict=True):
+            for tensor in tensors.values():
+                tensor.fill_(version)
+            try:
+                source.publish(version, timeout=PATIENCE_S)
+            except refitd.RefusedError as exc:
+                if "is not newer than" not in str(exc):  # what is held already is published already
+                    raise
+
+    def lose(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def leave(self) -> None:
+        for source in self._sources:
+            source.close()
+        self.lose()
+
+    def run(self) -> None:
+        """Do what the driver says, again and again until it works or `timeout_s` has passed."""
+        for command in commands():
+            until, version = time.monotonic() + command["timeout_s"], command["version"]
+            while True:
+                try:
+                    if version is None:
+                        self.register()
+                    else:
+                        self.publish(version)
+                    emit("published", version=version)
+                    if command.get("last"):
+                        self.leave()
+                        emit("closed")
+                    break
+                except refitd.RefitdError as exc:
+                    if time.monotonic() > until:
+                        emit("unpublished", version=version, reason=f"{type(exc).__name__}: {exc}")
+                        break
+                    self.lose()
+                    time.sleep(RETRY_S)
+
+
+class Engine:
+    """One replica. `may_commit` and `anew` are its driver's hand on it."""
+
+    def __init__(self, directory: str, ranks: int, replica: str, way: str) -> None:
+        self._directory, self._ranks, self._replica, self._way = directory, ranks, replica, way
+        self._client: refitd.Client | None = None
+        self._targets: list[Any] = []
+        self._shards: list[Tensors] = []
+        self._reading = threading.Lock()
+        self._still: set[int] = set()  # ranks that stand still: nothing is read unless all of them move
+        self._said: int | None = -1
+        self.reads = self.nothing = self.torn = 0
+        self.may_commit = threading.Event()
+        self.may_commit.set()
+        self.anew = self.ends = False
+
+    @property
+    def _polls(self) -> bool:
+        return self._way in ("polls", "arena")
+
+    def _register(self) -> None:
+        client = refitd.connect(self._directory, name=self._replica, timeout=PATIENCE_S)
+        self._shards, self._targets, self._still = [], [], set()
+        try:
+            for rank in range(self._ranks):
+                self._targets.append(self._register_rank(client, rank, self._still))
+        except BaseException:
+            client.close()
+            raise
+        self._client = client
+
+    def _register_rank(self, client: refitd.Client, rank: int, still: set[int]) -> Any:
+        tensors, metadata = shard(rank, self._ranks, dim=0)
+        if self._way in ("arena", "in-place"):
+            wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+            tensors = client.allocate(wanted, timeout=PATIENCE_S)
+        options: dict[str, Any] = {"mode": "in-place"} if self._way == "in-place" else {}
+        if not self._polls:
+            options["on_pause"] = lambda version: self._pause(still, rank, version)
+            options["on_resume"] = lambda version: self._go_on(still, rank, version)
+        self._shards.append(tensors)
+        return client.register_target(
+            MODEL,
+            tensors,
+            replica=self._replica,
+            rank=rank,
+            world_size=self._ranks,
+            metadata=metadata,
+            timeout=PATIENCE_S,
+            **options,
+        )
+
+    # `still` belongs to one registration: a late word about an earlier one changes nothing
+
+    def _pause(self, still: set[int], rank: int, version: int) -> None:
+        emit("asked", version=version)
+        self.may_commit.wait()
+        with self._reading:
+            still.add(rank)
+
+    def _go_on(self, still: set[int], rank: int, version: int | None) -> None:
+        with self._reading:
+            still.discard(rank)
+            if version is None and still is self._still:
+                self._say(None)  # however short that is
+
+    def step(self) -> None:
+        """Reach a commit point, then read everything."""
+        if self.anew:
+            self.anew = False
+            self.lose()
+        if self._client is None:
+            self._register()
+        if self._polls and self.may_commit.is_set():
+            pending = [-1 if target.pending is None else target.pending for target in self._targets]
+            agreed = min(pending) if min(pending) == max(pending) else -1
+            for target in self._targets:
+                target.poll(lambda _: agreed)
+        for target in self._targets:
+            # what is poisoned is healed by the next swap, and has nothing to do for that
+            if target.error is not None and not (self._way == "in-place" and target.error.code == "commit"):
+                # another error: the target's own, once raised, would keep this frame, and that the target's tensors
+                raise refitd.TransportError(f"{type(target.error).__name__}: {target.error}")
+        with self._reading:
+            if not self._still:
+                self._read()
+
+    def _read(self) -> None:
+        versions = {target.version for target in self._targets}
+        # where one rank could not follow, the replica serves nothing until all of them can
+        version = versions.pop() if len(versions) == 1 else None
+        self._say(version)
+        if version is None:
+            self.nothing += 1
+            return
+        for rank, tensors in enumerate(self._shards):
+            for name, tensor in tensors.items():
+                low, high = torch.aminmax(tensor)
+                if not int(low) == int(high) == version:
+                    self.torn += 1
+                    emit("torn", rank=rank, tensor=name, low=int(low), high=int(high), version=version)
+        self.reads += 1
+
+    def _say(self, version: int | None) -> None:
+        if version != self._said:
+            self._said = version
+            emit("serves", version=version)
+
+    def lose(self) -> None:
+        """Let go of everything; the next step registers again."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        with self._reading:
+            self._still = set()
+            self._say(None)
+
+    def _obey(self) -> None:
+        for command in commands():
+            match command:
+                case {"hold": True}:
+                    self.may_commit.clear()
+                case {"hold": False}:
+                    self.may_commit.set()
+                case {"anew": True}:
+                    self.anew = True
+                case {"last": True}:
+                    self.ends = True
+            emit("obeys", **command)
+
+    def run(self) -> None:
+        """Poll and read until the driver ends it."""
+        threading.Thread(target=self._obey, daemon=True).start()
+        told = 0.0
+        while not self.ends:
+            try:
+                self.step()
+                time.sleep(READ_AGAIN_S)
+            except refitd.RefitdError as exc:
+                emit("lost", reason=f"{type(exc).__name__}: {exc}"[:300])
+                self.lose()
+                time.sleep(RETRY_S)
+            if time.monotonic() - told > BEAT_S:
+                told = time.monotonic()
+                self._beat()
+        self._beat()
+        self.lose()
+        emit("closed")
+
+    def _beat(self) -> None:
+        emit("reads", reads=self.reads, nothing=self.nothing, torn=self.torn)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=("trainer", "engine"))
+    parser.add_argument("--directory", required=True)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--replica", default="default")
+    parser.add_argument("--way", choices=WAYS, default="polls")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.role == "trainer":
+        Trainer(options.directory, options.ranks).run()
+    else:
+        Engine(options.directory, options.ranks, options.replica, options.way).run()
+
+
+if __name__ == "__main__":
+    main()
