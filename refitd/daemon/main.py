@@ -58,6 +58,8 @@ class DaemonShell:
         self._started = time.monotonic()
         self._host = socket.gethostname()
         self._config = config
+        # before anything is bound: what cannot be must leave nothing behind
+        services, address = _services(config.transport.service), reachable_address(config)
         self._poller = zmq.Poller()
         directory = config.runtime_dir
         endpoint = f"ipc://{directory / 'refitd.sock'}"
@@ -84,8 +86,8 @@ class DaemonShell:
             os.getpid(),
             config.node.workers,
             config.node.max_arena_bytes,
-            reachable_address(config),
-            _services(config.transport.service),
+            address,
+            services,
             config.node.keep_targets_s,
         )
 

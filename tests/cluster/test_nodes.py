@@ -231,8 +231,9 @@ def test_a_worker_that_does_not_come_to_the_epoch_is_named_and_the_next_swap_wor
 def test_a_service_that_cannot_run_is_refused_at_start(
     start_daemon: Callable[..., RunningDaemon], service: str, said: str
 ) -> None:
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=said) as failure:
         start_daemon(f'[transport]\nservice = "{service}"\n')
+    assert "it has left" not in str(failure.value)
 
 
 def test_a_worker_that_dies_between_swaps_is_replaced_in_the_next_epoch(two: TwoNodes) -> None:

@@ -73,7 +73,10 @@ class RunningDaemon:
         os.close(ready_r)
         if word != b"ready\n":
             self.process.wait(START_S)
-            raise AssertionError(f"the daemon did not start:\n{self.log()}")
+            left = [path.name for path in self.directory.iterdir() if not path.name.startswith("journal")]
+            said = self.log() + (f"\nit has left {left}" if left else "")
+            self.clean()
+            raise AssertionError(f"the daemon did not start:\n{said}")
 
     def connect(self, name: str = "test") -> Client:
         return refitd.connect(self.directory, name=name)
