@@ -84,7 +84,7 @@ class Client:
                 copies them once (False), or what is worthwhile by a measurement at the first lend (None).
             mxfp8: tensors that are also, or only, offered in MXFP8: half the bytes for targets that take them so. They
                 are converted when a version is published, and never lent.
-            device: where the slots lie: "cuda:N", "cpu", or (None) where the tensors do; in main memory with `mxfp8`.
+            device: where the slots lie: "cuda:N", "cpu", or (None) where the tensors do.
             timeout: seconds for allocating the slots and being admitted.
 
         Raises:
@@ -105,7 +105,7 @@ class Client:
             shard=shard_of(tensors.wire),
             slots=check_slots(slots),
             live=live,
-            device=_gpu_name("cpu" if tensors.is_converted and device is None else device, tensors),
+            device=_gpu_name(device, tensors),
         )
         registered = self._connection.request(message, local.SourceRegistered, timeout)
         with self._given_back(registered.member):

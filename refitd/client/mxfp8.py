@@ -217,10 +217,10 @@ class SourceTensors(TensorSet):
             write_tensor(self.tensors[index], arena, next(offsets))
         for index in self._converted:
             tensor = self.tensors[index]
-            assert isinstance(arena, MappedArena), "slots are in main memory where anything is converted"
-            data = arena.bytes[(at := next(offsets)) : at + tensor.numel()]
-            rows = arena.bytes[(at := next(offsets)) : at + tensor.numel() // BLOCK]
-            self._quantize(tensor, torch.from_numpy(data), torch.from_numpy(rows))
+            slot = torch.from_numpy(arena.bytes) if isinstance(arena, MappedArena) else arena.tensor
+            data = slot[(at := next(offsets)) : at + tensor.numel()]
+            rows = slot[(at := next(offsets)) : at + tensor.numel() // BLOCK]
+            self._quantize(tensor, data, rows)
 
     @torch.no_grad()
     def _quantize(self, tensor: torch.Tensor, data: torch.Tensor, rows: torch.Tensor) -> None:
@@ -230,7 +230,7 @@ class SourceTensors(TensorSet):
             return
         shape = tensor.shape
         data, rows = data.view(shape), rows.view(*shape[:-1], shape[-1] // BLOCK)
-        if tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and tensor.is_contiguous():
+        if tensor.device == data.device and tensor.dtype == torch.bfloat16 and tensor.is_contiguous():
             quantize(tensor, data, rows, self.offer.rounding, self._scratch)
             return
         if tensor.ndim == 1:
@@ -239,7 +239,7 @@ class SourceTensors(TensorSet):
         for start in range(0, tensor.shape[0], step):
             part = tensor[start : start + step].to(torch.bfloat16).contiguous()
             here, there = data[start : start + step], rows[start : start + step]
-            if part.device.type == "cpu":
+            if part.device == here.device:
                 quantize(part, here, there, self.offer.rounding, self._scratch)
                 continue
             made = (

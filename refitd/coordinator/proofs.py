@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from refitd.coordinator.fleet import Member, Model
+from refitd.coordinator.models import Waiter
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import CheckMembers, MemberChecked, MembersChecked
 from refitd.protocol.reports import MemberProof, VerifyReport
@@ -17,8 +18,6 @@ MAX_MIXED = 100
 
 # Nodes answer at their own deadline, which names who is late, before the coordinator gives them up.
 NODE_SHARE = 0.9
-
-Waiter = tuple[bytes, int]
 
 
 @dataclass(slots=True)

@@ -614,6 +614,8 @@ def test_mxfp8_is_made_where_the_tensors_are(
 ) -> None:
     shape = (192, 320)
     full = {"w": torch.randn(shape).bfloat16(), "norm": torch.randn(7).bfloat16()}
+    if on_send:  # its slots, with data and scales in them, are there then, too
+        full = {name: put_on_gpu(tensor, 0) for name, tensor in full.items()}
     with daemon.connect() as client:
         source = client.register_source("policy", full, mxfp8=refitd.MXFP8Offer(("w",)) if on_send else None)
         targets, held = [], []
@@ -630,7 +632,7 @@ def test_mxfp8_is_made_where_the_tensors_are(
             ways = {"device": device, "convert_on_send": on_send}
             targets.append(client.register_target("policy", live, replica=f"r{device}", **ways))
         # the staging arena of the first one, and what was allocated
-        assert device_bytes(daemon) == {gpus.name(0): 1 + 2 * (live_on == "arena")}
+        assert device_bytes(daemon) == {gpus.name(0): 1 + 2 * (live_on == "arena") + 2 * on_send}
         for version in (1, 2):
             full["w"].mul_(3)
             source.publish(version)
