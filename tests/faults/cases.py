@@ -73,6 +73,8 @@ def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
             return COMMITTED  # its version lies in a slot of the daemon's: nobody needs it
         case _, "engine", "kill":
             return ABORTED
+        case "planned", "worker", "kill":
+            return ABORTED | COMMITTED  # its successor may be there before the plan asks anything of it
         case (("planned" | "halting" | "staging"), "worker", ("kill" | "stop")):
             return ABORTED
         case "paused", "daemon", "kill":
