@@ -390,9 +390,10 @@ class Swaps:
         if plan is not None and (plan is not state.plan or broken):
             self._drop(plan)  # an epoch does not outlive a swap that failed
         outcome, written = report.outcome, msgspec.json.encode(report)
-        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written))
         for waiter in running.waiters:
             self._send(*waiter, report)
+        # whoever waits need not wait for the disk: the decision is on it
+        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written))
         self.next(state, now)
 
     def _remember(self, record: Record) -> None:

@@ -84,6 +84,7 @@ class _Work:
     left: list[range]  # batches that no worker has
     is_urgent: bool
     home: int | None = None  # the worker of the GPU that they lie on
+    is_due: bool = False  # a tick has passed since it came up
     results: dict[int, bytes | tuple[int, int, int]] = field(default_factory=dict)  # by span
     attempts: int = 1
 
@@ -197,7 +198,9 @@ class Proofs:
                 self._begin(member, [asked])
 
     def tick(self, now: float) -> None:
-        """Answer what has waited long enough, naming whom it waits for."""
+        """Answer what has waited long enough, naming whom it waits for; let work begin that nobody waits for."""
+        for work in self._work:
+            work.is_due = True
         for asked in [a for a in self._asked if now >= a.deadline]:
             self._expire(asked)
 
@@ -418,7 +421,7 @@ class Proofs:
             mine = [w for w in self._work if w.left and w.home in (None, worker)]
             due = [w for w in mine if w.is_urgent]
             if not due and not self._is_swapping() and all(run.work.is_urgent for run in self._runs.values()):
-                due = mine
+                due = [w for w in mine if w.is_due]
             if due:
                 self._send(due[0], worker)
 

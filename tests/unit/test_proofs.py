@@ -52,6 +52,8 @@ def test_digests_are_taken_by_one_worker_at_a_time_and_not_while_a_swap_runs() -
     node.proofs.committed(node.member)
     assert sent(node) == []
     node.is_swapping = False
+    assert sent(node) == []  # the next swap may be about to begin
+    node.proofs.tick(0.0)
     ((worker, message),) = sent(node)
     assert worker == 0 and isinstance(message, sidecar.TakeDigests)
     assert sum(span.count for span in message.spans) <= 64 * KIB
@@ -75,6 +77,7 @@ def test_what_is_asked_for_is_done_by_all_workers_and_while_a_swap_runs() -> Non
 def test_a_staging_that_begins_throws_unfinished_digests_away() -> None:
     node = large()
     node.proofs.committed(node.member)
+    node.proofs.tick(0.0)
     ((_, message),) = sent(node)
     node.member.holds = None  # what LocalSwaps.stage does
     assert isinstance(message, sidecar.TakeDigests)
