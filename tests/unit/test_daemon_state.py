@@ -552,6 +552,8 @@ def test_a_swap_that_is_not_verified_compares_nothing_and_leaves_no_digests() ->
         assert h.daemon.members[target].holds is None  # nothing is decided to be what it holds before it is committed
         h.to_worker.clear()
         h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
+        assert not h.to_worker  # another swap may be about to begin
+        h.feed(act.Tick())
         taken = [m for _, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
         assert bool(taken) is verify
 
@@ -563,6 +565,7 @@ def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they
     h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
     h.to_worker.clear()
     h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
+    h.feed(act.Tick())
     ((worker, message),) = [(w, m) for w, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
     h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s")))
     assert h.publish(source, 2) == local.Done()
