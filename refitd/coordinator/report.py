@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from refitd.commit.journal import Record
 from refitd.commit.machine import Phase, Swap
 from refitd.coordinator.fleet import Member
 from refitd.protocol.base import clipped
@@ -39,7 +40,7 @@ def swap_report(
     now: float,
     is_verified: bool = True,
 ) -> SwapReport:
-    """Return how a finished swap ended; `is_verified`: what was staged was compared with its source."""
+    """Return how a swap ended, or stands; `is_verified`: what was staged was compared with its source."""
     outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
     at = swap.entered
 
@@ -80,18 +81,18 @@ def swap_report(
     )
 
 
-def decided_report(
-    swap: Swap,
-    members: Mapping[str, Member],
-    sources: tuple[SourceReport, ...],
-    kind: str,
-    now: float,
-    is_verified: bool = True,
-) -> SwapReport:
+def decided_report(report: SwapReport) -> SwapReport:
     """Return what is known of a swap when it is decided: nobody has taken its version over yet."""
-    report = swap_report(swap, members, sources, kind, now, is_verified)
     staged = tuple(msgspec.structs.replace(member, state="staged") for member in report.members)
     return msgspec.structs.replace(report, outcome="decided", phase="", members=staged)
+
+
+def written_report(record: Record) -> SwapReport | None:
+    """Return the report in the journal; None where there is none, or one that another version of refitd has written."""
+    try:
+        return msgspec.json.decode(record.report, type=SwapReport) if record.report else None
+    except msgspec.DecodeError:  # what was decided is told by the record itself; a coordinator must start all the same
+        return None
 
 
 _PHASES_BY_VALUE = {phase.value: name for phase, name in _PHASES.items()}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
-import msgspec
-
 from refitd.commit import machine
 from refitd.commit.journal import Record
 from refitd.config import Config, ModelConfig
@@ -16,7 +14,7 @@ from refitd.coordinator.fleet import Member, Model, Node
 from refitd.coordinator.held import wanted_parts
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.proofs import Checks
-from refitd.coordinator.report import swap_progress
+from refitd.coordinator.report import swap_progress, written_report
 from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.unfinished import Unfinished
 from refitd.dtypes import ELEMENT_SIZES
@@ -30,7 +28,6 @@ from refitd.protocol.reports import (
     LinkStatus,
     ModelStatus,
     StatusReport,
-    SwapReport,
     VerifyReport,
 )
 from refitd.protocol.shards import Shard
@@ -248,8 +245,7 @@ class Coordinator:
             versions = [r.version for r in past if r.is_decided]
             live = versions[0] if versions else None
             state = ModelState(Model(added.model, auto), live, max(versions, default=-1))
-            written = next((r.report for r in past if r.report), b"")
-            state.last = msgspec.json.decode(written, type=SwapReport) if written else None
+            state.last = next((report for r in past if (report := written_report(r)) is not None), None)
         shard = self._shards.get(added.digest)
         if shard is None:
             raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
@@ -412,7 +408,7 @@ class Coordinator:
                     state=r.state,
                     at=r.at,
                     reason=r.reason,
-                    report=msgspec.json.decode(r.report, type=SwapReport) if r.report else None,
+                    report=written_report(r),
                 )
                 for r in self._recent(model, min(limit, MAX_HISTORY))
             )

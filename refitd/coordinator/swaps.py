@@ -15,7 +15,7 @@ from refitd.coordinator.actions import Decide, Instruction, Log, MakePlan, Plann
 from refitd.coordinator.fleet import Member, Model, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Recent, Running, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
-from refitd.coordinator.report import decided_report, swap_progress, swap_report
+from refitd.coordinator.report import decided_report, swap_progress, swap_report, written_report
 from refitd.coordinator.rosters import ShardReader
 from refitd.coordinator.schedule import Due, asked_for, gives_way, lagging, left_behind, must_wait, newer, try_again
 from refitd.coordinator.unfinished import Unfinished
@@ -364,8 +364,7 @@ class Swaps:
     def _decide(self, state: ModelState, running: Running, now: float) -> None:
         """Have the decision written, with who is to take the version over: another coordinator may have to know."""
         s = running.swap
-        verified = self._model_config(state).verify
-        report = decided_report(s, running.members, running.sources, running.kind, now, verified)
+        report = decided_report(self._report(state, running, now))
         plan = running.plan.id if running.plan else ""
         at, written = self._wall_clock(), msgspec.json.encode(report)
         self._out(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", at, written)))
@@ -383,8 +382,7 @@ class Swaps:
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
         left_behind(state, running, now)
         s, plan = running.swap, running.plan
-        verified = self._model_config(state).verify
-        report = swap_report(s, running.members, running.sources, running.kind, now, verified)
+        report = self._report(state, running, now)
         state.running, state.last = None, report
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
@@ -396,6 +394,10 @@ class Swaps:
         self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written))
         self.next(state, now)
 
+    def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
+        verified = self._model_config(state).verify
+        return swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
+
     def _remember(self, record: Record) -> None:
         """Have it written how a swap ended, now."""
         self._out(Remember(replace(record, at=self._wall_clock())))
@@ -405,9 +407,9 @@ class Swaps:
         for record in records:
             state = self._models.get(record.model)
             if state is not None and state.last is not None and state.last.swap == record.swap:
-                state.last = msgspec.json.decode(record.report, type=SwapReport)
-            s = record
-            self._log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.state, reason=s.reason)
+                state.last = written_report(record)
+            r = record
+            self._log("swap", swap=r.swap, model=r.model, version=r.version, phase=r.state, reason=r.reason)
             self._remember(record)
 
     def abort(self, state: ModelState, reason: str, now: float) -> None:

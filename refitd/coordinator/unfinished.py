@@ -9,6 +9,7 @@ import msgspec
 
 from refitd.commit.journal import Record
 from refitd.coordinator.fleet import Member
+from refitd.coordinator.report import written_report
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SwapReport
 
@@ -41,8 +42,7 @@ class Unfinished:
             if not record.is_decided or record.model in seen:
                 continue
             seen.add(record.model)  # what was decided earlier has been replaced by this
-            if record.state == "decided" and record.report:
-                report = msgspec.json.decode(record.report, type=SwapReport)
+            if record.state == "decided" and (report := written_report(record)) is not None:
                 self._swaps[record.model] = _Swap(record, report, deadline)
 
     def registered(self, member: Member) -> Iterator[Record]:

@@ -648,6 +648,14 @@ def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> 
     assert isinstance(status, StatusReport) and status.models[0].last_swap == entry.report
 
 
+def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_from_starting() -> None:
+    journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
+    h = Harness(NO_CATCH_UP, journal)
+    h.join()
+    assert h.add("a", staged="s1") == [cluster.Commit(swap="s1", version=7), local.Done()]
+    assert (last(h).state, last(h).report) == ("decided", None)
+
+
 def test_who_does_not_come_back_after_a_decision_is_named() -> None:
     h, _ = decided_and_died()
     h.add("a", version=1)
