@@ -1,7 +1,7 @@
 FROM python:3.11-slim
 
 WORKDIR /src/refitd
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY refitd refitd
 COPY cli cli
 RUN pip install --no-cache-dir -c constraints.txt .

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.machine import NotComparable
+
 # name -> module; imported when it runs, since some need torch, a GPU, or packages of an extra
 BENCHMARKS = {
     "mxfp8": "benchmarks.mxfp8",
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             module = importlib.import_module((BENCHMARKS | LONG)[name])
             results[name] = _run(partial(module.run, **extra), options.json, options.quick)
+        except NotComparable as error:
+            parser.error(str(error))
         except Exception as error:  # one that fails must not hide what the others found
             if options.name:
                 raise

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,28 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
     }
+
+
+class NotComparable(ValueError):
+    """What was asked for cannot join the figures that a results file keeps; nothing has been measured or written."""
+
+
+def check_same(kept: Mapping[str, Any], name: str) -> None:
+    """Refuse to add figures of this machine to a results file of another one.
+
+    Args:
+        kept: what `describe` returned when the file `name` was written.
+        name: the results file.
+
+    Raises:
+        NotComparable: processor, cores, memory, kernel or a version differs.
+    """
+    here = describe()
+    if differences := [f"{key}: {kept.get(key)} there, {here[key]} here" for key in here if kept.get(key) != here[key]]:
+        raise NotComparable(
+            f"{name} holds figures of another machine ({'; '.join(differences)}); "
+            "run without --only to replace them all"
+        )
 
 
 def calibrate() -> float:

@@ -17,7 +17,7 @@ import msgspec
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import expert_range
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.manifest import (
+from refitd.offline import (
     Layout,
     Model,
     Position,

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import machine, models
 from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.describe.roster import Roster
-from refitd.manifest import world_size
+from refitd.offline import world_size
 from refitd.protocol.cluster import AddShard, DescribeShard
 from refitd.protocol.codec import digest_of, encode, pack, unpack
 from refitd.protocol.local import RegisterSource

@@ -29,7 +29,13 @@ from tests.support.processes import Process
 
 RESULTS = Path(__file__).parent / "results"
 NODES = ("n0", "n1", "n2")
-REPLICAS = {"a": ("n0", "polls"), "b": ("n1", "asked"), "c": ("n2", "arena")}
+REPLICAS = {
+    "a": ("n0", "polls"),
+    "b": ("n1", "asked"),
+    "c": ("n2", "arena"),
+    "d": ("n1", "callback"),
+    "e": ("n2", "leaves"),
+}
 RANKS = 2  # of the trainer and of every replica
 DEADLINES = {"plan_s": 20.0, "stage_s": 8.0, "commit_s": 5.0, "pause_s": 5.0}
 SWAP_S = 25.0
@@ -43,8 +49,11 @@ PUBLISH_S = 30.0
 class Chaos:
     """Breaks one thing at a time, at random moments, and mends what does not mend itself."""
 
-    def __init__(self, cluster: Crew, seed: int) -> None:
+    def __init__(self, cluster: Crew, seed: int, keep_journal: Callable[[], None]) -> None:
+        """`keep_journal` notes what the journal says before it is taken away."""
         self._cluster = cluster
+        self._keep_journal = keep_journal
+        self._copy: dict[str, bytes] = {}  # an earlier journal's files
         self._random = random.Random(seed)
         self._stop = threading.Event()
         self.faults: Counter[str] = Counter()
@@ -98,16 +107,39 @@ class Chaos:
             pid = rng.choice(workers)
             found.append(("worker, kill -9", lambda: _signal(pid, signal.SIGKILL)))
             found.append(("worker, stopped for a while", lambda: self._pause(pid)))
+        found.append(("engine, killed and back at once", lambda: self._kill(engine, back_in_s=0.0)))
+        found.append(("journal lost", self._lose_journal))
+        found.append(("journal exchanged for an earlier one", self._exchange_journal))
         return found
 
-    def _kill(self, process: Process) -> None:
+    def _lose_journal(self) -> None:
+        self._without_coordinator({})
+
+    def _exchange_journal(self) -> None:
+        copy, self._copy = self._copy, {}
+        self._without_coordinator(copy)
+
+    def _without_coordinator(self, files: dict[str, bytes]) -> None:
+        """Kill the coordinator, put these files in the place of its journal's, start it again."""
+        coordinator, journal = self._cluster.coordinator, self._cluster.journal
+        coordinator.kill()
+        self._keep_journal()
+        present = sorted(journal.parent.glob(f"{journal.name}*"))
+        self._copy = self._copy or {path.name: path.read_bytes() for path in present if not path.name.endswith("-shm")}
+        for path in present:
+            path.unlink()
+        for name, data in files.items():
+            (journal.parent / name).write_bytes(data)
+        coordinator.start()
+
+    def _kill(self, process: Process, back_in_s: float | None = None) -> None:
         process.kill()
-        self._stop.wait(self._random.uniform(0.0, 1.5))
+        self._stop.wait(self._random.uniform(0.0, 1.5) if back_in_s is None else back_in_s)
         process.start()
 
     def _pause(self, pid: int) -> None:
         # at times longer than others wait for a word from it
-        seconds = self._random.choice((0.2, 1.0, 3.0, 12.0))
+        seconds = self._random.choice((0.2, 1.0, 3.0, 12.0, 20.0))
         if _signal(pid, signal.SIGSTOP):
             try:
                 self._stop.wait(seconds)
@@ -129,6 +161,9 @@ class Soak:
         self._served: set[tuple[str, int]] = set()
         self._published = -1
         self._closed: set[str] = set()
+        self._live = (0.0, -1)  # when the newest version was known to be committed everywhere, and which that is
+        self._decided: set[int] = set()  # versions, by journals that are gone
+        self._stale: set[tuple[str, int]] = set()
 
     def listen(self) -> None:
         """Take in what members have said."""
@@ -142,6 +177,7 @@ class Soak:
                 case "torn":
                     self.problems.append(f"torn: {name} {event}")
                 case "reads":
+                    self._look_for_old(name, event)
                     now = (event["reads"], event["nothing"], event["torn"])
                     before = self._reads.get(name, (0, 0, 0))
                     if now[0] + now[1] < before[0] + before[1]:
@@ -152,6 +188,16 @@ class Soak:
                     self._published = event["version"]
                 case "closed":
                     self._closed.add(name)
+
+    def _look_for_old(self, name: str, event: dict[str, Any]) -> None:
+        """Once a swap has ended as committed, nobody serves an older version, whether it took part or not."""
+        since, live = self._live
+        oldest = event["oldest"]
+        if oldest is not None and oldest < live and event["looked"] > since and (name, oldest) not in self._stale:
+            self._stale.add((name, oldest))
+            self.counts["old versions served"] += 1
+            self.problems.append(f"{name} served {oldest} {event['looked'] - since:.2f} s after {live} was committed")
+            _note(f"  {self.problems[-1]} ({time.strftime('%H:%M:%S')}, {event})")
 
     def round(self, version: int) -> bool:
         """Publish a version and swap to it; return whether it is live everywhere."""
@@ -169,9 +215,9 @@ class Soak:
             with self._cluster.daemons["n1"].connect("soak") as client:
                 report = client.swap(MODEL, version, timeout=SWAP_S, queue=True)
             outcome = report.outcome
-        except refitd.RefitFailed as exc:
-            report = getattr(exc, "report", None)
-            outcome = report.outcome if report is not None else "failed"
+            self._live = (time.time(), version)
+        except refitd.SwapFailed as exc:
+            outcome = exc.report.outcome
         except refitd.RefusedError:
             outcome = "refused"
         except refitd.RefitdError as exc:
@@ -205,11 +251,22 @@ class Soak:
             self.listen()
             time.sleep(0.05)
 
+    def keep_journal(self) -> None:
+        """Note what was decided by a journal that is about to be lost."""
+        self._decided |= {version for version, state in self._rows() if state != "aborted"}
+
+    def _rows(self) -> list[tuple[int, str]]:
+        try:
+            with sqlite3.connect(self._cluster.journal) as journal:
+                rows: list[tuple[int, str]] = journal.execute("SELECT version, state FROM swaps").fetchall()
+        except sqlite3.Error:  # it was lost a moment ago, and its coordinator killed before it made another
+            rows = []
+        return rows
+
     def check_journal(self) -> None:
         """What was served must have been decided."""
-        with sqlite3.connect(f"file:{self._cluster.journal}?mode=ro", uri=True) as journal:
-            rows = journal.execute("SELECT version, state FROM swaps").fetchall()
-        decided = {version for version, state in rows if state != "aborted"}
+        rows = self._rows()
+        decided = self._decided | {version for version, state in rows if state != "aborted"}
         self.counts["swaps in the journal"] = len(rows)
         for name, version in sorted(self._served):
             if version not in decided:
@@ -278,7 +335,7 @@ def _break(cluster: Crew, soak: Soak, until: float, seed: int) -> Chaos:
     """Swap and break until the time is over, then mend everything and have all replicas serve one version."""
     version, live, told = 0, -1, time.monotonic()
     broken_at = 0.0
-    with Chaos(cluster, seed) as chaos:
+    with Chaos(cluster, seed, soak.keep_journal) as chaos:
         while time.monotonic() < until:
             if chaos.failure is not None:
                 raise RuntimeError("the soak itself has failed") from chaos.failure
@@ -344,20 +401,22 @@ def _markdown(found: dict[str, Any]) -> str:
         "# The long run: random faults during continuous swaps",
         "",
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
-        "three daemons, a trainer of two ranks and three replicas of two ranks (private tensors; arenas; asked to",
-        "pause), all on one machine, bytes between nodes over gloo. Every element of version v is v: engines read",
+        "three daemons, a trainer of two ranks and five replicas of two ranks (private tensors; arenas; asked to",
+        "pause; with a callback that tries old commits again; one that leaves right after a commit and comes back),",
+        "all on one machine, bytes between nodes over gloo. Every element of version v is v: engines read",
         f"everything all the time. {found['minutes']:.1f} minutes, seed {found['seed']}. Written by",
         "`scripts/bench soak --minutes N`.",
         "",
         "| what | count |",
         "| --- | --- |",
-        *(f"| swaps, {name} | {count} |" for name, count in sorted(found["swaps"].items())),
+        *(f"| swaps, {name} | {count} |" for name, count in sorted(found["swaps"].items()) if "old" not in name),
         *(f"| {name} | {count} |" for name, count in sorted(found["faults"].items())),
         f"| faults in all | {sum(found['faults'].values())} |",
         f"| recoveries | {found['recoveries']} |",
         f"| whole reads of a replica | {found['reads']['reads']} |",
         f"| looks at a replica that served nothing | {found['reads']['served nothing']} |",
-        f"| torn reads | {found['reads']['torn']} |",
+        f"| torn reads, and old commits that were applied | {found['reads']['torn']} |",
+        f"| old versions served after a newer one was committed | {found['swaps'].get('old versions served', 0)} |",
         f"| other problems (hangs, undecided versions, no recovery) | {len(found['problems'])} |",
         f"| leaks | {len(found['leaks'])} |",
         "",

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import machine, swap_report, swap_small
 from benchmarks.swap_crew import CHECKPOINT, PEERS, REFITD, Case, Crew, Watermark
-from benchmarks.swap_model import Layout, experts, llama_like
+from benchmarks.swap_model import Layout, Tensor, experts, llama_like
 from benchmarks.swap_processes import BLOCK_BYTES, Memcpy, available_bytes, daemons
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,6 +34,8 @@ def cases(quick: bool = False) -> list[list[Case]]:
     count = 200 if quick else 1000
     many, few = (tuple(experts(count, 256, 1024, stacked)) for stacked in (1, count // 10))
     everything = (REFITD, *PEERS, CHECKPOINT)
+    names = 2_000 if quick else 100_000
+    tiny = tuple(Tensor(f"layers.{i // 100}.block.{i % 100}.weight", (32,), None, i // 100) for i in range(names))
     cheap = (REFITD, PEERS[0])
     rounds = 2 if quick else 9
     return [
@@ -49,6 +51,7 @@ def cases(quick: bool = False) -> list[list[Case]]:
             Case("Experts, many small tensors, TP2 -> TP4", many, TP2, TP4, cheap, rounds),
             Case("Experts, few large tensors, TP2 -> TP4", few, TP2, TP4, cheap, rounds),
         ],
+        [Case(f"{names:,} tiny tensors, TP1 -> TP1", tiny, Layout("tp", 1), Layout("tp", 1), (REFITD,), rounds)],
         [Case(BETWEEN_NODES, model, TP2, TP2, (REFITD, PEERS[0]), rounds, nodes=2)],
         [Case("TP2 -> TP4, large", large, TP2, TP4, cheap, 2 if quick else 4)],
     ]
@@ -58,14 +61,21 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
     """Measure what `only` matches and return the figures.
 
     They are kept in benchmarks/results unless it was quick; figures of cases that are left out stay as they are there.
+
+    Raises:
+        NotComparable: no case matches `only`, or the figures that would stay are another machine's.
     """
-    kept = {} if quick or only == "*" else json.loads((RESULTS / "swap.json").read_text())
+    groups = cases(quick)
+    names = [*(case.name for group in groups for case in group), SMALL]
+    if not fnmatch.filter(names, only):
+        raise machine.NotComparable(f"no case matches {only!r}; there are: {'; '.join(names)}")
+    kept = {} if quick or only == "*" else _kept()
     cases_kept = {case["name"]: case for case in kept.get("cases", [])}
     ratios_kept = {ratio["name"]: ratio for ratio in kept.get("ratios", [])}
     results: dict[str, Any] = {"unit": "one memcpy of the same bytes, one thread, same round", "cases": []}
     ratios: dict[str, dict[str, Any]] = {}
-    for group in cases(quick):
-        if not fnmatch.fnmatch(group[0].name, only):
+    for group in groups:
+        if not fnmatch.filter([case.name for case in group], only):  # cases of one group are measured together
             results["cases"] += [cases_kept[case.name] for case in group if case.name in cases_kept]
             continue
         measured = _measure(group)
@@ -92,6 +102,16 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
     if not json_output:
         swap_report.show(results)
     return results
+
+
+def _kept() -> dict[str, Any]:
+    """Return the figures of earlier runs on this machine."""
+    path = RESULTS / "swap.json"
+    if not path.exists():
+        return {}
+    kept: dict[str, Any] = json.loads(path.read_text())
+    machine.check_same(kept["machine"], path.name)
+    return kept
 
 
 def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
@@ -129,8 +149,10 @@ def _rounds(crews: Sequence[Crew], figures: Sequence[dict[str, Any]], used: Wate
         turns = list(zip(crews, figures, strict=True))
         for crew, found in turns if number % 2 else reversed(turns):
             took = crew.round(max(number, 0), unit, used.look)
-            if number >= 0:  # the one before is to warm up
+            if number >= 0:
                 found.setdefault("rounds", []).append(took)
+            else:  # to warm up: it plans, addresses and loads
+                found["first_swap_s"] = took["swap"]
         _note(f"  round {number + 1}/{crews[0].case.rounds}" + (" (warm-up)" if number < 0 else ""))
     for crew, found in zip(crews, figures, strict=True):
         found["worker_bytes"] = crew.worker_bytes()

@@ -17,7 +17,7 @@ import numpy as np
 
 import refitd
 from refitd.buffers import arena as memory
-from refitd.buffers.room import memory_limits
+from refitd.buffers.capacity import memory_limits
 
 ANSWER_S = 180.0
 BLOCK_BYTES = 1 << 30

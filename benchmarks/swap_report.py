@@ -101,8 +101,9 @@ def _rows(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _memory(case: dict[str, Any]) -> str:
+    first = f"the first swap took {case['first_swap_s']:.2f} s; " if "first_swap_s" in case else ""
     return (
-        f"worker memory {case['worker_bytes'] / 2**20:.0f} MiB; "
+        f"{first}worker memory {case['worker_bytes'] / 2**20:.0f} MiB; "
         f"all of it together took {case['used_bytes'] / 2**30:.1f} GiB at its peak"
     )
 

@@ -1,4 +1,4 @@
-"""What `refitctl doctor` looks at on this machine. Changes nothing, imports neither torch nor transports."""
+"""The checks of `refitctl doctor`. They change nothing and import neither torch nor transports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from refitd.buffers import cuda, room
+from refitd.buffers import capacity, cuda
 from refitd.config import default_runtime_dir
 from refitd.copy_services import measure, registry
 from refitd.copy_services.base import Capabilities
@@ -34,7 +34,7 @@ RIVALS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. `state`: "ok", "warn" (works, but slower) or "fail" (refitd cannot work)."""
+    """The result of one check. `state`: "ok", "warn" (works, but slower) or "fail" (refitd cannot work)."""
 
     name: str
     state: str
@@ -60,12 +60,12 @@ def all_findings(connect: Callable[[], Control], address: str | None) -> Iterato
 
 
 def python() -> Finding:
-    """Which interpreter."""
+    """Check the Python interpreter."""
     return Finding("python", "ok", f"{platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs")
 
 
 def torch() -> Finding:
-    """Which torch, by its metadata: importing it takes seconds."""
+    """Check torch by its metadata: importing it takes seconds."""
     found = _version("torch")
     if found is None:
         return Finding("torch", "fail", "not installed", "install refitd again: torch is one of its requirements")
@@ -73,7 +73,7 @@ def torch() -> Finding:
 
 
 def sealed_memory() -> Finding:
-    """Whether memory can be handed out that nobody can shrink under its users."""
+    """Check that memfds can be sealed against shrinking."""
     name = "sealed memfd"
     try:
         descriptor = os.memfd_create("refitd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -98,8 +98,8 @@ def sealed_memory() -> Finding:
         os.close(descriptor)
 
 
-def memory(meminfo: str, limits: Sequence[room.Limit] = ()) -> Finding:
-    """How much memory arenas could take, within control groups and this process's own limits if there are any."""
+def memory(meminfo: str, limits: Sequence[capacity.Limit] = ()) -> Finding:
+    """Check how much memory arenas could take, within control groups and this process's own limits."""
     fields = _meminfo(meminfo)
     if "MemAvailable" not in fields:
         return Finding("memory", "warn", "unknown", "no MemAvailable in /proc/meminfo")
@@ -115,7 +115,7 @@ def memory(meminfo: str, limits: Sequence[room.Limit] = ()) -> Finding:
 
 
 def huge_pages(shmem_enabled: str, meminfo: str) -> Finding:
-    """Whether arenas can have large pages; without them first use and copies are slower."""
+    """Check for huge pages; without them first use and copies are slower."""
     pool = _meminfo(meminfo).get("HugePages_Total", 0)
     mode = shmem_enabled.partition("[")[2].partition("]")[0] or "unknown"
     found = f"pool of {pool} pages, shmem_enabled={mode}"
@@ -126,7 +126,7 @@ def huge_pages(shmem_enabled: str, meminfo: str) -> Finding:
 
 
 def ptrace(scope: str) -> Finding:
-    """Whether a worker may read the memory a trainer lends out of its own heap."""
+    """Check that a worker may read memory that a trainer lends from its own heap."""
     name = "ptrace scope"
     value = scope.strip()
     if value in ("", "0", "1"):
@@ -139,7 +139,7 @@ def ptrace(scope: str) -> Finding:
 
 
 def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure_here) -> Finding:
-    """Which way a trainer's tensors outside arenas take when they are lent, measured between two processes."""
+    """Measure, between two processes, whether lent tensors outside arenas are pulled or copied."""
     name = "private tensors"
     try:
         choice = measure_here()
@@ -154,7 +154,7 @@ def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure
 
 
 def descriptors() -> Finding:
-    """How many files a daemon started from here may open: it raises its soft limit to the hard one."""
+    """Check how many files a daemon started here may open; it raises its soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{hard} (soft limit {soft})"
     if hard != resource.RLIM_INFINITY and hard < WANTED_DESCRIPTORS:
@@ -168,7 +168,7 @@ def descriptors() -> Finding:
 
 
 def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> Finding:
-    """On which GPUs arenas can lie."""
+    """Check which GPUs can hold arenas."""
     name = "GPU arenas"
     found = survey()
     if not found:
@@ -182,7 +182,7 @@ def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> Fin
 
 
 def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[Finding]:
-    """Which ways of copying there are, what each does, and what it lacks here."""
+    """Check each copy service: what it does, and what it lacks here."""
     packages: dict[str, str] = {}
     for offer in offers():
         name = f"backend {offer.name}"
@@ -203,7 +203,7 @@ def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterato
 
 
 def wheels() -> Iterator[Finding]:
-    """Packages that must not be installed beside each other; nothing where there are none."""
+    """Check for packages that must not be installed together; yield nothing without any."""
     for rivals in RIVALS:
         found = [f"{name} {version}" for name in rivals if (version := _version(name)) is not None]
         if len(found) > 1:
@@ -212,20 +212,23 @@ def wheels() -> Iterator[Finding]:
 
 
 def runtime_dir(path: Path) -> Finding:
-    """Whether the sockets' directory belongs to its user alone."""
+    """Check that the runtime directory belongs to its user alone."""
     name = "runtime directory"
     try:
         found = path.stat()
     except OSError as exc:
         return Finding(name, "warn", f"{path}: {exc.strerror}", "the daemon creates it")
     mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077:
+    if mode & 0o026:
         return Finding(name, "fail", f"{path}: mode {mode:04o}", f"others may enter it: chmod 0700 {path}")
+    if mode & 0o077:
+        advice = f"others may enter it; where node.allowed_uids lets nobody in: chmod 0700 {path}"
+        return Finding(name, "warn", f"{path}: mode {mode:04o}", advice)
     return Finding(name, "ok", f"{path}: mode {mode:04o}, uid {found.st_uid}")
 
 
 def daemon(connect: Callable[[], Control]) -> Finding:
-    """Whether a daemon answers, and a coordinator behind it."""
+    """Check that a daemon answers, and a coordinator behind it."""
     try:
         client = connect()
         try:
@@ -235,7 +238,9 @@ def daemon(connect: Callable[[], Control]) -> Finding:
     except RefitdError as exc:
         return Finding("daemon", "fail", str(exc))
     nodes = ", ".join(f"{node.node} (pid {node.pid}, {len(node.workers)} workers)" for node in report.nodes)
-    return Finding("daemon", "ok", f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}")
+    found = f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}"
+    problems = [f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems]
+    return Finding("daemon", "warn" if problems else "ok", found, "; ".join(problems))
 
 
 def _read(path: str) -> str:
@@ -245,15 +250,15 @@ def _read(path: str) -> str:
         return ""
 
 
-def _limits() -> list[room.Limit]:
+def _limits() -> list[capacity.Limit]:
     try:
-        return [*room.memory_limits(), *room.process_limits()]
+        return [*capacity.memory_limits(), *capacity.process_limits()]
     except (RefitdError, OSError):
         return []  # `memory` says that the kernel does not tell
 
 
 def _meminfo(text: str) -> dict[str, int]:
-    """Return the fields in bytes; counts, which have no unit, as they are."""
+    """Return the fields of /proc/meminfo in bytes; counts, which have no unit, are unchanged."""
     fields = {}
     for line in text.splitlines():
         key, _, rest = line.partition(":")

@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "refitd_cli.commands.explain:explain",
     "manifest": "refitd_cli.commands.manifest:manifest",
     "abort": "refitd_cli.commands.abort:abort",
+    "evict": "refitd_cli.commands.evict:evict",
     "keygen": "refitd_cli.commands.keygen:keygen",
     "doctor": "refitd_cli.commands.doctor:doctor",
     "demo": "refitd_cli.commands.demo:demo",

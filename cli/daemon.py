@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Nothing here computes with BLAS. Without this, numpy starts a thread for each processor in every process of the node.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import click
 
 from refitd_cli.group import Commands
@@ -12,7 +17,7 @@ COMMANDS = {
 }
 
 
-@click.group(cls=Commands, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, lazy=COMMANDS, prints=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="refitd")
 def main() -> None:
     """Keep a node's weights, and bring new ones into its engines."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from refitd.errors import ConfigError, PlanError, RefitdError
+from refitd.text import printable
+from refitd_cli import ends
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -20,13 +24,69 @@ class Commands(click.Group):
 
     A RefitdError that leaves a command is printed without a traceback: as text on stderr or, if the command
     line holds `--json`, as one object on stdout. The exit status is then 1, and 2 where the command line or a
-    configuration is at fault.
+    configuration is at fault. So are output that cannot be written, an interrupt (130) and errors of the system.
     """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lazy: Mapping[str, str], prints: bool = True, **kwargs: Any) -> None:
+        """`lazy` maps names to commands; `prints`: they need a stdout."""
         super().__init__(*args, **kwargs)
         self._lazy = dict(lazy)
+        self._prints = prints
         self._wants_json = False
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> int:
+        """Run the program and exit with its status; without `standalone_mode`, return the status."""
+        name = prog_name or ends.program() or self.name or ""
+        given = list(sys.argv[1:] if args is None else args)
+        ends.loud()
+        try:
+            status = self._status(given, name, complete_var, extra)
+        except KeyboardInterrupt:
+            status = _interrupted(name)
+        ends.quiet()
+        if standalone_mode:
+            sys.exit(status)
+        return status
+
+    def _status(self, args: list[str], name: str, complete_var: str | None, extra: dict[str, Any]) -> int:
+        try:
+            if sys.stdout is None:
+                if self._prints:
+                    _complain(
+                        f"{name}: stdout is closed, and what is printed would go nowhere; give it a file, or /dev/null"
+                    )
+                    return EXIT_FAILED
+                sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  where `ends.begin` has led it
+            found = super().main(args, name, complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except click.UsageError as exc:
+            _show_usage(exc)
+            return exc.exit_code
+        except click.ClickException as exc:
+            _complain(f"{name}: {exc.format_message()}")
+            return exc.exit_code
+        except click.Abort:
+            return _interrupted(name)
+        except _SystemSaid as exc:
+            return _ended(name, exc.error)
+        except OSError as exc:
+            return _ended(name, exc)
+        return found if isinstance(found, int) else 0
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
+        """Read the arguments."""
+        with _told():
+            for number, text in enumerate(args, 1):
+                if "\0" in text:
+                    raise click.UsageError(f"argument {number}, {text!r}, holds a NUL character")
+            return super().make_context(info_name, args, *rest, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order they are shown by --help."""
@@ -43,19 +103,22 @@ class Commands(click.Group):
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Note whether the caller is a program: an error in its arguments must reach it as JSON, too."""
+        """Note whether --json is given: errors in arguments are then JSON, too."""
         self._wants_json = "--json" in args
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; translate what it raises into a message and an exit status."""
         try:
-            return super().invoke(ctx)
+            with _told():
+                return super().invoke(ctx)
         except RefitdError as exc:
             if self._wants_json:
                 click.echo(json.dumps(error_object(exc)))
             else:
-                click.echo(f"{ctx.command_path}: {exc}", err=True)
+                first, *more = error_lines(exc)
+                for line in (f"{ctx.command_path}: {first}", *more):
+                    click.echo(printable(line), err=True)
             ctx.exit(EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILED)
         except click.UsageError as exc:
             if not self._wants_json:
@@ -64,8 +127,61 @@ class Commands(click.Group):
             ctx.exit(EXIT_USAGE)
 
 
+class _SystemSaid(Exception):
+    """Carries the error for which click would end the program itself."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Hide broken pipes and Ctrl-C from click, which would handle them its own way."""
+    try:
+        yield
+    except BrokenPipeError as exc:
+        raise _SystemSaid(exc) from exc
+    except KeyboardInterrupt as exc:
+        raise click.Abort() from exc
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(printable(line), err=True)
+
+
+def _interrupted(name: str) -> int:
+    _complain(f"{name}: interrupted")
+    return ends.EXIT_INTERRUPTED
+
+
+def _ended(name: str, error: OSError) -> int:
+    ends.drop_output()
+    _complain(f"{name}: {ends.why(error)}")
+    return EXIT_FAILED
+
+
+def _show_usage(error: click.UsageError) -> None:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return
+    if error.ctx is not None:
+        for line in error.ctx.get_usage().splitlines():
+            _complain(line)
+        if error.ctx.command.get_help_option(error.ctx) is not None:
+            _complain(f"Try '{error.ctx.command_path} {error.ctx.help_option_names[0]}' for help.")
+        _complain("")
+    _complain(f"Error: {error.format_message()}")
+
+
+def error_lines(error: RefitdError) -> list[str]:
+    """Return an error as lines: one, or one per reason for a plan."""
+    return str(error).splitlines() if isinstance(error, PlanError) else [str(error)]
+
+
 def error_object(error: RefitdError) -> dict[str, Any]:
-    """Return what --json prints for an error: its code, its message and, if ranks failed, who and why."""
+    """Return the JSON object of an error: its code, its message and, if ranks failed, each with its reason."""
     causes: Mapping[str, str] = getattr(error, "causes", {})
     if isinstance(error, PlanError):
         causes = {str(index): text for index, text in enumerate(error.violations)}

@@ -1,4 +1,4 @@
-"""Who sends how much to whom, as a matrix: for a terminal, and as an HTML file that needs nothing else.
+"""Bytes between senders and receivers as a matrix: for a terminal, and as a self-contained HTML file.
 
 Ranks become groups where there are too many: those of a node first, then those of several nodes.
 """
@@ -71,7 +71,7 @@ def text_matrix(matrix: Matrix) -> tuple[str, list[str], list[list[str]]]:
 
 
 def html_page(title: str, facts: Sequence[str], matrix: Matrix) -> str:
-    """Return a page with the matrix as a heat map; hovering over a cell tells its numbers."""
+    """Return an HTML page with the matrix as a heat map; hovering over a cell shows its numbers."""
     rows, columns = matrix.bytes.shape
     step = max(6, min(40, 960 // max(rows, columns, 1)))
     left, top = 150, 150

@@ -1,4 +1,4 @@
-"""The options of commands that work on manifests, without a daemon, and the plan they are about."""
+"""Options and plans of commands that read manifests and need no daemon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from refitd.describe.roster import Roster
-from refitd.manifest import Manifest, Model, load, load_model, rosters_of
+from refitd.offline import Manifest, Model, load, load_model, rosters_of
 from refitd.plan.shared import GlobalPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that two sides' manifests asked for. `rosters` are in order of ranks."""
+    """A plan between two manifests. `rosters` are in rank order."""
 
     source: Manifest
     targets: tuple[Manifest, ...]

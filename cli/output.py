@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from refitd.text import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -45,7 +47,17 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one object on one line of stdout."""
-    click.echo(json.dumps(value))
+    click.echo(json.dumps(value))  # ASCII, with whatever is not written as JSON escapes it
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print one line on stdout or stderr, with control characters escaped."""
+    click.echo(printable(text), err=err)
+
+
+def json_on_terminal(text: str) -> str:
+    """Return indented JSON with control characters escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def console() -> Console:
@@ -67,13 +79,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    made = Table(
+        title=printable(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False
+    )
     for column in columns:
         made.add_column(
-            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+            printable(column.removeprefix(">")), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
     for row in rows:
-        made.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
     return made
 
 

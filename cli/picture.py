@@ -1,4 +1,4 @@
-"""One tensor as a picture in text: which part of it each rank holds, and which parts travel.
+"""Draw one tensor as text: which part each rank holds, and which parts are sent.
 
     rank 0  |######..........|  [0:6, 0:4]
     rank 1  |......##########|  [6:16, 0:4]
@@ -27,7 +27,7 @@ Box = tuple[tuple[int, int], ...]  # [start, end) of each dimension
 
 @dataclass(frozen=True)
 class Holding:
-    """What one local tensor of a rank has of the canonical one; the boxes are in local order."""
+    """The part of a canonical tensor that one local tensor holds; boxes are in local order."""
 
     rank: int
     local: str
@@ -58,7 +58,7 @@ class Piece:
 
 
 def pictures(rosters: Sequence[Roster], wanted: str) -> list[Picture]:
-    """Return the canonical tensors of this name; for a local name, those that lie in the local tensor."""
+    """Return the canonical tensors of this name; for a local name, those that the local tensor holds parts of."""
     holdings: dict[str, tuple[list[tuple[Holding, ParameterMetadata]], list[tuple[Holding, ParameterMetadata]]]] = {}
     names = _canonical_names(rosters, wanted)
     sizes = _Uneven(rosters)
@@ -86,7 +86,7 @@ def pictures(rosters: Sequence[Roster], wanted: str) -> list[Picture]:
 
 
 def tensors_of(meta: ParameterMetadata) -> set[str]:
-    """Return the canonical names that a local tensor holds something of."""
+    """Return the canonical tensors that a local tensor holds parts of."""
     return {tile.tensor for tile in meta.tiles} if meta.tiles else {canonical_name(meta)}
 
 
@@ -130,7 +130,7 @@ def boxes_text(boxes: Sequence[Box]) -> str:
 
 
 def pieces(picture: Picture, copies: CopyTable) -> list[Piece]:
-    """Return the boxes that travel, in canonical coordinates, by destination and source."""
+    """Return the boxes that are sent, in canonical coordinates, by destination and source."""
     tiles: dict[tuple[int, str], tuple[Tile, ...]] = {(h.rank, h.local): h.tiles for h in picture.destination}
     dims = len(picture.shape)
     found = []
@@ -160,7 +160,7 @@ def _canonical_names(rosters: Sequence[Roster], wanted: str) -> set[str]:
 
 
 class _Uneven:
-    """Local sizes over groups that are split unevenly: a rank's place depends on those before it."""
+    """Local sizes in unevenly split groups: a rank's offset depends on the ranks before it."""
 
     def __init__(self, rosters: Sequence[Roster]) -> None:
         self.by_rank = {roster.rank: roster for roster in rosters}

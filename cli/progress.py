@@ -1,4 +1,4 @@
-"""The live bar of a running swap, on stderr, where that is a terminal; and what such a bar is made of."""
+"""The progress bar of a running swap, shown on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from refitd.protocol.reports import SwapProgress
+from refitd.text import printable
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -27,9 +28,9 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
 
 
 def bar_fields(event: SwapProgress) -> dict[str, Any]:
-    """Return what a swap's bar is to show, as `Progress.update` takes it."""
+    """Return a swap's bar fields, as `Progress.update` takes them."""
     return {
-        "description": f"{event.model} v{event.version}: {event.phase}",
+        "description": printable(f"{event.model} v{event.version}: {event.phase}"),
         "total": event.bytes_total or None,
         "completed": event.bytes_done,
         "members": f"{event.members_done}/{event.members_total} ranks" if event.members_total else "",
@@ -38,7 +39,7 @@ def bar_fields(event: SwapProgress) -> dict[str, Any]:
 
 @contextmanager
 def swap_bar(model: str) -> Iterator[Callable[[SwapProgress], None] | None]:
-    """Yield what `Client.swap` takes as on_progress; None where nobody watches. The bar goes at the end."""
+    """Yield the on_progress callback for `Client.swap`, None without a terminal. The bar disappears at the end."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -46,5 +47,5 @@ def swap_bar(model: str) -> Iterator[Callable[[SwapProgress], None] | None]:
     from rich.progress import Progress, TimeElapsedColumn
 
     with Progress(*bar_columns(), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{model}: asking", total=None, members="")
+        task = progress.add_task(printable(f"{model}: asking"), total=None, members="")
         yield lambda event: progress.update(task, **bar_fields(event))

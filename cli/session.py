@@ -1,4 +1,4 @@
-"""What a `refitctl` command talks to: a client of the node's daemon, from a factory the caller may choose."""
+"""The daemon client of `refitctl` commands, from a factory that tests replace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from refitd.protocol.reports import (
+    EvictReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
@@ -19,11 +20,13 @@ from refitd.protocol.reports import (
     VerifyReport,
 )
 
+_UID = "refitd.uid"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Control(Protocol):
-    """The part of refitd's client that operators use."""
+    """The part of refitd's client that commands use."""
 
     def swap(
         self,
@@ -34,7 +37,7 @@ class Control(Protocol):
         queue: bool = False,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
-        """Make a version live everywhere; raise RefitFailed with the report if it is not."""
+        """Make a version live everywhere; raise SwapFailed if it is not."""
         ...
 
     def rollback(
@@ -72,8 +75,12 @@ class Control(Protocol):
         """Stop the running swap of `model`."""
         ...
 
+    def evict(self, model: str, replica: str, rank: int | None = None, reason: str = "") -> EvictReport:
+        """Remove a replica, or one rank of it, from `model`."""
+        ...
+
     def close(self) -> None:
-        """Leave the daemon."""
+        """Close the connection."""
         ...
 
 
@@ -81,13 +88,15 @@ def connect(address: str | None) -> Control:
     """Connect to the daemon at `address`; raise TransportError if none runs there."""
     import refitd
 
-    client: Control = refitd.connect(address, name="refitctl")
+    context = click.get_current_context(silent=True)
+    uid = None if context is None else context.meta.get(_UID)
+    client: Control = refitd.connect(address, name="refitctl", uid=uid)
     return client
 
 
 @dataclass(frozen=True)
 class Session:
-    """Carried by click's context object; tests put their own factory in."""
+    """Click's context object: how commands connect."""
 
     factory: Callable[[str | None], Control] = connect
 
@@ -107,9 +116,20 @@ def json_option(function: F) -> F:
 
 
 def address_option(function: F) -> F:
-    """Add --address."""
+    """Add --address, and --uid, which `connect` finds by itself."""
+    function = click.option(
+        "--uid",
+        type=click.IntRange(min=0, max=(1 << 32) - 1),
+        expose_value=False,
+        callback=_note_uid,
+        help="Whose daemon it must be.  [default: $REFITD_DAEMON_UID, else your own, or root's]",
+    )(function)
     return click.option(
         "--address",
         metavar="DIR",
         help="The daemon's runtime directory.  [default: $REFITD_RUNTIME_DIR, else as without --config]",
     )(function)
+
+
+def _note_uid(ctx: click.Context, _: click.Parameter, uid: int | None) -> None:
+    ctx.meta[_UID] = uid

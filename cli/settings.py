@@ -1,4 +1,4 @@
-"""The options `refitd serve` and `refitd coordinator` share: a configuration file and what overrides it."""
+"""Options shared by `refitd serve` and `refitd coordinator`: the configuration file and its overrides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def config_options(function: F) -> F:
-    """Add --config and the flags that stand above the environment and the file."""
+    """Add --config and flags. Precedence: flag > environment > file > default."""
     for option in (
         click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Over log.level."),
         click.option("--runtime-dir", metavar="DIR", help="Over node.runtime_dir: where the sockets are."),

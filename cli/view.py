@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import click
-
 from refitd.protocol.reports import LinkStatus, ModelStatus, NodeStatus, SourceStatus, StatusReport, TargetStatus
-from refitd_cli.output import console, duration, rate, size, table, version, versions
+from refitd.states import SwapOutcome
+from refitd_cli.output import console, duration, rate, say, size, table, version, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,10 +20,11 @@ SOURCE_COLUMNS = (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions 
 TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "state", ">serves", ">staged")
 
 
-def status_parts(report: StatusReport, nothing: str = NO_MODELS) -> Iterator[str | Table]:
-    """Yield what a person reads of a report, from top to bottom; `nothing` is said where there are no models."""
+def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events: bool = False) -> Iterator[str | Table]:
+    """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
     yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
     yield table("nodes", NODE_COLUMNS, map(_node, report.nodes))
+    yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
     if report.links:
         yield table("links", LINK_COLUMNS, map(_link, report.links))
     if not report.models:
@@ -33,13 +33,27 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS) -> Iterator[str
         yield f"model {model.model}: complete versions {versions(model.complete_versions)}{_activity(model)}"
         yield table("sources", SOURCE_COLUMNS, map(_source, model.sources))
         yield table("targets", TARGET_COLUMNS, map(_target, model.targets))
+        if with_events:
+            yield from _events(model)
+
+
+def _events(model: ModelStatus) -> Iterator[str]:
+    if last := model.last_swap:
+        yield f"swap {last.swap} to version {version(last.version)}, {last.outcome}:"
+        yield from (f"  {event}" for event in last.events)
+    if running := model.swap:
+        yield f"swap {running.swap} to version {running.version}, running:"
+        yield from (f"  {event}" for event in model.swap_events)
+    for target in model.targets:
+        yield f"{target.replica} rank {target.rank}: {target.step or 'nothing heard of it yet'}"
+        yield from (f"  {event}" for event in target.events)
 
 
 def print_parts(parts: Iterable[str | Table]) -> None:
     """Print lines as they are, however long, and tables as wide as the terminal."""
     for part in parts:
         if isinstance(part, str):
-            click.echo(part)
+            say(part)
         else:
             console().print(part)
 
@@ -115,7 +129,7 @@ def _activity(model: ModelStatus) -> str:
         text += f"; {model.queued} waiting"
     if last := model.last_swap:
         text += f"; last swap: version {version(last.version)} {last.outcome}"
-        if last.outcome == "committed":
+        if last.outcome == SwapOutcome.COMMITTED:
             text += f" in {duration(last.total_s)}, staged at {rate(last.bytes, last.stage_s)}"
         elif last.phase:
             text += f" in phase {last.phase}: {last.reason}"

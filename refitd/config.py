@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
+import difflib
 import os
+import re
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from refitd.errors import ConfigError
+from refitd.text import flaw
 
 Role = Literal["trainer", "engine", "operator"]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -39,7 +41,7 @@ class NodeConfig(Section, frozen=True):
 class CoordinatorConfig(Section, frozen=True):
     """The coordinator, and how daemons reach it."""
 
-    endpoint: str = ""  # "" means ipc in the runtime directory; tcp beyond loopback needs [security]
+    endpoint: str = ""  # "" means ipc in the runtime directory; tcp, loopback too, needs [security]
     journal: str = ""  # "" means journal.sqlite in the runtime directory
 
 
@@ -68,6 +70,7 @@ class Deadlines(Section, frozen=True):
     connect_s: Positive = 10.0
     request_s: Positive = 120.0
     pause_s: Positive = 30.0  # for an engine that is asked to stand still to say that it does
+    lease_s: Positive = 10.0  # engines serve for so long without a word from the coordinator
     queue_s: Positive = 600.0  # that a swap which was asked for waits for those before it
 
 
@@ -77,6 +80,9 @@ class ModelConfig(Section, frozen=True):
     auto_swap: bool = False  # swap as soon as a version is complete
     verify: bool = True  # compare what is staged with its source, and keep digests of what is live
     catch_up: bool = True  # bring replicas that join, or come back, to the live version
+    check_replicas: bool = True  # refuse swaps while source ranks differ in what they describe as the same elements
+    # names of replicas that may register, with the wildcards of fnmatch; none: any, of whoever may act as an engine
+    replicas: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...] = ()
 
 
 class LogConfig(Section, frozen=True):
@@ -114,8 +120,7 @@ class Config(Section, frozen=True):
     @property
     def uses_keys(self) -> bool:
         """Whether the coordinator and its daemons prove by keys who they are."""
-        is_ipc = self.coordinator_endpoint.startswith("ipc://")
-        return not is_ipc and (self.security != SecurityConfig() or not is_loopback(self.coordinator_endpoint))
+        return not self.coordinator_endpoint.startswith("ipc://")
 
     @property
     def journal_path(self) -> Path:
@@ -132,15 +137,6 @@ def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(f"/tmp/refitd-{os.getuid()}")
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Whether a tcp endpoint can be reached from this machine only."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return False
-
-
 def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **flags: Any) -> Config:
     """Read `path` (None: defaults), then REFITD_NODE__WORKERS=4 style variables, then `flags` ("node.workers": 4).
 
@@ -151,6 +147,8 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **fla
     where = "configuration"
     if path is not None:
         where = str(path)
+        if found := flaw(where):
+            raise ConfigError(f"--config {where!r} {found}; pass --config FILE")
         try:
             values = tomllib.loads(Path(path).read_text())
         except OSError as exc:
@@ -159,6 +157,7 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **fla
             raise ConfigError(f"{path}: not TOML: {exc}") from exc
     origins: dict[str, str] = {}
     for variable, text in sorted(environ.items()):
+        _check_underscores(variable)
         section, _, key = variable.removeprefix("REFITD_").lower().partition("__")
         if variable.startswith("REFITD_") and key:
             _set(values, section, key, _parse(text), variable)
@@ -171,11 +170,54 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **fla
     try:
         config = msgspec.convert(values, Config, strict=True)
     except msgspec.ValidationError as exc:
-        at = str(exc).rpartition(" - at ")[2].strip("`")
-        known = next((origin for path, origin in origins.items() if path == at), where)
-        raise ConfigError(f"{known}: {exc}; configs/ has commented examples with every key") from exc
+        raise ConfigError(_explained(str(exc), origins, where)) from exc
     _check(config, where)
     return config
+
+
+def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
+    """Return what msgspec says of a value, after the variable, flag or file that it comes from."""
+    said, _, at = problem.rpartition(" - at ")
+    path, _, inside = at.strip("`").partition("[") if said else ("$", "", "")
+    known = re.search(r"unknown field `([^`]*)`", problem)
+    hint = ""
+    if known is not None:
+        hint = _meant(path.removeprefix("$").removeprefix("."), known[1])
+        path = path if inside else f"{path}.{known[1]}"
+    # a variable may give a key, the table around it, or something inside it
+    found = [
+        origin
+        for key, origin in origins.items()
+        if f"{path}.".startswith(f"{key}.") or (f"{key}.".startswith(f"{path}.") and path != "$")
+    ]
+    return f"{', '.join(found) or where}: {problem}{hint}; configs/ has commented examples with every key"
+
+
+def _keys(section: str) -> list[str]:
+    """Return the keys of a section, "" for the sections; none of one that is not there."""
+    kinds = {"": Config, **{f.name: f.type for f in msgspec.structs.fields(Config)}}
+    kind = kinds.get(section)
+    if not (isinstance(kind, type) and issubclass(kind, Section)):
+        return []
+    return [f.name for f in msgspec.structs.fields(kind)]
+
+
+def _meant(section: str, key: str) -> str:
+    close = difflib.get_close_matches(key, _keys(section), 1)
+    return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _check_underscores(variable: str) -> None:
+    """Refuse REFITD_NODE_WORKERS, which would be nobody's, and mean nothing."""
+    for section in _keys(""):
+        prefix = f"REFITD_{section.upper()}_"
+        key = variable.removeprefix(prefix).lower()
+        if not variable.startswith(prefix) or key.startswith("_"):
+            continue
+        if close := difflib.get_close_matches(key, _keys(section), 1, 0.8):
+            raise ConfigError(
+                f"{variable}: two underscores stand between section and key; did you mean {prefix}_{close[0].upper()}?"
+            )
 
 
 def _set(values: dict[str, Any], section: str, key: str, value: Any, origin: str) -> None:
@@ -194,15 +236,31 @@ def _parse(text: str) -> Any:
         return text
 
 
+def _texts(value: Any, dotted: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text of a configuration, names of its tables too, with its place."""
+    if isinstance(value, str):
+        yield dotted, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield f"a name in {dotted or 'the file'}:", str(key)
+            yield from _texts(inner, f"{dotted}.{key}" if dotted else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, dotted)
+
+
 def _check(config: Config, where: str) -> None:
+    for dotted, text in _texts(msgspec.to_builtins(config)):
+        if found := flaw(text):
+            raise ConfigError(f"{where}: {dotted} {text!r} {found}")
     endpoint = config.coordinator_endpoint
     if not endpoint.startswith(("ipc://", "tcp://")):
         raise ConfigError(f"{where}: coordinator.endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT")
     if config.uses_keys and not config.security.key:
-        why = "is loopback, but [security] is begun" if is_loopback(endpoint) else "is not ipc:// and not loopback"
         raise ConfigError(
-            f"{where}: coordinator.endpoint {endpoint!r} {why}, so that security.key must name a key file; "
-            "`refitctl keygen NAME` makes one and says what else to set"
+            f"{where}: coordinator.endpoint {endpoint!r} is tcp://, which every user of this host can connect to, "
+            "and security.key is not set: make keys for the coordinator and for each daemon (`refitctl keygen HEAD` "
+            "and `refitctl keygen NODE`; they say what else to set), or, on one host, use ipc://PATH"
         )
     limit = 100  # sun_path holds 108 bytes
     if len(str(config.runtime_dir)) + len("/coordinator.sock") > limit:

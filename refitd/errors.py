@@ -19,10 +19,8 @@ A message names the subject, what was found, what was expected and what to do ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from refitd.protocol.reports import SwapReport
+from refitd.text import printable
 
 
 class RefitdError(Exception):
@@ -38,22 +36,26 @@ class ConfigError(RefitdError):
 
 
 class PlanError(RefitdError):
-    """The rosters cannot be turned into an exact plan; `violations` has every reason found."""
+    """The rosters cannot be turned into an exact plan; `violations` has every reason, the message each on a line."""
 
     code = "plan"
 
     def __init__(self, violations: Sequence[str] | str) -> None:
         self.violations = (violations,) if isinstance(violations, str) else tuple(violations)
-        shown = list(self.violations[:20])
+        shown = [printable(violation) for violation in self.violations[:20]]
         if len(self.violations) > len(shown):
             shown.append(f"... and {len(self.violations) - len(shown)} more")
         super().__init__("\n".join(shown))
 
 
 class ArenaError(RefitdError):
-    """An arena cannot be made, sealed, mapped or handed out."""
+    """An arena cannot be made, sealed, mapped or handed out; it could if `short` bytes were freed (0: not known)."""
 
     code = "arena"
+
+    def __init__(self, message: str = "", short: int = 0) -> None:
+        self.short = short
+        super().__init__(message)
 
 
 class TransportError(RefitdError):
@@ -99,21 +101,23 @@ class IllegalTransition(CommitError):
 
 
 class RefitFailed(RefitdError):
-    """A swap ended without every replica serving the version; `causes` and `report` say who and why."""
+    """A refit ended without being live everywhere; `causes` says who and why.
+
+    What the service raises is `refitd.SwapFailed`, which has the swap's report as well.
+    """
 
     code = "refit-failed"
 
-    def __init__(self, message: str, causes: Mapping[str, str] | None = None, report: SwapReport | None = None) -> None:
+    def __init__(self, message: str, causes: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.causes = dict(causes or {})
-        self.report = report
 
 
 def from_code(code: str, message: str) -> RefitdError:
     """Rebuild the error another process reported as (code, message)."""
     for cls in _all_errors():
         if cls.code == code:
-            return cls(message)
+            return PlanError(message.split("\n")) if cls is PlanError else cls(message)
     return RefitdError(message)
 
 

@@ -6,7 +6,9 @@ import logging
 import sys
 from collections.abc import Mapping
 
-_QUOTED = set(' "=\n\t')
+from refitd.text import printable, printable_lines
+
+_QUOTED = set(' "=')
 
 
 class _LineFormatter(logging.Formatter):
@@ -18,7 +20,7 @@ class _LineFormatter(logging.Formatter):
             "event": record.getMessage(),
         } | getattr(record, "fields", {})
         line = " ".join(f"{key}={_value(value)}" for key, value in fields.items() if value not in ("", None))
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return f"{line}\n{printable_lines(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
 def setup(level: str) -> None:
@@ -26,6 +28,17 @@ def setup(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_LineFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class Escaped(logging.Filter):
+    """Makes each record of an application's own logging one printable line: what a handler does with it is unknown."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Escape the message and the traceback of a record; let it pass."""
+        record.msg, record.args = printable(record.getMessage()), ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
+        return True
 
 
 class EventLog:
@@ -68,8 +81,7 @@ class Throttle:
 
 def _value(value: object) -> str:
     text = f"{value:.6f}" if isinstance(value, float) else str(value)
-    if not text.isprintable():  # names come from peers: nothing of theirs moves a terminal's cursor
-        text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    if not text or _QUOTED & set(text):
-        return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if not text or _QUOTED & set(text) or not text.isprintable():
+        # names come from peers: nothing of theirs moves a terminal's cursor or begins a line
+        return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
     return text

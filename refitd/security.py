@@ -38,6 +38,15 @@ def daemon_keys(config: Config) -> keys.ClientKeys | None:
     return keys.ClientKeys(_own(config), keys.read_public(server))
 
 
+def coordinator_uids(config: Config) -> frozenset[int]:
+    """Return the users whose daemons a coordinator on ipc lets in; none over tcp, where keys say it.
+
+    Raises:
+        ConfigError: as node_users.
+    """
+    return frozenset() if config.uses_keys else node_users(config).uids
+
+
 @dataclass(frozen=True, slots=True)
 class Users:
     """Who may connect to a daemon, and in which roles."""

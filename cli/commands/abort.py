@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from refitd_cli.output import print_json
+from refitd_cli.output import print_json, say
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -29,4 +29,4 @@ def abort(session: Session, model: str, reason: str, address: str | None, as_jso
     if as_json:
         print_json({"model": model, "aborted": True, "reason": reason})
     else:
-        click.echo(f"{model}: swap aborted ({reason})")
+        say(f"{model}: swap aborted ({reason})")

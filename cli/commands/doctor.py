@@ -1,4 +1,4 @@
-"""refitctl doctor: what on this machine stands in the way."""
+"""refitctl doctor: check this machine for what keeps refitd from working."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""refitctl explain: one parameter's tiles and transfers, as a picture in text."""
+"""refitctl explain: draw one parameter's tiles and transfers as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from refitd.errors import ConfigError, PlanError
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.layouts import manifest_options, rank_ranges, read_manifests
-from refitd_cli.output import print_json, size
+from refitd_cli.output import print_json, say, size
 from refitd_cli.session import json_option
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from refitd_cli.picture import Holding, Picture, Piece
 
 SIDE_LINES = 40
+PLANNERS = {
+    "lcm": "each side holds it whole or splits it evenly, along the same dimension",
+    "intersect": "the sides split it unevenly or in several ways: their tiles are intersected",
+}
 
 
 @click.command()
@@ -47,7 +51,7 @@ def explain(
     """
     if source is None or not targets:
         raise click.UsageError("give the manifests of both sides: --source FILE --target FILE")
-    from refitd.manifest import rosters_of
+    from refitd.offline import rosters_of
     from refitd.plan.build import plan_copies
     from refitd_cli.picture import pictures
 
@@ -63,11 +67,11 @@ def explain(
     except PlanError as error:
         refusal = error
     if as_json:
-        shown: dict[str, Any] = {"tensors": [_object(picture, _pieces(picture, plan)) for picture in found]}
+        shown: dict[str, Any] = {"tensors": [_object(picture, plan) for picture in found]}
         print_json(shown | (error_object(refusal) if refusal else {}))
     else:
         for picture in found:
-            _show(picture, _pieces(picture, plan), rank, top)
+            _show(picture, plan, rank, top)
         if refusal is not None:
             _show_refusal(refusal, [picture.tensor for picture in found])
     ctx.exit(EXIT_FAILED if refusal is not None else 0)
@@ -80,61 +84,68 @@ def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[Piece]:
     return pieces(picture, copies_of(plan, picture.tensor)) if plan is not None else []
 
 
-def _show(picture: Picture, found: Sequence[Piece], rank: int | None, top: int) -> None:
+def _planner(picture: Picture, plan: GlobalPlan | None) -> str | None:
+    planner = plan.planner_of(picture.tensor) if plan is not None else None
+    return planner and planner.value
+
+
+def _show(picture: Picture, plan: GlobalPlan | None, rank: int | None, top: int) -> None:
     from refitd.describe.layout import elements
     from refitd_cli.picture import bars, boxes_text, cut_dims, side_lines
 
     shape = ", ".join(map(str, picture.shape))
-    click.echo(f"{picture.tensor}  [{shape}] {picture.dtype}, {size(elements(picture.shape) * picture.element_size)}")
+    say(f"{picture.tensor}  [{shape}] {picture.dtype}, {size(elements(picture.shape) * picture.element_size)}")
     dims = cut_dims(picture)
     what = ", ".join(f"dimension {d} of {picture.shape[d]}" for d in dims)
-    click.echo(f"  bars: {what}; # held, + held in part, . not held" if dims else "  a single element")
+    say(f"  bars: {what}; # held, + held in part, . not held" if dims else "  a single element")
     for title, holdings in (("source", picture.source), ("destination", picture.destination)):
-        click.echo(f"{title}:" if holdings else f"{title}: nobody")
+        say(f"{title}:" if holdings else f"{title}: nobody")
         lines = side_lines(picture, holdings)
         for line in lines[:SIDE_LINES] if top else lines:
-            click.echo(line)
+            say(line)
         if top and len(lines) > SIDE_LINES:
-            click.echo(f"  and {len(lines) - SIDE_LINES} other parts (--top 0 shows all)")
+            say(f"  and {len(lines) - SIDE_LINES} other parts (--top 0 shows all)")
+    if planner := _planner(picture, plan):
+        say(f"planned by: {planner} ({PLANNERS[planner]})")
     by_pair: dict[int, dict[int, list[Piece]]] = {}
-    for piece in found:
+    for piece in _pieces(picture, plan):
         by_pair.setdefault(piece.dst, {}).setdefault(piece.src, []).append(piece)
     receivers = [dst for dst in by_pair if rank is None or dst == rank]
     shown = receivers if rank is not None else receivers[: top or None]
     for dst in shown:
-        click.echo(f"into rank {dst}:")
+        say(f"into rank {dst}:")
         width = max(len(str(src)) for src in by_pair[dst])
         for src, some in by_pair[dst].items():
             boxes = [piece.box for piece in some]
             moved = size(sum(piece.bytes for piece in some))
             kept = " (local copy)" if src == dst else ""
-            click.echo(
-                f"  from rank {src:>{width}}  {bars(picture.shape, dims, boxes)}  {boxes_text(boxes)}  {moved}{kept}"
-            )
+            say(f"  from rank {src:>{width}}  {bars(picture.shape, dims, boxes)}  {boxes_text(boxes)}  {moved}{kept}")
     if len(shown) < len(receivers):
         rest = receivers[len(shown) :]
-        click.echo(f"and into {len(rest)} more ranks: {rank_ranges(rest)} (--top 0 shows all, --rank N shows one)")
+        say(f"and into {len(rest)} more ranks: {rank_ranges(rest)} (--top 0 shows all, --rank N shows one)")
 
 
 def _show_refusal(refusal: PlanError, tensors: Sequence[str]) -> None:
     mine = [text for text in refusal.violations if any(tensor in text for tensor in tensors)]
     others = len(refusal.violations) - len(mine)
-    click.echo("the plan is refused:", err=True)
+    say("the plan is refused:", err=True)
     for text in mine:
-        click.echo(f"  {text}", err=True)
+        say(f"  {text}", err=True)
     if others:
-        click.echo(f"  {others} reasons that are not about this parameter; refitctl plan shows them", err=True)
+        say(f"  {others} reasons that are not about this parameter; refitctl plan shows them", err=True)
 
 
-def _object(picture: Picture, found: Sequence[Piece]) -> dict[str, Any]:
+def _object(picture: Picture, plan: GlobalPlan | None) -> dict[str, Any]:
     return {
         "name": picture.tensor,
         "shape": list(picture.shape),
         "dtype": picture.dtype,
         "source": _holdings(picture.source),
         "destination": _holdings(picture.destination),
+        "planned_by": _planner(picture, plan),
         "transfers": [
-            {"source": p.src, "target": p.dst, "box": [list(span) for span in p.box], "bytes": p.bytes} for p in found
+            {"source": p.src, "target": p.dst, "box": [list(span) for span in p.box], "bytes": p.bytes}
+            for p in _pieces(picture, plan)
         ],
     }
 

@@ -1,4 +1,4 @@
-"""refitctl history: what became of the last swaps, as the coordinator's journal has it."""
+"""refitctl history: the outcomes of the last swaps, from the coordinator's journal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import click
 
 from refitd.protocol.reports import HistoryEntry
-from refitd_cli.output import duration, print_json, print_table, size, to_json, version
+from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -29,7 +29,7 @@ def history(ctx: click.Context, model: str, limit: int, address: str | None, as_
         print_json(to_json(found))
         return
     if not found.swaps:
-        click.echo(f"no swap of {model} has been begun" if model else "no swap has been begun")
+        say(f"no swap of {model} has been begun" if model else "no swap has been begun")
         return
     columns = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">took", ">paused", "reason")
     print_table("", columns, map(_row, found.swaps))

@@ -1,13 +1,14 @@
-"""refitctl keygen: make the key by which a process is known on other hosts."""
+"""refitctl keygen: make the key that authenticates a process to other hosts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from refitd.protocol import keys
-from refitd_cli.output import print_json
+from refitd_cli.output import print_json, say
 from refitd_cli.session import json_option
 
 
@@ -19,7 +20,7 @@ from refitd_cli.session import json_option
 def keygen(name: str, directory: str, replace: bool, as_json: bool) -> None:
     """Make NAME.key, which stays with its process, and NAME.pub, which others get.
 
-    Only daemons and a coordinator on different hosts need keys. NAME is best the node's.
+    Daemons and a coordinator that meet over tcp need keys, on one host too. NAME is best the node's.
     """
     pair = keys.generate(name)
     key_file, public_file = keys.write(pair, Path(directory).resolve(), replace=replace)
@@ -28,18 +29,22 @@ def keygen(name: str, directory: str, replace: bool, as_json: bool) -> None:
             {"name": pair.name, "public": pair.public, "key_file": str(key_file), "public_file": str(public_file)}
         )
         return
-    click.echo(f"""\
-{key_file}: the secret; only its process may read it (mode 0600)
-{public_file}: {pair.public_line}
+    for line in _advice(pair, key_file, public_file):
+        say(line)
 
-If it is a daemon's key, in that daemon's configuration:
-    [security]
-    key = "{key_file}"
-    server_key = "..."  # the coordinator's public key, or its .pub file
-and the line of {public_file.name} goes into the coordinator's list of allowed keys.
 
-If it is the coordinator's, in the coordinator's configuration:
-    [security]
-    key = "{key_file}"
-    allowed = "..."  # the list: the .pub lines of all daemons in one file
-and every daemon has server_key = "{pair.public}".""")
+def _advice(pair: keys.KeyPair, key_file: Path, public_file: Path) -> Iterator[str]:
+    yield f"{key_file}: the secret; only its process may read it (mode 0600)"
+    yield f"{public_file}: {pair.public_line}"
+    yield ""
+    yield "If it is a daemon's key, in that daemon's configuration:"
+    yield "    [security]"
+    yield f'    key = "{key_file}"'
+    yield '    server_key = "..."  # the coordinator\'s public key, or its .pub file'
+    yield f"and the line of {public_file.name} goes into the coordinator's list of allowed keys."
+    yield ""
+    yield "If it is the coordinator's, in the coordinator's configuration:"
+    yield "    [security]"
+    yield f'    key = "{key_file}"'
+    yield '    allowed = "..."  # the list: the .pub lines of all daemons in one file'
+    yield f'and every daemon has server_key = "{pair.public}".'

@@ -11,10 +11,10 @@ import msgspec
 
 from refitd.describe.roster import Roster
 from refitd.errors import ConfigError, RefusedError
-from refitd.manifest import Shards, load, load_model, rosters_of, shards_of, to_json
+from refitd.offline import Shards, load, load_model, rosters_of, shards_of, to_json
 from refitd.protocol.reports import ModelDescription
 from refitd.protocol.shards import metadata_of
-from refitd_cli.output import print_json
+from refitd_cli.output import json_on_terminal, print_json, say
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -58,11 +58,11 @@ def manifest(
         if as_json:
             print_json({"file": output, "ranks": len(found.ranks), "shards": len(found.shards)})
         else:
-            click.echo(f"{output}: {len(found.ranks)} ranks, {len(found.shards)} different shards")
+            say(f"{output}: {len(found.ranks)} ranks, {len(found.shards)} different shards")
     elif as_json:
         print_json(msgspec.to_builtins(found))
     else:
-        click.echo(to_json(found), nl=False)
+        click.echo(json_on_terminal(to_json(found)), nl=False)
 
 
 def _expanded(layout_file: str, model_file: str | None) -> Shards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from refitd.protocol.reports import ModelStatus
-from refitd_cli.output import print_json, print_table, size, to_json, version, versions
+from refitd_cli.output import print_json, print_table, say, size, to_json, version, versions
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -20,7 +20,7 @@ def models(session: Session, address: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"models": [to_json(model) for model in found]})
     elif not found:
-        click.echo("no models: no trainer and no engine has registered yet")
+        say("no models: no trainer and no engine has registered yet")
     else:
         columns = ("model", "complete versions", "source ranks", "source bytes", "serving", "auto swap")
         print_table("", columns, (_row(model) for model in found))

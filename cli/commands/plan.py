@@ -12,7 +12,7 @@ import click
 from refitd.errors import ConfigError
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 from refitd_cli.layouts import Planned, manifest_options, planned, rank_ranges
-from refitd_cli.output import duration, print_json, print_table, size, to_json
+from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.session import Session, address_option, json_option
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def _show(report: PlanReport, top: int) -> None:
     parameters: Sequence[ParameterTraffic] = sorted(report.parameters, key=lambda parameter: -parameter.bytes)
     _show_parameters([(p.name, p.bytes, p.copies) for p in parameters], top)
     _show_unused(report.unused_sources, top)
-    click.echo(
+    say(
         f"{report.model}: {size(report.bytes)} in {report.copies} copies over {len(pairs)} rank pairs, "
         f"{len(parameters)} parameters; planned in {duration(report.plan_s)}; digest {report.digest}"
     )
     if report.converted_bytes:
-        click.echo(
+        say(
             f"{size(report.converted_bytes)} of it are converted where they arrive; targets hold "
             f"{size(report.held_bytes)}, and {size(report.staging_bytes)} while staging"
         )
@@ -111,7 +111,7 @@ def _show_unused(unused: Sequence[str], top: int) -> None:
     if unused:
         names = unused[: top or None]
         more = len(unused) - len(names)
-        click.echo(f"no target takes: {', '.join(names)}{f' and {more} more' if more else ''}")
+        say(f"no target takes: {', '.join(names)}{f' and {more} more' if more else ''}")
 
 
 def _title(what: str, shown: int, total: int) -> str:
@@ -140,9 +140,9 @@ def _offline(found: Planned, top: int, html_file: str | None, speeds: tuple[floa
     _show_memory(memory, top)
     _show_unused(found.plan.unused_sources, top)
     for fact in facts:
-        click.echo(fact)
+        say(fact)
     if html_file is not None:
-        click.echo(f"heat map: {html_file}")
+        say(f"heat map: {html_file}")
 
 
 def _facts(

@@ -1,4 +1,4 @@
-"""refitctl rollback: make a version from before live again, everywhere or nowhere."""
+"""refitctl rollback: make an earlier version live again, in every replica or in none."""
 
 from __future__ import annotations
 

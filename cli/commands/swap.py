@@ -1,4 +1,4 @@
-"""refitctl swap: make a version live everywhere, or say who kept it from that."""
+"""refitctl swap: make a version live everywhere, or name the ranks that prevented it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import click
 
 from refitd.errors import RefitFailed
-from refitd.protocol.reports import MemberReport, SwapProgress, SwapReport
+from refitd.protocol.reports import MemberReport, SwapFailed, SwapProgress, SwapReport
+from refitd.states import MemberState, SwapOutcome
 from refitd_cli.group import EXIT_FAILED, error_object
-from refitd_cli.output import duration, print_json, print_table, rate, size, to_json, version
+from refitd_cli.output import duration, print_json, print_table, rate, say, size, to_json, version
 from refitd_cli.progress import swap_bar
 from refitd_cli.session import Control, Session, address_option, json_option
 
-COMMITTED = "committed"
 EXIT_INTERRUPTED = 130
+BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.POISONED}
 
 
 @click.command()
@@ -54,30 +55,27 @@ def perform(
     as_json: bool,
     ask: Callable[[Control, Callable[[SwapProgress], None] | None], SwapReport],
 ) -> None:
-    """Have a swap performed, show its progress and how it ended, and exit."""
+    """Run a swap, show its progress and outcome, and exit."""
     session: Session = ctx.obj
-    error: RefitFailed | None = None
+    error: SwapFailed | None = None
     with session.client(address) as client, swap_bar(model) as on_progress:
         try:
             report = ask(client, on_progress)
-        except RefitFailed as exc:
-            found = getattr(exc, "report", None)
-            if not isinstance(found, SwapReport):
-                raise
-            report, error = found, exc
+        except SwapFailed as exc:
+            report, error = exc.report, exc
         except KeyboardInterrupt:
-            click.echo(f"no longer watching; see refitctl status, or stop the swap: refitctl abort {model}", err=True)
+            say(f"no longer watching; see refitctl status, or stop the swap: refitctl abort {model}", err=True)
             ctx.exit(EXIT_INTERRUPTED)
     if as_json:
         print_json(_as_object(report, error))
     else:
         _show(report)
-    ctx.exit(0 if report.outcome == COMMITTED and error is None else EXIT_FAILED)
+    ctx.exit(0 if report.outcome == SwapOutcome.COMMITTED and error is None else EXIT_FAILED)
 
 
 def culprits(report: SwapReport) -> list[str]:
-    """Return who kept the swap from committing: rank, host, phase and reason, one line each."""
-    blamed = [member for member in report.members if member.state in ("lost", "failed", "late", "poisoned")]
+    """Return the ranks that kept the swap from committing, one line each: rank, host, phase and reason."""
+    blamed = [member for member in report.members if member.state in BLAMED]
     blamed = blamed or [member for member in report.members if member.reason]
     phase = report.phase or "swap"
     if not blamed:
@@ -91,15 +89,15 @@ def culprits(report: SwapReport) -> list[str]:
 
 
 def ways(report: SwapReport) -> str:
-    """Return how many source ranks gave the version in which way; of a single one, also the measurement behind it."""
+    """Return how many source ranks used each transfer mode; for a single rank also the measurement behind it."""
     found = ", ".join(f"{count} {way or 'unknown'}" for way, count in Counter(s.way for s in report.sources).items())
     why = report.sources[0].why if len(report.sources) == 1 else ""
     return f"{found} ({why})" if why else found
 
 
-def _as_object(report: SwapReport, error: RefitFailed | None) -> dict[str, Any]:
+def _as_object(report: SwapReport, error: SwapFailed | None) -> dict[str, Any]:
     found = to_json(report)
-    if report.outcome != COMMITTED or error is not None:
+    if report.outcome != SwapOutcome.COMMITTED or error is not None:
         found |= error_object(error or RefitFailed("\n".join(culprits(report))))
     return found
 
@@ -108,8 +106,8 @@ def _show(report: SwapReport) -> None:
     if report.members:
         columns = ("replica", ">rank", "node", "state", ">serves", ">paused", "reason")
         print_table("", columns, (_row(member) for member in report.members))
-    if report.outcome == COMMITTED:
-        click.echo(
+    if report.outcome == SwapOutcome.COMMITTED:
+        say(
             f"{report.model}: version {version(report.version)} is live on {len(report.members)} ranks: "
             f"{size(report.bytes)} in {report.copies} copies, {_verified(report)}; "
             f"plan {duration(report.plan_s)}, stage {duration(report.stage_s)} "
@@ -117,11 +115,15 @@ def _show(report: SwapReport) -> None:
             f"total {duration(report.total_s)}"
         )
         if report.sources:
-            click.echo(f"sources: {ways(report)}")
+            say(f"sources: {ways(report)}")
         return
-    click.echo(f"{report.model}: version {version(report.version)} did not go live: {report.outcome}", err=True)
+    if report.outcome == SwapOutcome.DECIDED:
+        told = "is decided and goes on; the time is over, and not every rank has it: see refitctl status"
+    else:
+        told = f"did not go live: {report.outcome}"
+    say(f"{report.model}: version {version(report.version)} {told}", err=True)
     for line in culprits(report):
-        click.echo(f"  {line}", err=True)
+        say(f"  {line}", err=True)
 
 
 def _verified(report: SwapReport) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import click
 
 from refitd.protocol.reports import Difference, MemberProof, VerifyReport
+from refitd.states import ProofState
 from refitd_cli.group import EXIT_FAILED
-from refitd_cli.output import duration, print_json, print_table, size, to_json, version
+from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
 from refitd_cli.session import Session, address_option, json_option
-
-PROVEN = "proven"
 
 
 @click.command()
@@ -30,7 +29,7 @@ def verify(ctx: click.Context, model: str, timeout: float | None, address: str |
         print_json(to_json(report))
     else:
         _show(report)
-    ctx.exit(0 if report.outcome == PROVEN else EXIT_FAILED)
+    ctx.exit(0 if report.outcome == ProofState.PROVEN else EXIT_FAILED)
 
 
 def _show(report: VerifyReport) -> None:
@@ -38,18 +37,18 @@ def _show(report: VerifyReport) -> None:
     print_table("", columns, map(_row, report.members))
     for member in report.members:
         for difference in member.differences:
-            click.echo(f"  {_told(member, difference)}", err=True)
+            say(f"  {_told(member, difference)}", err=True)
         if (more := member.blocks - len(member.differences)) > 0:
-            click.echo(f"  and {more} more blocks of rank {member.rank} of replica {member.replica}", err=True)
+            say(f"  and {more} more blocks of rank {member.rank} of replica {member.replica}", err=True)
     for mixed in report.mixed:
-        click.echo(f"  {mixed}", err=True)
+        say(f"  {mixed}", err=True)
     serving = [member for member in report.members if member.version is not None]
-    proven = [member for member in serving if member.state == PROVEN]
+    proven = [member for member in serving if member.state == ProofState.PROVEN]
     nbytes = sum(member.bytes for member in proven)
-    click.echo(
+    say(
         f"{report.model}: {report.outcome}: {len(proven)} of {len(serving)} ranks that serve a version hold it, "
         f"{size(nbytes)} compared in {duration(report.seconds)}",
-        err=report.outcome != PROVEN,
+        err=report.outcome != ProofState.PROVEN,
     )
 
 

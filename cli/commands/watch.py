@@ -1,4 +1,4 @@
-"""refitctl watch: the status again and again, with a bar for every running swap."""
+"""refitctl watch: the status, refreshed, with a bar for every running swap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from msgspec import structs
 
 from refitd.errors import TransportError
 from refitd.protocol.reports import StatusReport
-from refitd_cli.output import console, print_json, to_json
+from refitd.text import printable
+from refitd_cli.output import console, print_json, say, to_json
 from refitd_cli.progress import bar_columns, bar_fields
 from refitd_cli.session import Control, Session, address_option, json_option
 from refitd_cli.view import NO_MODELS, print_parts, status_parts
@@ -116,19 +117,19 @@ def refreshes(
 
 
 class Display(Protocol):
-    """Where refreshes are shown."""
+    """Shows refreshes."""
 
     def show(self, report: StatusReport) -> None:
         """Show one status."""
         ...
 
     def wait(self, why: TransportError) -> None:
-        """Say that the daemon is away. Called at every attempt to reach it."""
+        """Report that the daemon is unreachable. Called at every attempt to reach it."""
         ...
 
 
 class Printed:
-    """Refreshes one below the other: tables, or an object a line. That the daemon is away goes to stderr, once."""
+    """Prints refreshes below each other: tables, or one JSON object per line. Reports a lost daemon once, on stderr."""
 
     def __init__(self, as_json: bool, model: str | None) -> None:
         self._as_json, self._model = as_json, model
@@ -140,18 +141,18 @@ class Printed:
         if self._as_json:
             print_json(to_json(report))
         else:
-            click.echo(f"--- {_clock()}")
+            say(f"--- {_clock()}")
             print_parts(status_parts(report, _nothing(self._model)))
 
     def wait(self, why: TransportError) -> None:
-        """Say it when it is new."""
+        """Print the error if it is a new one."""
         if not self._waits:
-            click.echo(_waiting(why), err=True)
+            say(_waiting(why), err=True)
         self._waits = True
 
 
 class Screen:
-    """Refreshes in one place of a terminal. Made inside `rich.live`; the last one stays when it ends."""
+    """Replaces each refresh by the next in a terminal, inside `rich.live`; the last one stays at the end."""
 
     def __init__(self, terminal: Console, model: str | None, interval_s: float) -> None:
         from rich.live import Live
@@ -165,7 +166,7 @@ class Screen:
         self.live = Live(console=terminal, auto_refresh=False)
 
     def show(self, report: StatusReport) -> None:
-        """Replace what is shown."""
+        """Replace the shown status."""
         running = {model.swap.swap: model.swap for model in report.models if model.swap is not None}
         for swap in self._tasks.keys() - running.keys():
             self._bars.remove_task(self._tasks.pop(swap))
@@ -179,7 +180,7 @@ class Screen:
         self._draw(_text(f"{_clock()}, every {self._interval_s:g} s; Ctrl-C ends", "dim"))
 
     def wait(self, why: TransportError) -> None:
-        """Put it above the last status, whose swaps nobody can see any more."""
+        """Show the error above the last status, without its running swaps."""
         for task in self._tasks.values():
             self._bars.remove_task(task)
         self._tasks.clear()
@@ -227,4 +228,4 @@ def _clock() -> str:
 def _text(text: str, style: str = "") -> RenderableType:
     from rich.text import Text
 
-    return Text(text, style=style)
+    return Text(printable(text), style=style)

@@ -1,4 +1,4 @@
-"""A child's end of the two pipes to the launcher: commands come in on stdin, events go out on stdout."""
+"""A child's pipes to the launcher: commands arrive on stdin, events leave on stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAUNCHER_GONE = 3  # exit status
 
 
 class Channel:
-    """Newline-separated JSON both ways. Anything else this process prints goes to stderr, its log.
+    """Newline-separated JSON in both directions. Other output of this process goes to stderr, its log.
 
     When stdin ends the launcher is gone, whatever the reason: the process ends at once, so that nothing is
     ever left running.
@@ -29,7 +29,7 @@ class Channel:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Tell the launcher."""
+        """Send an event to the launcher."""
         self._out.write(json.dumps({"event": event, **fields}) + "\n")
         self._out.flush()
 
@@ -59,7 +59,7 @@ class Channel:
 
 @contextlib.contextmanager
 def reporting(channel: Channel) -> Iterator[None]:
-    """Tell the launcher why this process ends, when it ends with an error."""
+    """Report an error that ends this process to the launcher."""
     try:
         yield
     except Exception as exc:

@@ -1,4 +1,4 @@
-"""The launcher's end of every process it starts: commands, events, logs, deadlines, and an end for all of them."""
+"""The launcher's processes: their commands, events, logs and deadlines, and how all of them are ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAIL_BYTES = 3000
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on, or has found a difference."""
+    """The demo cannot continue, or found a difference."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Child:
     log: Path
 
     def tail(self) -> str:
-        """Return the end of what it logged."""
+        """Return the end of its log."""
         text = self.log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace").strip()
         return f"--- {self.name} (pid {self.process.pid}, {_status(self.process)})\n{text or '(no output)'}"
 
@@ -89,7 +89,7 @@ class Crew:
         threading.Thread(target=self._read, args=(child,), name=f"events of {name}", daemon=True).start()
 
     def send(self, names: Iterable[str], command: str, **fields: Any) -> None:
-        """Tell children to do something."""
+        """Send a command to children."""
         for name in names:
             pipe = self.members[name].process.stdin
             try:
@@ -100,7 +100,7 @@ class Crew:
                 raise DemoFailed(f"{name} has ended and cannot be told to {command}") from None
 
     def wait(self, event: str, names: Iterable[str], timeout_s: float) -> dict[str, Message]:
-        """Return every named child's next event of this kind, which may have arrived already.
+        """Return each named child's next event of this kind, waiting if it has not arrived.
 
         Raises:
             DemoFailed: one of them, or any other process, failed or ended, or the deadline passed.
@@ -118,7 +118,7 @@ class Crew:
         return found
 
     def wait_until(self, claim: Callable[[], bool], what: Callable[[], str], timeout_s: float) -> None:
-        """Take events until the claim holds.
+        """Handle events until the condition holds.
 
         Raises:
             DemoFailed: a process failed or ended, or the deadline passed.
@@ -136,7 +136,7 @@ class Crew:
                 self._on_wait(what())
 
     def run(self, name: str, command: list[str], timeout_s: float) -> str:
-        """Run a command to its end and return its stdout.
+        """Run a command and return its stdout.
 
         Raises:
             DemoFailed: its exit status is not 0, or the deadline passed.
@@ -166,7 +166,7 @@ class Crew:
         return "\n".join(child.tail() for child in children)
 
     def dismiss(self) -> None:
-        """Let every trainer and engine leave in order.
+        """Ask every trainer and engine to exit.
 
         Raises:
             DemoFailed: one did not, or not with exit status 0.
@@ -182,7 +182,7 @@ class Crew:
                 raise DemoFailed(f"{name} left with exit status {status}")
 
     def stop(self) -> None:
-        """End what still runs: trainers and engines by closing their pipe, then the daemon; who stays is killed."""
+        """End trainers and engines by closing their pipes, then the daemon; kill what does not end."""
         for child in self.members.values():
             if child.process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -245,7 +245,7 @@ class Crew:
 
 
 def _end_with_parent() -> None:
-    """Have this process sent SIGTERM when the launcher dies, by SIGKILL even: the daemon has no pipe that tells it."""
+    """Have the kernel send SIGTERM when the launcher dies, even by SIGKILL: no pipe tells the daemon."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

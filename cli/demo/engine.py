@@ -25,7 +25,7 @@ Fingerprint = dict[str, tuple[Any, ...]]
 
 
 def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """Return where every tensor lies; a captured graph would break if any of this changed."""
+    """Return address, storage and strides of every tensor; a captured graph would break if any changed."""
     return {
         name: (
             tensor.data_ptr(),
@@ -41,7 +41,7 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
 
 
 def move_into_arena(model: DemoModel, client: refitd.Client) -> None:
-    """Give every tensor of the model a place in memory that the daemon owns, keeping its attributes."""
+    """Move every tensor of the model into an arena, keeping its attributes."""
     old = tensors_of(model)
     placed = client.allocate({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in old.items()})
     for module_name, module in model.named_modules():
@@ -88,7 +88,7 @@ class Engine:
         self.last_text = ""  # the newest complete one
 
     def serve(self) -> None:
-        """Generate until the launcher wants quiet. All ranks flip, and stop, before the same token."""
+        """Generate until the launcher sends a command. All ranks flip, and stop, before the same token."""
         while True:
             if self.target.poll(agree=self.member.everyone.all_min) is not None:
                 self._flipped()

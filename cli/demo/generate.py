@@ -12,7 +12,7 @@ TEMPERATURE = 0.8
 
 
 class Pipeline:
-    """Runs a stage between the one before and the one after it; collective over the replica."""
+    """Runs this rank's stage with its neighbours; collective over the replica."""
 
     def __init__(self, model: DemoModel) -> None:
         self.model, self.layout = model, model.layout
@@ -45,7 +45,7 @@ class Generator:
         return bytes(self._generated).decode("utf-8", "replace")
 
     def restart(self) -> None:
-        """Begin anew from the prompt: nothing computed so far is used again."""
+        """Start again from the prompt; discard everything computed so far."""
         self._cache = self._pipeline.model.new_cache(len(PROMPT) + NEW_TOKENS, self._dtype)
         self._next = list(PROMPT)
         self._generated: list[int] = []

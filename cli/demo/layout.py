@@ -1,4 +1,4 @@
-"""The demo model's sizes and how each of its tensors is cut; plain index arithmetic that knows nothing of refitd.
+"""The demo model's sizes and how each tensor is split: index arithmetic, independent of refitd.
 
 The launcher checks the result of every swap with these functions, so they must stay independent of the planner:
 they enumerate the indices a rank holds, one by one, instead of computing overlaps.
@@ -97,7 +97,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is split over the TP group: every block of `blocks` rows along `dim` on its own."""
+    """How a tensor is split over the TP group: each block of `blocks` rows along `dim` is split separately."""
 
     dim: int
     blocks: tuple[int, ...]
@@ -170,7 +170,7 @@ def shard(full: Array, cut: Cut | None, layout: Layout) -> Array:
 
 
 def gather(shards: Sequence[Mapping[str, Array]], layouts: Sequence[Layout], config: ModelConfig) -> dict[str, Array]:
-    """Put the whole model together from every rank's tensors.
+    """Assemble the whole model from every rank's tensors.
 
     Raises:
         ValueError: a replicated tensor differs between ranks, or an element is held by no rank or by two.

@@ -1,4 +1,4 @@
-"""What every trainer and engine process does before its own job: arguments, threads, process groups."""
+"""Common start of trainer and engine processes: arguments, threads, process groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_NAME = "policy"
 
 @dataclass(frozen=True)
 class Member:
-    """This process: what it was told, where it stands, whom it talks to."""
+    """This process: its arguments, its rank, its groups."""
 
     name: str
     runtime_dir: Path
@@ -40,7 +40,7 @@ class Member:
 
 
 def join(argv: list[str], channel: Channel) -> Member:
-    """Parse the command line and meet the other processes of the same trainer or replica."""
+    """Parse the command line and join the process groups of the trainer or replica."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)
@@ -86,12 +86,12 @@ def join(argv: list[str], channel: Channel) -> Member:
 
 
 def write_state(path: str, model: torch.nn.Module) -> None:
-    """Write every parameter and persistent buffer as it is, bf16 as the integers of its bits."""
+    """Write every parameter and persistent buffer unchanged; bf16 as integers of its bits."""
     write_tensors(path, tensors_of(model))
 
 
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors likewise."""
+    """Write tensors as `write_state` does."""
     arrays: dict[str, Any] = {}
     for name, tensor in tensors.items():
         bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

@@ -40,7 +40,7 @@ class KVCache:
 def _mark(
     tensor: torch.Tensor, dim: int, *, stride: int = 1, sizes: list[int] | None = None, split: bool = True
 ) -> None:
-    """Say on the tensor how it is split, in Megatron's words."""
+    """Set Megatron's attributes that say how the tensor is split."""
     tensor.tensor_model_parallel = split  # type: ignore[attr-defined]
     tensor.partition_dim = dim  # type: ignore[attr-defined]
     tensor.partition_stride = stride  # type: ignore[attr-defined]

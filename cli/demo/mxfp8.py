@@ -1,4 +1,4 @@
-"""The engine of the demo that holds its projections in MXFP8, and the bytes that it has to hold in the end."""
+"""The demo engine that holds its projections in MXFP8, and the bytes it must hold at the end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Quantized:
                 self.derived[f"{name} in bfloat16"] = Derived(tensor, (name,), _Refresh(buffer))
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Return everything that is held, by name; what is in MXFP8 as two."""
+        """Return all held arrays by name; an MXFP8 tensor as data and scales."""
         found: dict[str, torch.Tensor] = {}
         for name, value in self.tensors.items():
             if is_converted(name):

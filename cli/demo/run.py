@@ -17,11 +17,13 @@ import msgspec
 
 import refitd
 from refitd.protocol.reports import SwapReport
+from refitd.states import SwapOutcome
+from refitd.text import printable
 from refitd_cli.demo.channel import Message
 from refitd_cli.demo.crew import Crew, DemoFailed
 from refitd_cli.demo.layout import ModelConfig
 from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
-from refitd_cli.demo.show import Flip, Progress, SwapRow, as_object, printable, tables
+from refitd_cli.demo.show import Flip, Progress, SwapRow, as_object, sample, tables
 from refitd_cli.output import duration, rate, size
 
 TRAINER = Party("trainer", tp=2, pp=1)
@@ -53,7 +55,7 @@ commit_s = 20.0
 
 
 class Demo:
-    """The processes, and what they have said so far."""
+    """The processes and their events so far."""
 
     def __init__(self, directory: Path, progress: Progress, replicas: Mapping[Party, str] = REPLICAS) -> None:
         self.directory, self.progress, self.replicas = directory, progress, replicas
@@ -80,7 +82,7 @@ class Demo:
         self.crew.wait("ready", TRAINER.members, START_S)
 
     def round(self, version: int) -> None:
-        """Train a little, publish, swap, and see every engine go over to the new version."""
+        """Train a little, publish, swap, and wait until every engine serves the new version."""
         trainers = list(TRAINER.members)
         seconds = (ROUNDS_END_S - self.progress.seconds) / (SWAPS - version + 1) - SWAP_AND_FLIP_S
         self.crew.send(trainers, "train", steps=STEPS_PER_SWAP, seconds=seconds)
@@ -112,7 +114,7 @@ class Demo:
             row.flips[replica.name] = flip = self._flip(replica, version)
             self.progress.say(
                 f"{replica.name} paused {duration(flip.paused_s)} before token {flip.token}, "
-                f"all {replica.tp * replica.pp} ranks at once; until then: {printable(flip.before)}"
+                f"all {replica.tp * replica.pp} ranks at once; until then: {sample(flip.before)}"
             )
         self.rows.append(row)
 
@@ -127,7 +129,7 @@ class Demo:
             flip.after = self._samples[name, row.version]
 
     def check(self) -> list[Verdict]:
-        """Let every process write what it holds, and compare."""
+        """Have every process write its tensors, and compare them."""
         config = ModelConfig()
         self.progress.say("engines finish; every process writes its tensors and its logits on held-out text")
         self.arriving = self._arriving()
@@ -188,7 +190,7 @@ class Demo:
         address = ["--address", str(self.runtime_dir), "--timeout", str(SWAP_S), "--json"]
         printed = self.crew.run("refitctl", [*command, *address], SWAP_S)
         report = msgspec.json.decode(printed.splitlines()[-1], type=SwapReport)
-        if report.outcome != "committed" or report.version != version:
+        if report.outcome != SwapOutcome.COMMITTED or report.version != version:
             raise DemoFailed(f"refitctl exited 0 but printed {printed}")
         return report
 
@@ -224,7 +226,7 @@ class Demo:
                 if (replica, version) not in self._samples:
                     self._samples[replica, version] = message["text"]
                     told = "no version yet" if version is None else f"version {version}"
-                    self.progress.say(f"{replica} ({told}) writes: {printable(message['text'])}")
+                    self.progress.say(f"{replica} ({told}) writes: {sample(message['text'])}")
 
 
 def main(json_output: bool, *, mxfp8: bool = False) -> int:
@@ -248,7 +250,8 @@ def main(json_output: bool, *, mxfp8: bool = False) -> int:
             progress.say("interrupted; ending every process")
             return INTERRUPTED
         except Exception as exc:
-            print(demo.crew.tails(), file=sys.stderr)
+            for line in demo.crew.tails().split("\n"):
+                print(printable(line), file=sys.stderr)
             progress.say(f"the demo failed: {exc}")
             if not isinstance(exc, DemoFailed):
                 raise
@@ -267,7 +270,7 @@ def main(json_output: bool, *, mxfp8: bool = False) -> int:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not leave half of the processes running."""
+    """Ignore Ctrl-C while processes are being ended: a second one must leave none running."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from refitd.text import printable
 from refitd_cli.demo.data import PROMPT
 from refitd_cli.demo.proof import LOGITS_TOLERANCE, Verdict
 from refitd_cli.output import duration, rate, size
@@ -23,7 +24,7 @@ PIPED_WIDTH = 160
 
 @dataclass
 class Flip:
-    """One engine going over to a new version."""
+    """One engine's change to a new version."""
 
     paused_s: float  # its slowest rank
     token: int  # the token before which all its ranks flipped
@@ -34,7 +35,7 @@ class Flip:
 
 @dataclass
 class SwapRow:
-    """One swap as the tables show it."""
+    """One swap's row in the tables."""
 
     version: int
     by: str
@@ -50,7 +51,7 @@ class SwapRow:
 
     @property
     def places_unchanged(self) -> bool:
-        """Whether every tensor of every engine lies where it lay when it was registered."""
+        """Whether every tensor of every engine kept its address, storage and strides."""
         return all(flip.places_unchanged for flip in self.flips.values())
 
 
@@ -62,22 +63,22 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Return how long the demo has been running."""
+        """Return the seconds since the start."""
         return time.monotonic() - self._begun
 
     def say(self, text: str) -> None:
         """Print a line."""
         self._last = time.monotonic()
-        print(f"[{self.seconds:5.1f} s] {text}", file=sys.stderr, flush=True)
+        print(f"[{self.seconds:5.1f} s] {printable(text)}", file=sys.stderr, flush=True)
 
     def waiting(self, what: str) -> None:
-        """Say what is awaited, if nothing else was said for a while."""
+        """Print what is awaited, if nothing was printed for a while."""
         if time.monotonic() - self._last > 1.5:
             self.say(f"... waiting for {what}")
 
 
-def printable(text: str) -> str:
-    """Return text on one line, whatever a model with random weights came up with."""
+def sample(text: str) -> str:
+    """Return generated text on one printable line."""
     named = text.replace("\n", "\\n").replace("\t", "\\t")
     return "".join(char if char.isprintable() else "\N{MIDDLE DOT}" for char in named)
 
@@ -90,7 +91,7 @@ def tables(
     *,
     to_stderr: bool,
 ) -> None:
-    """Print what happened, what the engines said, and whether they hold the trainer's weights."""
+    """Print the swaps, the engines' samples, and whether the engines hold the trainer's weights."""
     on_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
     console = Console(stderr=to_stderr, width=None if on_terminal else PIPED_WIDTH, highlight=False)
     shown = [_swaps(rows), _samples(rows), _proof(verdicts, layouts)]

@@ -14,6 +14,7 @@ for it. Functions that talk to other ranks are collective over the DTensor's mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from refitd.copy_services.peers import Deadline, Peers
+from refitd.describe.module import mesh_splits
 from refitd.errors import PlanError
 from refitd.plan.intersect import overlapping
 
@@ -294,27 +296,19 @@ def _sections(whole: int, split: int | Sequence[int], dim: int) -> list[int]:
 
 
 def _cuts(dtensor: DTensor) -> list[list[int]]:
-    """Return, for each tensor dimension, the mesh dimensions that cut it, the outermost cut first.
-
-    Plain shards cut in the order of the mesh. A strided shard cuts after those of the later mesh dimensions that
-    its split factor counts.
-    """
+    """Return, for each tensor dimension, the mesh dimensions that cut it, the outermost cut first."""
     cuts: list[list[int]] = [[] for _ in range(dtensor.dim())]
-    for mesh_dim in reversed(range(dtensor.device_mesh.ndim)):
-        placement: Any = dtensor.placements[mesh_dim]
-        if placement.is_replicate():
-            continue
-        if placement.is_partial() or not hasattr(placement, "dim"):
-            raise UnevenLayoutError(f"DTensor {tuple(dtensor.shape)}: {placement} has no chunks; redistribute it first")
-        factor = int(getattr(placement, "split_factor", 1))
-        order = cuts[placement.dim % dtensor.dim()]
-        before = list(accumulate((dtensor.device_mesh.size(m) for m in order), lambda a, b: a * b, initial=1))
-        if factor not in before:
+    try:
+        splits = mesh_splits(dtensor)
+    except PlanError as error:
+        raise UnevenLayoutError(f"DTensor {tuple(dtensor.shape)}: {error}") from error
+    for mesh_dim, split in splits:
+        if split.factor > 1:
             raise UnevenLayoutError(
-                f"DTensor {tuple(dtensor.shape)} {dtensor.placements}: split factor {factor} is not the number of "
-                f"shards that later mesh dimensions make ({before}), so a shard is not one chunk"
+                f"DTensor {tuple(dtensor.shape)} {dtensor.placements}: split factor {split.factor} is not the number "
+                "of shards that other mesh dimensions make, so a shard is not one chunk"
             )
-        order.insert(before.index(factor), mesh_dim)
+        cuts[split.dim].append(mesh_dim)
     return cuts
 
 
@@ -411,7 +405,11 @@ def _dtensor(
 ) -> DTensor:
     """Return a DTensor on the mesh of `like`, whatever device the local tensor lies on."""
     stride = tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(1, b), initial=1))[::-1] if shape else ()
-    spec = DTensorSpec(like.device_mesh, tuple(placements), TensorMeta(torch.Size(shape), stride, local.dtype))
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    if tuple(placements) == tuple(like.placements):  # cut in the same order, too
+        spec = replace(like._spec, tensor_meta=meta)
+    else:
+        spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
     return DTensor(local.detach(), spec, requires_grad=False)
 
 

@@ -6,12 +6,14 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.buffers.room import check_bytes, memory_limits, process_limits
+from refitd.buffers.capacity import check_bytes, memory_limits, process_limits
 from refitd.errors import ArenaError
+from refitd.text import printable
 
 # Not in every Python's fcntl and mmap modules; the numbers are the kernel's (fcntl.h, mman-common.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -20,32 +22,40 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def create(nbytes: int, label: str) -> int:
+# Bytes that are allocated at once: seconds' worth at worst, so that whoever waits can give up in between.
+_STEP = 256 << 20
+
+
+def create(nbytes: int, label: str, moved: Callable[[], None] = lambda: None) -> int:
     """Return the descriptor of a new memory file of `nbytes`, mode 0600, sealed, its pages allocated.
+
+    `moved` is called now and then; whatever it raises ends the work, and all is given back.
 
     Raises:
         ArenaError: there is not that much memory left, or the kernel refuses; everything has been given back.
     """
     check_bytes([(nbytes, label)])
     try:
-        fd = os.memfd_create(f"refitd:{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(printable(f"refitd:{label}")[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
         raise ArenaError(
             f"arena {label!r}: the kernel gives no memory file: {exc.strerror}; check `ulimit -n`"
         ) from exc
     try:
-        _fill(fd, nbytes, label)
+        _fill(fd, nbytes, label, moved)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _fill(fd: int, nbytes: int, label: str) -> None:
+def _fill(fd: int, nbytes: int, label: str, moved: Callable[[], None]) -> None:
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)
+        for at in range(0, nbytes, _STEP):
+            moved()
+            os.posix_fallocate(fd, at, min(_STEP, nbytes - at))
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError as exc:
         allocated = os.fstat(fd).st_blocks * 512
@@ -54,6 +64,7 @@ def _fill(fd: int, nbytes: int, label: str) -> None:
             f"arena {label!r}: {nbytes} bytes asked for, the kernel said {exc.strerror!r} after {allocated}; "
             f"all were given back, and now there are: {limits}; free memory or raise the limit that is too low"
         ) from exc
+    moved()
     MappedArena(fd, nbytes, write=True)  # touches every page now: 5 to 10 times the cost of a copy
 
 

@@ -22,13 +22,14 @@ CHUNK_BYTES = 256 << 10
 Elements = npt.NDArray[np.void]
 
 
-def block_step(elements: int, element_size: int) -> int:
-    """Return how many elements of a tensor are in each block; the last may have fewer.
+def block_steps(elements: npt.NDArray[np.int64], element_size: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how many elements of each tensor are in each of its blocks; the last may have fewer.
 
     524,288 elements of 2 bytes, 1 MiB -> 524,288; 256 MiB -> 2,097,152, in 64 blocks
     """
-    nbytes = max(MIN_BLOCK_BYTES, -(-elements * element_size // MAX_BLOCKS))
-    return -(-nbytes // element_size)
+    nbytes = np.maximum(MIN_BLOCK_BYTES, -(-elements * element_size // MAX_BLOCKS))
+    steps: npt.NDArray[np.int64] = -(-nbytes // element_size)
+    return steps
 
 
 def blocks_of(elements: int, step: int) -> list[tuple[int, int]]:

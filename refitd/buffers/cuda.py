@@ -262,7 +262,8 @@ def create_all(wanted: Sequence[tuple[int, str]], device: int) -> list[int]:
         if sum(sizes) > free.value:
             raise ArenaError(
                 f"{what}: {numbers}; {_ADVICE[_OUT_OF_MEMORY]}, lower `slots`, or keep refitd's arenas of this model "
-                "in main memory (device='cpu')"
+                "in main memory (device='cpu')",
+                short=sum(sizes) - free.value,
             )
         try:
             for size in sizes:

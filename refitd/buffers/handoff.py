@@ -66,6 +66,33 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(*struct.unpack("3i", raw))
 
 
+# Not in every Python's socket module; the number is the kernel's (asm-generic/socket.h).
+_SO_PEERPIDFD = 77
+
+
+def process_of(connection: socket.socket, peer: Peer) -> int | None:
+    """Return a pidfd of the process that connected, readable when it has ended: forked children keep its socket open.
+
+    None where the kernel has none (before Linux 5.3), or does not show it to this process (another pid namespace).
+
+    Raises:
+        PeerLost: it has ended already.
+    """
+    try:
+        found: int = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        return found
+    except ProcessLookupError as exc:
+        raise PeerLost(f"the peer (pid {peer.pid}) has ended") from exc
+    except OSError:
+        pass  # before Linux 6.5
+    try:
+        return os.pidfd_open(peer.pid)
+    except ProcessLookupError as exc:
+        raise PeerLost(f"the peer (pid {peer.pid}) has ended") from exc
+    except OSError:
+        return None
+
+
 def send(connection: socket.socket, data: bytes, fds: tuple[int, ...] = ()) -> None:
     """Send one datagram with descriptors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 # Tensors start on a cache-line pair so that neighbours written by two workers never share a line.
 ALIGNMENT = 256
@@ -27,6 +28,11 @@ def row_major_strides(shape: Sequence[int], element_size: int) -> tuple[int, ...
 
     shape (2, 3), 4 bytes -> (12, 4)
     """
+    return _row_major_strides(tuple(shape), element_size)
+
+
+@lru_cache(maxsize=4096)  # models have many tensors of few shapes
+def _row_major_strides(shape: tuple[int, ...], element_size: int) -> tuple[int, ...]:
     strides = [element_size] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])

@@ -14,10 +14,15 @@ from refitd.buffers.arena import MappedArena
 from refitd.buffers.blocks import Elements, blocks_of, compare, digest, packed
 from refitd.buffers.layout import extent, row_major_strides
 from refitd.client.connection import Connection
-from refitd.client.devices import HOST, Arena, gpu_of
+from refitd.client.devices import Arena
+from refitd.client.reentrant_lock import Turn
 from refitd.client.tensors import TensorSet
+from refitd.describe.memory import HOST, gpu_of
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import local
+
+# Beyond the longest commit: the copy of a worker is waited for, for a minute.
+STILL_S = 600.0
 
 
 class _Overtaken(Exception):
@@ -36,7 +41,7 @@ class LiveChecks:
         self._tensors = tensors
         self._staging = staging
         self._commits = 0
-        self._still = threading.Lock()
+        self._still = Turn(f"the tensors of {member} are being taken over, or looked at,")
 
     def release(self) -> None:
         """Let go of the target: a cycle would keep its tensors until Python's collector comes by."""
@@ -44,10 +49,19 @@ class LiveChecks:
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Keep checks from the tensors while a version is taken over; one that runs is at a block for a moment yet."""
-        with self._still:
+        """Keep checks from the tensors while a version is taken over; one that runs is at a block for a moment yet.
+
+        Raises:
+            RefusedError: this very thread is taking a version over, and a signal handler has interrupted it.
+        """
+        with self._still.taken(STILL_S):
             self._commits += 1
             yield
+
+    def let_commit_end(self, timeout: float) -> None:
+        """Wait for a commit of another thread, if one is under way, for at most `timeout` seconds."""
+        with contextlib.suppress(RefitdError), self._still.taken(timeout):
+            pass
 
     def start(self, message: local.DigestLive | local.CompareLive) -> None:
         """Answer away from the caller's thread."""
@@ -83,7 +97,7 @@ class LiveChecks:
         found = []
         for tensor, step in zip(tensors, steps, strict=True):
             for first, count in blocks_of(tensor.numel(), step):
-                with self._still:
+                with self._still.taken(STILL_S):
                     self._check_same(began)
                     found.append(digest(_parts(tensor, first, count)))
         return b"".join(found)
@@ -92,6 +106,7 @@ class LiveChecks:
         began, arena = self._commits, self._staging()
         if not isinstance(arena, MappedArena):
             raise CommitError("there is no staging arena in main memory to compare with")
+        self._tensors.check_unmoved()  # also since their digests were taken
         found = []
         for index, first, count in blocks:
             tensor, offset = self._tensors.tensors[index], self._tensors.offsets[index]
@@ -99,7 +114,7 @@ class LiveChecks:
             expected: Elements = np.ndarray(
                 shape, f"V{element}", arena.bytes, offset, row_major_strides(shape, element)
             )
-            with self._still:
+            with self._still.taken(STILL_S):
                 self._check_same(began)
                 found.append(compare(_parts(tensor, first, count), packed(expected, first, count), first))
         return tuple(found)

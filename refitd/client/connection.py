@@ -1,23 +1,35 @@
-"""One connection to the node's daemon: requests with deadlines, notifications, descriptors. No torch here."""
+"""One connection to the node's daemon: requests with deadlines, notifications, descriptors. No torch here.
+
+Nothing here waits for a lock that the calling thread may hold already: signal handlers run in the middle of anything.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
 import queue
 import socket
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena
+from refitd.buffers.capacity import CLIENT_DESCRIPTORS, require_descriptors
 from refitd.buffers.cuda import MappedDeviceArena, index_of
+from refitd.buffers.permits import PAGE_ARENA
+from refitd.client import daemon_identity
+from refitd.client.reentrant_lock import Turn, check_process
 from refitd.errors import (
     DeadlineExceeded,
     PeerLost,
@@ -29,54 +41,104 @@ from refitd.errors import (
 )
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.channel import Dealer
+from refitd.protocol.channel import Dealer, local_peer
 from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.reports import SwapProgress
+from refitd.protocol.texts import check_names
 
 R = TypeVar("R", bound=Message)
+Listener = Callable[[Message], None]
+
+_log = logging.getLogger("refitd.client")
 
 # Notifications that are kept for members which nobody listens for yet.
 EARLY = 64
 
+# Requests that nobody waits for any more, and whose replies may yet come.
+ABANDONED = 1024
+
+# What has been queued when a connection is closed is sent for so long; a daemon that runs takes it at once.
+FLUSH_S = 2.0
+
+# A reply waits so long for listeners to have heard what came before it. They are quick, unless the thread that waits
+# for the reply is in a signal handler and holds what they need.
+ORDER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Listen:
+    member: str
+    listener: Listener
+    heard: queue.SimpleQueue[bool]  # given one when the listener has heard what had come before it was there
+
+
+@dataclass(frozen=True, slots=True)
+class _Unlisten:
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    member: str
+    message: Message
+
 
 class Connection:
-    """A session with the daemon in `directory`. Its own thread does all ZeroMQ work; any thread may ask."""
+    """A session with the daemon in `directory`. Its own thread does all ZeroMQ work; any thread may ask.
 
-    def __init__(self, directory: Path, name: str, timeout: float) -> None:
+    It belongs to the process that made it: a forked child has neither its threads nor its session.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, timeout: float, uid: int | None = None, *, may_be_link: bool = True
+    ) -> None:
         """Connect and say hello within `timeout` seconds.
+
+        `uid` and `may_be_link` are as in `refitd.client.daemon_identity`.
 
         Raises:
             TransportError: no daemon runs there, or it does not answer.
-            RefusedError: this user is not allowed in.
+            RefusedError: this user is not allowed in, the daemon is not the one that is meant, or this process can open
+                too few descriptors.
+            ConfigError: `uid`, or REFITD_DAEMON_UID, is no user id.
         """
-        self.directory = directory
-        self._descriptors = _connect(directory, timeout)
-        self._fetching = threading.Lock()
+        self.directory = Path(os.path.abspath(directory))  # the socket's name must outlive a change of directory
+        self._pid = os.getpid()
+        require_descriptors(CLIENT_DESCRIPTORS, "a connection to the refitd daemon")
+        self._permit_page: MappedArena | MappedDeviceArena | None = None
+        whose = daemon_identity.trusted(uid)
+        self._descriptors, self.daemon = daemon_identity.enter(self.directory, whose, timeout, may_be_link=may_be_link)
+        self._fetching = Turn("an arena is being fetched")
         self._decoder: Decoder[local.ClientReply] = Decoder(local.ClientReply)
         self._small: Decoder[sidecar.DescriptorReply] = Decoder(sidecar.DescriptorReply, handoff.MAX_DATAGRAM)
-        self.daemon = handoff.peer_of(self._descriptors)
         try:
             greeting = self._receive_descriptor()[0]
             if not isinstance(greeting, sidecar.Session):
                 raise ProtocolError(f"the daemon in {directory} greeted with {type(greeting).__name__}")
+            endpoint = daemon_identity.message_socket(self.directory, greeting.endpoint, self.daemon)
         except BaseException:
             self._descriptors.close()
             raise
-        self._lock = threading.Lock()
-        self._waiters: dict[int, queue.SimpleQueue[Message]] = {}
-        self._listeners: dict[str, Callable[[Message], None]] = {}
-        # what was said of a member before its registration was answered, or had a listener
-        self._early: deque[tuple[str, Message]] = deque(maxlen=EARLY)
-        self._outgoing: deque[tuple[int, Message]] = deque()
-        self._number = 0
+        # Threads share these without a lock, by single operations on them, which Python does not interrupt.
+        self._numbers = itertools.count(1)
+        self._abandoned: deque[int] = deque(maxlen=ABANDONED)  # requests whose replies are to be undone
+        self._waiters: dict[int, queue.SimpleQueue[tuple[Message, int]]] = {}
+        self._outgoing: deque[tuple[int, bytes]] = deque()
         self._lost: RefitdError | None = None
-        self._closing = False
+        self._inside: set[tuple[int, object]] = set()  # who is using the descriptors, by thread
+        self._closer: dict[str, tuple[int, object]] = {}  # who closes it
+        self._closing = self._closed = False
+        self._notices: queue.SimpleQueue[_Listen | _Unlisten | _Notice | local.Failure] = queue.SimpleQueue()
+        self._noticed = self._heard = 0  # notifications that have come, and that listeners have heard
+        self._listeners: dict[str, Listener] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread = threading.Thread(
-            target=self._serve, args=(greeting.endpoint,), name="refitd-client", daemon=True
-        )
+        self._close_wake = weakref.finalize(self, os.close, self._wake)
+        self._close_wake.atexit = False
+        self._thread = threading.Thread(target=self._serve, args=(endpoint,), name="refitd-client", daemon=True)
+        self._notifier = threading.Thread(target=self._notify, name="refitd-notify", daemon=True)
         self._thread.start()
+        self._notifier.start()
+        _open.add(self)
         hello = local.Hello(protocol=PROTOCOL_VERSION, token=greeting.token, name=name)
         try:
             self.welcome = self.request(hello, local.Welcome, timeout)
@@ -98,23 +160,26 @@ class Connection:
             PeerLost: the daemon has gone.
             RefitdError: the error that the daemon or the coordinator answered with.
         """
-        answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._check_lost()
-        with self._lock:
-            self._number += 1
-            number = self._number
-            self._waiters[number] = answers
+        check_process(self._pid)
+        check_names(message)
+        answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
+        number = next(self._numbers)
+        frame = _encoded(number, message)
+        self._waiters[number] = answers  # before it is asked whether the daemon is lost: whoever loses it looks here
+        is_answered = False
         try:
-            self._push(number, message)
+            self._push(number, frame)
             deadline = time.monotonic() + timeout
             while True:
                 try:
-                    answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                    answer, noticed = answers.get(timeout=max(0.0, deadline - time.monotonic()))
                 except queue.Empty:
                     raise DeadlineExceeded(
                         f"{type(message).__name__}: no answer from node {self._where()} within {timeout:.1f} s; "
                         "look at `refitctl status` and the daemon's log"
                     ) from None
+                is_answered = not isinstance(answer, SwapProgress)
+                self._let_listeners_hear(noticed)
                 if isinstance(answer, local.Failure):
                     raise from_code(answer.code, answer.message)
                 if isinstance(answer, SwapProgress) and reply is not SwapProgress:
@@ -125,34 +190,77 @@ class Connection:
                     return answer
                 raise ProtocolError(f"{type(message).__name__} was answered with {type(answer).__name__}")
         finally:
-            with self._lock:
-                self._waiters.pop(number, None)
+            if not is_answered:
+                self._abandon(number, message)
+            self._waiters.pop(number, None)
+            with contextlib.suppress(queue.Empty):
+                while not is_answered:  # what came in this moment
+                    self._undo(number, answers.get_nowait()[0])
+
+    def _abandon(self, number: int, message: Message) -> None:
+        """Have what the daemon does yet, or has done, for a request that nobody waits for any more undone."""
+        match message:
+            case local.Lend(member, version) | local.BeginPublish(member, version):
+                # it is read after the request, so that whatever that has brought is there, and nothing after it is hit
+                with contextlib.suppress(RefitdError):
+                    self._push(0, _encoded(0, local.Withdraw(member=member, version=version)))
+            case local.RegisterSource() | local.RegisterTarget() | local.CreateArena():
+                self._abandoned.append(number)
+
+    def _undo(self, number: int, reply: Message) -> None:
+        if number not in self._abandoned:
+            return
+        undo: Message
+        match reply:
+            case local.SourceRegistered(member) | local.TargetRegistered(member):
+                undo = local.Deregister(member=member)
+            case local.ArenaCreated(arena):
+                undo = local.FreeArena(arena=arena)
+            case _:
+                return
+        with contextlib.suppress(RefitdError):
+            self._push(0, _encoded(0, undo))
 
     def tell(self, message: Message) -> None:
-        """Send a message that has no reply."""
-        self._check_lost()
-        self._push(0, message)
+        """Send a message that has no reply.
 
-    def listen(self, member: str, listener: Callable[[Message], None]) -> None:
-        """Have `listener` called, on the connection's thread, with every notification for a member.
+        What a member says about its commits (`local.Told`) has reached the daemon's kernel buffer when this returns:
+        whatever becomes of this process, the daemon reads it before it learns of that. It is read before any request
+        that is made afterwards.
 
-        When the daemon is lost the listener is called with a Failure.
+        Raises:
+            PeerLost: the daemon has gone, or does not read.
         """
-        with self._lock:
-            self._listeners[member] = listener
-            early = [message for name, message in self._early if name == member]
-            for message in early:
-                self._early.remove((member, message))
-        for message in early:
-            listener(message)
+        check_process(self._pid)
+        frame = _encoded(0, message)
+        if isinstance(message, local.Told) and len(frame) <= handoff.MAX_DATAGRAM:
+            with self._using():
+                handoff.send(self._descriptors, frame)
+        else:
+            self._push(0, frame)
+
+    def listen(self, member: str, listener: Listener) -> None:
+        """Have `listener` called, on a thread of the connection's, with every notification for a member.
+
+        It has heard what had come already when this returns. When the daemon is lost it is called with a Failure.
+        """
+        heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._notices.put(_Listen(member, listener, heard))
+        if self._notifier.is_alive() and threading.current_thread() is not self._notifier:
+            with contextlib.suppress(queue.Empty):
+                heard.get(timeout=ORDER_S)
+        if (lost := self._lost) is not None:
+            listener(local.Failure(code=lost.code, message=str(lost)))  # nobody may be there any more to say so
 
     def unlisten(self, member: str) -> None:
         """Stop listening."""
+        self._notices.put(_Unlisten(member))
         self._listeners.pop(member, None)
 
     def map_arena(self, arena: int, *, write: bool) -> MappedArena | MappedDeviceArena:
         """Fetch an arena's descriptor and map it; raises ArenaError where this process does not see its GPU."""
-        with self._fetching:
+        check_process(self._pid)
+        with self._using(), self._fetching.taken(self._descriptors.gettimeout() or 0.0):
             handoff.send(self._descriptors, encode(0, sidecar.FetchArena(arena=arena, write=write)))
             reply, fds = self._receive_descriptor()
         try:
@@ -167,99 +275,218 @@ class Connection:
         finally:
             handoff.close_all(fds)
 
-    def close(self) -> None:
-        """End the session; the daemon forgets its registrations."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-            os.eventfd_write(self._wake, 1)
-        with contextlib.suppress(RefitdError, OSError):
-            # here, and not by ZeroMQ: it arrives before this process or its end of the connection is gone
-            self._descriptors.settimeout(0)
-            handoff.send(self._descriptors, encode(0, sidecar.Goodbye()))
-        self._thread.join()  # it wakes at once: its only wait is on what has just been written
-        self._descriptors.close()
-        os.close(self._wake)
+    def permit_page(self) -> MappedArena | MappedDeviceArena:
+        """Return the page of permits, mapped once."""
+        if self._permit_page is None:
+            self._permit_page = self.map_arena(PAGE_ARENA, write=False)
+        return self._permit_page
 
-    # --- the connection's own thread ----------------------------------------------------------------------
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child of the process that it belongs to: it is not there, and locks may be held."""
+        return os.getpid() != self._pid
+
+    def close(self, *, goodbye: bool = True) -> None:
+        """Send what is queued, say goodbye, and end the session; the daemon forgets its registrations.
+
+        Without `goodbye` this is an end like any other: the daemon keeps what it keeps for engines that come back.
+        It may be called by any thread, again, and from a signal handler: one that another call closes already is left
+        to that, and waited for unless that is what a handler has interrupted.
+        """
+        if self.is_foreign:
+            return  # the child's copies were closed when it was forked; the session is its parent's
+        me = (threading.get_ident(), object())
+        closer = self._closer.setdefault("", me)
+        if closer is not me:
+            until = time.monotonic() + 2 * FLUSH_S
+            while not self._closed and closer[0] != me[0] and time.monotonic() < until:
+                time.sleep(0.001)
+            return
+        try:
+            self._end_threads()
+        finally:
+            with contextlib.suppress(RefitdError, OSError):
+                # not by ZeroMQ: it arrives before this process or its end of the connection is gone
+                self._descriptors.settimeout(0)
+                if goodbye:
+                    handoff.send(self._descriptors, encode(0, sidecar.Goodbye()))
+            with contextlib.suppress(OSError):
+                # forked children may hold it open as well: this hangs up for all of them
+                self._descriptors.shutdown(socket.SHUT_RDWR)
+            self._let_go()
+            self._permit_page = None
+            self._closed = True
+            _open.discard(self)
+
+    def _end_threads(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * FLUSH_S)
+        if threading.current_thread() is not self._notifier:
+            self._notifier.join(FLUSH_S)  # the end of the other one has been put into its queue
+
+    def _let_go(self) -> None:
+        """Close the descriptors, unless somebody still uses them: they are closed with this object then."""
+        until = time.monotonic() + FLUSH_S
+        while others := [one for one in self._inside.copy() if one[0] != threading.get_ident()]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        if not others and not self._inside and not self._thread.is_alive():
+            self._descriptors.close()
+            self._close_wake()
+
+    # --- the connection's own threads ---------------------------------------------------------------------
 
     def _serve(self, endpoint: str) -> None:
-        dealer = Dealer(self._context, endpoint)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        lost: RefitdError = PeerLost("this connection to the refitd daemon is closed")
+        linger_ms = 0
+        try:
+            dealer = Dealer(context, endpoint)
+            try:
+                self._work(dealer)
+                linger_ms = int(FLUSH_S * 1000)
+            finally:
+                dealer.socket.setsockopt(zmq.LINGER, linger_ms)
+                dealer.close()
+        except RefitdError as exc:
+            lost = exc
+        except Exception as exc:
+            _log.exception("the connection to the daemon in %s has failed", self.directory)
+            lost = TransportError(f"the connection to the daemon in {self.directory} has failed: {exc!r}")
+        finally:
+            self._lose(lost)
+            context.term()  # when what lingers has been sent
+
+    def _work(self, dealer: Dealer) -> None:
+        """Send and receive until the connection is closed; raise RefitdError when the daemon is lost."""
         poller = zmq.Poller()
         poller.register(dealer.socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         # a closed SEQPACKET peer shows as POLLHUP, which ZeroMQ calls POLLERR: the daemon's death, at once
-        poller.register(self._descriptors.fileno(), zmq.POLLERR)
+        hang_up = self._descriptors.fileno()
+        poller.register(hang_up, zmq.POLLERR)
+        while True:
+            ready = dict(poller.poll(10_000))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            is_closing = self._closing  # what was queued before that is sent
+            while self._outgoing:
+                self._send(dealer, *self._outgoing.popleft())
+            while (frame := dealer.receive()) is not None:
+                if local_peer(dealer.peer) != (self.daemon.uid, self.daemon.pid):
+                    raise RefusedError(
+                        f"{self.directory}: messages come from {dealer.peer!r}, and the daemon here is pid "
+                        f"{self.daemon.pid} of uid {self.daemon.uid}; this session has ended"
+                    )
+                self._dispatch(frame)
+            if is_closing:
+                return
+            if hang_up in ready:
+                raise PeerLost(f"the refitd daemon of node {self._where()} has ended")
+
+    def _send(self, dealer: Dealer, number: int, frame: bytes) -> None:
         try:
-            while not self._closing:
-                ready = dict(poller.poll(10_000))
-                if self._closing:
-                    break
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                while self._outgoing:
-                    dealer.send(*self._outgoing.popleft())
-                while (frame := dealer.receive()) is not None:
-                    self._dispatch(frame)
-                if any(fd not in (dealer.socket, self._wake) for fd in ready):
-                    self._lose(PeerLost(f"the refitd daemon of node {self._where()} has ended"))
-                    break
-        finally:
-            self._lose(PeerLost("this connection to the refitd daemon is closed"))
-            dealer.close()
-            self._context.term()
+            dealer.socket.send(frame)
+        except zmq.Again:
+            if (waiter := self._waiters.get(number)) is not None:
+                text = f"node {self._where()}: too much waits to be sent to the daemon, which does not read"
+                waiter.put((local.Failure(code=TransportError.code, message=text), 0))
 
     def _dispatch(self, frame: bytes) -> None:
-        try:
-            number, message = self._decoder.decode(frame)
-        except ProtocolError as exc:
-            self._lose(exc)
-            return
-        with self._lock:
-            waiter = self._waiters.get(number)
+        number, message = self._decoder.decode(frame)
+        waiter = self._waiters.get(number)
         if waiter is not None:
-            waiter.put(message)
+            waiter.put((message, self._noticed))
+        elif number in self._abandoned:
+            self._undo(number, message)
         elif number == 0 and (member := getattr(message, "member", "")):
-            with self._lock:
-                listener = self._listeners.get(member)
-                if listener is None:
-                    self._early.append((member, message))
-            if listener is not None:
-                listener(message)
+            self._notices.put(_Notice(member, message))
+            self._noticed += 1
 
     def _lose(self, error: RefitdError) -> None:
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = error
-            waiters = list(self._waiters.values())
+        self._lost = error
         failure = local.Failure(code=error.code, message=str(error))
-        for waiter in waiters:
-            waiter.put(failure)
-        for listener in list(self._listeners.values()):
-            listener(failure)
+        for waiter in list(self._waiters.values()):
+            waiter.put((failure, 0))
+        self._notices.put(failure)
 
-    def _check_lost(self) -> None:
-        # another error each time: one that is kept would keep the frames it was raised in, and what those hold
-        if self._lost is not None:
-            raise from_code(self._lost.code, str(self._lost))
+    def _notify(self) -> None:
+        """Have listeners hear what has come, in order, until the connection is lost.
 
-    def _push(self, number: int, message: Message) -> None:
-        with self._lock:
-            self._check_lost()
-            if self._closing:
-                raise PeerLost("this connection to the refitd daemon is closed")
-            self._outgoing.append((number, message))
-            # close() closes it under the same lock, and only after _closing is set
-            os.eventfd_write(self._wake, 1)
+        It is a thread of its own, since a listener may have to wait for a thread that waits for a reply.
+        """
+        # what was said of a member before its registration was answered, or had a listener
+        early: deque[_Notice] = deque(maxlen=EARLY)
+        while self._take_notice(early):
+            pass
+
+    def _take_notice(self, early: deque[_Notice]) -> bool:
+        """Wait for a notice and have it heard; return False after the last. Nothing of it is kept while waiting."""
+        match self._notices.get():
+            case _Listen(member, listener, heard):
+                self._listeners[member] = listener
+                for notice in [notice for notice in early if notice.member == member]:
+                    early.remove(notice)
+                    _call(listener, notice.message)
+                heard.put(True)
+            case _Unlisten(member):
+                self._listeners.pop(member, None)
+            case _Notice(member, message) as notice:
+                if (found := self._listeners.get(member)) is not None:
+                    _call(found, message)
+                else:
+                    early.append(notice)
+                self._heard += 1
+            case local.Failure() as failure:
+                listeners = list(self._listeners.values())
+                self._listeners.clear()
+                for listener in listeners:
+                    _call(listener, failure)
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        if isinstance(late := self._notices.get_nowait(), _Listen):
+                            late.heard.put(True)  # it looks for itself whether the connection is lost
+                return False
+        return True
+
+    def _let_listeners_hear(self, noticed: int) -> None:
+        """Return when what came before a reply has been heard: whoever reads the reply may rely on it."""
+        until = time.monotonic() + ORDER_S
+        while self._heard < noticed and self._notifier.is_alive() and time.monotonic() < until:
+            if threading.current_thread() is self._notifier:
+                return
+            time.sleep(0.0002)
 
     # --- details ------------------------------------------------------------------------------------------
+
+    def _push(self, number: int, frame: bytes) -> None:
+        with self._using():
+            self._outgoing.append((number, frame))
+            os.eventfd_write(self._wake, 1)
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the descriptors open inside; raise what the connection was lost with, if it was."""
+        mark = (threading.get_ident(), object())
+        self._inside.add(mark)  # before it is asked whether this is being closed: whoever closes it looks here
+        try:
+            if (lost := self._lost) is not None:
+                # another error each time: one that is kept would keep the frames it was raised in, and what those hold
+                raise from_code(lost.code, str(lost))
+            if self._closing:
+                raise PeerLost("this connection to the refitd daemon is closed")
+            yield
+        finally:
+            self._inside.discard(mark)
 
     def _receive_descriptor(self) -> tuple[sidecar.DescriptorReply, tuple[int, ...]]:
         try:
             data, fds = handoff.receive(self._descriptors)
-        except TimeoutError as exc:
+        except (TimeoutError, BlockingIOError) as exc:  # the latter where the timeout is 0
             raise DeadlineExceeded(f"the refitd daemon in {self.directory} does not answer; look at its log") from exc
         message = self._small.decode(data)[1]
         if isinstance(message, local.Failure) and not fds and not hasattr(self, "welcome"):
@@ -270,25 +497,51 @@ class Connection:
         welcome = getattr(self, "welcome", None)
         return welcome.node if welcome is not None else str(self.directory)
 
+    def _disown(self) -> None:
+        """In a forked child: let go of what is its parent's, so that a child does not keep a session open."""
+        self._descriptors.close()
+        self._close_wake()
 
-def _connect(directory: Path, timeout: float) -> socket.socket:
-    path = directory / "refitd.fds"
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(timeout)
+
+def _encoded(number: int, message: Message) -> bytes:
+    """Return a message's frame, checked as the daemon will check it.
+
+    Raises:
+        RefusedError: a field holds what no message may hold; nothing has been sent.
+        ProtocolError: the message is too large.
+    """
     try:
-        sock.connect(str(path))
-    except (FileNotFoundError, ConnectionRefusedError) as exc:
-        sock.close()
-        raise TransportError(
-            f"no refitd daemon is running in {directory}; start one with `refitd serve --standalone`, or give the "
-            "directory of a running one (refitd.connect(DIR), refitctl --address DIR, REFITD_RUNTIME_DIR)"
-        ) from exc
-    except PermissionError as exc:
-        sock.close()
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        msgspec.convert(plain, type(message), strict=True)
+        return encode(number, message)
+    except RefitdError:
+        raise
+    except Exception as exc:  # msgspec's, msgpack's and Unicode's, each for its own
         raise RefusedError(
-            f"{path}: permission denied; run as the daemon's user or have its admin allow yours"
+            f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
         ) from exc
-    except OSError as exc:
-        sock.close()
-        raise TransportError(f"{path}: {exc.strerror or exc}") from exc
-    return sock
+
+
+def _call(listener: Listener, message: Message) -> None:
+    try:
+        listener(message)
+    except Exception:  # a mistake over one notification must not keep the others from being heard
+        _log.exception("a listener could not take %s", type(message).__name__)
+
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for connection in list(_open):
+        connection._disown()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def close_all(*, goodbye: bool) -> None:
+    """Close every connection of this process that is still open."""
+    for connection in list(_open):
+        connection.close(goodbye=goodbye)

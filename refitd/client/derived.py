@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from refitd.errors import CommitError, RefusedError
-from refitd.protocol.held import DerivedTensor
+from refitd.protocol.target_forms import DerivedTensor
+from refitd.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,14 @@ def check_derived(derived: Mapping[str, Derived], weights: Collection[str]) -> t
         RefusedError: one is made of what is not registered, or is called like a weight.
     """
     for name, one in derived.items():
+        if not isinstance(name, str) or not name or not isinstance(one, Derived):
+            raise RefusedError(f"derived[{shown(name)}] is {type(one).__name__}, expected {{name: refitd.Derived}}")
+        if not isinstance(one.sources, Sequence | Set) or isinstance(one.sources, str | bytes):
+            raise RefusedError(f"{name}: sources are {shown(one.sources)}, expected a tuple of names")
+        if not all(isinstance(source, str) for source in one.sources):
+            raise RefusedError(f"{name}: sources are {shown(one.sources)}, expected a tuple of names")
+        if one.refresh is not None and not callable(one.refresh):
+            raise RefusedError(f"{name}: refresh is {shown(one.refresh)}, expected a function")
         if unknown := [source for source in one.sources if source not in weights]:
             raise RefusedError(f"{name}: it is declared to be made of {unknown}, which are not registered here")
         if name in weights:

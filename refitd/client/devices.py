@@ -8,16 +8,11 @@ import torch
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
+from refitd.describe.memory import HOST, gpu_of
 from refitd.errors import RefusedError
+from refitd.text import shown
 
 Arena = MappedArena | MappedDeviceArena
-
-HOST = -1  # main memory, where a GPU has its number
-
-
-def gpu_of(tensor: torch.Tensor) -> int:
-    """Return the number of the GPU that a tensor lies on, HOST where it is on none."""
-    return int(tensor.device.index) if tensor.device.type == "cuda" else HOST
 
 
 def settle(gpu: int) -> None:
@@ -34,24 +29,26 @@ def number_of(device: str | torch.device) -> int:
     """
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as exc:
-        raise RefusedError(f"device {device!r}: {str(exc).splitlines()[0]}; expected 'cpu' or 'cuda:N'") from exc
+    except Exception as exc:  # a number that is too large is a ValueError; what shows itself may raise anything
+        said = (str(exc).splitlines() or [type(exc).__name__])[0]
+        raise RefusedError(f"device {shown(device)}: {said}; expected 'cpu' or 'cuda:N'") from exc
     if found.type == "cpu":
         return HOST
     if found.type != "cuda":
-        raise RefusedError(f"device {device!r}: arenas lie in main memory ('cpu') or on a GPU ('cuda:N')")
+        raise RefusedError(f"device {shown(device)}: arenas lie in main memory ('cpu') or on a GPU ('cuda:N')")
     return int(found.index) if found.index is not None else int(torch.cuda.current_device())
 
 
 def common_gpu(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> int:
-    """Return where all tensors lie, by number.
+    """Return where all tensors lie, by number; HOST where none has elements.
 
     Raises:
         RefusedError: they lie in several places; names one of each.
     """
     found: dict[int, str] = {}
     for name, tensor in zip(names, tensors, strict=True):
-        found.setdefault(gpu_of(tensor), name)
+        if tensor.numel():  # one without elements lies nowhere
+            found.setdefault(gpu_of(tensor), name)
     if len(found) > 1:
         where = {gpu: "in main memory" if gpu == HOST else f"on GPU {gpu}" for gpu in found}
         places = ", ".join(f"{name} {where[gpu]}" for gpu, name in found.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,14 +12,17 @@ import torch
 from refitd.buffers.arena import MappedArena
 from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
-from refitd.client.tensors import Tensors, TensorSet, fingerprint, write_tensor
+from refitd.client.tensors import Tensors, TensorSet, fingerprint, refuse_all
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import BLOCK, DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
+from refitd.describe.ties import tie_by_memory
+from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
 from refitd.errors import CommitError, RefusedError
-from refitd.protocol.held import Conversion, DerivedTensor, HeldTensor, staged
 from refitd.protocol.shards import shard_of
+from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
+from refitd.text import shown
 from refitd.transforms.mxfp8_buffers import Held, held_of, holds_columns, quantize
 from refitd.transforms.mxfp8_format import Rounding, Scratch
 
@@ -42,6 +45,12 @@ class MXFP8Offer:
     rounding: Rounding = Rounding.RCEIL
     instead: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise RefusedError where the names are none."""
+        names = self.names
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+            raise RefusedError(f"MXFP8Offer: names are {shown(names)}, expected a tuple of names")
+
     def matches(self, name: str) -> bool:
         """Whether a tensor is offered."""
         return any(re.fullmatch(".*".join(map(re.escape, p.split("*"))), name) for p in self.names)
@@ -56,6 +65,8 @@ class TargetTensors(TensorSet):
         conversions: how these are made.
         derived: what the coordinator is told of derived tensors.
     """
+
+    _writes = True
 
     def __init__(
         self,
@@ -73,8 +84,11 @@ class TargetTensors(TensorSet):
             RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are cut. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        if derived is not None and not isinstance(derived, Mapping):
+            raise RefusedError(f"derived is {type(derived).__name__}, expected {{name: refitd.Derived}}")
         self._made = dict(derived or {})
         self.derived: tuple[DerivedTensor, ...] = check_derived(self._made, [m.name for m in self.metadata])
+        refuse_all(f"{name}: {problem}" for name, one in self._made.items() if (problem := tensor_problem(one.tensor)))
         self._made_prints = {name: fingerprint(one.tensor) for name, one in self._made.items()}
         self.wire: list[ParameterMetadata] = list(self.metadata)
         self.held: tuple[HeldTensor, ...] = ()
@@ -84,10 +98,11 @@ class TargetTensors(TensorSet):
             self._check(buffers)
             self._declare(buffers, convert_on_send)
             self.offsets = list(staged(shard_of(self.wire), self.held).held)
+        self.check_overlaps({name: one.tensor for name, one in self._made.items()})
 
-    def check_unmoved(self, when: str = "since registration") -> None:
+    def check_unmoved(self, when: str = "since registration", *, is_described: bool = False) -> None:
         """See TensorSet.check_unmoved; of derived tensors too."""
-        super().check_unmoved(when)
+        super().check_unmoved(when, is_described=is_described)
         for name, one in self._made.items():
             if (found := fingerprint(one.tensor)) != self._made_prints[name]:
                 raise CommitError(
@@ -96,10 +111,16 @@ class TargetTensors(TensorSet):
                 )
 
     def restore(self, arena: Arena) -> None:
-        """Take over what a process before this one has left in the staging arena."""
+        """Take over what a process before this one has left in the staging arena, and compare it.
+
+        Raises:
+            CommitError: a tensor does not hold what was copied to it.
+        """
         self.settle()
         self.read_from(arena)
         self.settle()
+        if (name := self.differing(arena)) is not None:
+            raise CommitError(f"{name}: it does not hold what was restored to it; something else writes to it")
         self.refresh()
 
     def refresh(self) -> None:
@@ -174,6 +195,10 @@ class SourceTensors(TensorSet):
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are cut. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        # one weight under two names is one weight to targets that hold it once
+        self.metadata = [replace(m) for m in self.metadata]
+        held = {n: v for n, v in self.values.items() if n not in self.quantized}
+        self._one_memory = tie_by_memory(self.metadata, held)
         self.offer = offer
         self._scratch: dict[str, Scratch] = {}
         self.wire: list[ParameterMetadata] = []
@@ -193,7 +218,7 @@ class SourceTensors(TensorSet):
                     self._converted.append(i)
                 except RefusedError as exc:
                     problems.append(str(exc))
-            if i not in self._converted or offer is None or not offer.instead:
+            if self._converted[-1:] != [i] or offer is None or not offer.instead:
                 self._whole.append(i)
                 self.wire.append(m)
         if offer is not None and not problems:
@@ -205,6 +230,9 @@ class SourceTensors(TensorSet):
         shard = shard_of(self.wire)
         self._slot = staged(shard, ()).wire
 
+    def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+        return [self.tensors[index] for index in self._whole], self._slot[: len(self._whole)]
+
     @property
     def is_converted(self) -> bool:
         """Whether some of it is offered in another form than it is held in."""
@@ -212,9 +240,8 @@ class SourceTensors(TensorSet):
 
     def write_to(self, arena: Arena) -> None:
         """Write a version into a slot: tensors as they are, then data and scales of those that are offered so."""
-        offsets = iter(self._slot)
-        for index in self._whole:
-            write_tensor(self.tensors[index], arena, next(offsets))
+        super().write_to(arena)
+        offsets = iter(self._slot[len(self._whole) :])
         for index in self._converted:
             tensor = self.tensors[index]
             slot = torch.from_numpy(arena.bytes) if isinstance(arena, MappedArena) else arena.tensor

@@ -7,8 +7,10 @@ import msgspec
 from refitd.config import Config
 from refitd.coordinator.main import run
 from refitd.errors import RefitdError
+from refitd.text import printable
 
 try:
     sys.exit(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Config), with_parent=True))
-except RefitdError as error:
-    sys.exit(f"refitd coordinator: {error}")
+except (RefitdError, OSError) as error:
+    print(printable(str(error)), flush=True)  # for the daemon, which tells whoever asks
+    sys.exit(printable(f"refitd coordinator: {error}"))

@@ -1,11 +1,13 @@
-"""What the coordinator's state is told and what it wants done: events and instructions."""
+"""Events that the coordinator's state handles, and instructions that it returns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from refitd.commit.journal import Record
+from refitd.coordinator.journal import Record, Recovered
 from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.rosters import ShardRead
 from refitd.describe.roster import Roster
 from refitd.errors import RefitdError
 from refitd.protocol import cluster
@@ -17,18 +19,19 @@ from refitd.protocol.roles import ANYONE, Allowed
 
 @dataclass(frozen=True, slots=True)
 class FromNode:
-    """A daemon said something, over a connection that was let in with `key`, of which the list says `allowed`."""
+    """A message of a daemon. Its connection was admitted with `key`; `allowed` is that key's line of the list."""
 
     identity: bytes
     request: int
     message: cluster.NodeMessage
     key: str = ""
     allowed: Allowed = ANYONE
+    read: ShardRead | None = None  # of a DescribeShard that was unpacked beside the loop
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan asked for with this ticket, or why there is none."""
+    """The plan requested with this ticket, or the error."""
 
     ticket: int
     plan: LoadedPlan | None
@@ -44,11 +47,18 @@ class JournalWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class Busy:
+    """This process was busy or stopped for so long: do not count that time as silence of the others."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = FromNode | Planned | JournalWritten | Tick
+Event = FromNode | Planned | JournalWritten | Busy | Tick
 
 
 # --- instructions -----------------------------------------------------------------------------------------
@@ -61,6 +71,15 @@ class Send:
     identity: bytes
     request: int
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send a daemon what `make` returns. Make and encode it outside the loop, because it takes long."""
+
+    identity: bytes
+    request: int
+    make: Callable[[], Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +99,9 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Journal how a swap ended, with its report."""
+    """Journal how a swap ended, with its report, or a live version that only the daemons knew."""
 
-    record: Record
+    record: Record | Recovered
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +112,4 @@ class Log:
     fields: dict[str, object]
 
 
-Instruction = Send | MakePlan | Decide | Remember | Log
+Instruction = Send | Answer | MakePlan | Decide | Remember | Log

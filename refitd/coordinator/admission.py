@@ -1,38 +1,41 @@
-"""Who may say what to the coordinator: names and roles of keys, whose members are whose, and how much of everything."""
+"""Admission checks for daemons' messages: names and roles of keys, ownership of members, and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from math import prod
 
-from refitd.coordinator.fleet import Member, Node
+from refitd.config import ModelConfig
+from refitd.coordinator.membership import Member, Node
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefusedError
 from refitd.protocol import cluster
 from refitd.protocol.roles import Allowed, check_role
 from refitd.protocol.shards import Shard
+from refitd.protocol.texts import check_names, check_tensor_names
 
 MAX_NODES = 4096
 MAX_MEMBERS = 1 << 16
 MAX_VERSIONS = 1024  # that one source rank holds
-MAX_BYTES = 1 << 48  # of one shard, and of one node's part of a swap: thousands of them still are a number that travels
+MAX_BYTES = 1 << 48  # of one shard, or one node's part of a swap; the sum of thousands still fits a message's integers
 
-# Descriptions that no member uses: as many tensors, tiles and group entries as these are some hundred megabytes.
+# Unused descriptions: this many tensors, tiles and group entries take some hundred megabytes.
 MAX_UNUSED_PARTS = 1 << 20
 
 
 def check_hello(
     identity: bytes, key: str, allowed: Allowed, hello: cluster.NodeHello, nodes: Mapping[str, Node], alive: bool
 ) -> None:
-    """Refuse a daemon that claims a name which its key does not allow, or another's.
+    """Refuse a daemon whose name its key does not allow, or that another daemon has.
 
     Args:
         identity: the connection.
-        key: the public key that it was let in with, "" without keys.
-        allowed: what the list says of the key.
-        hello: what it says.
-        nodes: those that are here.
-        alive: whether the one that has this name, if any, was heard lately.
+        key: the public key of its connection, "" without keys.
+        allowed: the key's line of the list.
+        hello: its first message.
+        nodes: the nodes that are connected.
+        alive: whether the present owner of this name, if any, was heard lately.
 
     Raises:
         RefusedError: says whose name it is and what to change.
@@ -56,15 +59,18 @@ def check_hello(
 
 
 def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str, Member]) -> None:
-    """Refuse what this node may not say.
+    """Refuse a message that this node may not send.
 
     Raises:
-        RefusedError: its key lacks the role, the member is another node's, or it is too much; nothing has changed.
+        RefusedError: its key lacks the role, the member is another node's, or a limit is exceeded; nothing has changed.
     """
     name = node.status.node
+    check_names(message)
     check_role(message, node.allowed.roles, f"the key of node {name!r}", "its line of security.allowed")
     match message:
-        case cluster.NodeUpdate(status):
+        case cluster.NodeUpdate(status, moved):
+            for target in moved:
+                _own(name, target.member, members)
             if status.node != name or status.pid != node.status.pid:
                 raise RefusedError(
                     f"node {name!r} (pid {node.status.pid}) calls itself {status.node!r} (pid {status.pid}); a daemon "
@@ -85,7 +91,9 @@ def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str
             cluster.RemoveShard(member)
             | cluster.DetachShard(member)
             | cluster.ShardWithdrawn(member)
+            | cluster.WantsRoom(member)
             | cluster.MemberQuiet(_, member)
+            | cluster.MemberStep(_, member)
             | cluster.MemberCommitted(_, member)
             | cluster.MemberCommitFailed(_, member)
         ):
@@ -101,19 +109,37 @@ def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str
 
 
 def _own(node: str, member: str, members: Mapping[str, Member]) -> Member | None:
-    """Return a member of this node; None where nobody knows it, which is how late words look."""
+    """Return a member of this node; None if it is unknown, as in a message that comes late."""
     found = members.get(member)
     if found is not None and found.node != node:
         raise RefusedError(f"member {member!r} is one of node {found.node!r}; node {node!r} cannot speak for it")
     return found
 
 
-def check_shard(shard: Shard) -> None:
-    """Refuse a description of more bytes than anything here counts.
+def check_replica(added: cluster.AddShard, model: ModelConfig) -> None:
+    """Refuse a replica that is not on the list: it would receive the weights and could delay every swap.
 
     Raises:
-        ProtocolError: names the tensor.
+        RefusedError: names the replica, the expected ones and where they are listed.
     """
+    if added.role != "target" or not model.replicas:
+        return  # no list: any replica of a process that may act as an engine
+    if not any(fnmatchcase(added.replica, pattern) for pattern in model.replicas):
+        expected = ", ".join(map(repr, model.replicas))
+        raise RefusedError(
+            f"model {added.model!r}: nobody expects replica {added.replica!r} (rank {added.rank}, pid {added.pid}); "
+            f"models.{added.model}.replicas of the coordinator has {expected}: add it there and start the coordinator "
+            "again, or register under one of these names"
+        )
+
+
+def check_shard(shard: Shard) -> None:
+    """Refuse a description whose byte count exceeds what messages can carry.
+
+    Raises:
+        ProtocolError, RefusedError: names the tensor; its name may be what is wrong.
+    """
+    check_tensor_names(shard)
     total = 0
     for tensor in shard.tensors:
         total += prod(tensor.shape) * ELEMENT_SIZES.get(tensor.dtype, 0)
@@ -122,6 +148,6 @@ def check_shard(shard: Shard) -> None:
 
 
 def parts_of(shard: Shard) -> int:
-    """Return how many values a description is made of, roughly: its memory by another measure."""
+    """Return roughly how many values a description holds, as a measure of its memory."""
     tiles = sum(len(tensor.tiles or ()) + len(tensor.aliases) for tensor in shard.tensors)
     return len(shard.tensors) + tiles + sum(len(group) for group in shard.groups)

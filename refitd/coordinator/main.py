@@ -7,41 +7,63 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 
 import zmq
 
 from refitd.buffers.arena import die_with_parent
-from refitd.buffers.room import raise_descriptor_limit
-from refitd.commit.journal import Journal
+from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
 from refitd.config import Config
 from refitd.coordinator import actions as act
+from refitd.coordinator.journal import Journal, Record
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.state import Coordinator
-from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError
+from refitd.coordinator.rosters import ShardRead
+from refitd.coordinator.state import Coordinator, unpack_shard
+from refitd.describe.roster import Roster
+from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster
-from refitd.protocol.channel import Received, Router, make_runtime_dir
-from refitd.protocol.codec import BadMessage, Decoder
+from refitd.protocol.background import LARGE_FRAME, Aside
+from refitd.protocol.base import MAX_MESSAGE_BYTES
+from refitd.protocol.channel import Received, Router, framed
+from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, request_of
+from refitd.protocol.directory import make_runtime_dir
 from refitd.protocol.local import Failure
 from refitd.protocol.roles import ANYONE, Allowed
-from refitd.security import coordinator_keys
+from refitd.security import coordinator_keys, coordinator_uids
 
 _TICK_S = 1.0
 
 # Messages that are taken before time and the doors are looked at again: peers that flood must not stop the clock.
 _BATCH = 256
 
+# A turn that takes this long is told in the log.
+_SLOW_TURN_S = 0.5
+
+# Messages of one node that may wait for a large one before them.
+_MAX_HELD = 1 << 14
+
+# Packed descriptions larger than this are unpacked beside the loop: they may be a thousand times as large.
+_LARGE_SHARD = 4 << 10
+
 # Lines whose number peers decide.
 _NOISY = frozenset({"refused", "illegal"})
 
 
 class CoordinatorShell:
-    """Performs what the state says and feeds the results back."""
+    """Performs the state's instructions and feeds the results back."""
 
     def __init__(
-        self, config: Config, router: Router, allowed: Mapping[str, Allowed], journal: Journal, log: EventLog
+        self,
+        config: Config,
+        router: Router,
+        allowed: Mapping[str, Allowed],
+        journal: Journal,
+        log: EventLog,
+        is_beside: bool = False,
     ) -> None:
         self._router = router
         self._journal = journal
@@ -50,6 +72,13 @@ class CoordinatorShell:
         self._noise = Throttle(period_s=5.0)
         self._allowed = allowed
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
+        self._strangers: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeHello, NODE_HELLO_BYTES)
+        self._told_r, self._told_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._reader = Aside[Received]("refitd-reader", self._told)
+        self._planner = Aside[int]("refitd-planner", self._told)
+        self._answers = Aside[tuple[bytes, int]]("refitd-answers", self._told)
+        # of nodes of which a large message is being read: what they have sent after it
+        self._held: dict[bytes, deque[Received]] = {}
         self._state = Coordinator(
             config=config,
             boot=secrets.token_hex(8),
@@ -59,43 +88,125 @@ class CoordinatorShell:
             wall_clock=time.time,
             decided=journal.decided,
             recent=journal.recent,
+            past=journal,
+            is_beside=is_beside,
         )
 
+    def _told(self) -> None:
+        """Wake the loop; callable from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._told_w, b".")
+
     def serve(self, stop: list[int], wakeup: int) -> None:
-        """Work until `stop` holds a signal number; `wakeup` becomes readable when it does."""
+        """Run until `stop` holds a signal number; `wakeup` becomes readable then."""
         poller = zmq.Poller()
         poller.register(wakeup, zmq.POLLIN)
+        poller.register(self._told_r, zmq.POLLIN)
         for sock in (self._router.socket, *self._router.doors):
             poller.register(sock, zmq.POLLIN)
         next_tick = time.monotonic() + _TICK_S
         while not stop:
             deadline = min(next_tick, self._state.next_deadline() or next_tick)
             poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
+            began = time.monotonic()
+            self._collect()
             for fields in self._router.turned_away():
                 if self._turned_away.lets(str(fields), time.monotonic()):
                     self._log.write("turned-away", fields)
             for _ in range(_BATCH):
-                if (received := self._router.receive()) is None:
+                if (received := self._router.receive(self._limit_of)) is None:
                     break
                 self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
                 with contextlib.suppress(CommitError):  # it has been logged when it was noted
                     self._journal.flush()
+                # whoever was not heard meanwhile was not silent: this process was stopped, or is busy
+                if (late_s := now - deadline) > _SLOW_TURN_S:
+                    self._feed(act.Busy(late_s))
                 self._feed(act.Tick())
+            if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
+                self._log("slow-turn", seconds=took_s)
+
+    def _limit_of(self, sender: Received) -> int:
+        return MAX_MESSAGE_BYTES if self._state.knows(sender.identity, sender.key) else NODE_HELLO_BYTES
 
     def _take(self, received: Received) -> None:
         identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
+        decoder = self._decoder
         try:
-            request, message = self._decoder.decode(received.frame)
+            if not self._state.knows(identity, received.key):
+                # nothing but a NodeHello is decoded; a daemon that has outlived a coordinator says it again
+                decoder = self._strangers
+                request, kind = (0, "") if received.too_large else request_of(received.frame)
+                if kind != cluster.NodeHello.__name__:
+                    text = "say NodeHello first"
+                    self._router.send(identity, request, Failure(code="unknown-node", message=text))
+                    return
+            elif len(received.frame) > LARGE_FRAME:
+                self._hold(received, lambda: (*decoder.decode(received.frame), None))
+                return
+            request, message = decoder.decode(received.frame)
         except ProtocolError as exc:
             if self._noise.lets(received.address, time.monotonic()):
                 self._log("bad-message", peer=allowed.name or received.address, reason=str(exc))
             number = exc.request_id if isinstance(exc, BadMessage) else 0
             self._router.send(identity, number, Failure(code=exc.code, message=str(exc)))
             return
+        if identity in self._held and not isinstance(message, cluster.NodeUpdate):
+            self._hold(received)
+        elif isinstance(message, cluster.DescribeShard) and len(message.packed) > _LARGE_SHARD:
+            self._hold(received, lambda: _unpacked(request, message))
+        else:
+            self._said(received, request, message, None)
+
+    def _hold(self, received: Received, read: Callable[[], object] | None = None) -> None:
+        """Have a large message read beside the loop, which must answer others; what follows it, but for signs of life,
+        waits.
+        """
+        held = self._held.get(received.identity)
+        if held is not None and len(held) >= _MAX_HELD:
+            text = f"{_MAX_HELD} messages wait for a large one before them to be read; send less at once"
+            self._router.send(received.identity, 0, Failure(code=RefusedError.code, message=text))
+        elif held is not None:
+            held.append(received)
+        elif read is not None:
+            self._held[received.identity] = deque()
+            self._reader.submit(received, read)
+
+    def _collect(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._told_r, 4096)
+        for _, planned in self._planner.collect():
+            assert isinstance(planned, act.Planned)
+            self._feed(planned)
+        for (identity, request), frame in self._answers.collect():
+            if isinstance(frame, bytes):
+                self._router.send_frame(identity, frame)
+                continue
+            self._log("internal-error", message="Answer", reason=repr(frame))
+            text = f"the coordinator made a mistake over an answer: {frame!r}"
+            self._router.send(identity, request, Failure(code="internal", message=text))
+        for received, found in self._reader.collect():
+            if isinstance(found, tuple):
+                request, message, read = found
+                if isinstance(message, cluster.DescribeShard) and read is None:
+                    self._reader.submit(received, partial(_unpacked, request, message))
+                    continue
+                self._said(received, request, message, read)
+            elif isinstance(found, RefitdError):
+                self._log("bad-message", peer=received.address, reason=str(found))
+                number = found.request_id if isinstance(found, BadMessage) else 0
+                self._router.send(received.identity, number, Failure(code=found.code, message=str(found)))
+            else:
+                self._log("internal-error", peer=received.address, reason=repr(found))
+            for later in self._held.pop(received.identity, ()):
+                self._take(later)
+
+    def _said(self, received: Received, request: int, message: cluster.NodeMessage, read: ShardRead | None) -> None:
+        identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
         try:
-            self._feed(act.FromNode(identity, request, message, received.key, allowed))
+            self._feed(act.FromNode(identity, request, message, received.key, allowed, read))
         except Exception as exc:
             # a mistake of ours that one daemon's message brings out must not end everybody's coordinator
             if self._noise.lets(f"internal {type(message).__name__}", time.monotonic()):
@@ -113,18 +224,23 @@ class CoordinatorShell:
                 if result is not None:
                     pending.append(result)
 
+    def _plan(self, ticket: int, rosters: Sequence[Roster]) -> act.Planned:
+        try:
+            return act.Planned(ticket, make_plan(rosters))
+        except RefitdError as exc:
+            return act.Planned(ticket, None, exc)
+        except Exception as exc:  # a description that the planner did not expect must end its own swap only
+            self._log.failed("internal-error", message="MakePlan")
+            return act.Planned(ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
+
     def _perform(self, instruction: act.Instruction) -> act.Event | None:
         match instruction:
             case act.Send(identity, request, message):
                 self._router.send(identity, request, message)
+            case act.Answer(identity, request, make):
+                self._answers.submit((identity, request), lambda: framed(request, make()))
             case act.MakePlan(ticket, rosters):
-                try:
-                    return act.Planned(ticket, make_plan(rosters))
-                except RefitdError as exc:
-                    return act.Planned(ticket, None, exc)
-                except Exception as exc:  # a description that the planner did not expect must end its own swap only
-                    self._log.failed("internal-error", message="MakePlan")
-                    return act.Planned(ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
+                self._planner.submit(ticket, partial(self._plan, ticket, rosters))
             case act.Decide(record):
                 try:
                     self._journal.write(record)
@@ -136,7 +252,8 @@ class CoordinatorShell:
                     self._journal.note(record)
                 except CommitError as exc:
                     # the decision itself is on disk, and this is written as soon as there is room
-                    self._log("journal-failed", swap=record.swap, reason=str(exc))
+                    what = {"swap": record.swap} if isinstance(record, Record) else {"model": record.model}
+                    self._log("journal-failed", **what, reason=str(exc))
             case act.Log(event, fields):
                 noisy = event in _NOISY
                 subject = f"{event} {fields.get('node')} {fields.get('message')}"
@@ -145,8 +262,12 @@ class CoordinatorShell:
         return None
 
 
+def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluster.NodeMessage, ShardRead]:
+    return request, message, unpack_shard(message.packed, message.digest)
+
+
 def run(config: Config, *, with_parent: bool = False) -> int:
-    """Run the coordinator until SIGTERM or SIGINT; `with_parent`: also end when the starting process ends.
+    """Run the coordinator until SIGTERM or SIGINT; with `with_parent` also until the parent process ends.
 
     Raises:
         RefitdError: the endpoint is in use, the directory is unsafe or the journal cannot be opened.
@@ -156,8 +277,9 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     setup(config.log.level)
     log = EventLog("coordinator")
     raise_descriptor_limit()  # connections that are never finished take some, too
+    require_descriptors(SERVER_DESCRIPTORS, "a coordinator")
     keys = coordinator_keys(config)
-    make_runtime_dir(config.runtime_dir)
+    make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))
     stop: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -169,11 +291,12 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        router = Router(context, config.coordinator_endpoint, keys)
+        router = Router(context, config.coordinator_endpoint, keys, uids=coordinator_uids(config))
         try:
             journal = Journal(config.journal_path)
             log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())
-            CoordinatorShell(config, router, keys.allowed if keys else {}, journal, log).serve(stop, wakeup_r)
+            allowed = keys.allowed if keys else {}
+            CoordinatorShell(config, router, allowed, journal, log, with_parent).serve(stop, wakeup_r)
             journal.close()
         finally:
             router.close()

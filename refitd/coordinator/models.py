@@ -1,19 +1,20 @@
-"""What the coordinator knows of one model: its ranks, what is live, which swap runs and which ones wait."""
+"""The coordinator's state of one model: its ranks, live version, running swap and queue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from refitd.commit.journal import Record
-from refitd.commit.machine import Phase, Swap
-from refitd.coordinator.fleet import Member, Model
+from refitd.coordinator.decision import Phase, Swap
+from refitd.coordinator.journal import Live, Record
+from refitd.coordinator.membership import Member, Model
 from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.steps import FlipSteps
 from refitd.errors import RefusedError
 from refitd.protocol import local
 from refitd.protocol.reports import SourceReport, SwapReport
 
-# How far back the journal is searched for the version before the live one, and what one answer shows at most.
+# What one answer shows of the journal at most.
 MAX_HISTORY = 1000
 
 # A daemon's connection and the number of its request.
@@ -25,17 +26,30 @@ Recent = Callable[[str, int], Sequence[Record]]
 
 @dataclass(slots=True)
 class Running:
-    """A swap under way and who waits for it."""
+    """A running swap and who waits for it."""
 
     swap: Swap
     version: int
     waiters: list[Waiter]
+    run: str
     kind: str
     fleet: Model  # the whole model, or what a catch-up brings to its live version
     members: dict[str, Member]  # as they were when it began: those that leave are reported too
     sources: tuple[SourceReport, ...] = ()  # likewise: a lent version ends when it has been read
+    answer_by: float | None = None  # when whoever waits is told how it stands; None: when it has ended
     plan: LoadedPlan | None = None
+    held_until: float | None = None  # when engines out of reach will have stopped serving: it is decided then
+    apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may not have flipped with the others
     gives_way: bool = False  # a catch-up that was ended for the sake of a swap that somebody asked for
+
+    def is_live(self, live: Live | None) -> bool:
+        """Whether its version is already live."""
+        return live is not None and live.is_at(self.version, self.run)
+
+    def is_due(self, now: float) -> bool:
+        """Whether the held decision can be written now, before the deadline."""
+        held = self.held_until is not None and self.swap.phase is Phase.STAGED
+        return held and self.held_until is not None and self.held_until <= now < self.swap.deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,7 @@ class Queued:
 
     asked: local.StartSwap
     waiter: Waiter
+    since: float
     deadline: float
 
 
@@ -52,21 +67,21 @@ class ModelState:
     """One model."""
 
     fleet: Model
-    live: int | None = None  # the version that was decided last
-    newest: int = -1  # the highest version that a swap was begun to
+    live: Live | None = None  # the version that was decided last
+    highest: int = -1  # the highest version that was ever decided
+    tried: tuple[int, str] = (-1, "")  # the highest version of the last run that a swap was begun to
+    bases: dict[str, int] = field(default_factory=dict)  # run -> the highest number that others had used up before it
+    published: dict[tuple[str, int], int] = field(default_factory=dict)  # (run, rank) -> its highest number so far
+    wants_room: dict[str, int] = field(default_factory=dict)  # source ranks that wait for a slot, and how many each has
     plan: LoadedPlan | None = None  # of the present members; None after any change
     running: Running | None = None
     queue: list[Queued] = field(default_factory=list)
     last: SwapReport | None = None
+    steps: FlipSteps = field(default_factory=FlipSteps)  # where ranks are that have a decided version to take over
 
     def takes_part(self, member: Member) -> bool:
-        """Return whether the running swap needs this rank."""
-        if self.running is None:
-            return False
-        if member.added.role == "target":
-            return member.id in self.running.swap.members or self.running.swap.phase is Phase.IDLE
-        # once everything is staged nobody needs the source any more
-        return not self.running.swap.is_staged
+        """Return whether this rank takes part in the running swap."""
+        return self.running is not None and member.id in self.running.swap.names
 
 
 class Models(dict[str, ModelState]):

@@ -1,15 +1,16 @@
-"""Plans as the coordinator keeps them: made once per membership, sent once per node, shown to people."""
+"""The coordinator's plans: made once per membership, sent once per node, shown to people."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import xxhash
 
-from refitd.coordinator.fleet import Model
+from refitd.coordinator.membership import Model
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
@@ -21,7 +22,7 @@ from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 
 @dataclass(slots=True)
 class LoadedPlan:
-    """A validated plan, the ranks it was made for, and which nodes have it."""
+    """A validated plan, the ranks it is for, and the nodes that have it."""
 
     id: str  # digest of the rosters, and what tells models of equal layout apart
     table: CopyTable
@@ -32,9 +33,10 @@ class LoadedPlan:
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of the workers that exchange between nodes; None until it is formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> its slowest worker in the last swap
+    pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of all that meet
 
     def belongs_to(self, model: str) -> None:
-        """Give it a name of this model's own: models of equal layout have equal plans, and other members."""
+        """Give the plan an id of this model: models of equal layout have equal plans but other members."""
         self.id = f"{self.digest}.{xxhash.xxh3_64_hexdigest(model.encode())}"
 
     @property
@@ -43,7 +45,7 @@ class LoadedPlan:
         return self.id.partition(".")[0]
 
     def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
-        """Return the part of the plan that `node` performs: what its targets receive, and its sources send away."""
+        """Return the part of the plan that `node` executes: what its targets receive and its sources send."""
         node_of = self._node_of(fleet)
         here = [rank for rank, where in node_of.items() if where == node]
         sent, received = np.isin(self.table.src_rank, here), np.isin(self.table.dst_rank, here)
@@ -68,15 +70,11 @@ class LoadedPlan:
     def links(self, fleet: Model) -> dict[tuple[str, str], int]:
         """Return the bytes that cross between nodes in one swap, by (source node, target node)."""
         node_of = self._node_of(fleet)
-        pairs, which = np.unique(
-            np.stack([self.table.src_rank, self.table.dst_rank], axis=1), axis=0, return_inverse=True
-        )
-        nbytes = np.bincount(which.reshape(-1), weights=self.table.row_bytes, minlength=len(pairs))
         found: dict[tuple[str, str], int] = {}
-        for (src, dst), moved in zip(pairs.tolist(), nbytes.tolist(), strict=True):
+        for src, dst, moved, _ in self.pairs:
             link = node_of[src], node_of[dst]
             if link[0] != link[1]:
-                found[link] = found.get(link, 0) + int(moved)
+                found[link] = found.get(link, 0) + moved
         return found
 
     def _node_of(self, fleet: Model) -> dict[int, str]:
@@ -84,9 +82,9 @@ class LoadedPlan:
 
 
 class PlanCache:
-    """The last plans by what they were made from: every rank, its node and its description.
+    """The last plans, keyed by every rank, its node and its description.
 
-    A layout that changes has another description, so that its plan is never found. Owned by the coordinator.
+    A changed layout has another description and so never finds an old plan. Owned by the coordinator.
     """
 
     def __init__(self, capacity: int = 16) -> None:
@@ -94,7 +92,7 @@ class PlanCache:
         self._plans: dict[str, LoadedPlan] = {}  # in order of last use
 
     def get(self, pools: Sequence[Sequence[Registered]]) -> LoadedPlan | None:
-        """Return the plan of these pools as it was made, loaded nowhere; None if it is not kept."""
+        """Return a kept plan of these pools, not yet loaded on any node; None if none is kept."""
         key = self._key(pools)
         plan = self._plans.pop(key, None)
         if plan is None:
@@ -103,7 +101,7 @@ class PlanCache:
         return replace(plan, members={}, loaded_on=set(), plan_s=0.0, epoch=None, crossing_s={})
 
     def put(self, pools: Sequence[Sequence[Registered]], plan: LoadedPlan) -> None:
-        """Keep a plan, in place of the one that has not been used for longest."""
+        """Keep a plan; evict the least recently used one."""
         self._plans[self._key(pools)] = plan
         while len(self._plans) > self._capacity:
             del self._plans[next(iter(self._plans))]
@@ -115,42 +113,55 @@ class PlanCache:
 
 
 def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
-    """Plan these rosters; raises PlanError with everything that is wrong with them."""
+    """Plan these rosters; raises PlanError with every problem found."""
     started = time.perf_counter()
     plan = plan_copies(rosters)
-    return LoadedPlan(plan.digest, plan.table, plan.fills, plan.unused_sources, time.perf_counter() - started)
+    took_s = time.perf_counter() - started
+    return LoadedPlan(plan.digest, plan.table, plan.fills, plan.unused_sources, took_s, pairs=_pairs(plan.table))
 
 
-def plan_report(fleet: Model, plan: LoadedPlan) -> PlanReport:
-    """Return what a swap would move, per pair of ranks and per parameter, largest first."""
-    table, nbytes = plan.table, plan.table.row_bytes
+def _pairs(table: CopyTable) -> tuple[tuple[int, int, int, int], ...]:
+    ranks = int(table.dst_rank.max(initial=0)) + 1
+    keys, which = np.unique(table.src_rank.astype(np.int64) * ranks + table.dst_rank, return_inverse=True)
+    nbytes = np.bincount(which, weights=table.row_bytes, minlength=len(keys)).astype(np.int64)
+    copies = np.bincount(which, minlength=len(keys))
+    rows = zip((keys // ranks).tolist(), (keys % ranks).tolist(), nbytes.tolist(), copies.tolist(), strict=True)
+    return tuple(rows)
+
+
+def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
+    """Return a function that makes the plan report: bytes per pair of ranks and per parameter, largest first.
+
+    Call it outside the loop: there may be very many parameters. It reads nothing that changes.
+    """
     names = {
         plan.members[m.id]: (
             f"source rank {m.added.rank}" if m.added.role == "source" else f"{m.added.replica} rank {m.added.rank}"
         )
         for m in fleet.members()
     }
-    pairs, which = np.unique(np.stack([table.src_rank, table.dst_rank], axis=1), axis=0, return_inverse=True)
-    pair_bytes = np.bincount(which.reshape(-1), weights=nbytes, minlength=len(pairs)).astype(np.int64)
-    pair_copies = np.bincount(which.reshape(-1), minlength=len(pairs))
-    tensor_bytes = np.bincount(table.tensor, weights=nbytes, minlength=len(table.tensors)).astype(np.int64)
-    tensor_copies = np.bincount(table.tensor, minlength=len(table.tensors))
-    return PlanReport(
+    report = PlanReport(
         model=fleet.name,
         digest=plan.digest,
-        bytes=table.total_bytes,
+        bytes=plan.table.total_bytes,
         converted_bytes=fleet.converted_bytes(),
         staging_bytes=sum(m.added.staging_bytes for m in fleet.targets.values()),
         held_bytes=sum(m.added.held_bytes for m in fleet.targets.values()),
-        copies=len(table),
+        copies=len(plan.table),
         plan_s=plan.plan_s,
         pairs=tuple(
-            PairTraffic(source=names[src], target=names[dst], bytes=int(pair_bytes[i]), copies=int(pair_copies[i]))
-            for i, (src, dst) in enumerate(pairs.tolist())
+            PairTraffic(source=names[src], target=names[dst], bytes=nbytes, copies=copies)
+            for src, dst, nbytes, copies in plan.pairs
         ),
-        parameters=tuple(
-            ParameterTraffic(name=table.tensors[i], bytes=int(tensor_bytes[i]), copies=int(tensor_copies[i]))
-            for i in np.argsort(-tensor_bytes, kind="stable").tolist()
-        ),
+        parameters=(),
         unused_sources=plan.unused_sources,
     )
+    return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
+
+
+def _parameters(table: CopyTable) -> tuple[ParameterTraffic, ...]:
+    nbytes = np.bincount(table.tensor, weights=table.row_bytes, minlength=len(table.tensors)).astype(np.int64)
+    copies = np.bincount(table.tensor, minlength=len(table.tensors))
+    order = np.argsort(-nbytes, kind="stable")
+    rows = zip(order.tolist(), nbytes[order].tolist(), copies[order].tolist(), strict=True)
+    return tuple(ParameterTraffic(name=table.tensors[i], bytes=moved, copies=count) for i, moved, count in rows)

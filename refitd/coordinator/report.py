@@ -1,4 +1,4 @@
-"""What a swap's state looks like to the people who wait for it."""
+"""Progress and reports of a swap, for the people who wait for it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ from collections.abc import Mapping
 
 import msgspec
 
-from refitd.commit.journal import Record
-from refitd.commit.machine import Phase, Swap
-from refitd.coordinator.fleet import Member
+from refitd.coordinator.decision import Phase, Swap
+from refitd.coordinator.journal import Record
+from refitd.coordinator.membership import Member
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
+from refitd.states import MemberState, SwapOutcome
 
-_PHASES = {Phase.IDLE: "plan", Phase.PLANNED: "plan", Phase.PAUSING: "pause", Phase.STAGING: "stage"}
+# What a phase is called to people; all others are called "commit".
+_SHOWN = {
+    Phase.IDLE: "plan",
+    Phase.PLANNED: "plan",
+    Phase.HALTING: "pause",
+    Phase.STAGING: "stage",
+    Phase.PAUSING: "pause",
+}
+
+_OUTCOMES = {Phase.COMMITTED: SwapOutcome.COMMITTED, Phase.INCOMPLETE: SwapOutcome.INCOMPLETE}
 
 
 def swap_progress(swap: Swap) -> SwapProgress | None:
-    """Return what a progress bar shows; None once the swap is over."""
+    """Return the progress of a running swap; None once it is over."""
     if swap.phase.is_final:
         return None
     committed = len(swap.members) - len(swap.waiting) if swap.phase is Phase.COMMITTING else 0
@@ -24,7 +34,7 @@ def swap_progress(swap: Swap) -> SwapProgress | None:
         swap=swap.swap,
         model=swap.model,
         version=swap.version,
-        phase=_PHASES.get(swap.phase, "commit"),
+        phase=_SHOWN.get(swap.phase, "commit"),
         bytes_done=min(swap.bytes_done, swap.bytes_total),
         bytes_total=swap.bytes_total,
         members_done=committed,
@@ -40,39 +50,37 @@ def swap_report(
     now: float,
     is_verified: bool = True,
 ) -> SwapReport:
-    """Return how a swap ended, or stands; `is_verified`: what was staged was compared with its source."""
-    outcome = {Phase.COMMITTED: "committed", Phase.INCOMPLETE: "incomplete"}.get(swap.phase, "aborted")
+    """Return the report of a swap, ended or running; `is_verified`: staged bytes were compared with their source."""
+    outcome = _OUTCOMES.get(swap.phase, SwapOutcome.ABORTED)
     at = swap.entered
 
     def spent(first: Phase, last: Phase) -> float:
-        start = at.get(first.value)
-        return 0.0 if start is None else max(0.0, at.get(last.value, now) - start)
+        start = at.get(first)
+        return 0.0 if start is None else max(0.0, at.get(last, now) - start)
 
-    # engines that are asked stand still after staging, those that are written in place before it
-    asked_at = at.get(Phase.PAUSING.value, 0.0)
-    staged = Phase.PAUSING if asked_at > at.get(Phase.STAGING.value, now) else Phase.STAGED
     # what is converted counts as work done, not as bytes that were moved
     converted = sum(m.added.converted_bytes for m in members.values() if m.id in swap.members)
-    if Phase.STAGED.value not in at:
+    if Phase.STAGED not in at:
         converted = max(0, swap.bytes_done - (swap.bytes_total - converted))
     return SwapReport(
         swap=swap.swap,
         model=swap.model,
         version=swap.version,
         outcome=outcome,
-        phase="" if outcome == "committed" else _PHASES_BY_VALUE.get(swap.failed_phase, "commit"),
+        phase="" if outcome == SwapOutcome.COMMITTED else _SHOWN.get(swap.failed_phase or swap.phase, "commit"),
         reason=clipped(swap.reason),
         bytes=max(0, swap.bytes_done - converted),
         converted_bytes=converted,
         copies=swap.copies,
         digests=swap.copies if is_verified else 0,
-        plan_s=spent(Phase.IDLE, Phase.STAGING),
-        stage_s=spent(Phase.STAGING, staged),
-        pause_s=spent(Phase.PAUSING, Phase.STAGED if staged is Phase.PAUSING else Phase.STAGING),
-        commit_s=spent(Phase.STAGED, swap.phase) if Phase.STAGED.value in at else 0.0,
+        plan_s=spent(Phase.IDLE, Phase.HALTING if Phase.HALTING in at else Phase.STAGING),
+        stage_s=spent(Phase.STAGING, Phase.PAUSING if Phase.PAUSING in at else Phase.STAGED),
+        pause_s=spent(Phase.HALTING, Phase.STAGING) + spent(Phase.PAUSING, Phase.STAGED),
+        commit_s=spent(Phase.STAGED, swap.phase),
         total_s=max(0.0, now - swap.started),
         sources=sources,
         kind=kind,
+        events=swap.history,
         members=tuple(
             _member_report(swap, member)
             for member_id, member in members.items()
@@ -82,32 +90,61 @@ def swap_report(
 
 
 def decided_report(report: SwapReport) -> SwapReport:
-    """Return what is known of a swap when it is decided: nobody has taken its version over yet."""
-    staged = tuple(msgspec.structs.replace(member, state="staged") for member in report.members)
-    return msgspec.structs.replace(report, outcome="decided", phase="", members=staged)
+    """Return the report of a swap at its decision: no rank has committed yet."""
+    staged = tuple(msgspec.structs.replace(member, state=MemberState.STAGED) for member in report.members)
+    return msgspec.structs.replace(report, outcome=SwapOutcome.DECIDED, phase="", members=staged)
+
+
+def late_report(report: SwapReport, swap: Swap, now: float) -> SwapReport:
+    """Return the report of a decided swap for callers whose timeout passes before every rank has committed."""
+    spent = now - swap.entered[Phase.COMMITTING]
+    why = f"has not taken the version over after {spent:.1f} s, and does at its next commit point"
+    members = tuple(
+        msgspec.structs.replace(member, state=MemberState.LATE, reason=why)
+        if member.state == MemberState.ABORTED
+        else member
+        for member in report.members
+    )
+    late = ", ".join(swap.names.get(who, who) for who in sorted(swap.waiting))
+    reason = f"it is decided and goes on; late after {spent:.1f} s: {late}"
+    if swap.failed:
+        reason += "; failed: " + "; ".join(
+            f"{swap.names.get(who, who)}: {text}" for who, text in sorted(swap.failed.items())
+        )
+    return msgspec.structs.replace(
+        report, outcome=SwapOutcome.DECIDED, phase="commit", reason=clipped(reason), members=members
+    )
+
+
+def apart_report(report: SwapReport, apart: Mapping[tuple[str, int], str]) -> SwapReport:
+    """Return a report that names ranks which may not have committed before the same step as their replica."""
+    members = tuple(
+        msgspec.structs.replace(member, reason=clipped(f"flipped in its own next poll, not with its replica: {why}"))
+        if member.state == "committed" and (why := apart.get((member.replica, member.rank)))
+        else member
+        for member in report.members
+    )
+    return msgspec.structs.replace(report, members=members)
 
 
 def written_report(record: Record) -> SwapReport | None:
-    """Return the report in the journal; None where there is none, or one that another version of refitd has written."""
+    """Return the journalled report; None if there is none, or another version of refitd wrote it."""
     try:
         return msgspec.json.decode(record.report, type=SwapReport) if record.report else None
     except msgspec.DecodeError:  # what was decided is told by the record itself; a coordinator must start all the same
         return None
 
 
-_PHASES_BY_VALUE = {phase.value: name for phase, name in _PHASES.items()}
-
-
 def _member_report(swap: Swap, member: Member) -> MemberReport:
-    state, reason = "aborted", ""
+    state, reason = MemberState.ABORTED, ""
     if member.id in swap.paused:
-        state = "committed"
+        state = MemberState.COMMITTED
     elif member.id in swap.failed:
-        state, reason = "failed", swap.failed[member.id]
+        state, reason = MemberState.FAILED, swap.failed[member.id]
     elif member.id in swap.culprit.split(", "):
-        state, reason = "failed", swap.reason
+        state, reason = MemberState.FAILED, swap.reason
     if swap.phase is Phase.ABORTED and member.id in swap.poisoned:
-        state, reason = "poisoned", member.poisoned
+        state, reason = MemberState.POISONED, member.poisoned
     return MemberReport(
         replica=member.added.replica,
         rank=member.added.rank,

@@ -1,4 +1,4 @@
-"""From registered shards to rosters: each distinct description is read once, however many ranks share it."""
+"""Turn registered shards into rosters; each distinct description is read once, however many ranks share it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from refitd.describe.compact import without_ranks
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
+from refitd.plan.completion import Said
 from refitd.protocol.shards import Shard, metadata_of
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One rank as the planner numbers it, and the name of its description."""
+    """One rank, numbered as in the plan, and the digest of its description."""
 
     rank: int
     label: str
@@ -29,22 +30,44 @@ class Registered:
 _Cut = tuple[int, int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class ShardRead:
+    """A description as read, and what `ShardReader` remembers of it."""
+
+    shard: Shard
+    compact: tuple[ParameterMetadata, ...] | None
+    cuts: dict[str, _Cut]
+
+
+def read_shard(shard: Shard) -> ShardRead:
+    """Read a description once, for every rank that has it.
+
+    Raises:
+        ProtocolError: as `metadata_of`.
+    """
+    return ShardRead(shard, _compact(shard, 0), _cuts(shard))
+
+
 class ShardReader:
     """Remembers what it has read by digest. Owned by the coordinator; `keep` bounds it."""
 
     def __init__(self) -> None:
         self._compact: dict[str, tuple[ParameterMetadata, ...] | None] = {}
         self._cuts: dict[str, dict[str, _Cut]] = {}
+        self._said: dict[str, Said] = {}
 
     def rosters(self, pools: Iterable[Sequence[Registered]]) -> list[Roster]:
         """Return every rank's roster; ranks of equal shards share one sequence, which the planner reads once.
 
-        Where the shards of a pool are cut unevenly, or a description has problems, each rank gets a sequence of its
-        own that names its groups, so that the planner can tell the cuts from one another and the ranks by name.
+        Where shards of a pool are split unevenly, or a description has problems, each rank gets its own sequence
+        with its groups, so that the planner can tell splits apart and name ranks. The same holds for pools where
+        some shards leave out what others say (`refitd.plan.completion`).
         """
         found: list[Roster] = []
+        pools = list(pools)
+        is_complete = self._is_complete({r.digest: r.shard for pool in pools for r in pool})
         for pool in pools:
-            even = self._is_even({r.digest: r.shard for r in pool})
+            even = is_complete and self._is_even({r.digest: r.shard for r in pool})
             for r in pool:
                 held = self._without_ranks(r) if even else None
                 described = metadata_of(r.shard, r.rank) if held is None else held
@@ -52,19 +75,29 @@ class ShardReader:
                 found.append(Roster(r.rank, source=source, destination=destination, node=r.node, label=r.label))
         return found
 
+    def learn(self, digest: str, read: ShardRead) -> None:
+        """Remember a description that was read elsewhere."""
+        self._compact[digest] = read.compact
+        self._cuts[digest] = read.cuts
+
     def keep(self, digests: Collection[str]) -> None:
         """Forget every description but these."""
-        for known in (self._compact, self._cuts):
+        for known in (self._compact, self._cuts, self._said):
             for digest in [d for d in known if d not in digests]:
                 del known[digest]
 
     def _without_ranks(self, r: Registered) -> tuple[ParameterMetadata, ...] | None:
         if r.digest not in self._compact:
-            try:
-                self._compact[r.digest] = without_ranks(metadata_of(r.shard, r.rank))
-            except PlanError:
-                self._compact[r.digest] = None  # told by the planner, with the labels of the ranks
+            self._compact[r.digest] = _compact(r.shard, r.rank)
         return self._compact[r.digest]
+
+    def _is_complete(self, shards: dict[str, Shard]) -> bool:
+        together = Said()
+        for digest, shard in shards.items():
+            if digest not in self._said:
+                self._said[digest] = _said(shard)
+            together.join(self._said[digest])
+        return not together.incomplete()
 
     def _is_even(self, shards: dict[str, Shard]) -> bool:
         common: dict[str, _Cut] = {}
@@ -75,6 +108,22 @@ class ShardReader:
                 if common.setdefault(name, cut) != cut:
                     return False
         return True
+
+
+def _said(shard: Shard) -> Said:
+    said = Said()
+    for t in shard.tensors:
+        group = shard.groups[t.tp_group] if t.tp_group is not None and t.tp_group < len(shard.groups) else ()
+        if t.tiles is None and (t.is_tp or group):
+            said.see(t.resolved_name or t.name, t, len(group))
+    return said
+
+
+def _compact(shard: Shard, rank: int) -> tuple[ParameterMetadata, ...] | None:
+    try:
+        return tuple(without_ranks(metadata_of(shard, rank)))
+    except PlanError:
+        return None  # told by the planner, with the labels of the ranks
 
 
 def _cuts(shard: Shard) -> dict[str, _Cut]:

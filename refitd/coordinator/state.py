@@ -1,28 +1,53 @@
-"""The coordinator without sockets: nodes and their members in, instructions out."""
+"""The coordinator's state without sockets: events in, instructions out."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
-from refitd.commit import machine
-from refitd.commit.journal import Record
 from refitd.config import Config, ModelConfig
-from refitd.coordinator.actions import Event, FromNode, Instruction, JournalWritten, Log, Planned, Send, Tick
-from refitd.coordinator.admission import MAX_UNUSED_PARTS, check_hello, check_message, check_shard, parts_of
-from refitd.coordinator.fleet import Member, Model, Node
-from refitd.coordinator.held import wanted_parts
+from refitd.coordinator import decision
+from refitd.coordinator.absent import AbsentRanks
+from refitd.coordinator.actions import (
+    Busy,
+    Event,
+    FromNode,
+    Instruction,
+    JournalWritten,
+    Log,
+    Planned,
+    Remember,
+    Send,
+    Tick,
+)
+from refitd.coordinator.admission import (
+    MAX_UNUSED_PARTS,
+    check_hello,
+    check_message,
+    check_replica,
+    check_shard,
+    parts_of,
+)
+from refitd.coordinator.journal import Record
+from refitd.coordinator.live_versions import Lives, NoPast, Past
+from refitd.coordinator.membership import Member, Model, Node
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
-from refitd.coordinator.proofs import Checks
+from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.replica_digests import read_digests
 from refitd.coordinator.report import swap_progress, written_report
+from refitd.coordinator.requirements import wanted_parts
+from refitd.coordinator.rosters import ShardRead, read_shard
+from refitd.coordinator.schedule import used_up
 from refitd.coordinator.swaps import Swaps
-from refitd.coordinator.unfinished import Unfinished
+from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import unpack
 from refitd.protocol.reports import (
+    EvictReport,
     HistoryEntry,
     HistoryReport,
     LinkStatus,
@@ -31,16 +56,17 @@ from refitd.protocol.reports import (
     VerifyReport,
 )
 from refitd.protocol.shards import Shard
+from refitd.states import LinkState, SwapOutcome
 
-# A daemon says something every second; this long without a word and its members count as lost.
+# Daemons send a heartbeat every second; after this long without one their members count as lost.
 NODE_SILENCE_S = 10.0
 
-# Descriptions kept beyond those that members use: engines that restart find theirs known.
+# Unused descriptions that are kept, so that restarting engines need not send theirs again.
 MAX_UNUSED_SHARDS = 256
 
 
 class UnknownShard(RefusedError):
-    """A member's description has not been sent, or has been forgotten."""
+    """A member's description was not sent, or was discarded."""
 
     code = "unknown-shard"
 
@@ -49,8 +75,19 @@ def _nothing(model: str, limit: int) -> Sequence[Record]:
     return ()
 
 
+def unpack_shard(packed: bytes, digest: str) -> ShardRead:
+    """Unpack and read a description. Large ones take seconds.
+
+    Raises:
+        ProtocolError: it is damaged, does not match `digest`, or exceeds a limit.
+    """
+    shard = unpack(packed, Shard, digest)
+    check_shard(shard)
+    return read_shard(shard)
+
+
 class Coordinator:
-    """All of the coordinator's knowledge. `handle` takes an event and returns what is to be done."""
+    """All of the coordinator's state. `handle` takes an event and returns instructions."""
 
     def __init__(
         self,
@@ -62,8 +99,14 @@ class Coordinator:
         wall_clock: Callable[[], float],
         decided: Callable[[str], Record | None],
         recent: Recent = _nothing,
+        past: Past | None = None,
+        is_beside: bool = False,
+        new_run: Callable[[], str] = lambda: secrets.token_hex(4),
     ) -> None:
-        """`decided` and `recent` answer from the journal, earlier lives included."""
+        """Start empty. `decided`, `recent` and `past` read the journal, including earlier coordinators' entries.
+
+        `is_beside`: a standalone daemon started it. `new_run` returns a new run id.
+        """
         self._config = config
         self._boot, self._pid, self._started = boot, pid, started
         self._decided, self._recent = decided, recent
@@ -72,11 +115,20 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._shards: dict[str, Shard] = {}  # by digest
         self._checks = Checks()
+        self._new_run = new_run
+        self._lives = Lives(
+            past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
+        )
+        self._began = False  # whether swaps may begin and waiting callers were told
+        self._undone: dict[str, Member] = {}  # ranks with a staged version while it is unknown whether that was decided
         self._numbers = 0
         self._out: list[Instruction] = []
-        # whoever is alive has introduced itself anew and reached a commit point by then
+        # by then every living rank has registered again and reached a commit point
         late = started + NODE_SILENCE_S + config.deadlines.commit_s
-        self._unfinished = Unfinished(recent("", MAX_HISTORY), late)
+        ended = recent("", MAX_HISTORY)
+        self._unfinished = Unfinished(ended, late)
+        self._absent = AbsentRanks()
+        self._absent.journalled(ended, started + config.deadlines.lease_s)
         self.swaps = Swaps(
             config,
             boot,
@@ -86,13 +138,14 @@ class Coordinator:
             new_swap_id,
             wall_clock,
             decided,
-            recent,
+            self._lives,
             self._unfinished,
+            self._absent,
             self._out.append,
         )
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take an event, return what is to be done. A refused request changes nothing but its reply."""
+        """Handle an event; return instructions. A refused request changes nothing."""
         match event:
             case FromNode():
                 self._from_node(event, now)
@@ -100,6 +153,9 @@ class Coordinator:
                 self.swaps.planned(event, now)
             case JournalWritten(swap, error):
                 self.swaps.journalled(swap, error, now)
+            case Busy(seconds):
+                for node in self.nodes.values():
+                    node.last_heard += seconds
             case Tick():
                 self._tick(now)
         done = self._out[:]
@@ -108,6 +164,10 @@ class Coordinator:
 
     # --- daemons ------------------------------------------------------------------------------------------
 
+    def knows(self, identity: bytes, key: str) -> bool:
+        """Whether this connection belongs to a node; others may only send NodeHello."""
+        return any(node.identity == identity and node.key == key for node in self.nodes.values())
+
     def _from_node(self, event: FromNode, now: float) -> None:
         identity, request, message = event.identity, event.request, event.message
         if isinstance(message, cluster.NodeHello):
@@ -115,14 +175,14 @@ class Coordinator:
             return
         node = next((n for n in self.nodes.values() if n.identity == identity and n.key == event.key), None)
         if node is None:
-            # this coordinator is younger than the daemon's connection: have it introduce itself again
+            # the daemon's connection is older than this coordinator: ask for NodeHello again
             failure = local.Failure(code="unknown-node", message="say NodeHello first")
             self._send(identity, request, failure)
             return
         node.last_heard = now
         try:
             check_message(node, message, self._members)
-            self._from_known(node, request, message, now)
+            self._from_known(node, event, now)
         except RefitdError as exc:
             self._log("refused", node=node.status.node, message=type(message).__name__, reason=str(exc))
             self._send(identity, request, local.Failure(code=exc.code, message=str(exc)))
@@ -153,19 +213,61 @@ class Coordinator:
             self._forget_node(name, f"its daemon has {'introduced itself' if same else 'started'} again", now)
         self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host)
-        self._send(identity, request, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self._boot))
+        changed = self._lives.said(name, message.live)
+        for model in {claim.model for claim in message.live} | set(self._lives.models()):
+            if (claim := self._lives.claim(model)) is not None and model not in changed:
+                self._send(identity, 0, cluster.LiveIs(live=claim))
+        lease_s = self._config.deadlines.lease_s
+        welcome = cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self._boot, lease_s=lease_s)
+        self._send(identity, request, welcome)
+        for model in changed:
+            self._live_learned(model, now)
+        self._lives.heard(now)
+        self._begin_if_settled(now)
+        for state in [self.models[model] for model in changed if model in self.models]:
+            self.swaps.next(state, now)
 
-    def _from_known(self, node: Node, request: int, message: cluster.NodeMessage, now: float) -> None:
+    def _live_learned(self, model: str, now: float) -> None:
+        """Handle a changed live version: fence ranks that hold another one, and catch them up."""
+        self.swaps.tell_live(model)
+        state = self.models.get(model)
+        if state is None:
+            return
+        state.live, state.highest = self._lives.of(model), self._lives.highest(model)
+        running = state.running
+        if running is not None and running.swap.phase is not decision.Phase.COMMITTING:
+            self.swaps.step(state, decision.AbortAsked(f"it was learned that version {state.live} is live"), now)
+        for member in state.fleet.targets.values():
+            if member.staged is None:
+                self.swaps.fence_unless_live(member)
+
+    def _begin_if_settled(self, now: float) -> None:
+        """Once the live version is certain, settle staged swaps and begin the waiting ones."""
+        if self._began or not self._lives.is_settled(now):
+            return
+        self._began = True
+        for member in list(self._undone.values()):
+            node = self.nodes.get(member.node)
+            if node is not None and self._members.get(member.id) is member and member.staged is not None:
+                self._settle(node, member, member.staged, now)
+        self._undone.clear()
+        for state in list(self.models.values()):
+            self.swaps.next(state, now)
+
+    def _from_known(self, node: Node, event: FromNode, now: float) -> None:
+        request, message = event.request, event.message
         reply: Message | None = None
         match message:
-            case cluster.NodeUpdate(status):
+            case cluster.NodeUpdate(status, moved):
                 node.status = status
+                for one in moved:
+                    if one.member in self._members:
+                        self._members[one.member].step, self._members[one.member].events = one.step, one.events
                 reply = local.Done()
             case cluster.DescribeShard(digest, packed):
-                self._describe(digest, unpack(packed, Shard, digest))
+                self._describe(digest, event.read or unpack_shard(packed, digest))
             case cluster.AddShard():
-                self._add(node, message, now)
-                reply = local.Done()
+                reply = self._add(node, message, now)
             case cluster.RemoveShard(member, reason):
                 self._remove(member, reason, now)
             case cluster.DetachShard(member, reason):
@@ -175,6 +277,8 @@ class Coordinator:
                 reply = local.Done()
             case cluster.ShardWithdrawn(member, version):
                 self._withdrawn(member, version, now)
+            case cluster.WantsRoom(member, _, slots):
+                self._wants_room(self._member(member), slots)
             case local.StartSwap():
                 self.swaps.start(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
@@ -182,6 +286,8 @@ class Coordinator:
             case local.AbortSwap(model, reason):
                 self.swaps.abort(self.models.named(model), reason, now)
                 reply = local.Done()
+            case local.Evict():
+                reply = self._evict(message, now)
             case local.Verify(model, timeout_s):
                 fleet = self.models.named(model).fleet
                 self._numbers += 1
@@ -201,7 +307,7 @@ class Coordinator:
                 self.swaps.node_said(node.status.node, message, now)
         if reply is not None:
             self._send(node.identity, request, reply)
-        # only now: whoever has registered must know it before a swap asks something of it
+        # only now: a rank must know that it is registered before a swap sends it anything
         if isinstance(message, cluster.AddShard):
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished):
@@ -217,14 +323,14 @@ class Coordinator:
         self._answer_checks(self._checks.lost(name, reason, now))
         self._log("node-lost", node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
+            self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
             self._remove(member.id, f"node {name}: {reason}", now)
 
     # --- members ------------------------------------------------------------------------------------------
 
-    def _describe(self, digest: str, shard: Shard) -> None:
-        check_shard(shard)
+    def _describe(self, digest: str, read: ShardRead) -> None:
         used = {member.added.digest for member in self._members.values()}
-        # what no member uses any more makes room; a daemon that still counts on it is asked to describe it again
+        # evict unused descriptions; a daemon that refers to one is asked to send it again
         unused = [d for d in self._shards if d not in used]
         parts = sum(parts_of(self._shards[d]) for d in unused)
         for count, old in zip(range(len(unused), 0, -1), unused, strict=True):
@@ -232,24 +338,49 @@ class Coordinator:
                 break
             parts -= parts_of(self._shards.pop(old))
         self.swaps.reader.keep(self._shards.keys())
-        self._shards[digest] = shard
+        self._shards[digest] = read.shard
+        self.swaps.reader.learn(digest, read)
 
-    def _add(self, node: Node, added: cluster.AddShard, now: float) -> None:
+    def _new_state(self, model: str) -> ModelState:
+        """Return the state of a newly named model; its history comes from the journal and the daemons."""
+        configured = self._model_config(model)
+        fleet = Model(model, configured.auto_swap, check_replicas=configured.check_replicas)
+        state = ModelState(fleet, self._lives.of(model), self._lives.highest(model), self._lives.past.tried(model))
+        past = self._recent(model, MAX_HISTORY)
+        state.last = next((report for r in past if (report := written_report(r)) is not None), None)
+        return state
+
+    def _run_of(self, state: ModelState, added: cluster.AddShard) -> tuple[str, int, int | None]:
+        """Return the run that a source rank is part of, and the highest number that it may not publish any more.
+
+        And, where the run begins with it, the highest number that others have used up before.
+        """
+        if added.run:  # it was let in before
+            used = max(added.versions, default=-1) if added.newest is None else added.newest
+            return added.run, max(used, state.published.get((added.run, added.rank), -1)), None
+        joined = sorted(m.run for m in state.fleet.sources.values() if m.attached)
+        if not joined:
+            running = state.running
+            base = max(state.highest, -1 if running is None else running.version)
+            return self._new_run(), base, base
+        run = joined[0]
+        used = -1
+        if (run, added.rank) in state.published:
+            # it returns alone, with its own weights, which are not those of any version published before
+            used = max(version for (of, _), version in state.published.items() if of == run)
+        return run, max(state.bases.get(run, state.highest), used), None
+
+    def _add(self, node: Node, added: cluster.AddShard, now: float) -> Message:
         if added.rank >= added.world_size:
             raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
-        state = self.models.get(added.model)
-        if state is None:
-            # a coordinator that has started anew learns from its journal what is live
-            auto = self._model_config(added.model).auto_swap
-            past = self._recent(added.model, MAX_HISTORY)
-            versions = [r.version for r in past if r.is_decided]
-            live = versions[0] if versions else None
-            state = ModelState(Model(added.model, auto), live, max(versions, default=-1))
-            state.last = next((report for r in past if (report := written_report(r)) is not None), None)
+        check_replica(added, self._model_config(added.model))
+        state = self.models.get(added.model) or self._new_state(added.model)
         shard = self._shards.get(added.digest)
         if shard is None:
             raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
         nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
+        is_source = added.role == "source"
+        run, newest, base = self._run_of(state, added) if is_source else (added.run, -1, None)
         member = Member(
             added,
             shard,
@@ -261,35 +392,63 @@ class Coordinator:
             ways=dict(zip(added.versions, added.ways, strict=False)),
             way=added.way,
             why=added.why,
+            run=run,
+            newest=newest,
             version=added.version,
             staged=added.staged,
             poisoned=added.poisoned,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
+        if is_source and added.replicas:
+            member.replicas = read_digests(member.describe(), shard, added.replicas_of, added.replicas)
         replaced = state.fleet.add(member)
         if replaced is not None:
             self._members.pop(replaced.id, None)
         self.models[added.model] = state
+        self._lives.keep(added.model)
         self._members[member.id] = member
+        self._absent.registered(member)
         self.swaps.members_changed(state)
         self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)
+        if is_source:
+            if base is not None:
+                state.bases[run] = base
+            state.published[run, added.rank] = newest
+            for old in {old for old, _ in state.published} - {m.run for m in state.fleet.sources.values()}:
+                state.bases.pop(old, None)
+                for rank in [rank for at, rank in state.published if at == old]:
+                    del state.published[old, rank]
+            self._room_changed(state)
+            return cluster.SourceAdmitted(run=run, next_version=newest + 1)
         if added.staged is not None:
-            self._settle(node, member, added.staged)
-        elif added.version is not None and state.live is not None and added.version != state.live:
-            reason = f"it holds version {added.version}, and {state.live} is live"
-            self._send(node.identity, 0, cluster.FenceMember(member=member.id, reason=reason))
+            if added.committing and added.staged_version is not None:
+                self._lives.told(added.staged, added.staged_version, added.staged_run)
+            self._settle(node, member, added.staged, now)
+        elif added.version is not None:
+            if self._lives.serves(added.model, member.describe(), added.version, added.run):
+                self._live_learned(added.model, now)  # a due swap begins after this answer
+            self.swaps.fence_unless_live(member)
         self.swaps.ended_late(self._unfinished.registered(member))
+        return local.Done()
 
-    def _settle(self, node: Node, member: Member, swap: str) -> None:
-        """Finish or undo a swap that an earlier life of this coordinator left behind."""
-        record = self._decided(swap)
-        if record is not None:
-            self._send(node.identity, 0, cluster.Commit(swap=swap, version=record.version))
+    def _settle(self, node: Node, member: Member, swap: str, now: float) -> None:
+        """Finish or undo a swap that an earlier coordinator left behind."""
+        found = self.swaps.identity_of(swap)
+        live = self.models[member.added.model].live
+        staged = member.added.staged_version, member.added.staged_run
+        if found is None and self._lives.is_in_doubt and live is not None and live.is_at(*staged):
+            found = live.version, live.run  # the journal with the swap is lost, but this version was decided
+        if found is not None:
+            self._send(node.identity, 0, cluster.Commit(swap=swap, version=found[0], run=found[1]))
+            return
+        if not self._lives.is_settled(now):
+            self._undone[member.id] = member  # another daemon may know that it was decided
             return
         member.staged, reason = None, "the coordinator restarted before deciding"
         if member.added.in_place:
             member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
         self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
+        self.swaps.fence_unless_live(member)
 
     def _remove(self, member_id: str, reason: str, now: float) -> None:
         member = self._members.pop(member_id, None)
@@ -301,26 +460,95 @@ class Coordinator:
         state.fleet.remove(member)
         self.swaps.members_changed(state)
         if takes_part:
-            self.swaps.step(state, machine.MemberLost(member_id, reason), now)
+            self.swaps.step(state, decision.MemberLost(member_id, reason), now)
+        self._room_changed(state)
         if not state.fleet.members() and state.running is None:
             for queued in state.queue:
                 gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
                 self._send(*queued.waiter, local.Failure(code=RefusedError.code, message=gone))
             del self.models[member.added.model]
 
+    def _evict(self, asked: local.Evict, now: float) -> EvictReport:
+        """Remove a replica, or one rank of it; a swap that waits for it ends as if the process had died.
+
+        Raises:
+            RefusedError: there is none; the text says which there are.
+        """
+        fleet = self.models.named(asked.model).fleet
+        found = [
+            member
+            for (replica, rank), member in sorted(fleet.targets.items())
+            if replica == asked.replica and asked.rank in (None, rank)
+        ]
+        if not found:
+            there = ", ".join(f"{replica} rank {rank}" for replica, rank in sorted(fleet.targets)) or "none"
+            rank = "" if asked.rank is None else f" rank {asked.rank}"
+            raise RefusedError(f"model {asked.model!r} has no replica {asked.replica!r}{rank}; registered: {there}")
+        reason = f"it was evicted on request: {asked.reason or 'no reason given'}"
+        members = tuple(member.describe() for member in found)
+        for member in found:
+            self._remove(member.id, reason, now)  # first: an abort ends the workers' writes to its arena
+            self._to_node(member.node, cluster.EvictMember(member=member.id, reason=reason))
+        return EvictReport(model=asked.model, replica=asked.replica, members=members)
+
     def _detach(self, member_id: str, reason: str) -> None:
         member = self._members.get(member_id)
         if member is not None:
             member.attached = False
+            self._room_changed(self.models[member.added.model])
             self._log("detached", model=member.added.model, member=member_id, reason=reason)
 
     def _published(self, published: cluster.ShardPublished) -> None:
         member, version = self._member(published.member), published.version
+        state = self.models[member.added.model]
+        text = used_up(state, version, member.run)
+        if not text and version <= state.bases.get(member.run, -1):
+            first = state.bases[member.run] + 1
+            text = f"version {version} may have been live with other contents; publish {first} or above"
+        if text:
+            raise RefusedError(f"model {state.fleet.name!r} {member.describe()}: {text} (source.next_version)")
+        if published.replicas:
+            member.replicas = read_digests(member.describe(), member.shard, version, published.replicas)
         member.versions.add(version)
+        member.newest = max(member.newest, version)
+        state.published[member.run, member.added.rank] = member.newest
         member.ways[version] = member.way = published.way
         member.why = published.why
-        state = self.models[member.added.model]
+        self._room_changed(state)
         self._log("published", model=state.fleet.name, member=member.id, version=version, way=published.way)
+
+    def _wants_room(self, member: Member, slots: int) -> None:
+        """Answer a source rank without a free slot: which versions it may overwrite, now and whenever that changes."""
+        if member.added.role == "source":
+            state = self.models[member.added.model]
+            state.wants_room[member.id] = slots
+            self._tell_room(state, member, *state.fleet.droppable(), asks=True)
+
+    def _room_changed(self, state: ModelState) -> None:
+        """Tell waiting source ranks which slots they may now overwrite."""
+        if not state.wants_room:
+            return
+        found = state.fleet.droppable()
+        for member_id in list(state.wants_room):
+            member = self._members.get(member_id)
+            if member is None:
+                del state.wants_room[member_id]
+            else:
+                self._tell_room(state, member, *found)
+
+    def _tell_room(
+        self, state: ModelState, member: Member, droppable: set[int], complete: int, *, asks: bool = False
+    ) -> None:
+        if state.wants_room[member.id] == 1:
+            droppable = droppable | {complete}  # it has no slot for the newest complete version and another one
+        versions, why = tuple(sorted(droppable & member.versions)), ""
+        if versions:
+            del state.wants_room[member.id]
+        elif asks:
+            held = ", ".join(f"{v} (complete)" if v == complete else str(v) for v in sorted(member.versions))
+            why = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
+        if versions or asks:
+            self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, why=why))
 
     def _withdrawn(self, member_id: str, version: int, now: float) -> None:
         member = self._members.get(member_id)
@@ -329,9 +557,10 @@ class Coordinator:
         member.versions.discard(version)
         member.ways.pop(version, None)
         state = self.models[member.added.model]
+        self._room_changed(state)
         running = state.running
         if running is not None and running.version == version and state.takes_part(member):
-            lost = machine.MemberLost(member_id, f"it withdrew version {version} while it was being read")
+            lost = decision.MemberLost(member_id, f"it withdrew version {version} while it was being read")
             self.swaps.step(state, lost, now)
 
     def _member(self, member_id: str) -> Member:
@@ -344,14 +573,18 @@ class Coordinator:
 
     def _tick(self, now: float) -> None:
         self._answer_checks(self._checks.tick(now))
+        self._begin_if_settled(now)
         for name, node in list(self.nodes.items()):
             if now - node.last_heard > NODE_SILENCE_S:
                 self._forget_node(name, f"no word from it for {NODE_SILENCE_S:.0f} s", now)
         self.swaps.tick(now)
 
     def next_deadline(self) -> float | None:
-        """Return when the next Tick is needed for a running swap, None when none runs."""
-        return min((s.running.swap.deadline for s in self.models.values() if s.running), default=None)
+        """Return when the next Tick is needed for a swap or a check, None when there is none."""
+        found = [self.swaps.next_deadline(), self._checks.next_deadline()]
+        if not self._began:
+            found.append(self._lives.deadline())
+        return min((at for at in found if at is not None), default=None)
 
     def _status(self, now: float) -> StatusReport:
         return StatusReport(
@@ -376,7 +609,7 @@ class Coordinator:
                 service=epoch.service if epoch is not None else self._config.transport.service,
                 lanes=epoch.lanes if epoch is not None else 0,
                 bytes=nbytes,
-                state="up" if is_up else "down",
+                state=LinkState.UP if is_up else LinkState.DOWN,
                 seconds=plan.crossing_s.get(target, 0.0),
             )
             for (source, target), nbytes in sorted(plan.links(state.fleet).items())
@@ -390,10 +623,13 @@ class Coordinator:
             complete_versions=tuple(fleet.complete_versions()),
             auto_swap=fleet.auto_swap,
             sources=fleet.source_status(),
-            live=state.live,
+            live=None if state.live is None else state.live.version,
+            live_run="" if state.live is None else state.live.run,
+            next_version=state.highest + 1 if state.highest >= 0 else 1,
             queued=len(state.queue),
             targets=fleet.target_status(state.live),
             swap=swap_progress(state.running.swap) if state.running else None,
+            swap_events=state.running.swap.history if state.running else (),
             last_swap=state.last,
             verify=self._model_config(fleet.name).verify,
         )
@@ -405,10 +641,11 @@ class Coordinator:
                     swap=r.swap,
                     model=r.model,
                     version=r.version,
-                    state=r.state,
+                    state=SwapOutcome(r.state),
                     at=r.at,
                     reason=r.reason,
                     report=written_report(r),
+                    run=r.run,
                 )
                 for r in self._recent(model, min(limit, MAX_HISTORY))
             )

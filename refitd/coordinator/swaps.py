@@ -1,32 +1,61 @@
-"""Swaps under way: planned, formed into epochs, stepped through their machine, and told to nodes."""
+"""Running swaps: have them planned, form epochs, step their state machine, and instruct nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from refitd.commit import machine
-from refitd.commit.journal import Record
-from refitd.commit.machine import Limits, Phase
 from refitd.config import Config, ModelConfig
-from refitd.coordinator.actions import Decide, Instruction, Log, MakePlan, Planned, Remember, Send
-from refitd.coordinator.fleet import Member, Model, Node
-from refitd.coordinator.models import Models, ModelState, Queued, Recent, Running, Waiter
+from refitd.coordinator import decision
+from refitd.coordinator.absent import AbsentRanks
+from refitd.coordinator.actions import Answer, Decide, Instruction, Log, MakePlan, Planned, Remember, Send
+from refitd.coordinator.decision import Limits, Phase
+from refitd.coordinator.journal import Live, Record
+from refitd.coordinator.live_versions import Lives
+from refitd.coordinator.membership import Member, Model, Node
+from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
-from refitd.coordinator.report import decided_report, swap_progress, swap_report, written_report
+from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.report import (
+    apart_report,
+    decided_report,
+    late_report,
+    swap_progress,
+    swap_report,
+    written_report,
+)
 from refitd.coordinator.rosters import ShardReader
-from refitd.coordinator.schedule import Due, asked_for, gives_way, lagging, left_behind, must_wait, newer, try_again
-from refitd.coordinator.unfinished import Unfinished
+from refitd.coordinator.schedule import (
+    Due,
+    asked_for,
+    gives_way,
+    lagging,
+    left_behind,
+    must_wait,
+    newer,
+    try_again,
+    used_up,
+)
+from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, PlanError, RefitdError, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
 
 
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Who asked for a plan, and of which members: ranks may join and leave while it is made."""
+
+    model: str
+    who: str | Waiter  # a swap, or an operator
+    fleet: Model
+
+
 class Swaps:
-    """Begins the swaps that are due and carries them to their end. Instructions go to `out`."""
+    """Begins due swaps and carries them to their end. Instructions go to `out`."""
 
     def __init__(
         self,
@@ -38,8 +67,9 @@ class Swaps:
         new_swap_id: Callable[[], str],
         wall_clock: Callable[[], float],
         decided: Callable[[str], Record | None],
-        recent: Recent,
+        lives: Lives,
         unfinished: Unfinished,
+        absent: AbsentRanks,
         out: Callable[[Instruction], None],
     ) -> None:
         self._config = config
@@ -50,37 +80,44 @@ class Swaps:
         self._new_swap_id = new_swap_id
         self._wall_clock = wall_clock
         self._decided = decided
-        self._recent = recent
+        self._lives = lives
         self._unfinished = unfinished
+        self._absent = absent
         self._out = out
         self._plans = PlanCache()
         self._tickets = 0
-        # what asked for a plan: a swap of the model, or an operator who wants to see it
-        self.plan_requests: dict[int, tuple[str, str | Waiter]] = {}
+        # by ticket: the swap or operator that asked for a plan
+        self.plan_requests: dict[int, PlanRequest] = {}
         self.reader = ShardReader()
 
     # --- what begins --------------------------------------------------------------------------------------
 
     def start(self, asked: local.StartSwap, waiter: Waiter, now: float) -> None:
-        """Begin the swap that somebody asked for, or have it wait for the one that is running."""
+        """Begin a requested swap, or queue it behind the running one."""
         state = self._models.named(asked.model)
-        if not must_wait(state, asked):
-            self._begin(state, asked_for(state, asked, waiter, self._recent), now)
+        waits = must_wait(state, asked)
+        if not waits and self._lives.is_settled(now):
+            self._begin(state, asked_for(state, asked, waiter, self._lives.past), now)
             return
-        assert state.running is not None
-        state.queue.append(Queued(asked, waiter, now + (asked.timeout_s or self._config.deadlines.queue_s)))
-        behind = state.running.swap.swap
+        state.queue.append(Queued(asked, waiter, now, now + (asked.timeout_s or self._config.deadlines.queue_s)))
+        behind = "" if state.running is None else state.running.swap.swap
         self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
-        if gives_way(state.running):
+        if state.running is not None and gives_way(state.running):
             state.running.gives_way = True
-            self.step(state, machine.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
+            self.step(state, decision.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
 
     def next(self, state: ModelState, now: float) -> None:
-        """Start what is due now: what was asked for first, then a newer version, then replicas that lag behind."""
+        """Start the due swap: a requested one first, then a newer version, then a catch-up.
+
+        Nothing is due while daemons may still report what is live.
+        """
+        if not self._lives.is_settled(now):
+            return
         while state.queue and state.running is None:
             queued = state.queue.pop(0)
+            waited_s = now - queued.since
             try:
-                self._begin(state, asked_for(state, queued.asked, queued.waiter, self._recent), now)
+                self._begin(state, asked_for(state, queued.asked, queued.waiter, self._lives.past, waited_s), now)
             except RefusedError as exc:
                 self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
         if state.running is None and state.fleet.auto_swap:
@@ -105,65 +142,72 @@ class Swaps:
         self.ended_late(self._unfinished.replaced(state.fleet.name))
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
-        swap = machine.begin(self._new_swap_id(), fleet.name, due.version, limits, now)
+        names = {m.id: m.describe() for m in fleet.members()}
+        swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
         members, sources = {m.id: m for m in fleet.members()}, fleet.source_reports(due.version)
-        state.running = Running(swap, due.version, list(due.waiters), due.kind, fleet, members, sources)
-        state.newest = max(state.newest, due.version)
+        answer_by = now + due.timeout_s if due.timeout_s else None
+        state.running = Running(
+            swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
+        )
+        tried, run = state.tried
+        state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
         if state.plan is not None and fleet is state.fleet:
             self._plan_ready(state, state.plan, now)
         else:
-            self._ask_plan(fleet, swap.swap, now)
+            # the present members: a rank that joins while the plan is made is caught up afterwards
+            state.running.fleet = fleet.only({replica for replica, _ in fleet.targets})
+            self._ask_plan(state.running.fleet, swap.swap, now)
 
     # --- plans --------------------------------------------------------------------------------------------
 
     def show_plan(self, state: ModelState, viewer: Waiter, now: float) -> None:
-        """Answer an operator who wants to see the plan, once there is one."""
+        """Answer an operator's plan request, once the plan exists."""
         if unoffered := state.fleet.unoffered():
             raise PlanError(unoffered)
         if state.plan is not None:
-            self._send(*viewer, plan_report(state.fleet, state.plan))
+            self._out(Answer(*viewer, plan_report(state.fleet, state.plan)))
         else:
-            self._ask_plan(state.fleet, viewer, now)
+            self._ask_plan(state.fleet.only({replica for replica, _ in state.fleet.targets}), viewer, now)
 
     def _ask_plan(self, fleet: Model, who: str | Waiter, now: float) -> None:
         pools = fleet.pools()
         kept = self._plans.get(pools)
         self._tickets += 1
-        self.plan_requests[self._tickets] = fleet.name, who
+        self.plan_requests[self._tickets] = PlanRequest(fleet.name, who, fleet)
         if kept is not None:
             self.planned(Planned(self._tickets, kept), now)
             return
         try:
             rosters = self.reader.rosters(pools)
-        except RefitdError as exc:  # a description that cannot be read: the swap must end now, not at its deadline
+        except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
             self.planned(Planned(self._tickets, None, exc), now)
         else:
             self._out(MakePlan(self._tickets, rosters))
 
     def planned(self, event: Planned, now: float) -> None:
-        """Take a plan that was asked for."""
-        model, who = self.plan_requests.pop(event.ticket)
+        """Use a plan that was requested."""
+        asked = self.plan_requests.pop(event.ticket)
+        model, who, fleet = asked.model, asked.who, asked.fleet
         state = self._models.get(model)
         running = state.running if state is not None else None
         mine = running if running is not None and running.swap.swap == who else None
         if event.plan is not None and state is not None:
-            fleet = mine.fleet if mine is not None else state.fleet
             self._plans.put(fleet.pools(), event.plan)
             event.plan.members = fleet.ranks()
             event.plan.belongs_to(fleet.name)
-            if fleet is state.fleet:
+            if fleet.ranks() == state.fleet.ranks():
                 state.plan = event.plan
-        error = str(event.error) if event.error else ""
+        error = str(event.error) if event.error else ""  # of a plan: one reason per line
         if not isinstance(who, str):
             if event.plan is None or state is None:
                 self._send(*who, local.Failure(code="plan", message=error or "the model has left"))
             else:
-                self._send(*who, plan_report(state.fleet, event.plan))
+                self._out(Answer(*who, plan_report(fleet, event.plan)))
         elif state is not None and mine is not None:
             if event.plan is None:
-                self.step(state, machine.AbortAsked(f"the plan was refused: {error}"), now)
+                self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(error.splitlines())}"), now)
             else:
                 self._plan_ready(state, event.plan, now)
 
@@ -175,21 +219,20 @@ class Swaps:
             plan.epoch = self._new_epoch({node for link in links for node in link})
         state.running.plan = plan
         members = {m.id: m.node for m in fleet.targets.values()}
-        names = {m.id: m.describe() for m in fleet.members()}
         nodes = frozenset(members.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
         in_place = frozenset(m.id for m in fleet.targets.values() if m.added.in_place)
         asked = frozenset(m.id for m in fleet.targets.values() if m.added.pauses)
         nbytes = plan.table.total_bytes + fleet.converted_bytes()
-        self.step(state, machine.PlanReady(members, nodes, nbytes, names, asked, in_place), now)
+        self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
 
     def members_changed(self, state: ModelState) -> None:
-        """The next swap needs a new plan. A running one keeps its own."""
+        """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
         plan, state.plan = state.plan, None
         if plan is not None and (state.running is None or state.running.plan is not plan):
             self._drop(plan)
 
     def _drop(self, plan: LoadedPlan) -> None:
-        """Have every node forget a plan; it is loaded anew, with a new epoch, if it is used again."""
+        """Tell every node to drop a plan. If it is used again, it is loaded again with a new epoch."""
         nodes = plan.loaded_on | set(plan.epoch.nodes if plan.epoch is not None else ())
         plan.loaded_on, plan.epoch = set(), None
         for name in sorted(nodes & self._nodes.keys()):
@@ -198,7 +241,7 @@ class Swaps:
     # --- epochs -------------------------------------------------------------------------------------------
 
     def _new_epoch(self, names: set[str]) -> cluster.EpochPlan:
-        """Return an epoch of these nodes, to be formed while the plan is loaded."""
+        """Return a new epoch of these nodes; it is formed while the plan is loaded."""
         nodes = tuple(sorted(names & self._nodes.keys()))
         status = [self._nodes[name].status for name in nodes]
         transport = self._config.transport
@@ -211,14 +254,14 @@ class Swaps:
             hosts=tuple(s.host for s in status),
             lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
             staging_bytes=transport.staging_bytes,
-            # the workers' own words, which name who is missing, come before the phase ends
+            # the workers' own errors, which name who is missing, must arrive before the phase ends
             timeout_s=0.9 * self._config.deadlines.plan_s,
         )
 
-    def _using(self, plan: str, epoch: str) -> list[tuple[ModelState, Running, LoadedPlan]]:
-        """Return the models whose running swap uses this forming of a plan."""
+    def _using(self, plan: str, epoch: str) -> list[tuple[ModelState, LoadedPlan]]:
+        """Return the models whose running swap uses this plan in this epoch."""
         return [
-            (state, running, used)
+            (state, used)
             for state in self._models.values()
             if (running := state.running) is not None
             and (used := running.plan) is not None
@@ -227,11 +270,10 @@ class Swaps:
         ]
 
     def _plan_lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
-        """A node cannot use a plan, or its epoch: whoever uses it aborts, and it is loaded anew for the next swap."""
+        """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
         self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
-        for state, running, _ in self._using(plan, epoch):
-            if not running.swap.is_staged:
-                self.step(state, machine.NodeFailed(node, where, reason), now)
+        for state, _ in self._using(plan, epoch):
+            self.step(state, decision.PlanLost(node, where, reason), now)
         for state in self._models.values():
             kept = state.plan
             if kept is not None and kept.id == plan and kept.epoch is not None and kept.epoch.id == epoch:
@@ -250,33 +292,55 @@ class Swaps:
     # --- events of nodes ----------------------------------------------------------------------------------
 
     def node_said(self, name: str, message: cluster.NodeMessage, now: float) -> None:
-        """Take a node's word about its part in a swap."""
+        """Handle a node's message about its part in a swap."""
         match message:
             case cluster.PlanLoaded(plan, epoch):
-                for state, _, used in self._using(plan, epoch):
+                for state, used in self._using(plan, epoch):
                     used.loaded_on.add(name)
-                    self.step(state, machine.NodeLoaded(name), now)
+                    self.step(state, decision.NodeLoaded(name), now)
             case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
                 self._plan_lost(plan, epoch, name, where, reason, now)
             case cluster.EpochPut(epoch, lane, key, value):
                 self._relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
             case cluster.StageProgress(swap, bytes_done):
-                self.step_swap(swap, machine.NodeProgress(name, bytes_done), now)
+                self.step_swap(swap, decision.NodeProgress(name, bytes_done), now)
             case cluster.StageDone(swap, copies, nbytes, _, crossing_s, _, converted):
                 found = self._models.swapping(swap)
-                if found is not None and found.running is not None and found.running.plan is not None:
-                    found.running.plan.crossing_s[name] = crossing_s
-                self.step_swap(swap, machine.NodeStaged(name, copies, nbytes + converted), now)
+                running = found.running if found is not None else None
+                if running is not None and running.plan is not None and name in running.swap.nodes:
+                    running.plan.crossing_s[name] = crossing_s
+                self.step_swap(swap, decision.NodeStaged(name, copies, nbytes + converted), now)
             case cluster.StageFailed(swap, where, reason):
-                self.step_swap(swap, machine.NodeFailed(name, where, reason), now)
+                self.step_swap(swap, decision.NodeFailed(name, where, reason), now)
             case cluster.MemberQuiet(swap, member):
-                self.step_swap(swap, machine.MemberQuiet(member), now)
+                self.step_swap(swap, decision.MemberQuiet(member), now)
+            case cluster.MemberStep(swap, member, step, origin, stands, thread):
+                found_member = self._members.get(member)
+                if found_member is not None and found_member.staged == swap:
+                    polled_by = (name, found_member.added.pid, thread) if thread else None
+                    state = self._models[found_member.added.model]
+                    state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
+                    self._flip(state, now)
             case cluster.MemberCommitted(swap, member, paused_s):
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
             case _:
                 pass
+
+    def _flip(self, state: ModelState, now: float) -> None:
+        """Tell ranks in lock step in which poll they flip; log ranks that may flip apart from the others."""
+        for told in state.steps.due(state.fleet.targets.values(), now):
+            swap, member = told.swap, told.member
+            if not isinstance(told, Flip):
+                self._log("pass", swap=swap, member=member.id)
+                self._to_node(member.node, cluster.PassMember(swap=swap, member=member.id))
+                continue
+            self._to_node(member.node, cluster.FlipMember(swap, member.id, told.step, told.origin))
+            if told.apart:
+                self._log("apart", swap=swap, member=member.id, step=told.step, reason=told.apart)
+                if state.running is not None and state.running.swap.swap == swap:
+                    state.running.apart[(member.added.replica, member.added.rank)] = told.apart
 
     def _member_committed(self, swap: str, member_id: str, paused_s: float, now: float) -> None:
         member = self._members.get(member_id)
@@ -286,35 +350,53 @@ class Swaps:
             member.tries, member.again_at = 0, None
             running = self._models[member.added.model].running
             if running is not None and running.swap.swap == swap:
-                member.version = running.version
-            elif (record := self._decided(swap)) is not None:
-                member.version = record.version  # it was late, or this coordinator has restarted since
+                member.version, member.run = running.version, running.run
+            elif (found := self.identity_of(swap)) is not None:
+                member.version, member.run = found  # a late commit, or one decided before this coordinator started
                 self.ended_late(self._unfinished.committed(swap, member, paused_s))
-        self.step_swap(swap, machine.MemberCommitted(member_id, paused_s), now)
+                self.fence_unless_live(member)
+                self.next(self._models[member.added.model], now)
+        self.step_swap(swap, decision.MemberCommitted(member_id, paused_s), now)
+
+    def identity_of(self, swap: str) -> tuple[int, str] | None:
+        """Return version and run of a decided swap; None if it is not known to be decided."""
+        record = self._decided(swap)
+        return (record.version, record.run) if record is not None else self._lives.was_decided(swap)
+
+    def fence_unless_live(self, member: Member) -> None:
+        """Fence a rank that serves another version than the live one, until it has caught up."""
+        live = self._models[member.added.model].live
+        if member.version is not None and live is not None and not live.is_at(member.version, member.run):
+            reason = f"it holds version {member.version}, and {live.version} is live"
+            if member.version == live.version:
+                reason = (
+                    f"it holds version {live.version} of run {member.run or '?'}, and that of run {live.run} is live"
+                )
+            self._to_node(member.node, cluster.FenceMember(member=member.id, reason=reason))
 
     def _member_failed(self, swap: str, member_id: str, reason: str, now: float) -> None:
         member = self._members.get(member_id)
         if member is not None and member.staged == swap:
-            member.staged, member.version = None, None  # it could be holding parts of two
+            member.staged, member.version = None, None  # it may hold parts of two versions
             self.ended_late(self._unfinished.failed(swap, member, reason))
-        self.step_swap(swap, machine.MemberFailed(member_id, reason), now)
+        self.step_swap(swap, decision.MemberFailed(member_id, reason), now)
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def step_swap(self, swap: str, event: machine.Event, now: float) -> None:
-        """Feed the machine of a swap, if it is under way."""
+    def step_swap(self, swap: str, event: decision.Event, now: float) -> None:
+        """Step a swap's state machine, if the swap is running."""
         state = self._models.swapping(swap)
         if state is not None:
             self.step(state, event, now)
 
-    def step(self, state: ModelState, event: machine.Event, now: float) -> None:
-        """Feed the machine of a model's running swap and carry out what it says."""
+    def step(self, state: ModelState, event: decision.Event, now: float) -> None:
+        """Step the state machine of a model's running swap and carry out its instructions."""
         running = state.running
         if running is None:
             return
         before = running.swap.phase
         try:
-            running.swap, instructions = machine.step(running.swap, event, now)
+            running.swap, instructions = decision.step(running.swap, event, now)
         except IllegalTransition as exc:
             self._log("illegal", reason=str(exc))
             return
@@ -328,56 +410,87 @@ class Swaps:
         for instruction in instructions:
             self._perform(state, running, instruction, now)
 
-    def _perform(self, state: ModelState, running: Running, instruction: machine.Instruction, now: float) -> None:
+    def _perform(self, state: ModelState, running: Running, instruction: decision.Instruction, now: float) -> None:
         s, plan = running.swap, running.plan
         match instruction:
-            case machine.LoadPlan(node):
+            case decision.LoadPlan(node):
                 assert plan is not None
                 if node in plan.loaded_on:
-                    self.step(state, machine.NodeLoaded(node), now)
+                    self.step(state, decision.NodeLoaded(node), now)
                 else:
                     self._to_node(node, plan.message(s.model, running.fleet, node))
-            case machine.PauseOn(node, members):
+            case decision.PauseOn(node, members):
                 self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=members))
-            case machine.StageOn(node):
+            case decision.StageOn(node):
                 assert plan is not None
-                # the workers' own words, which name who is late, come before the phase ends
+                # the workers' own errors, which name who is late, must arrive before the phase ends
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
-                stage = cluster.Stage(swap=s.swap, plan=plan.id, version=s.version, timeout_s=timeout_s, verify=verify)
+                stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run)
                 self._to_node(node, stage)
-            case machine.ReleaseSources():
+            case decision.ReleaseSources():
                 for node in sorted({m.node for m in state.fleet.sources.values()}):
                     self._to_node(node, cluster.EndSwap(swap=s.swap))
-            case machine.JournalDecision():
+            case decision.JournalDecision():
                 self._decide(state, running, now)
-            case machine.CommitOn(node):
+            case decision.CommitOn(node):
                 for member in running.fleet.targets.values():
                     if member.node == node and member.id in s.members:
                         member.staged = s.swap
-                self._to_node(node, cluster.Commit(swap=s.swap, version=s.version))
-            case machine.AbortOn(node, reason):
+                self._to_node(node, cluster.Commit(swap=s.swap, version=s.version, run=running.run))
+            case decision.AbortOn(node, reason):
                 self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
-            case machine.Finished():
+            case decision.Finished():
                 self._finish(state, running, now)
 
     def _decide(self, state: ModelState, running: Running, now: float) -> None:
-        """Have the decision written, with who is to take the version over: another coordinator may have to know."""
+        """Journal the decision with the ranks that must commit, so that another coordinator can finish it.
+
+        A new version waits while unreachable engines may still serve the one before.
+        """
         s = running.swap
+        if text := used_up(state, running.version, running.run):  # learned since this began
+            self.step(state, decision.AbortAsked(text), now)
+            return
+        until = 0.0
+        if not running.is_live(state.live):
+            unsure_until = self._lives.unsure_until(self._config.deadlines.lease_s)
+            until = max(self._absent.until(s.model, now), unsure_until)
+        if until > now:
+            absent = self._absent.describe(s.model) or "whoever a lost journal knew"
+            self._log("held", swap=s.swap, seconds=round(until - now, 1), absent=absent)
+            running.held_until = until
+            self.step(state, decision.DecisionHeld(until), now)
+            return
+        running.held_until = None
         report = decided_report(self._report(state, running, now))
         plan = running.plan.id if running.plan else ""
         at, written = self._wall_clock(), msgspec.json.encode(report)
-        self._out(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", at, written)))
+        self._out(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, running.run)))
 
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
-        """The decision is on disk, or cannot be written."""
+        """Handle the journal's answer: the decision is on disk, or could not be written."""
         if error is not None:
-            self.step_swap(swap, machine.AbortAsked(f"the decision could not be journalled: {error}"), now)
+            self.step_swap(swap, decision.AbortAsked(f"the decision could not be journalled: {error}"), now)
             return
         state = self._models.swapping(swap)
         if state is not None and state.running is not None:
-            state.live = state.running.version
-            self.step(state, machine.Journalled(), now)
+            running, model = state.running, state.fleet.name
+            written = self._lives.past.live(model)
+            sequence = written.sequence if written is not None and written.swap == swap else 0
+            self._lives.decided(model, Live(running.version, running.run, sequence, swap))
+            state.live, state.highest = self._lives.of(model), self._lives.highest(model)
+            self.tell_live(
+                model
+            )  # before any node commits, so that every daemon with a committed rank knows what is live
+            self.step(state, decision.Journalled(), now)
+
+    def tell_live(self, model: str) -> None:
+        """Tell all daemons what is live, so that they remember it."""
+        claim = self._lives.claim(model)
+        if claim is not None:
+            for name in sorted(self._nodes):
+                self._to_node(name, cluster.LiveIs(live=claim))
 
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
         left_behind(state, running, now)
@@ -390,20 +503,21 @@ class Swaps:
         outcome, written = report.outcome, msgspec.json.encode(report)
         for waiter in running.waiters:
             self._send(*waiter, report)
-        # whoever waits need not wait for the disk: the decision is on it
-        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written))
+        # callers need not wait for this write: the decision is on disk
+        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         self.next(state, now)
 
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
-        return swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
+        report = swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
+        return apart_report(msgspec.structs.replace(report, run=running.run), running.apart)
 
     def _remember(self, record: Record) -> None:
-        """Have it written how a swap ended, now."""
+        """Journal how a swap ended, at the present time."""
         self._out(Remember(replace(record, at=self._wall_clock())))
 
     def ended_late(self, records: Iterable[Record]) -> None:
-        """Have it written how swaps of an earlier coordinator ended."""
+        """Journal how swaps of an earlier coordinator ended."""
         for record in records:
             state = self._models.get(record.model)
             if state is not None and state.last is not None and state.last.swap == record.swap:
@@ -413,7 +527,7 @@ class Swaps:
             self._remember(record)
 
     def abort(self, state: ModelState, reason: str, now: float) -> None:
-        """End the running swap because somebody asked for it.
+        """Abort the running swap on request.
 
         Raises:
             RefusedError: none runs, or it is decided.
@@ -425,14 +539,46 @@ class Swaps:
             raise RefusedError(
                 f"model {model!r}: swap {running.swap.swap} is decided and being committed; it cannot be aborted"
             )
-        self.step(state, machine.AbortAsked(f"aborted on request: {reason or 'no reason given'}"), now)
+        self.step(state, decision.AbortAsked(f"aborted on request: {reason or 'no reason given'}"), now)
+
+    def _answer_in_time(self, state: ModelState, now: float) -> None:
+        """Answer callers whose timeout has passed: the swap is decided, these ranks are late. The swap goes on."""
+        running = state.running
+        if running is None or running.answer_by is None or now < running.answer_by:
+            return
+        if running.swap.phase is not Phase.COMMITTING:
+            return  # it ends now, by the same deadline
+        report = late_report(self._report(state, running, now), running.swap, now)
+        self._log("answered-in-time", swap=running.swap.swap, model=running.swap.model, reason=report.reason)
+        for waiter in running.waiters:
+            self._send(*waiter, report)
+        running.waiters.clear()
+        running.answer_by = None
+
+    def next_deadline(self) -> float | None:
+        """Return the next deadline of running and queued swaps and waiting ranks; None if there is none."""
+        found: list[float] = []
+        for state in self._models.values():
+            found += [queued.deadline for queued in state.queue]
+            if (due_at := state.steps.next_deadline()) is not None:
+                found.append(due_at)
+            if state.running is not None:
+                found.append(state.running.swap.deadline)
+                if state.running.answer_by is not None:
+                    found.append(state.running.answer_by)
+        return min(found, default=None)
 
     def tick(self, now: float) -> None:
-        """Let time pass for what runs and what waits."""
+        """Apply deadlines to running and queued swaps."""
         self.ended_late(self._unfinished.tick(now))
         for state in list(self._models.values()):
-            if state.running is not None:
-                self.step(state, machine.TimePassed(), now)
+            self._flip(state, now)
+            running = state.running
+            if running is not None and running.is_due(now):
+                self._decide(state, running, now)  # nothing may end the swap before the journal has answered
+            elif running is not None:
+                self.step(state, decision.TimePassed(), now)
+                self._answer_in_time(state, now)
             elif try_again(state, now):
                 self._catch_up(state, now)
             for queued in [q for q in state.queue if now >= q.deadline]:

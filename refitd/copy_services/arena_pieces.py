@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from refitd.addressing.between_nodes import Halves
+from refitd.addressing.messages import boxes_between
+from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
@@ -19,9 +22,6 @@ from refitd.copy_services.pieces import Piece
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
-from refitd.execute.copies import PROCESS_MEMORY
-from refitd.execute.halves import Halves
-from refitd.execute.messages import boxes_between
 
 _UNSIGNED: dict[int, type[np.generic]] = {
     1: np.uint8,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from refitd.addressing.copies import CopyList
 from refitd.buffers.arena import MappedArena
 from refitd.errors import TransportError
-from refitd.execute.copies import CopyList
 
 
 class DigestMismatch(TransportError):

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from refitd.addressing.copies import CopyList
+from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
@@ -31,7 +33,6 @@ from refitd.copy_services.pieces import Piece
 from refitd.copy_services.waits import poll
 from refitd.describe.casts import CASTS, DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
-from refitd.execute.copies import PROCESS_MEMORY, CopyList
 
 # Between two reports: about a tenth of a millisecond of copying; so much is queued again while it is reported.
 PROGRESS_BYTES = 256 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from refitd.addressing.messages import boxes_between
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services.conversions import converted
 from refitd.copy_services.pieces import Piece
 from refitd.errors import TransportError
-from refitd.execute.messages import boxes_between
 
 # whole words, which every copy leaves bit for bit
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

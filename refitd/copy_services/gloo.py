@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
+from refitd.copy_services import sockets
 from refitd.copy_services.base import Capabilities
 from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.packed import MAX_MESSAGE_BYTES, STAGING_BYTES, PackedExchange
-from refitd.copy_services.peers import Group, Peers
+from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
-from refitd.errors import TransportError
+from refitd.errors import DeadlineExceeded, TransportError
+
+# How often an epoch's workers try to meet, and the seconds that the first try has once all have come; each has twice as
+# many as the one before it. The first is over before a worker that is to leave its epoch counts as stuck: while gloo
+# connects, nothing is heard of that.
+MEETINGS = 6
+MEET_S = 1.5
+TOKEN_BYTES = 16
+STAYED_S = 0.2  # who connects for a shorter time is not accused of anything
+MOST_NAMED = 256  # peers of one port, which others may make as many as they like
+
+# Places are numbered from a random number below this one (20 ms for half of them); a stranger has time for some hundred
+# guesses.
+SKIPPED_NUMBERS = 1 << 13
 
 
 class GlooService(PackedExchange):
@@ -49,23 +70,222 @@ class GlooService(PackedExchange):
 def join(epoch: Epoch) -> GlooService:
     """Join a membership epoch: a process group of its own, found through the epoch's mailbox. Returns once all have.
 
+    Gloo takes whoever connects to its port first and says the number of a place for the worker of that place. So places
+    have numbers that cannot be guessed, everyone proves over its connections who it is, by what only the mailbox has
+    told, and a meeting that has failed, be it that somebody else has disturbed it, is held again by all, as long as
+    the epoch's time lasts.
+
     Raises:
         DeadlineExceeded, PeerLost: somebody did not come, by label.
-        TransportError: the address cannot be used.
+        TransportError: the address cannot be used, or every meeting has failed; strangers are named as such.
     """
-    store = MailboxStore(epoch)
-    gloo: Any = ProcessGroupGloo  # whose stubs leave most of it out
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=epoch.timeout)
-    try:
-        options._devices = [gloo.create_device(hostname=epoch.address, lazy_init=False)]
-        group = gloo(store, epoch.index, epoch.size, options)
-    except RuntimeError as exc:
-        if store.failure is not None:
-            raise store.failure from exc
-        what = (str(exc).splitlines() or [""])[0]
-        raise TransportError(
-            f"{epoch.labels[epoch.index]} cannot meet {', '.join(epoch.labels)} from address {epoch.address}: {what}; "
+    deadline, why = Deadline.after(epoch.timeout), ""
+    # who still loads torch is waited for here, where an epoch that is given up is left at once
+    here = MailboxStore(epoch, deadline)
+    here.set(f"here/{epoch.index}", b"1")
+    here.wait([f"here/{index}" for index in range(epoch.size)])
+    for number in range(MEETINGS):
+        left = deadline.at - time.monotonic()
+        if why and left <= 0:
+            break
+        meeting = _Meeting(epoch, deadline, number, min(MEET_S * 2**number, max(0.1, left)))
+        try:
+            if meeting.hold():
+                assert meeting.group is not None
+                return GlooService(meeting.group, labels=epoch.labels, staging_bytes=epoch.staging_bytes)
+        except DeadlineExceeded as exc:
+            if why:  # others had no time left to meet again
+                raise DeadlineExceeded(f"{exc}; before, {why}") from exc
+            raise
+        why = meeting.why
+    raise TransportError(why)
+
+
+gloo: Any = ProcessGroupGloo  # whose stubs leave most of it out
+
+_opening = threading.Lock()  # one listens after the other, so that each knows which socket is its own
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What each worker tells the others of a meeting, by the mailbox."""
+
+    failure: str  # "": everybody has proven to be who it is
+    own: Sequence[sockets.Address]  # its ends of connections
+    strangers: Sequence[sockets.Address]  # peers of its port, before it is known whose ends they are
+
+
+class _Watch:
+    """Looks at this process's connections while a meeting lasts: afterwards those that failed are gone."""
+
+    def __init__(self, doors: set[int]) -> None:
+        self._doors = doors
+        self._over = threading.Event()
+        self._seen: dict[sockets.Address, tuple[float, float]] = {}  # peers of our ports: first and last time
+        self.own: set[sockets.Address] = set()  # our ends of what we have begun
+        self._thread = threading.Thread(target=self._run, name="refitd-meeting", daemon=True)
+
+    def _run(self) -> None:
+        wait = STAYED_S / 2  # meetings that go well are over by then
+        while not self._over.wait(wait):
+            self._look()
+            wait = STAYED_S / 10
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for own, peer in sockets.connected():
+            if own[1] in self._doors:
+                self._seen[peer] = self._seen.get(peer, (now, now))[0], now
+            else:
+                self.own.add(own)
+
+    def stayed(self) -> list[sockets.Address]:
+        """Return peers that stayed for so long that a worker whose end it is must have seen it, too."""
+        return sorted(peer for peer, (first, last) in self._seen.items() if last - first >= STAYED_S)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+
+class _Meeting:
+    """One try to meet. `group` is None unless it went well, `why` says what was wrong."""
+
+    def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
+        self._epoch, self._number, self._seconds = epoch, number, seconds
+        self._store = MailboxStore(epoch, deadline, f"{number}/")
+        self._places = _Places(self._store)
+        self._doors: dict[int, int] = {}  # what gloo listens on: descriptor -> port
+        self.group: Any = None
+        self.why = ""
+
+    def hold(self) -> bool:
+        """Return whether all have met, which is the same for all of them."""
+        device = self._listen()
+        with _Watch({*self._doors.values()}) as watch:
+            failure = self._connect(device)
+        for fd in self._doors:
+            sockets.shut(fd)  # whoever has not come by now is nobody's peer
+        words = self._tell(_Word(failure, sorted(watch.own), watch.stayed()[:MOST_NAMED]))
+        members = {(host, port) for word in words for host, port in word.own}
+        strangers = sorted({(host, port) for word in words for host, port in word.strangers} - members)
+        failures = [
+            (label, word.failure) for label, word in zip(self._epoch.labels, words, strict=True) if word.failure
+        ]
+        if not failures:
+            return True
+        self.group = None
+        self.why = self._explained(failures, strangers)
+        return False
+
+    def _listen(self) -> Any:
+        """Return a device of gloo's, with a port of its own."""
+        epoch = self._epoch
+        try:
+            with _opening:
+                before = sockets.listening().keys()
+                device = gloo.create_device(hostname=epoch.address, lazy_init=False)
+                self._doors = {fd: port for fd, port in sockets.listening().items() if fd not in before}
+        except RuntimeError as exc:
+            raise TransportError(
+                f"{epoch.labels[epoch.index]} cannot listen at address {epoch.address}: {_first_line(exc)}; check "
+                "node.address on each node"
+            ) from exc
+        return device
+
+    def _connect(self, device: Any) -> str:
+        """Make the group and have everyone prove who it is; return what went wrong, "" if nothing did."""
+        epoch, until = self._epoch, Deadline.after(self._seconds)
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self._seconds)
+        options._devices = [device]
+        # every place that is made takes the next number, also those of a group that is given up at once
+        with contextlib.suppress(RuntimeError):
+            gloo(_NoStore(), 0, 1 + secrets.randbelow(SKIPPED_NUMBERS), options)
+        try:
+            self.group = gloo(self._places, epoch.index, epoch.size, options)
+        except RuntimeError as exc:
+            if self._store.failure is not None:
+                raise self._store.failure from exc
+            return _first_line(exc)
+        peers = Peers(self.group, epoch.labels)
+        try:
+            said = peers.all_gather(self._places.token, until, "proving who is there")
+        except TransportError as exc:
+            return str(exc)
+        for index, token in enumerate(said):
+            if not secrets.compare_digest(token, self._places.tokens.get(index, b"")):
+                return f"who came as {epoch.labels[index]} is somebody else"
+        return ""
+
+    def _tell(self, word: _Word) -> list[_Word]:
+        """Tell the others how it went here; return what each says."""
+        self._store.set(f"word/{self._epoch.index}", json.dumps(asdict(word)).encode())
+        found = [self._store.get(f"word/{index}") for index in range(self._epoch.size)]
+        try:
+            return [_Word(**json.loads(data)) for data in found]
+        except (ValueError, TypeError) as exc:
+            raise TransportError(f"epoch {self._epoch.id}: a worker's word cannot be read: {exc}") from exc
+
+    def _explained(self, failures: list[tuple[str, str]], strangers: list[tuple[str, int]]) -> str:
+        epoch = self._epoch
+        told = "; ".join(f"{label}: {failure}" for label, failure in failures[:3])
+        if strangers:
+            shown = " and ".join(sockets.owner(end) for end in strangers[:3])
+            more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+            return (
+                "strangers, who are no workers, connected to the workers' ports while these met, "
+                f"{self._number + 1} times: {shown}{more}; keep others away from these ports (node.address, "
+                f"docs/reliability.md). It showed as {told}"
+            )
+        return (
+            f"{epoch.labels[epoch.index]} cannot meet {', '.join(epoch.labels)} from address {epoch.address}: {told}; "
             "check node.address on each node"
-        ) from exc
-    return GlooService(group, labels=epoch.labels, staging_bytes=epoch.staging_bytes)
+        )
+
+
+class _Places(Store):
+    """What gloo leaves in a store, each worker's places, with a secret of the worker that no stranger has."""
+
+    def __init__(self, store: MailboxStore) -> None:
+        super().__init__()
+        self._store = store
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.tokens: dict[int, bytes] = {}  # by position
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See MailboxStore.set."""
+        self._store.set(key, self.token + (value.encode() if isinstance(value, str) else bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """See MailboxStore.get."""
+        found = self._store.get(key)
+        self.tokens[int(key.rpartition("/")[2])] = found[:TOKEN_BYTES]
+        return found[TOKEN_BYTES:]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See MailboxStore.wait."""
+        self._store.wait(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        """See MailboxStore.check."""
+        return self._store.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The epoch's deadline counts, not torch's."""
+
+
+class _NoStore(Store):
+    """Ends the making of a group when its places have their numbers."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raise RuntimeError("no more is wanted of this group")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -15,6 +15,7 @@ import numpy as np
 
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.errors import RefitdError, TransportError
+from refitd.states import TransferMode
 
 # A few milliseconds of copying, larger than the second-level cache.
 SAMPLE_BYTES = 8 << 20
@@ -32,14 +33,13 @@ _REPEATS = 3
 _CHILD_S = 10.0
 
 Span = tuple[int, int, int]  # address, rows, bytes from one row to the next
-PULLED, COPIED, ARENA = "pulled", "copied", "arena"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How lent tensors reach the workers, "pulled" or "copied", and why."""
+    """How lent tensors reach the workers, and why."""
 
-    way: str
+    way: TransferMode
     why: str
 
 
@@ -109,7 +109,7 @@ def choose(spans: Sequence[Span], pulled_s: float, copied_s: float) -> Choice:
     """Decide between two measurements of the same spans."""
     nbytes = payload(spans)
     why = f"pulled at {_rate(nbytes, pulled_s)}, copied at {_rate(nbytes, copied_s)}"
-    return Choice(COPIED if pulled_s > CLEARLY_SLOWER * copied_s else PULLED, why)
+    return Choice(TransferMode.COPIED if pulled_s > CLEARLY_SLOWER * copied_s else TransferMode.PULLED, why)
 
 
 def measure_here() -> Choice:

@@ -126,7 +126,8 @@ def join(epoch: Epoch) -> NcclService:
         raise ConfigError(f"{epoch.labels[epoch.index]}: NCCL needs a CUDA device, this worker has {epoch.device!r}")
     from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a torch without CUDA
 
-    store, deadline = MailboxStore(epoch), Deadline.after(epoch.timeout)
+    deadline = Deadline.after(epoch.timeout)
+    store = MailboxStore(epoch, deadline)
 
     def meet() -> NcclService:
         # before the communicator is made, which nothing can end: everyone says that it has come

@@ -24,12 +24,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 import xxhash
 
+from refitd.addressing.messages import Message, Span, lay_out
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService, Transfers
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.pieces import Piece, TensorPiece
 from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
-from refitd.execute.messages import Message, Span, lay_out
 
 WINDOW = 2
 MAX_MESSAGE_BYTES = 8 << 20

@@ -6,6 +6,7 @@ collective: every process of the group calls it, in the same order.
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -49,9 +50,13 @@ class Deadline:
         Raises:
             ConfigError: not a positive, finite number of seconds.
         """
-        if not 0 < seconds < 1e9:
+        try:
+            found = math.nan if isinstance(seconds, str | bytes | bool) else float(seconds)
+        except (TypeError, ValueError, RuntimeError):
+            found = math.nan
+        if not 0 < found < 1e9:
             raise ConfigError(f"timeout is {seconds!r}, expected seconds above 0")
-        return cls(time.monotonic() + seconds, seconds)
+        return cls(time.monotonic() + found, found)
 
     def left(self) -> timedelta:
         """Return the time left, at least a millisecond: torch takes 0 for "forever"."""
@@ -73,7 +78,7 @@ class Peers:
         """Look at a group; None is the default group. `labels` are how errors name each position.
 
         Raises:
-            ConfigError: there is no default group, or this process is not in the group.
+            ConfigError: this is no group, there is no default group, or this process is not in the group.
         """
         if group is None:
             if not dist.is_initialized():
@@ -81,6 +86,8 @@ class Peers:
             group = dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError("this process is not in the group; only members may call")
+        if not all(callable(getattr(group, each, None)) for each in ("rank", "size")):
+            raise ConfigError(f"group is {group!r} ({type(group).__name__}), expected a torch process group, or None")
         self.group = group
         self.index: int = group.rank()
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refitd.execute.messages import boxes_between
+from refitd.addressing.messages import boxes_between
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -71,7 +71,7 @@ class Registry:
         Raises:
             ConfigError: there is none of this name, or it lacks something; the text says what to install.
         """
-        backend = self._backends.get(name)
+        backend = self._backends.get(name) if isinstance(name, str) else None
         if backend is None:
             raise ConfigError(f"unknown copy service {name!r}; there are {', '.join(sorted(self._backends))}")
         if missing := backend.missing():

@@ -8,6 +8,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from refitd.copy_services.epoch import Epoch
+from refitd.copy_services.peers import Deadline
 from refitd.errors import DeadlineExceeded, RefitdError, TransportError
 
 
@@ -17,10 +18,10 @@ class MailboxStore(Store):
     `failure` is the error that ended a wait; torch turns it into an exception of its own on the way.
     """
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, deadline: Deadline, attempt: str = "") -> None:
+        """`deadline` is that of all attempts to join together; keys of one `attempt` are apart from those of others."""
         super().__init__()
-        self._epoch = epoch
-        self._deadline = time.monotonic() + epoch.timeout
+        self._epoch, self._deadline, self._attempt = epoch, deadline, attempt
         self._found: dict[str, bytes] = {}
         self.failure: RefitdError | None = None
 
@@ -28,15 +29,19 @@ class MailboxStore(Store):
         """Leave a value for the others, once."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._found[key] = data
-        self._epoch.mailbox.put(key, data)
+        self._epoch.mailbox.put(self._attempt + key, data)
 
     def get(self, key: str) -> bytes:
-        """Return a value, waiting for it until the epoch's deadline."""
+        """Return a value, waiting for it until the deadline."""
         if key not in self._found:
+            left = self._deadline.at - time.monotonic()
             try:
-                self._found[key] = self._epoch.mailbox.get(key, max(0.001, self._deadline - time.monotonic()))
+                self._found[key] = self._epoch.mailbox.get(self._attempt + key, max(0.001, left))
             except DeadlineExceeded as exc:
-                self.failure = DeadlineExceeded(f"{self._who(key)} did not come to epoch {self._epoch.id}: {exc}")
+                # how long this wait was says nothing: it may have had the rest of the time alone
+                self.failure = DeadlineExceeded(
+                    f"{self._who(key)} did not come to epoch {self._epoch.id} within {self._deadline.seconds:.1f} s"
+                )
                 raise self.failure from exc
             except RefitdError as exc:
                 self.failure = exc
@@ -72,4 +77,4 @@ class MailboxStore(Store):
         return len(self._found)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The epoch's deadline counts, not torch's."""
+        """The deadline of joining counts, not torch's."""

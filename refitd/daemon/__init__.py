@@ -10,14 +10,27 @@ if TYPE_CHECKING:
 
 def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit status. See refitd.daemon.main.run."""
-    from refitd.daemon.beside import CoordinatorBeside
+    import time
 
-    # before anything heavy is imported here: both processes then start at the same time
-    beside = CoordinatorBeside(config) if standalone else None
+    from refitd.buffers import capacity
+    from refitd.daemon.coordinator_process import CoordinatorBeside
+    from refitd.protocol.directory import DirectoryLock, make_runtime_dir
+    from refitd.security import daemon_keys
+
+    capacity.require_descriptors(capacity.SERVER_DESCRIPTORS, "a daemon", raised=False)
+    daemon_keys(config)  # what is refused must leave nothing behind
+    make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))
+    # before anything is started or bound: of two daemons that start at once one goes on
+    lock = DirectoryLock(config.runtime_dir)
     try:
-        from refitd.daemon.main import run as run_daemon
+        # before anything heavy is imported here: both processes then start at the same time
+        beside = CoordinatorBeside(config, time.monotonic) if standalone else None
+        try:
+            from refitd.daemon.main import run as run_daemon
 
-        return run_daemon(config, beside, ready_fd)
+            return run_daemon(config, beside, ready_fd)
+        finally:
+            if beside is not None:
+                beside.stop()
     finally:
-        if beside is not None:
-            beside.stop()
+        lock.release()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from refitd.daemon.members import Member
 from refitd.errors import RefitdError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ALL_ROLES
+
+# What a registration comes to, its member without a name yet and the bytes of its arenas, or why it is refused.
+Prepared = tuple[Member, int] | RefitdError
 
 # --- events -----------------------------------------------------------------------------------------------
 
@@ -32,12 +36,20 @@ class SessionClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionLeaves:
+    """A client is about to close its session, and wants nothing kept."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClientSaid:
     """A client sent a message."""
 
     session: int
     request: int
     message: local.ClientRequest
+    prepared: Prepared | None = None  # of a registration so large that it was looked at beside the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +91,22 @@ class WorkerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """There is a worker again where none could be kept alive for a while."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """What stands in this node's way at present, for whoever asks how it is."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NotSent:
-    """A message to a worker was not sent: the descriptor that belongs to it could not be had. The worker lives."""
+    """A message to a worker was not sent: its descriptor could not be had, or there is no such worker at present."""
 
     worker: int
     message: Message
@@ -104,22 +130,39 @@ class ArenasRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Busy:
+    """This process has heard nobody for so long, because it was busy: the others were not silent."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The time that `Daemon.next_deadline` gave has come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Another second has passed."""
 
 
 Event = (
     SessionOpened
     | SessionClosed
+    | SessionLeaves
     | ClientSaid
     | CoordinatorSaid
     | Unsent
     | CoordinatorUnreachable
     | WorkerSaid
     | WorkerDied
+    | WorkerStarted
+    | Problems
     | NotSent
+    | Busy
     | ArenasMade
     | ArenasRefused
+    | Due
     | Tick
 )
 
@@ -161,6 +204,7 @@ class MakeArenas:
     wanted: tuple[tuple[int, str], ...]  # (bytes, label)
     held: tuple[int, ...] = ()  # bytes in main memory of every arena there is, or will be before these
     device: str = ""  # the GPU to make them on
+    within_s: float = 0.0  # that whoever asked for them waits; 0: the configured time
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +223,15 @@ class WriteArena:
 
     arena: int
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SetPermit:
+    """Let the target rank with this token serve until a moment of the monotonic clock (0: not at all)."""
+
+    slot: int
+    token: int
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,5 +257,14 @@ class Log:
 
 
 Instruction = (
-    ToClient | ToCoordinator | ToWorker | MakeArenas | MeasurePull | WriteArena | CloseArena | RestartWorker | Log
+    ToClient
+    | ToCoordinator
+    | ToWorker
+    | MakeArenas
+    | MeasurePull
+    | WriteArena
+    | SetPermit
+    | CloseArena
+    | RestartWorker
+    | Log
 )

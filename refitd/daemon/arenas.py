@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, Log, MakeArenas, WriteArena
 from refitd.daemon.jobs import JobTable
-from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Arena
-from refitd.daemon.resting import Resting
+from refitd.daemon.retained import RetainedTargets
+from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import ArenaError, RefitdError, RefusedError
 from refitd.protocol.reports import GpuStatus
 
@@ -23,6 +23,7 @@ class _Asked:
     then: Callable[[tuple[int, ...]], None]
     wanted: tuple[tuple[int, str], ...]
     device: str
+    within_s: float
 
 
 class LocalArenas(dict[int, Arena]):
@@ -33,7 +34,7 @@ class LocalArenas(dict[int, Arena]):
         node: str,
         max_bytes: int,
         sessions: Container[int],
-        resting: Resting,
+        retained: RetainedTargets,
         jobs: JobTable,
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
@@ -43,7 +44,7 @@ class LocalArenas(dict[int, Arena]):
         self._node = node
         self._max_bytes = max_bytes
         self._sessions = sessions
-        self._resting = resting
+        self._retained = retained
         self._jobs = jobs
         self._maps = maps
         self._out = out
@@ -60,18 +61,22 @@ class LocalArenas(dict[int, Arena]):
         wanted: tuple[tuple[int, str], ...],
         then: Callable[[tuple[int, ...]], None],
         device: str = "",
+        within_s: float = 0.0,
     ) -> None:
         """Have arenas made of these (bytes, label), on a GPU if `device` names one; `then` gets their ids.
+
+        They are refused unless they are there in `within_s` seconds (0: the configured time).
 
         Raises:
             ArenaError: the node's limit leaves no room, even without what is kept for engines that have died.
         """
-        sizes = [(a.nbytes, a.device) for a in self.values()]
-        sizes += [(nbytes, waiting.device) for waiting in self._asked.values() for nbytes, _ in waiting.wanted]
-        used, more = sum(nbytes for nbytes, _ in sizes), sum(nbytes for nbytes, _ in wanted)
-        if used + more > self._max_bytes and self._free_resting():
-            self.ask(session, request, wanted, then, device)
-            return
+        asked = [(nbytes, waiting.device) for waiting in self._asked.values() for nbytes, _ in waiting.wanted]
+        used = sum(arena.nbytes for arena in self.values()) + sum(nbytes for nbytes, _ in asked)
+        more = sum(nbytes for nbytes, _ in wanted)
+        kept = sum(self[arena].nbytes for arena in self._retained.arenas())
+        if more > 0 and self._max_bytes < used + more <= self._max_bytes + kept:
+            self._free_retained()
+            used -= kept
         if more <= 0 or used + more > self._max_bytes:
             raise ArenaError(
                 f"{more} bytes of arenas asked for, {max(0, self._max_bytes - used)} are available on node "
@@ -79,9 +84,10 @@ class LocalArenas(dict[int, Arena]):
                 "raise it, register a smaller shard here, lower `slots`, or close registrations"
             )
         self._tickets += 1
-        self._asked[self._tickets] = _Asked(session, request, then, wanted, device)
-        held = tuple(0 if gpu else nbytes for nbytes, gpu in sizes)
-        self._out(MakeArenas(self._tickets, wanted, held, device))
+        self._asked[self._tickets] = _Asked(session, request, then, wanted, device, within_s)
+        held = tuple(0 if arena.device else arena.nbytes for arena in self.values())
+        held += tuple(0 if gpu else nbytes for nbytes, gpu in asked)
+        self._out(MakeArenas(self._tickets, wanted, held, device, within_s))
 
     def made(self, event: ArenasMade) -> None:
         """Give arenas to whoever asked for them."""
@@ -92,17 +98,23 @@ class LocalArenas(dict[int, Arena]):
             return
         try:
             waiting.then(event.arenas)
-        except RefitdError as exc:
+        except RefitdError as exc:  # it has taken none of them
+            for arena in event.arenas:
+                self._out(CloseArena(arena))
             self._fail(waiting.session, waiting.request, exc)
 
     def refused(self, event: ArenasRefused) -> None:
-        """They cannot be made, unless the memory of engines that have died makes room."""
+        """They cannot be made, unless what is kept for engines that have died is as much as is lacking."""
         waiting = self._asked.pop(event.ticket)
-        if not self._free_resting():
+        short = event.error.short if isinstance(event.error, ArenaError) else 0
+        kept = (self[arena] for arena in self._retained.arenas())
+        if not 0 < short <= sum(arena.nbytes for arena in kept if arena.device == waiting.device):
             self._fail(waiting.session, waiting.request, event.error)
             return
+        self._free_retained()
         try:
-            self.ask(waiting.session, waiting.request, waiting.wanted, waiting.then, waiting.device)
+            w = waiting
+            self.ask(w.session, w.request, w.wanted, w.then, w.device, w.within_s)
         except RefitdError as exc:
             self._fail(waiting.session, waiting.request, exc)
 
@@ -167,17 +179,15 @@ class LocalArenas(dict[int, Arena]):
             del self[arena]
             self._out(CloseArena(arena))
 
-    def rest(self, arena: int) -> None:
-        """Keep an arena for an engine that has died: it is nobody's until that comes back."""
+    def retain(self, arena: int) -> None:
+        """Keep the arena of an engine that has died: it is nobody's until that comes back."""
         self[arena].session = None
         self._out(Log("kept", {"arena": arena, "label": self[arena].label, "bytes": self[arena].nbytes}))
 
     def expire(self, now: float) -> None:
         """Close what has been kept for long enough."""
-        self.free(set(self._resting.expire(now)))
+        self.free(set(self._retained.expire(now)))
 
-    def _free_resting(self) -> bool:
-        """Give up what is kept for engines that have died; return whether there was any."""
-        kept = set(self._resting.clear())
-        self.free(kept)
-        return bool(kept)
+    def _free_retained(self) -> None:
+        """Give up what is kept for engines that have died."""
+        self.free(set(self._retained.clear()))

@@ -5,18 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from refitd.addressing.copies import whole_tensors
 from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
-from refitd.daemon.held import held_of
+from refitd.daemon.finishing import held_of
 from refitd.daemon.jobs import JobTable, Share, dealt
-from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Member
+from refitd.daemon.target_state import (
+    Aborted,
+    AskedToHalt,
+    Committed,
+    Decided,
+    Doubted,
+    Failed,
+    FellBehind,
+    Live,
+    Step,
+    StoodAside,
+    StoodStill,
+)
+from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.execute.copies import whole_tensors
+from refitd.errors import IllegalTransition
 from refitd.protocol import cluster, local
-from refitd.protocol.base import Message
+from refitd.protocol.base import Message, clipped
 
 # A commit copy that a dying worker left half done is done again; it is the same copy, so once more is harmless.
 COMMIT_ATTEMPTS = 3
+
+# In these a rank has been asked to stand still, and is told when the swap is over.
+_ASKED = (Step.HALTING, Step.HALTED, Step.PAUSING, Step.PAUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +57,10 @@ class Commits:
         jobs: JobTable,
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
+        end_runs: Callable[[int, str], None],
     ) -> None:
+        """`end_runs(worker, reason)` replaces a worker and accounts for all that it was doing."""
+        self._end_runs = end_runs
         self._workers = workers
         self._members = members
         self._jobs = jobs
@@ -56,26 +78,33 @@ class Commits:
             if member is None or member.session is None:
                 self._say(cluster.MemberCommitFailed(swap=swap, member=member_id, reason="it is not registered here"))
                 continue
-            member.paused = swap
+            try:
+                member.move(AskedToHalt(swap))
+            except IllegalTransition as exc:
+                self._illegal(exc)
+                self._say(cluster.MemberCommitFailed(swap=swap, member=member_id, reason=clipped(str(exc))))
+                continue
             self._out(ToClient(member.session, 0, local.AskPause(swap=swap, member=member.id, version=version)))
 
     def paused(self, swap: str, member: Member) -> None:
-        """The member stands still."""
-        if member.paused == swap:
+        """The member stands still; for a swap that is over, that is of no interest."""
+        if member.state.swap == swap and member.state.step in (Step.HALTING, Step.PAUSING):
+            member.move(StoodStill(swap))
             self._say(cluster.MemberQuiet(swap=swap, member=member.id))
 
     def fence(self, reason: str) -> None:
         """Have members that hold a staged version of which nobody here knows whether it was decided serve nothing."""
         for member in self._members.values():
-            if (member.staged is not None or member.writing is not None) and not member.fenced:
-                self._fence(member, "doubt", reason)
+            if member.state.staged is not None and member.state.live is not Live.DOUBTED:
+                member.move(Doubted(reason))
+                self._tell_fence(member, reason)
 
     def fence_behind(self, member: Member, reason: str) -> None:
         """Have a member that holds another version than the live one serve nothing until it has caught up."""
-        self._fence(member, "behind", reason)
+        member.move(FellBehind(reason))
+        self._tell_fence(member, reason)
 
-    def _fence(self, member: Member, kind: str, reason: str) -> None:
-        member.fenced = kind
+    def _tell_fence(self, member: Member, reason: str) -> None:
         if member.session is not None:
             self._log("fenced" if reason else "unfenced", member=member.id, reason=reason)
             self._out(ToClient(member.session, 0, local.Fence(member=member.id, reason=reason)))
@@ -83,19 +112,22 @@ class Commits:
     def aborted(self, swap: str, reason: str) -> None:
         """Nothing is written for this swap any more: let its members go on with what they have."""
         for member in self._members.values():
-            if member.staged == swap:
-                member.staged = None
-            if member.writing == swap:
-                member.writing, member.version = None, None
-                member.poisoned = f"swap {swap} ended while it was written in place: {reason}"
-            if member.paused == swap:
-                member.paused = None
-                if member.session is not None:
-                    is_poisoned = bool(member.poisoned)
-                    resume = local.Resume(swap=swap, member=member.id, reason=reason, is_poisoned=is_poisoned)
-                    self._out(ToClient(member.session, 0, resume))
-            if member.fenced == "doubt" and member.staged is None:
-                self._fence(member, "", "")
+            if member.state.swap != swap:
+                continue
+            before = member.state
+            try:
+                member.move(Aborted(swap, reason))
+            except IllegalTransition as exc:
+                self._illegal(exc)  # it is decided: whoever says otherwise has lost its memory, and must not undo it
+                continue
+            if member.session is None:
+                continue
+            if before.step in _ASKED or member.in_place:
+                is_poisoned = member.state.live is Live.POISONED
+                resume = local.Resume(swap=swap, member=member.id, reason=reason, is_poisoned=is_poisoned)
+                self._out(ToClient(member.session, 0, resume))
+            if before.live is Live.DOUBTED and not member.state.live.is_fenced:
+                self._tell_fence(member, "")
 
     # --- commit -------------------------------------------------------------------------------------------
 
@@ -103,27 +135,47 @@ class Commits:
         """Tell every member that has this swap staged to take it over at its next commit point."""
         self._log("swap", swap=swap, version=version, phase="commit")
         for member in self._members.values():
-            if member.staged != swap or member.session is None:
+            if member.state.staged != swap or member.session is None:
                 continue
-            member.staged_version, member.committing = version, swap
+            try:
+                member.move(Decided(swap, version))
+            except IllegalTransition as exc:
+                self._illegal(exc)
+                self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=clipped(str(exc))))
+                continue
+            if member.state.step is Step.APPLYING:
+                continue  # it was told before, and its live tensors are being written
             prepare = local.PrepareCommit(
                 swap=swap,
                 member=member.id,
                 version=version,
                 by_worker=bool(member.live) and not member.in_place,
                 in_place=member.in_place,
+                lockstep=isinstance(member.registration, local.RegisterTarget) and member.registration.lockstep,
             )
             self._out(ToClient(member.session, 0, prepare))
 
+    def step_reached(self, member: Member, said: local.StepReached) -> None:
+        """The member says how far it has polled; the coordinator knows where the others of its replica are."""
+        if member.state.swap == said.swap and member.state.step.is_decided:
+            self._say(cluster.MemberStep(said.swap, member.id, said.step, said.origin, said.stands, said.thread))
+
+    def in_step(self, member_id: str, message: local.FlipAt | local.PassPoll) -> None:
+        """Tell a member in which poll it flips, or to pass the one in which it stands."""
+        member = self._members.get(member_id)
+        if member is not None and member.session is not None and member.state.swap == message.swap:
+            self._out(ToClient(member.session, 0, message))
+
     def quiet(self, swap: str, member: Member) -> None:
-        """The member stands still: a worker may write its live tensors."""
-        if member.staged == swap and member.live and not member.in_place:
+        """The member stands still: workers may write its live tensors."""
+        if member.state.swap == swap and member.state.step is Step.COMMITTING and member.live and not member.in_place:
+            member.move(StoodAside(swap))
             self._copy_live(swap, member, attempt=1)
 
     def _copy_live(self, swap: str, member: Member, attempt: int) -> None:
         def make() -> list[Share]:
-            pairs = zip(member.held_places(), member.live, held_of(member.registration), strict=True)
-            copies = whole_tensors([(src, dst, ELEMENT_SIZES[tensor.dtype]) for src, dst, tensor in pairs])
+            sizes = np.array([ELEMENT_SIZES[tensor.dtype] for tensor in held_of(member.registration)], np.int64)
+            copies = whole_tensors(member.held_places(), member.live, sizes)
             return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
 
         purpose = Committing(swap, member.id, attempt)
@@ -140,31 +192,35 @@ class Commits:
 
     def committed(self, swap: str, member: Member, paused_s: float) -> bool:
         """The member has the version live; return whether that was what it had been told to do."""
-        if member.staged != swap:
+        if member.state.swap != swap or not member.state.step.is_decided:
             return False
-        self._log(
-            "swap", swap=swap, version=member.staged_version, phase="committed", member=member.id, paused=paused_s
-        )
-        member.version = member.staged_version
-        member.holds = member.staged_version
-        member.writing, member.poisoned = None, ""
-        member.fenced = ""  # the client knows: it has taken the version over
-        member.staged = member.committing = member.paused = None
+        member.move(Committed(swap))
+        version = member.state.version
+        self._log("swap", swap=swap, version=version, phase="committed", member=member.id, paused=paused_s)
         self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))
         return True
 
     def failed(self, swap: str, member: Member, reason: str) -> None:
         """The member could not take the version over, and serves none until a swap succeeds; or not stand still."""
+        if member.state.swap != swap:
+            return
         self._log("swap", swap=swap, phase="failed", member=member.id, reason=reason)
-        if member.committing == swap:
-            member.version = member.staged = member.committing = member.paused = member.writing = None
-        elif member.paused != swap:
+        if member.state.step.is_decided:
+            self._stop_copying(member)
+            member.move(Failed(swap))
+        elif member.state.step not in _ASKED:
             return
         self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))
 
+    def _stop_copying(self, member: Member) -> None:
+        """End what workers still write into live tensors: their owner does not wait for it any more."""
+        purpose = self._attempts.pop(member.id, None)
+        for worker in sorted(self._jobs.busy_with(purpose)) if purpose is not None else ():
+            self._end_runs(worker, f"it still wrote the live tensors of {member.id}")
+
     def member_left(self, member: Member) -> None:
-        """A member is gone; its jobs are of no use."""
-        self._attempts.pop(member.id, None)
+        """A member is gone; its jobs are of no use, and its tensors are its owner's again: nothing more is written."""
+        self._stop_copying(member)
         self._jobs.drop_keys(lambda key: key == ("commit", member.id))
 
     def run_done(self, purpose: Committing) -> None:
@@ -177,7 +233,7 @@ class Commits:
     def again(self, purpose: Committing, reason: str) -> None:
         """Repeat a commit copy from the start: the shares of other workers that still run write the same bytes."""
         member = self._members.get(purpose.member)
-        if member is None:
+        if member is None or self._attempts.get(member.id) != purpose:
             return
         if purpose.attempt < COMMIT_ATTEMPTS:
             self._copy_live(purpose.swap, member, purpose.attempt + 1)
@@ -185,6 +241,9 @@ class Commits:
             self.applied(purpose, f"{reason}; {COMMIT_ATTEMPTS} attempts failed")
 
     # --- output -------------------------------------------------------------------------------------------
+
+    def _illegal(self, exc: IllegalTransition) -> None:
+        self._log("illegal", reason=str(exc))
 
     def _say(self, message: Message) -> None:
         self._out(ToCoordinator(0, message))

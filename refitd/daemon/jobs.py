@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from refitd.addressing.between_nodes import Halves
+from refitd.addressing.conversions import ConversionList
+from refitd.addressing.copies import CopyList, deal
 from refitd.daemon.actions import Instruction, ToWorker
-from refitd.execute.conversions import ConversionList
-from refitd.execute.copies import CopyList, deal
-from refitd.execute.halves import Halves
 from refitd.protocol import sidecar
 
 # Prepared jobs a node keeps: two snapshot slots times a few models, within the node and between nodes.
@@ -77,6 +77,7 @@ class Run:
     job: Job
     worker: int
     purpose: Hashable
+    verify: bool
 
     @property
     def crosses(self) -> bool:
@@ -120,22 +121,27 @@ class JobTable:
             job = Job(self._next(), {share.worker: share for share in make()})
         self._jobs[key] = job
         self._evict()
-        runs: list[Run] = []
-        for worker, share in job.shares.items():
-            if worker not in job.loaded:
-                self._need(worker, share.rows.arenas())
-                block = share.rows.to_bytes()
-                converts = isinstance(share.rows, ConversionList)
-                load = sidecar.LoadJob(job=job.number, nbytes=len(block), epoch=share.epoch, converts=converts)
-                self._out(ToWorker(worker, load, block=block))
-                job.loaded.add(worker)
-            run = Run(self._next(), job, worker, purpose)
-            self._runs[run.number] = run
-            runs.append(run)
-            job.running.add(run.number)
-            message = sidecar.RunJob(job=job.number, run=run.number, verify=verify, timeout_s=timeout_s)
-            self._out(ToWorker(worker, message))
-        return runs
+        return [self._begin(job, worker, purpose, verify, timeout_s) for worker in job.shares]
+
+    def repeat(self, run: Run) -> Run:
+        """Have a share within the node run again, by the worker that has replaced the one it was taken from."""
+        return self._begin(run.job, run.worker, run.purpose, run.verify, 0.0)
+
+    def _begin(self, job: Job, worker: int, purpose: Hashable, verify: bool, timeout_s: float) -> Run:
+        if worker not in job.loaded:
+            share = job.shares[worker]
+            self._need(worker, share.rows.arenas())
+            block = share.rows.to_bytes()
+            converts = isinstance(share.rows, ConversionList)
+            load = sidecar.LoadJob(job=job.number, nbytes=len(block), epoch=share.epoch, converts=converts)
+            self._out(ToWorker(worker, load, block=block))
+            job.loaded.add(worker)
+        run = Run(self._next(), job, worker, purpose, verify)
+        self._runs[run.number] = run
+        job.running.add(run.number)
+        message = sidecar.RunJob(job=job.number, run=run.number, verify=verify, timeout_s=timeout_s)
+        self._out(ToWorker(worker, message))
+        return run
 
     @property
     def is_busy(self) -> bool:
@@ -164,7 +170,7 @@ class JobTable:
             self._out(ToWorker(run.worker, sidecar.DropJob(job=run.job.number)))
 
     def ended_by(self, worker: int) -> list[Run]:
-        """Take all runs of a dead worker off the books; its jobs must be loaded anew."""
+        """Take all runs of a worker that is gone off the books; its jobs must be loaded anew."""
         for job in self._jobs.values():
             job.loaded.discard(worker)
         return [run for number, run in list(self._runs.items()) if run.worker == worker and self.end(number)]

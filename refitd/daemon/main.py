@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import zmq
 
 from refitd.buffers import arena as memory
-from refitd.buffers import room
+from refitd.buffers import capacity
+from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES, PermitPage
 from refitd.config import Config
 from refitd.copy_services.measure import pull_seconds
 from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
 from refitd.daemon.address import reachable_address
-from refitd.daemon.beside import CoordinatorBeside
-from refitd.daemon.gate import Gate
+from refitd.daemon.client_listener import Gate
+from refitd.daemon.coordinator_process import CoordinatorBeside, StartFailed
+from refitd.daemon.slow_work import Maker, Moved
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
-from refitd.errors import ArenaError, ConfigError, ProtocolError, RefitdError, RefusedError
+from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
 from refitd.logs import EventLog, Throttle, setup
-from refitd.protocol import cluster, local
-from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.channel import Dealer, Received, Router, make_runtime_dir
-from refitd.protocol.codec import BadMessage, Decoder
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.background import LARGE_FRAME, Aside, InOrder
+from refitd.protocol.base import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from refitd.protocol.channel import Dealer, Received, Router
+from refitd.protocol.codec import HELLO_BYTES, BadMessage, Decoder, request_of
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
 
@@ -36,6 +42,16 @@ TICK_S = 1.0
 
 # Messages of clients that are taken before everything else has its turn.
 _BATCH = 256
+
+# For a measurement of how fast a client's memory is read; some milliseconds where all is well.
+MEASURE_S = 10.0
+
+# What may wait for large frames before it to be read: of all clients together, and messages of one.
+MAX_HELD_BYTES = 512 << 20
+MAX_HELD = 256
+
+# A turn of the loop that takes this long is told in the log, and nobody is called silent for it.
+SLOW_TURN_S = 0.5
 
 # Messages that a client may leave unread before more are dropped.
 CLIENT_MARK = 1000
@@ -66,19 +82,27 @@ class DaemonShell:
         self._users = node_users(config)
         self._noise = Throttle(period_s=5.0)
         self._dealer = Dealer(context, config.coordinator_endpoint, keys)
-        self._gate = Gate(directory / "refitd.fds", endpoint, self._users.uids, self._watch, self._goodbye)
+        self._gate = Gate(
+            directory / "refitd.fds", endpoint, self._users.uids, self._watch, self._goodbye, self._said_of_commit
+        )
         self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
         for sock in (self._router.socket, self._dealer.socket, *self._dealer.doors):
             self._poller.register(sock, zmq.POLLIN)
         self._clients: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
+        self._strangers: Decoder[local.Hello] = Decoder(local.Hello, HELLO_BYTES)
         self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
-        self._arena_fds: dict[int, int] = {}
+        self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, "permits")}
+        self._permits = PermitPage(self._arena_fds[PAGE_ARENA])
         self._arena_numbers = 0
-        self._maker = ThreadPoolExecutor(1, "arenas")
         self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._watch(self._made_r, select.POLLIN)
-        self._making: dict[int, Future[list[int]]] = {}
-        self._measuring: dict[tuple[int, int], Future[local.PullMeasured]] = {}  # by session and request
+        self._maker = Maker(time.monotonic, self._told)
+        self._aside = Aside[tuple[int, Received]]("refitd-reader", self._told)
+        self._plans = InOrder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
+        # of clients of whom a large frame is being read: what they have sent after it
+        self._held: dict[bytes, deque[Received]] = {}
+        self._held_bytes = 0
+        self._problems: tuple[str, ...] = ()
         self._workers = Workers(config.node.workers, config.node.threads_per_worker, self._watch)
         self._state = Daemon(
             config.node_name,
@@ -100,19 +124,58 @@ class DaemonShell:
         while not stop:
             if not told and (beside is None or self._state.is_coordinated):
                 told = True
+                if beside is not None:
+                    beside.settle()
                 self._tell_ready(ready_fd)
-            wait_ms = max(0, int((next_tick - time.monotonic()) * 1000) + 1)
-            for ready, events in self._poller.poll(wait_ms):
+            due = min(next_tick, self._state.next_deadline or next_tick)
+            wait_ms = max(0, int((due - time.monotonic()) * 1000) + 1)
+            found = self._poller.poll(wait_ms)
+            began = time.monotonic()
+            for ready, events in found:
                 self._serve_one(ready, events)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
-                self._dealer.retry()
-                self._tell_if_alone(time.monotonic())
-                if late := self._gate.expire(time.monotonic()):
-                    self._log("turned-away", clients=late, reason="they connected and said no Hello")
-                self._feed(act.Tick())
-                if beside is not None and (status := beside.restart_if_ended()) is not None:
-                    self._log("coordinator-restarted", status=status)
+                self._outlive(self._tick)
+                self._outlive(lambda: self._look_after(beside))
+            elif time.monotonic() >= due:
+                self._feed(act.Due())
+            if (took_s := time.monotonic() - began) > SLOW_TURN_S:
+                self._feed(act.Busy(took_s))
+                self._log("slow-turn", seconds=took_s)
+
+    def _tick(self) -> None:
+        self._dealer.retry()
+        self._tell_if_alone(time.monotonic())
+        if late := self._gate.expire(time.monotonic()):
+            self._log("turned-away", clients=late, reason="they connected and said no Hello")
+        self._collect()
+        self._feed(act.Tick())
+
+    def _outlive(self, what: Callable[[], object]) -> None:
+        """Do something that must not end this process: the arenas and everybody who uses them stay."""
+        try:
+            what()
+        except StartFailed:
+            raise
+        except Exception:  # a mistake of ours, or a limit of this process
+            if self._noise.lets("internal", time.monotonic()):
+                self._log.failed("internal-error")
+
+    def _look_after(self, beside: CoordinatorBeside | None) -> None:
+        """Start again what has ended beside this daemon, and have status say what is wrong."""
+        for worker in self._workers.start_due(time.monotonic()):
+            self._feed(act.WorkerStarted(worker))
+        problems = self._workers.problems()
+        if beside is not None:
+            if (happened := beside.watch(self._state.unheard_s)) is not None:
+                self._log.write(happened.event, happened.fields)
+            problem = beside.problem
+            problems += (problem,) * bool(problem)
+            if problem and not self._state.is_coordinated:
+                self._feed(act.CoordinatorUnreachable(problem))
+        if problems != self._problems:
+            self._problems = problems
+            self._feed(act.Problems(problems))
 
     def _tell_ready(self, ready_fd: int | None) -> None:
         self._log("ready", node=self._config.node_name, dir=str(self._config.runtime_dir), pid=os.getpid())
@@ -121,11 +184,11 @@ class DaemonShell:
             os.close(ready_fd)
 
     def _serve_one(self, ready: object, events: int) -> None:
+        self._outlive(lambda: self._serve_ready(ready, events))
+
+    def _serve_ready(self, ready: object, events: int) -> None:
         if ready is self._router.socket:
-            for _ in range(_BATCH):
-                if (received := self._router.receive()) is None:
-                    break
-                self._from_client(received)
+            self._take_clients()
         elif ready is self._dealer.socket:
             while (frame := self._dealer.receive()) is not None:
                 self._from_coordinator(frame)
@@ -140,9 +203,16 @@ class DaemonShell:
         elif isinstance(ready, int) and self._gate.owns(ready):
             gone = self._gate.serve(ready, self._fetch)
             if gone is not None:
-                self._feed(act.SessionClosed(gone, "its process has ended or closed the connection"))
+                self._take_clients()  # what has come before a client's end counts
+                self._end(gone, "its process has ended or closed the connection")
         elif isinstance(ready, int) and (worker := self._workers.fds().get(ready)) is not None:
             self._from_worker(worker, events)
+
+    def _take_clients(self) -> None:
+        for _ in range(_BATCH):
+            if (received := self._router.receive(self._limit_of)) is None:
+                break
+            self._from_client(received)
 
     def _no_handshake(self) -> None:
         reason = self._dealer.failure()
@@ -168,42 +238,119 @@ class DaemonShell:
         said = self._workers.receive(worker)
         if isinstance(said, str):
             if self._workers.is_failing(worker):
-                raise RefusedError(f"worker {worker} dies as soon as it starts: it {said}; see its output above")
+                raise StartFailed(f"worker {worker} dies as soon as it starts: it {said}; see its output above")
             self._feed(act.WorkerDied(worker, said))
             return
         for message in said:
             self._feed(act.WorkerSaid(worker, message))
 
+    def _limit_of(self, sender: Received) -> int:
+        return HELLO_BYTES if self._gate.session_of(sender) is None else MAX_MESSAGE_BYTES
+
+    def _from_stranger(self, received: Received) -> None:
+        """Take a Hello from somebody who has no session yet, and nothing else: it is not decoded."""
+        identity, request = received.identity, 0
+        try:
+            if received.too_large:
+                text = f"a frame of {received.too_large} bytes before Hello, which has {HELLO_BYTES} at most"
+                raise ProtocolError(f"{text}; say Hello with a session token first")
+            request, kind = request_of(received.frame)
+            if kind != local.Hello.__name__:
+                raise RefusedError("say Hello with a session token first")
+            reply: local.Welcome | local.Failure = self._hello(received, self._strangers.decode(received.frame)[1])
+        except RefitdError as exc:
+            self._tell_bad(received, exc)
+            reply = local.Failure(code=exc.code, message=str(exc))
+        self._router.send(identity, request, reply)
+
+    def _tell_bad(self, received: Received, error: RefitdError) -> None:
+        if self._noise.lets(f"bad {received.address}", time.monotonic()):
+            session = self._gate.session_of(received)
+            self._log("bad-message", session=session, peer=received.address, reason=str(error))
+
     def _from_client(self, received: Received) -> None:
         identity = received.identity
+        session = self._gate.session_of(received)
+        if session is None:
+            self._from_stranger(received)
+            return
+        if not self._gate.hear(received, self._fetch):  # it has said that earlier
+            self._end(session, "it has sent what is no message over its connection")
+            return
+        if identity in self._held or len(received.frame) > LARGE_FRAME:
+            self._hold(session, received)
+            return
         try:
             request, message = self._clients.decode(received.frame)
         except ProtocolError as exc:
             number = exc.request_id if isinstance(exc, BadMessage) else 0
-            if self._noise.lets(f"bad {received.address}", time.monotonic()):
-                session = self._gate.session_of(received)
-                self._log("bad-message", session=session, peer=received.address, reason=str(exc))
+            self._tell_bad(received, exc)
             self._router.send(identity, number, local.Failure(code=exc.code, message=str(exc)))
             return
         if isinstance(message, local.Hello):
             self._router.send(identity, request, self._hello(received, message))
             return
-        session = self._gate.session_of(received)
-        if session is None:
-            failure = local.Failure(code=RefusedError.code, message="say Hello with a session token first")
-            self._router.send(identity, request, failure)
+        self._said(session, request, message, None)
+
+    def _end(self, session: int, reason: str) -> None:
+        self._gate.leave(session)
+        self._feed(act.SessionClosed(session, reason))
+
+    def _hold(self, session: int, received: Received) -> None:
+        """Have a large frame read beside the loop, which must answer others meanwhile; what follows it waits."""
+        held = self._held.get(received.identity)
+        size = len(received.frame)
+        if self._held_bytes + size > MAX_HELD_BYTES or (held is not None and len(held) >= MAX_HELD):
+            text = "this client has sent too much at once; wait for answers"
+            self._router.send(received.identity, 0, local.Failure(code=RefusedError.code, message=text))
             return
+        self._held_bytes += size
+        if held is not None:
+            held.append(received)
+            return
+        self._held[received.identity] = deque()
+
+        def read() -> _Read:
+            request, message = self._clients.decode(received.frame)
+            return _Read(request, message)
+
+        self._aside.submit((session, received), read)
+
+    def _has_read(self, session: int, received: Received, found: object) -> None:
+        """Go on with a large frame; one of a registration is looked at beside the loop before that."""
+        identity = received.identity
+        if isinstance(found, _Read) and self._gate.session_of(received) == session:
+            if isinstance(found.message, local.RegisterSource | local.RegisterTarget) and found.prepared is None:
+                look = self._state.prepare(session, found.message)
+                self._aside.submit((session, received), lambda: replace(found, prepared=look()))
+                return
+            self._said(session, found.request, found.message, found.prepared)
+        elif isinstance(found, ProtocolError):
+            number = found.request_id if isinstance(found, BadMessage) else 0
+            self._tell_bad(received, found)
+            self._router.send(identity, number, local.Failure(code=found.code, message=str(found)))
+        elif isinstance(found, Exception):
+            self._log("internal-error", session=session, reason=repr(found))
+        self._held_bytes -= len(received.frame)
+        for later in self._held.pop(identity, ()):
+            self._held_bytes -= len(later.frame)
+            self._from_client(later)
+
+    def _said(self, session: int, request: int, message: local.ClientRequest, prepared: act.Prepared | None) -> None:
         try:
-            self._feed(act.ClientSaid(session, request, message))
+            self._feed(act.ClientSaid(session, request, message, prepared))
         except Exception as exc:
             # a mistake of ours that one client's message brings out must not end everybody's daemon
             if self._noise.lets(f"internal {session} {type(message).__name__}", time.monotonic()):
                 self._log.failed("internal-error", session=session, message=type(message).__name__)
             text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
-            self._router.send(identity, request, local.Failure(code="internal", message=text))
+            self._perform(act.ToClient(session, request, local.Failure(code="internal", message=text)))
+
+    def _said_of_commit(self, session: int, message: local.Told) -> None:
+        self._said(session, 0, message, None)
 
     def _goodbye(self, session: int) -> None:
-        self._state.goodbye(session)
+        self._feed(act.SessionLeaves(session))
 
     def _hello(self, received: Received, hello: local.Hello) -> local.Welcome | local.Failure:
         if hello.protocol != PROTOCOL_VERSION:
@@ -222,11 +369,19 @@ class DaemonShell:
         )
 
     def _from_coordinator(self, frame: bytes) -> None:
+        if len(frame) > LARGE_FRAME:
+            self._plans.read(lambda: self._cluster.decode(frame))
+            return
         try:
             request, message = self._cluster.decode(frame)
         except ProtocolError as exc:
             self._log("bad-message", peer="coordinator", reason=str(exc))
             return
+        # what answers a sign of life overtakes a plan that is being read
+        if isinstance(message, local.Done) or not self._plans.holds((request, message)):
+            self._coordinator_said(request, message)
+
+    def _coordinator_said(self, request: int, message: cluster.CoordinatorMessage) -> None:
         try:
             self._feed(act.CoordinatorSaid(request, message))
         except Exception:
@@ -254,6 +409,10 @@ class DaemonShell:
                 except ProtocolError as exc:
                     failure = local.Failure(code=exc.code, message=str(exc))
                     self._feed(act.CoordinatorSaid(request, failure))
+            case act.ToWorker(worker, message) if down := self._workers.why_down(worker):
+                # whatever else it had been told of it is told again once there is another
+                if isinstance(message, sidecar.LoadJob | sidecar.JoinEpoch):
+                    self._feed(act.NotSent(worker, message, down))
             case act.ToWorker(worker, message, arena, block):
                 fd = self._arena_fds[arena] if arena is not None else None
                 try:
@@ -261,19 +420,27 @@ class DaemonShell:
                 except OSError as exc:
                     reason = f"{exc.strerror}; raise `ulimit -Hn` or LimitNOFILE= of the daemon, or free memory"
                     self._feed(act.NotSent(worker, message, reason))
-            case act.MakeArenas(ticket, wanted, held, device):
-                future = self._maker.submit(_make_arenas, wanted, held, self._config.node.workers, device)
-                self._making[ticket] = future
-                future.add_done_callback(lambda _: os.write(self._made_w, b"."))
+            case act.MakeArenas(ticket, wanted, held, device, within_s):
+                workers = self._config.node.workers
+                self._maker.submit(
+                    ticket,
+                    f"{capacity.named(wanted)}: {sum(nbytes for nbytes, _ in wanted)} bytes",
+                    within_s or self._config.deadlines.request_s,
+                    lambda moved: _make_arenas(wanted, held, workers, device, moved),
+                    _close_all,
+                    in_turn=True,
+                )
             case act.MeasurePull(session, request, pid, spans):
-                if any(waiting == session for waiting, _ in self._measuring):
+                if any(isinstance(key, tuple) and key[0] == session for key in self._maker.waiting()):
                     text = "this client has a measurement under way; wait for its end"
                     failure = local.Failure(code=RefusedError.code, message=text)
                     self._perform(act.ToClient(session, request, failure))
                     return
-                measured = self._maker.submit(_measure, pid, spans)
-                self._measuring[(session, request)] = measured
-                measured.add_done_callback(lambda _: os.write(self._made_w, b"."))
+                what = f"reading the memory of pid {pid}"
+                # not in turn: it is the client's memory, and comes when that likes
+                self._maker.submit((session, request), what, MEASURE_S, lambda _: _measure(pid, spans), in_turn=False)
+            case act.SetPermit(slot, token, until):
+                self._permits.write(slot, token, until)
             case act.WriteArena(arena, data):
                 os.pwrite(self._arena_fds[arena], data, 0)
             case act.CloseArena(arena):
@@ -286,28 +453,43 @@ class DaemonShell:
                 if event != "refused" or self._noise.lets(subject, time.monotonic()):
                     self._log.write(event, fields)
 
-    def _collect(self) -> None:
-        os.read(self._made_r, 4096)
-        for ticket, future in list(self._making.items()):
-            if not future.done():
-                continue
-            del self._making[ticket]
-            error = future.exception()
-            if error is not None:
-                reason = error if isinstance(error, RefitdError) else ArenaError(f"arena: {error}")
-                self._feed(act.ArenasRefused(ticket, reason))
-                continue
-            numbers = []
-            for fd in future.result():
-                self._arena_numbers += 1
-                self._arena_fds[self._arena_numbers] = fd
-                numbers.append(self._arena_numbers)
-            self._feed(act.ArenasMade(ticket, tuple(numbers)))
+    def _told(self) -> None:
+        """Wake the loop, from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):  # it is awake, or over
+            os.write(self._made_w, b".")
 
-        for (session, request), measured in list(self._measuring.items()):
-            if measured.done():
-                del self._measuring[(session, request)]
-                self._perform(act.ToClient(session, request, measured.result()))
+    def _collect(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._made_r, 4096)
+        for said in self._plans.collect():
+            if isinstance(said, Exception):
+                self._log("bad-message", peer="coordinator", reason=str(said))
+            else:
+                self._coordinator_said(*said)
+        for (session, received), read in self._aside.collect():
+            self._has_read(session, received, read)
+        for key, found in self._maker.collect():
+            match key, found:
+                case (int(), list()):
+                    numbers = []
+                    for fd in found:
+                        self._arena_numbers += 1
+                        self._arena_fds[self._arena_numbers] = fd
+                        numbers.append(self._arena_numbers)
+                    self._feed(act.ArenasMade(key, tuple(numbers)))
+                case (int(), DeadlineExceeded()):
+                    limits = ", ".join(map(str, capacity.memory_limits()))
+                    text = f"{found}; memory does not come fast enough, there are: {limits}; see dmesg and swap space"
+                    self._feed(act.ArenasRefused(key, DeadlineExceeded(text)))
+                case (int(), RefitdError()):
+                    self._feed(act.ArenasRefused(key, found))
+                case (int(), _):
+                    self._feed(act.ArenasRefused(key, ArenaError(f"arena: {found}")))
+                case ((int() as session, int() as request), _):
+                    measured = found if isinstance(found, local.PullMeasured) else None
+                    reason = str(found).partition(";")[0]
+                    reply = measured or local.PullMeasured(seconds=0.0, reason=reason)
+                    self._perform(act.ToClient(session, request, reply))
 
     def _watch(self, fd: int, events: int) -> None:
         if events:
@@ -321,9 +503,17 @@ class DaemonShell:
         self._gate.close()
         self._router.close()
         self._dealer.close()
-        self._maker.shutdown(wait=True, cancel_futures=True)
         for fd in self._arena_fds.values():
             os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A large frame that has been read; what its registration comes to, once that is known."""
+
+    request: int
+    message: local.ClientRequest
+    prepared: act.Prepared | None = None
 
 
 def _services(needed: str) -> tuple[str, ...]:
@@ -335,24 +525,29 @@ def _services(needed: str) -> tuple[str, ...]:
 
 
 def _make_arenas(
-    wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int, device: str = ""
+    wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int, device: str, moved: Moved
 ) -> list[int]:
     """Make all of them or none; `device` names the GPU, if they are to lie on one."""
-    room.check_descriptors(wanted, len(held), workers)
+    capacity.check_descriptors(wanted, len(held), workers)
     if device:
         from refitd.buffers import cuda
 
         return cuda.create_all(wanted, cuda.index_of(device))
-    room.check_bytes(wanted, sum(held))
+    capacity.check_bytes(wanted, sum(held))
     fds: list[int] = []
     try:
         for nbytes, label in wanted:
-            fds.append(memory.create(nbytes, label))
+            fds.append(memory.create(nbytes, label, moved))
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
         raise
     return fds
+
+
+def _close_all(fds: object) -> None:
+    assert isinstance(fds, list)
+    for fd in fds:
+        os.close(fd)
 
 
 def _measure(pid: int, spans: tuple[tuple[int, int, int], ...]) -> local.PullMeasured:
@@ -376,11 +571,10 @@ def run(config: Config, beside: CoordinatorBeside | None, ready_fd: int | None) 
     """
     setup(config.log.level)
     log = EventLog("daemon")
-    was, now = room.raise_descriptor_limit()
+    was, now = capacity.raise_descriptor_limit()
     if was != now:
         log("descriptor-limit-raised", was=was, now=now)
     keys = daemon_keys(config)
-    make_runtime_dir(config.runtime_dir)
     stop: list[int] = []
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
-from refitd.daemon.held import check_held, held_of, held_places
+from refitd.daemon.finishing import Figures, check_held, figures_of, form_of, held_of, held_places, wires_of
+from refitd.daemon.target_state import Event, TargetState, fresh, step_of
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.errors import RefusedError
-from refitd.execute.copies import PROCESS_MEMORY, LocalTensor
-from refitd.protocol.codec import digest_of
-from refitd.protocol.held import HeldTensor, staged
+from refitd.errors import IllegalTransition, RefusedError
+from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.local import RegisterSource, RegisterTarget
-from refitd.protocol.shards import Place, metadata_of
+from refitd.protocol.shards import Place, WireTensor, check_shard
+from refitd.protocol.target_forms import HeldTensor, staged
+from refitd.states import TransferMode
+from refitd.text import brief
+
+# Events of a member that are kept to be shown, and told with a refusal.
+MAX_EVENTS = 16
 
 # No shard of one rank is larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
@@ -46,7 +53,7 @@ class Lease:
     """Live tensors lent as a version."""
 
     version: int
-    places: tuple[LocalTensor, ...]
+    places: Places
     readers: set[str] = field(default_factory=set)
 
 
@@ -68,6 +75,14 @@ class Proof:
     digests: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """A place in the page of permits (see `refitd.buffers.permits`) and the token that is this member's alone."""
+
+    slot: int
+    token: int
+
+
 @dataclass(slots=True)
 class Member:
     """One registered rank."""
@@ -77,28 +92,49 @@ class Member:
     pid: int
     registration: RegisterSource | RegisterTarget
     digest: str  # of its shard
-    names: tuple[str, ...]
-    packed: tuple[LocalTensor, ...]  # places in an arena that refitd lays out, arena still 0
-    to_commit: tuple[LocalTensor, ...]  # likewise for what is committed, which is `packed` unless some is converted
-    live: tuple[LocalTensor, ...]  # places of arena-backed live tensors, else empty
+    packed: Places  # in an arena that refitd lays out, arena still 0
+    to_commit: Places  # likewise for what is committed, which is `packed` unless some is converted
+    live: Places  # of arena-backed live tensors, else empty
+    figures: Figures
+    form: str  # what it holds beside its shard, as far as digests go
     slots: list[Slot] = field(default_factory=list)
     leases: dict[int, Lease] = field(default_factory=dict)
     waiting: list[WaitingPublish] = field(default_factory=list)
     staging: int = -1
-    version: int | None = None
-    staged: str | None = None  # swap whose bytes are in the staging arena and verified
-    staged_version: int | None = None
-    committing: str | None = None  # swap that is decided and that it has been told to take over
-    paused: str | None = None  # swap that it has been asked to stand still for
-    writing: str | None = None  # swap that writes its live tensors in place
-    poisoned: str = ""  # why these hold parts of two versions
-    fenced: str = ""  # "doubt" or "behind": it has been told to serve nothing, and why
-    holds: int | None = None  # the version that its staging arena (in place: its live tensors) was last given whole
+    state: TargetState = field(default_factory=TargetState)  # a source's never changes
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # its last events
+    is_told: bool = False  # whether the coordinator has been sent `state` and `history` as they are
+    on_move: Callable[[Member], None] = lambda member: None
+    boot: str = ""  # of the coordinator that has agreed to it
+    permit: Permit | None = None  # where its process reads until when it may serve
     verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once it has been taken
     newest: int = -1  # highest version ever published
-    way: str = ""  # how the newest version is given: "arena", "pulled" or "copied"
+    first: int = 0  # source: the lowest version that it may publish, as the coordinator has said
+    run: str = ""  # source: the incarnation of its trainer
+    may_drop: frozenset[int] = frozenset()  # versions that no other source rank needs
+    lagging: str = ""  # whom the versions wait for that it may not drop
+    way: TransferMode = TransferMode.NONE  # how the newest version is given
     why: str = ""  # the measurement that chose between pulling and copying
+    described: bytes = b""  # its shard, packed for the coordinator
+    replicas: bytes = b""  # source: digests of what other ranks may hold, too (see ShardPublished)
+    replicas_of: int = 0  # the version that they were taken of
+
+    def move(self, event: Event) -> None:
+        """Change the state of a target.
+
+        Raises:
+            IllegalTransition: the event cannot happen now; nothing has changed. The text has the last events.
+        """
+        try:
+            state = step_of(self.state, event)
+        except IllegalTransition as exc:
+            before = "; ".join(self.history) or "none"
+            raise IllegalTransition(f"{self.id}: {exc}; its last events: {before}") from None
+        self.state = state
+        self.history.append(brief(f"{event} -> {state}"))
+        self.is_told = False
+        self.on_move(self)
 
     @property
     def is_source(self) -> bool:
@@ -110,11 +146,9 @@ class Member:
         """Whether its live tensors are written while staging."""
         return isinstance(self.registration, RegisterTarget) and self.registration.in_place
 
-    def destinations(self) -> dict[str, LocalTensor]:
+    def destinations(self) -> Places:
         """Return where a target's tensors arrive."""
-        if self.in_place:
-            return dict(zip(self.names, self.live, strict=True))
-        return self.packed_places(self.staging)
+        return self.live if self.in_place else self.packed.in_arena(self.staging)
 
     @property
     def replica(self) -> str:
@@ -129,21 +163,18 @@ class Member:
         """Return the arenas that refitd made for it."""
         return [slot.arena for slot in self.slots] + ([self.staging] if self.staging >= 0 else [])
 
-    def source_places(self, version: int) -> dict[str, LocalTensor] | None:
-        """Return where this version's tensors lie, None when it is not held."""
+    def source_places(self, version: int) -> Places:
+        """Return where the tensors of a version lie that it holds."""
         if version in self.leases:
-            return dict(zip(self.names, self.leases[version].places, strict=True))
-        for slot in self.slots:
-            if slot.version == version:
-                return self.packed_places(slot.arena)
-        return None
+            return self.leases[version].places
+        return self.packed.in_arena(next(slot.arena for slot in self.slots if slot.version == version))
 
-    def way_of(self, version: int) -> str:
-        """Return how workers get a version: from the live "arena", "pulled" out of the client, or "copied" by it."""
+    def way_of(self, version: int) -> TransferMode:
+        """Return how workers get a version."""
         lease = self.leases.get(version)
         if lease is None:
-            return "copied"
-        return "pulled" if any(place.arena == PROCESS_MEMORY for place in lease.places) else "arena"
+            return TransferMode.COPIED
+        return TransferMode.PULLED if PROCESS_MEMORY in lease.places.arenas() else TransferMode.ARENA
 
     def where(self, version: int) -> Hashable:
         """Return a key that is equal for two versions exactly if their tensors lie in the same places."""
@@ -151,20 +182,13 @@ class Member:
             return (self.id, "live") if self.live else (self.id, "lent", version)
         return self.id, next(slot.arena for slot in self.slots if slot.version == version)
 
-    def held_places(self) -> list[LocalTensor]:
+    def held_places(self) -> Places:
         """Return where what is committed lies in the staging arena."""
-        return [LocalTensor(self.staging, t.offset, t.shape, t.strides) for t in self.to_commit]
+        return self.to_commit.in_arena(self.staging)
 
-    def decided_places(self) -> list[LocalTensor]:
-        """Return where the version lies that it `holds`."""
-        return list(self.live) if self.in_place else self.held_places()
-
-    def packed_places(self, arena: int) -> dict[str, LocalTensor]:
-        """Return the places of all tensors in an arena of refitd's own layout."""
-        return {
-            name: LocalTensor(arena, t.offset, t.shape, t.strides)
-            for name, t in zip(self.names, self.packed, strict=True)
-        }
+    def decided_places(self) -> Places:
+        """Return the locations of the last complete version, which `state.holds` names."""
+        return self.live if self.in_place else self.held_places()
 
     def read_by(self) -> set[str]:
         """Return the swaps that are reading any version."""
@@ -178,8 +202,14 @@ class Member:
         return next((slot.readers for slot in self.slots if slot.version == version), None)
 
     def free_slot(self) -> int | None:
-        """Return the slot to write next: an empty one, else the oldest version nobody reads; None if all are read."""
+        """Return the slot to write next: an empty one, else the oldest version that nobody reads and nobody needs.
+
+        None if there is none. Other ranks may need what they have not published yet, and all of them the newest version
+        that is complete. With one rank every version is complete; with one slot there is no room for one that is.
+        """
         free = [i for i, s in enumerate(self.slots) if s.writing is None and not s.readers]
+        if self.registration.world_size > 1:
+            free = [i for i in free if (v := self.slots[i].version) is None or v in self.may_drop]
         return min(free, key=lambda i: -1 if (v := self.slots[i].version) is None else v, default=None)
 
 
@@ -199,12 +229,11 @@ def new_member(
     r = registration
     if not 0 <= r.rank < r.world_size:
         raise RefusedError(f"model {r.model!r}: rank {r.rank} is not in 0..{r.world_size - 1} (world_size)")
-    if not r.shard.tensors:
-        raise RefusedError(f"model {r.model!r} rank {r.rank}: no tensors to register")
-    metadata_of(r.shard, r.rank)
+    check_shard(r.shard)
     if isinstance(r, RegisterTarget):
         check_held(r)
-        if r.in_place and (not r.live or not r.pauses or r.conversions):
+        is_placed = bool(r.live) or not r.shard.tensors
+        if r.in_place and (not is_placed or not r.pauses or r.conversions):
             raise RefusedError(
                 f"model {r.model!r} replica {r.replica!r} rank {r.rank}: to be written in place, tensors must lie in "
                 "arenas (client.allocate) and be held as they arrive (no MXFP8), and it must stand still (on_pause)"
@@ -215,9 +244,12 @@ def new_member(
         raise RefusedError(
             f"model {r.model!r} rank {r.rank}: {nbytes} bytes in one shard, the limit is {MAX_SHARD_BYTES}"
         )
-    packed = tuple(
-        LocalTensor(0, offset, t.shape, row_major_strides(t.shape, ELEMENT_SIZES[t.dtype]))
-        for offset, t in zip(offsets, r.shard.tensors, strict=True)
+    packed = places_of(
+        (
+            LocalTensor(0, offset, t.shape, row_major_strides(t.shape, ELEMENT_SIZES[t.dtype]))
+            for offset, t in zip(offsets, r.shard.tensors, strict=True)
+        ),
+        {t.name: row for row, t in enumerate(r.shard.tensors)},
     )
     member = Member(
         id=member_id,
@@ -225,16 +257,19 @@ def new_member(
         pid=pid,
         registration=r,
         digest=digest_of(r.shard),
-        names=tuple(t.name for t in r.shard.tensors),
         packed=packed,
-        to_commit=held_places(r, 0),
+        to_commit=held_places(r) if isinstance(r, RegisterTarget) and r.held else packed,
         live=_live_places(r, session, arenas),
-        version=r.version if isinstance(r, RegisterTarget) else None,
+        figures=figures_of(r),
+        form=form_of(r),
+        described=pack(r.shard),
     )
+    if isinstance(r, RegisterTarget):
+        member.state = fresh(in_place=r.in_place, version=r.version)
     return member, nbytes
 
 
-def lease_places(member: Member, addresses: Sequence[int]) -> tuple[LocalTensor, ...]:
+def lease_places(member: Member, addresses: Sequence[int]) -> Places:
     """Return where lent tensors lie: in their arenas, or at addresses of the client's process.
 
     Raises:
@@ -242,26 +277,25 @@ def lease_places(member: Member, addresses: Sequence[int]) -> tuple[LocalTensor,
     """
     if member.live and not addresses:
         return member.live
-    if len(addresses) != len(member.names):
-        raise RefusedError(f"{member.id}: {len(addresses)} addresses for {len(member.names)} tensors")
-    return tuple(
-        LocalTensor(PROCESS_MEMORY, at, t.shape, t.strides, pid=member.pid)
-        for at, t in zip(addresses, member.packed, strict=True)
-    )
+    if len(addresses) != len(member.packed):
+        raise RefusedError(f"{member.id}: {len(addresses)} addresses for {len(member.packed)} tensors")
+    return member.packed.at(addresses, member.pid)
 
 
-def _live_places(
-    r: RegisterSource | RegisterTarget, session: int, arenas: Mapping[int, Arena]
-) -> tuple[LocalTensor, ...]:
+def _live_places(r: RegisterSource | RegisterTarget, session: int, arenas: Mapping[int, Arena]) -> Places:
     if not r.live:
-        return ()
+        return places_of(())
     held = held_of(r)
     if len(r.live) != len(held):
         raise RefusedError(f"model {r.model!r} rank {r.rank}: {len(r.live)} places for {len(held)} tensors")
-    return tuple(_live_place(place, tensor, session, arenas) for place, tensor in zip(r.live, held, strict=True))
+    placed = (_live_place(place, tensor, session, arenas) for place, tensor in zip(r.live, held, strict=True))
+    names = [None if wire is None else r.shard.tensors[wire].name for wire in wires_of(r)]
+    return places_of(placed, {name: row for row, name in enumerate(names) if name is not None})
 
 
-def _live_place(place: Place, tensor: HeldTensor, session: int, arenas: Mapping[int, Arena]) -> LocalTensor:
+def _live_place(
+    place: Place, tensor: HeldTensor | WireTensor, session: int, arenas: Mapping[int, Arena]
+) -> LocalTensor:
     arena = arenas.get(place.arena)
     if arena is None or arena.session != session or not arena.write:
         raise RefusedError(f"{tensor.name}: arena {place.arena} is not one of this client's; allocate it first")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
+from refitd.addressing.between_nodes import Crossing, crossing
+from refitd.addressing.copies import constant_bytes
 from refitd.daemon.actions import Instruction, Log, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
 from refitd.errors import ArenaError
-from refitd.execute.copies import constant_bytes
-from refitd.execute.halves import Crossing, crossing
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster

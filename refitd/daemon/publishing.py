@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from refitd.daemon.members import Lease, Member, WaitingPublish, lease_places
 from refitd.daemon.swaps import LocalSwaps
-from refitd.errors import DeadlineExceeded, RefusedError
+from refitd.describe.replica_pieces import piece_count
+from refitd.errors import DeadlineExceeded, ProtocolError, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
+from refitd.states import TransferMode
 
 # Of each member: slots asked for, versions lent.
 MAX_OPEN = 16
@@ -20,6 +23,17 @@ class Forward(Protocol):
 
     def __call__(self, session: int, request: int, message: Message, then: Callable[[Message], None]) -> None:
         """Forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a source said of its newest version before the one that is being announced."""
+
+    newest: int
+    way: TransferMode
+    why: str
+    replicas: bytes
+    replicas_of: int
 
 
 class Publishing:
@@ -34,53 +48,83 @@ class Publishing:
         say: Callable[[int, Message], None],
         reply: Callable[[int, int, Message], None],
         forward: Forward,
+        check_coordinated: Callable[[], None],
     ) -> None:
+        """`check_coordinated` raises TransportError where there is no coordinator to tell of a version."""
         self._swaps = swaps
         self._say = say
         self._reply = reply
         self._forward = forward
+        self._check_coordinated = check_coordinated
 
     def begin(self, member: Member, session: int, request: int, version: int, deadline: float) -> None:
         """Grant a slot for `version`, at once or when a swap has finished reading one.
 
         Raises:
             RefusedError: the version is not newer, or the source has no slots.
+            TransportError: there is no coordinator.
         """
+        self._check_coordinated()
         _check_newer(member, version)
         if not member.slots:
             raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
         _check_room(member, "requests for a snapshot slot", len(member.waiting))
         member.waiting.append(WaitingPublish(session, request, version, deadline))
         self._grant(member)
+        self.ask_room(member)
 
     def publish(self, member: Member, session: int, request: int, message: local.Publish) -> None:
-        """Take a finished snapshot over.
+        """Take a finished snapshot over. Where it is refused once it was granted, the slot is free again.
 
         Raises:
             RefusedError: the slot was not granted for this version.
+            ProtocolError: the digests of replicas are not one for each piece.
+            TransportError: there is no coordinator.
         """
         version, index = message.version, message.slot
         slot = member.slots[index] if index < len(member.slots) else None
         if slot is None or slot.writing != version:
             raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
         slot.writing = None
+        try:
+            self._check_announced(member, message.replicas)
+        except RefitdError:
+            self._grant(member)
+            raise
         slot.version = version
-        self._announce(member, session, request, version, message.why)
+        self._announce(member, session, request, version, message.why, message.replicas)
 
     def lend(self, member: Member, session: int, request: int, message: local.Lend) -> None:
         """Take live tensors as a version.
 
         Raises:
             RefusedError: the version is not newer, or the addresses do not fit the tensors.
+            ProtocolError, TransportError: as `publish`.
         """
         version = message.version
         _check_newer(member, version)
         _check_room(member, "versions that are lent", len(member.leases))
+        self._check_announced(member, message.replicas)
         member.leases[version] = Lease(version, lease_places(member, message.addresses))
-        self._announce(member, session, request, version, message.why)
+        self._announce(member, session, request, version, message.why, message.replicas)
+
+    def ask_room(self, member: Member) -> None:
+        """Ask what may be overwritten for a publish that waits; said again, for a coordinator may have missed it."""
+        if member.waiting and member.registration.world_size > 1:
+            self._say(0, cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
+
+    def may_drop(self, member: Member, versions: Iterable[int], why: str) -> None:
+        """The coordinator says what no other rank needs."""
+        member.may_drop, member.lagging = frozenset(versions), why
+        self._grant(member)
 
     def withdraw(self, member: Member, version: int, reason: str) -> None:
         """Drop a version. When this returns nothing reads it any more; one that is gone already is no error."""
+        member.waiting[:] = [waiting for waiting in member.waiting if waiting.version != version]
+        for slot in member.slots:
+            if slot.writing == version:  # the client could not copy it in
+                slot.writing = None
+                self._grant(member)
         lease = member.leases.get(version)
         held = next((s for s in member.slots if s.version == version), None)
         if lease is None and held is None:
@@ -114,10 +158,9 @@ class Publishing:
         for member in members:
             for waiting in [w for w in member.waiting if w.deadline <= now]:
                 member.waiting.remove(waiting)
-                reading = sorted({s for slot in member.slots for s in slot.readers})
                 error = DeadlineExceeded(
-                    f"{member.id}: no snapshot slot became free for version {waiting.version} in time; swaps "
-                    f"{reading} are still reading; wait for them, or register with more slots"
+                    f"{member.id}: no snapshot slot became free for version {waiting.version} in time; "
+                    f"{_why_not(member)}; wait for them, or register with more slots"
                 )
                 failure = local.Failure(code=error.code, message=str(error))
                 self._reply(waiting.session, waiting.request, failure)
@@ -129,21 +172,50 @@ class Publishing:
             if index is None:
                 return
             waiting = member.waiting.pop(0)
+            member.may_drop, member.lagging = frozenset(), ""  # others may need what is left
             slot = member.slots[index]
             old, slot.version, slot.writing = slot.version, None, waiting.version
             if old is not None:
                 self._say(0, cluster.ShardWithdrawn(member=member.id, version=old))
             self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
 
-    def _announce(self, member: Member, session: int, request: int, version: int, why: str) -> None:
+    def _announce(self, member: Member, session: int, request: int, version: int, why: str, replicas: bytes) -> None:
+        before = _Before(member.newest, member.way, member.why, member.replicas, member.replicas_of)
         member.newest = version
+        if replicas:
+            member.replicas, member.replicas_of = replicas, version
         member.way, member.why = member.way_of(version), why
 
         def answer(reply: Message) -> None:
+            # a coordinator that was lost may have heard of it, and the next one is told of it
+            if isinstance(reply, local.Failure) and reply.code != TransportError.code:
+                self._take_back(member, version, before)
             self._reply(session, request, reply)
 
-        published = cluster.ShardPublished(member=member.id, version=version, way=member.way, why=why)
+        published = cluster.ShardPublished(
+            member=member.id, version=version, way=member.way, why=why, replicas=replicas
+        )
         self._forward(session, request, published, answer)
+
+    def _check_announced(self, member: Member, replicas: bytes) -> None:
+        """Refuse what could not be announced to the coordinator."""
+        pieces = sum(map(piece_count, member.registration.shard.tensors)) if replicas else 0
+        if len(replicas) != 8 * pieces:
+            raise ProtocolError(
+                f"{member.id}: {len(replicas)} bytes of replica digests, expected 8 for each of {pieces} pieces"
+            )
+        self._check_coordinated()
+
+    def _take_back(self, member: Member, version: int, before: _Before) -> None:
+        """The coordinator has refused a version; nobody else knows of it, and its number can still be used."""
+        if member.newest == version:
+            member.newest, member.way, member.why = before.newest, before.way, before.why
+        if member.replicas_of == version:
+            member.replicas, member.replicas_of = before.replicas, before.replicas_of
+        member.leases.pop(version, None)
+        for slot in member.slots:
+            slot.version = None if slot.version == version else slot.version
+        self._grant(member)
 
     def _end_lease(self, member: Member, version: int) -> None:
         if member.leases[version].readers:
@@ -159,7 +231,25 @@ def _check_room(member: Member, what: str, count: int) -> None:
         raise RefusedError(f"{member.id}: has {count} {what} already, at most {MAX_OPEN}; end some first")
 
 
+def _why_not(member: Member) -> str:
+    """Say why no slot of a member could be overwritten."""
+    found = []
+    if reading := sorted({s for slot in member.slots for s in slot.readers}):
+        found.append(f"swaps {reading} are still reading")
+    if writing := sorted(slot.writing for slot in member.slots if slot.writing is not None):
+        found.append(f"versions {writing} are being copied in")
+    if member.registration.world_size > 1 and any(not slot.readers for slot in member.slots):
+        found.append(member.lagging or "the coordinator has not said what the other source ranks need")
+    return "; ".join(found)
+
+
 def _check_newer(member: Member, version: int) -> None:
+    if version < member.first:
+        raise RefusedError(
+            f"model {member.registration.model!r} source rank {member.registration.rank}: version {version} was live "
+            "with other contents, or may have been, before this registration; publish "
+            f"{max(member.first, member.newest + 1)} or above (source.next_version)"
+        )
     if version <= member.newest:
         raise RefusedError(
             f"model {member.registration.model!r} source rank {member.registration.rank}: version {version} is "

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from refitd.addressing.between_nodes import halves_of
+from refitd.addressing.conversions import pieces_of
+from refitd.addressing.copies import address, fill_copies, joined
+from refitd.addressing.places import Places
 from refitd.daemon.actions import Instruction, Log, ToCoordinator
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
-from refitd.daemon.held import figures_of, made_in
+from refitd.daemon.finishing import made_in
 from refitd.daemon.jobs import JobTable, Run, Share, dealt, dealt_conversions
-from refitd.daemon.mapped import WorkerArenas
 from refitd.daemon.members import Member
 from refitd.daemon.plans import LocalPlans, Plan
-from refitd.execute.conversions import pieces_of
-from refitd.execute.copies import LocalTensor, address, fill_copies, joined
-from refitd.execute.halves import halves_of
+from refitd.daemon.target_state import StageBegan, StageDone, step_of
+from refitd.daemon.worker_arenas import WorkerArenas
+from refitd.errors import IllegalTransition
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.base import Message
+from refitd.protocol.base import Message, clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,58 +78,67 @@ class LocalSwaps:
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, swap: str, plan_id: str, version: int, timeout_s: float, verify: bool = True) -> None:
+    def stage(
+        self, swap: str, plan_id: str, version: int, timeout_s: float, verify: bool = True, run: str = ""
+    ) -> None:
         """Start copying a version into the staging arenas of this node's members, and to other nodes."""
         plan = self._plans.get(plan_id)
         if plan is None:
             self._stage_failed(swap, "", f"node {self._node} does not have plan {plan_id}")
             return
-        sources: dict[tuple[int, str], LocalTensor] = {}
         places_key: list[Hashable] = []
-        read: list[Member] = []
+        read: dict[int, Member] = {}
         outer = plan.outer
         for rank in sorted({*np.unique(plan.table.src_rank).tolist(), *(outer.sent_ranks() if outer else ())}):
             member = self._members.get(plan.members.get(rank, ""))
-            places = member.source_places(version) if member is not None else None
-            if member is None or places is None:
+            if member is None or member.run != run or version not in member.held():
                 who = f"source rank {rank}"
                 self._stage_failed(swap, who, f"version {version} is no longer held on node {self._node}")
                 return
-            read.append(member)
-            sources |= {(rank, name): place for name, place in places.items()}
+            read[rank] = member
             places_key.append(member.where(version))
-        destinations: dict[tuple[int, str], LocalTensor] = {}
         for rank in sorted({*np.unique(plan.table.dst_rank).tolist(), *(outer.received_ranks() if outer else ())}):
             member = self._members.get(plan.members.get(rank, ""))
             if member is None:
                 self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
                 return
-        for rank, member in self._targets(plan):
-            member.staged, member.staged_version, member.holds = None, version, None
+        targets = self._targets(plan)
+        try:
+            # all of them or none: a rank that may not be written to ends the swap before anything is
+            for _, member in targets:
+                step_of(member.state, StageBegan(swap, version, run))
+        except IllegalTransition as exc:
+            self._log("illegal", reason=str(exc))
+            self._stage_failed(swap, f"node {self._node}", clipped(str(exc)))
+            return
+        for _, member in targets:
+            member.move(StageBegan(swap, version, run))
             member.verifies = verify
-            destinations |= {(rank, name): place for name, place in member.destinations().items()}
-        for _, member in self._targets(plan):
-            if member.in_place:
-                member.writing = swap
         local_swap = _LocalSwap(swap, plan, version, verify=verify)
         self._swaps[swap] = local_swap
-        for member in read:
+        for member in read.values():
             readers = member.readers_of(version)
             if readers is not None:
                 readers.add(swap)
 
+        def sources() -> dict[int, Places]:
+            return {rank: member.source_places(version) for rank, member in read.items()}
+
+        def destinations() -> dict[int, Places]:
+            return {rank: member.destinations() for rank, member in self._targets(plan)}
+
         def inner() -> list[Share]:
-            copies = address(plan.table, sources, destinations)
+            copies = address(plan.table, sources(), writes := destinations())
             if plan.fills is not None:
-                fills = fill_copies(plan.fills, destinations, plan.constants, len(plan.table))
+                fills = fill_copies(plan.fills, writes, plan.constants, len(plan.table))
                 copies = joined([copies, fills])
             return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
 
         def crossing_shares() -> list[Share]:
             assert outer is not None
-            epoch = outer.epoch
+            epoch, reads, writes = outer.epoch, sources(), destinations()
             return [
-                Share(lane, halves_of(outer.rows, outer.index, lane, sources, destinations), epoch.id)
+                Share(lane, halves_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
                 for lane in range(epoch.lanes)
             ]
 
@@ -180,7 +192,8 @@ class LocalSwaps:
         del self._swaps[local_swap.swap]
         self._log("swap", swap=local_swap.swap, version=local_swap.version, phase="staged")
         for _, member in self._targets(local_swap.plan):
-            member.staged = local_swap.swap
+            if member.state.swap == local_swap.swap:
+                member.move(StageDone(local_swap.swap))
         plan = local_swap.plan
         rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
         self._say(
@@ -191,7 +204,7 @@ class LocalSwaps:
                 seconds=local_swap.seconds,
                 crossing_s=local_swap.crossing_s,
                 staging_bytes=local_swap.staging_bytes,
-                converted_bytes=sum(figures_of(m.registration).converted_bytes for _, m in self._targets(plan)),
+                converted_bytes=sum(m.figures.converted_bytes for _, m in self._targets(plan)),
             )
         )
 
@@ -211,11 +224,9 @@ class LocalSwaps:
     def abort(self, swap: str, reason: str) -> None:
         """Make sure that nothing is written for this swap any more, and forget it."""
         self._log("swap", swap=swap, phase="aborted", reason=reason)
-        for worker in sorted(self._jobs.busy_with(_Staging(swap))):
-            self._jobs.ended_by(worker)
-            self._restart(worker)
-            self._epochs.worker_gone(worker, f"worker {worker} on node {self._node}", f"ended with swap {swap}")
+        workers = sorted(self._jobs.busy_with(_Staging(swap)))
         self._swaps.pop(swap, None)
+        self._replace(workers, f"it was replaced, as swap {swap} was aborted")
         self._commits.aborted(swap, reason)
 
     def stop_reading(self, member: Member, version: int, reason: str) -> None:
@@ -277,6 +288,8 @@ class LocalSwaps:
         match message:
             case sidecar.MapArena(arena):
                 self._maps.doubt(worker, arena)
+            case sidecar.JoinEpoch(epoch):
+                self._epochs.worker_said(worker, sidecar.EpochFailed(epoch=epoch, reason=reason))
             case sidecar.LoadJob(job):
                 for run in self._jobs.runs_of(job, worker):
                     self._jobs.end(run.number)
@@ -309,9 +322,33 @@ class LocalSwaps:
     def tick(self) -> None:
         """Replace workers that are stuck in something nobody wants any more."""
         for worker, why in self._epochs.tick():
-            self._log("worker-replaced", worker=worker, reason=why)
+            self.replace_worker(worker, why)
+
+    def replace_worker(self, worker: int, why: str) -> None:
+        """Replace a worker that does something nobody wants any more."""
+        self._log("worker-replaced", worker=worker, reason=why)
+        self._replace([worker], why)
+
+    def _replace(self, workers: Sequence[int], why: str) -> None:
+        """Replace workers; what they were to do for others is done by those that follow them, where one node can."""
+        innocent: list[Run] = []
+        for worker in workers:
+            innocent += self._jobs.ended_by(worker)
             self._restart(worker)
-            self.worker_died(worker, f"worker {worker} on node {self._node}", why)
+            self._epochs.worker_gone(worker, f"worker {worker} on node {self._node}", why)
+        for run in innocent:
+            where = f"worker {run.worker} on node {self._node}"
+            if isinstance(run.purpose, Committing):
+                self._commits.again(run.purpose, f"{where}: {why}")
+            elif isinstance(run.purpose, _Staging) and (found := self._swaps.get(run.purpose.swap)) is not None:
+                if run.crosses:  # other nodes have given up this exchange by now, and nothing here can begin it again
+                    self._stage_failed(found.swap, where, why)
+                elif not found.failed:
+                    # the copies are the same, from versions that this swap still holds, into arenas that only it writes
+                    found.outstanding.discard(run.number)
+                    found.progress.pop(run.number, None)
+                    found.outstanding.add(self._jobs.repeat(run).number)
+                    self._log("repeated", swap=found.swap, worker=run.worker, reason=why)
 
     # --- output -------------------------------------------------------------------------------------------
 

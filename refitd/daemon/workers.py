@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from refitd.buffers import handoff
+from refitd.daemon.coordinator_process import pause_s
 from refitd.errors import PeerLost, RefitdError
 from refitd.protocol import sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.codec import Decoder, encode
 
-# A worker that dies this often in a row without having worked in between is not started again.
+# A worker that dies this often in a row, each time this soon after its start, waits before it is started again.
 MAX_QUICK_DEATHS = 5
 _QUICK_S = 2.0
 
@@ -43,6 +44,9 @@ class Workers:
         self._on_change = on_change
         self._decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
         self._quick_deaths = [0] * count
+        self._how = [""] * count  # the last one of each ended
+        self._again_at: dict[int, float] = {}  # those that there are not at present
+        self._has_worked = False
         self._processes: list[_Process] = [self._spawn() for _ in range(count)]
 
     def fds(self) -> dict[int, int]:
@@ -86,6 +90,29 @@ class Workers:
         if not process.lost:
             self._on_change(process.socket.fileno(), select.POLLIN | (select.POLLOUT if process.outbox else 0))
 
+    def why_down(self, worker: int) -> str:
+        """Return why there is no such worker at present, "" where there is."""
+        if worker not in self._again_at:
+            return ""
+        left = max(0.0, self._again_at[worker] - time.monotonic())
+        return (
+            f"it {self._how[worker]}, for the {self._quick_deaths[worker]}th time as soon as it had started; the next "
+            f"one is started in {left:.0f} s, see the daemon's log"
+        )
+
+    def problems(self) -> tuple[str, ...]:
+        """Return what status should say of the workers that there are not."""
+        return tuple(
+            f"worker {worker} cannot be kept alive: it {self._how[worker]}, {self._quick_deaths[worker]} times as soon "
+            "as it had started; swaps that need it are refused until the next one, which is started after a pause"
+            for worker in sorted(self._again_at)
+        )
+
+    def start_due(self, now: float) -> list[int]:
+        """Start the workers whose pause is over; return them."""
+        due = [worker for worker, at in self._again_at.items() if now >= at]
+        return [worker for worker in due if self._replace(worker)]
+
     def receive(self, worker: int) -> list[sidecar.FromWorker] | str:
         """Return what a worker has said, or, if it has died, how; it has then been replaced."""
         process = self._processes[worker]
@@ -95,23 +122,46 @@ class Workers:
                 data, fds = handoff.receive(process.socket)
                 handoff.close_all(fds)
                 said.append(self._decoder.decode(data)[1])
+                self._has_worked = True
             except BlockingIOError:
                 return said
             except RefitdError as exc:
                 how = self._end(process) if isinstance(exc, PeerLost) else f"said nonsense: {exc}"
-                self.restart(worker)
+                self._end(process)
+                self._died(worker, how, time.monotonic() - process.started < _QUICK_S)
                 return how
 
     def restart(self, worker: int) -> None:
         """Kill, reap and replace a worker. When this returns the old one writes nothing any more."""
-        old = self._processes[worker]
-        self._end(old)
-        self._quick_deaths[worker] = self._quick_deaths[worker] + 1 if time.monotonic() - old.started < _QUICK_S else 0
-        self._processes[worker] = self._spawn()
+        # nothing is held against it: it was killed here, whatever it was doing
+        if worker not in self._again_at:
+            self._end(self._processes[worker])
+            self._replace(worker)
+
+    def _died(self, worker: int, how: str, quick: bool) -> None:
+        self._how[worker] = how
+        self._quick_deaths[worker] = self._quick_deaths[worker] + 1 if quick else 0
+        wait_s = pause_s(self._quick_deaths[worker] - MAX_QUICK_DEATHS + 1)
+        if wait_s:
+            self._again_at[worker] = time.monotonic() + wait_s
+        else:
+            self._replace(worker)
+
+    def _replace(self, worker: int) -> bool:
+        """Start a worker; where no process can be had, try again later."""
+        try:
+            self._processes[worker] = self._spawn()
+        except OSError as exc:
+            self._how[worker] = f"could not be started: {exc.strerror}"
+            self._quick_deaths[worker] += 1
+            self._again_at[worker] = time.monotonic() + max(1.0, pause_s(self._quick_deaths[worker]))
+            return False
+        self._again_at.pop(worker, None)
+        return True
 
     def is_failing(self, worker: int) -> bool:
-        """Whether a worker has died at once, several times in a row."""
-        return self._quick_deaths[worker] >= MAX_QUICK_DEATHS
+        """Whether a worker has died at once, several times in a row, and none has ever worked: none can work here."""
+        return not self._has_worked and self._quick_deaths[worker] >= MAX_QUICK_DEATHS
 
     def close(self) -> None:
         """End all workers."""
@@ -121,14 +171,19 @@ class Workers:
     def _spawn(self) -> _Process:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "refitd.worker", str(theirs.fileno()), str(self._threads)],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C at a terminal goes to the whole group; the daemon decides when workers end
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "refitd.worker", str(theirs.fileno()), str(self._threads)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C at a terminal goes to the whole group; the daemon decides when workers end
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._on_change(ours.fileno(), select.POLLIN)
         return _Process(popen, ours, time.monotonic())
 

@@ -1,1 +1,1 @@
-"""What lives where: tensors described as tiles of canonical tensors. Pure; only module.py knows torch."""
+"""What lives where: tensors described as tiles of canonical tensors. Imports no sockets, and torch only when called."""

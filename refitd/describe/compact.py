@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import xxhash
-
 from refitd.describe.layout import canonical_name, global_shape_of, is_sharded, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Tile
@@ -54,27 +52,6 @@ def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata
             )
         )
     return tuple(found)
-
-
-def content_digest(metas: Sequence[ParameterMetadata]) -> str:
-    """Return a digest of descriptions without ranks: equal exactly where they say the same, in any order."""
-    lines = sorted(
-        repr(
-            (
-                m.name,
-                canonical_name(m),
-                tuple(m.shape),
-                dtype_name(m.dtype),
-                m.tiles,
-                m.global_shape,
-                m.fill,
-                m.aliases,
-                m.cast_from,
-            )
-        )
-        for m in metas
-    )
-    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def _split_key(meta: ParameterMetadata) -> tuple[object, ...]:

@@ -44,11 +44,6 @@ def fill_pattern(value: float, dtype: str) -> int:
     return pattern
 
 
-def same_fill(one: float, other: float) -> bool:
-    """Whether two declared values are the same: zeros of different sign are not, not-a-numbers are."""
-    return repr(float(one)) == repr(float(other))
-
-
 def _pattern(value: float, dtype: str) -> int | None:
     if dtype == "bool":
         return int(value) if value in (0.0, 1.0) else None

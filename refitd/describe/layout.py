@@ -15,6 +15,7 @@ Nothing is allocated from these numbers before they have been bounded here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +33,23 @@ MAX_CANONICAL_DIMS = 6  # two less than a copy's box may have: a copy may step o
 def canonical_name(meta: ParameterMetadata) -> str:
     """Return the name the tensor is matched by: `resolved_name` where there is one, else `name`."""
     return meta.name if meta.resolved_name is None else meta.resolved_name
+
+
+def same_places(one: ParameterMetadata, other: ParameterMetadata) -> bool:
+    """Whether two tensors, each under its own name, are the same elements of canonical tensors of one shape.
+
+    False where a description contradicts itself.
+    """
+    try:
+        places = [
+            [replace(t, tensor="" if t.tensor == tied else t.tensor) for t in tiles_of(meta)]
+            for meta in (one, other)
+            for tied in (meta.tiles[0].tensor if meta.tiles else canonical_name(meta),)
+        ]
+    except PlanError:
+        return False
+    shapes = [shape for meta in (one, other) if (shape := global_shape_of(meta)) is not None]
+    return places[0] == places[1] and (len(shapes) < 2 or shapes[0] == shapes[1])
 
 
 def is_sharded(meta: ParameterMetadata) -> bool:
@@ -86,6 +104,14 @@ def global_shape_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None =
     if meta.tiles is not None:
         return None if meta.global_shape is None else tuple(meta.global_shape)
     return _derived_global_shape(meta, shard_sizes)
+
+
+def same_elements(one: ParameterMetadata, other: ParameterMetadata) -> bool:
+    """Whether two local tensors are the same elements of one canonical tensor."""
+    try:
+        return canonical_name(one) == canonical_name(other) and tiles_of(one) == tiles_of(other)
+    except PlanError:
+        return False
 
 
 def layout_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) -> list[str]:

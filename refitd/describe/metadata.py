@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from refitd.describe.tiles import Tile
+from refitd.describe.tiles import Repeat, Tile
+from refitd.errors import PlanError
+from refitd.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +48,8 @@ class ParameterMetadata:
             is fed from one that is tied to it, whichever end says so; see `refitd.plan.aliases`.
         cast_from: the dtype that sources hold, where a destination wants it converted to its own; says nothing of a
             source. Which casts there are: `refitd.describe.casts`.
+        stride_is_known: False where `partition_stride` may as well be 2, because nothing says whether an fc1 is gated:
+            what others say of the tensor holds; a plan that depends on an expert's is refused where nobody knows.
     """
 
     name: str
@@ -68,3 +74,207 @@ class ParameterMetadata:
     fill: float | None = None
     aliases: tuple[str, ...] = ()
     cast_from: str | None = None
+    stride_is_known: bool = True
+
+
+def plain(meta: ParameterMetadata) -> ParameterMetadata:
+    """Return the description in Python's own types: whole numbers, truths and texts of numpy, torch or an Enum convert.
+
+    One that is plain already comes back itself.
+
+    Raises:
+        PlanError: a field holds something else; names tensor and field.
+    """
+    if _is_whole(meta):
+        return meta
+    changed: dict[str, Any] = {}
+    for field, convert in _PLAIN.items():
+        value = getattr(meta, field)
+        try:
+            found = convert(value)
+        except Exception:
+            raise PlanError(
+                f"{meta.name}: {field} is {shown(value)}, expected {_EXPECTED[convert]}; correct its ParameterMetadata"
+            ) from None
+        if found is not value:
+            changed[field] = found
+    return replace(meta, **changed) if changed else meta
+
+
+# What most tensors of most ranks say, told from the rest in a microsecond: registrations hold 100,000 of them.
+_COMMON = operator.attrgetter(
+    "name", "resolved_name", "shape", "element_size", "is_tp", "is_ep", "partition_dim", "partition_stride"
+)
+_COMMON_TYPES = (str, str, tuple, int, bool, bool, int, int)
+_RARE = operator.attrgetter(
+    "partition_sizes",
+    "num_experts",
+    "tensor_parallel_group_ranks",
+    "expert_parallel_group_ranks",
+    "data_parallel_group_ranks",
+    "pipeline_parallel_group_ranks",
+    "global_expert_index",
+    "tiles",
+    "global_shape",
+    "fill",
+    "aliases",
+    "cast_from",
+)
+_UNSET: tuple[Any, ...] = (None,) * 10 + ((), None)
+
+
+def _is_whole(meta: ParameterMetadata) -> bool:
+    """Whether this is a whole tensor's description, in plain values."""
+    return (
+        all(map(operator.is_, _RARE(meta), _UNSET))
+        and tuple(map(type, _COMMON(meta))) == _COMMON_TYPES
+        and all(type(n) is int for n in meta.shape)
+        and type(meta.owner_rank) in (int, type(None))
+        and (type(meta.dtype) is str or type(meta.dtype).__name__ == "dtype")
+        and bool(meta.name and meta.resolved_name)
+    )
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int else operator.index(_of_enum(value))
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    if type(value) is tuple and all(type(n) is int for n in value):
+        return value
+    return tuple(_count(n) for n in _sequence(value))
+
+
+def _count_list(value: Any) -> list[int]:
+    if type(value) is list and all(type(n) is int for n in value):
+        return value
+    return [_count(n) for n in _sequence(value)]
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    # numpy's and torch's truths, and the 0 and 1 of configurations
+    if not hasattr(value, "dtype") and value not in (0, 1):
+        raise TypeError
+    return bool(value)
+
+
+def _number(value: Any) -> float:
+    if type(value) in (int, float):
+        found: float = value
+        return found
+    if isinstance(value, str | bytes | bool):
+        raise TypeError
+    if hasattr(value, "item"):
+        value = value.item()
+    found = value if type(value) is int else float(value)
+    return found
+
+
+def _name(value: Any) -> str:
+    value = _of_enum(value)
+    if not isinstance(value, str) or not value:
+        raise TypeError
+    return value if type(value) is str else str.__str__(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if type(value) is tuple and all(type(name) is str and name for name in value):
+        return value
+    return tuple(_name(name) for name in _sequence(value))
+
+
+def _dtype(value: Any) -> str:
+    # a torch.dtype says its name; this module does not know torch
+    found = str(value).removeprefix("torch.")
+    if not isinstance(value, str) and type(value).__name__ != "dtype":
+        raise TypeError
+    return value if type(value) is str and found == value else found
+
+
+def _element_type(value: Any) -> Any:
+    _dtype(value)
+    return value
+
+
+def _tiles(value: Any) -> tuple[Tile, ...]:
+    if type(value) is tuple and all(type(tile) is Tile and _is_plain(tile) for tile in value):
+        return value
+    return tuple(
+        Tile(
+            _name(tile.tensor),
+            _counts(tile.offset),
+            _counts(tile.size),
+            _count(tile.local_offset),
+            _counts(tile.local_stride),
+            None if (r := tile.repeat) is None else Repeat(*map(_count, (r.dim, r.count, r.step, r.local_step))),
+        )
+        for tile in _sequence(value)
+    )
+
+
+def _is_plain(tile: Tile) -> bool:
+    numbers: tuple[object, ...] = (tile.offset, tile.size, tile.local_stride)
+    if not all(type(value) is tuple and all(type(n) is int for n in value) for value in numbers):
+        return False
+    r = tile.repeat
+    rest = (tile.local_offset,) if r is None else (tile.local_offset, r.dim, r.count, r.step, r.local_step)
+    return type(tile.tensor) is str and all(type(n) is int for n in rest)
+
+
+def _sequence(value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | dict | set):
+        raise TypeError
+    return list(value)
+
+
+def _of_enum(value: Any) -> Any:
+    return getattr(value, "value", value) if hasattr(type(value), "__members__") else value
+
+
+def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def found(value: Any) -> Any:
+        return None if value is None else convert(value)
+
+    _EXPECTED[found] = f"{_EXPECTED[convert]}, or None"
+    return found
+
+
+_EXPECTED: dict[Callable[[Any], Any], str] = {
+    _name: "a text",
+    _names: "a tuple of texts",
+    _count: "a whole number",
+    _counts: "a tuple of whole numbers",
+    _count_list: "a list of whole numbers",
+    _truth: "True or False",
+    _number: "a number",
+    _dtype: "a dtype or its name",
+    _element_type: "a dtype or its name",
+    _tiles: "a tuple of Tile",
+}
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "name": _name,
+    "shape": _counts,
+    "dtype": _element_type,
+    "element_size": _count,
+    "is_tp": _truth,
+    "partition_dim": _count,
+    "partition_stride": _count,
+    "partition_sizes": _or_none(_count_list),
+    "is_ep": _truth,
+    "num_experts": _or_none(_count),
+    "owner_rank": _or_none(_count),
+    "tensor_parallel_group_ranks": _or_none(_count_list),
+    "expert_parallel_group_ranks": _or_none(_count_list),
+    "data_parallel_group_ranks": _or_none(_count_list),
+    "pipeline_parallel_group_ranks": _or_none(_count_list),
+    "resolved_name": _or_none(_name),
+    "global_expert_index": _or_none(_count),
+    "tiles": _or_none(_tiles),
+    "global_shape": _or_none(_counts),
+    "fill": _or_none(_number),
+    "aliases": _names,
+    "cast_from": _or_none(_dtype),
+}

@@ -1,4 +1,4 @@
-"""Describe a torch module: the only file of describe/ and plan/ that knows torch.
+"""Describe a torch module by the attributes of its parameters.
 
 What is read from a parameter are the attributes that Megatron sets (`tensor_model_parallel`, `partition_dim`,
 `partition_stride`, `partition_sizes`, `allreduce`), from a layer module its `layer_number`, and from a DTensor
@@ -8,15 +8,20 @@ pp; each is a torch process group, a sequence of ranks, or None for a group of o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from refitd.describe.layout import layout_problems
+from refitd.describe.experts import Finding, Grouped, findings
+from refitd.describe.layout import elements, layout_problems, row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map, resolve_layer_prefix
-from refitd.describe.placements import Split, split_tiles
+from refitd.describe.placements import Split, cut_order, split_tiles
+from refitd.describe.ties import shared_output_names, tie_by_memory
 from refitd.describe.tiles import Tile
+from refitd.describe.usable import lazy_problem
+from refitd.describe.wrappers import transparent_names
 from refitd.errors import PlanError
 
 if TYPE_CHECKING:
@@ -90,21 +95,31 @@ def module_tensors(module: nn.Module | Sequence[nn.Module]) -> dict[str, torch.T
     return {name: local_tensor(tensor) for name, tensor in get_refit_tensor_dict(module).items()}
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor is one of several ranks together, and says how."""
+    return getattr(value, "_local_tensor", None) is not None and hasattr(value, "placements")
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this rank's elements: a DTensor's local one, any other without autograd."""
     local = getattr(tensor, "_local_tensor", None)
     return (tensor if local is None else local).detach()
 
 
-def module_layer_prefix_map(module: nn.Module) -> dict[str, str]:
+def module_layer_prefix_map(module: nn.Module, clean: Callable[[str], str] = str) -> dict[str, str]:
     """Map the module's local layer prefixes to global ones, from its layers' `layer_number`.
+
+    `clean` takes the names of wrappers out of a path: a layer and its wrapper are one.
 
     Raises:
         PlanError: see `refitd.describe.names.layer_prefix_map`.
     """
-    return layer_prefix_map(
-        (name, getattr(child, "layer_number", None)) for name, child in module.named_modules() if name
-    )
+    numbers: dict[str, object] = {}
+    for path, child in module.named_modules():
+        name = clean(path)
+        if name and numbers.get(name) is None:
+            numbers[name] = getattr(child, "layer_number", None)
+    return layer_prefix_map(numbers.items())
 
 
 def extract_param_metadata(
@@ -116,6 +131,7 @@ def extract_param_metadata(
     layer_module_prefix_map: Mapping[str, str] | None = None,
     rank_offset: int = 0,
     _rank_list_cache: dict[Any, list[int]] | None = None,
+    _finding: Finding | None = None,
 ) -> ParameterMetadata:
     """Describe one parameter or buffer of this rank.
 
@@ -129,6 +145,7 @@ def extract_param_metadata(
         rank_offset: added to every rank found in a group. Groups number the ranks of their own world from 0;
             `owner_rank` is not moved.
         _rank_list_cache: shared between calls, it makes equal groups one list.
+        _finding: what the parameter's module says of it, from `refitd.describe.experts.findings`.
 
     Raises:
         PlanError: what is needed is missing (a split tensor without its group, an expert without a count).
@@ -142,8 +159,11 @@ def extract_param_metadata(
         moved = [rank + rank_offset for rank in group]
         return lists.setdefault(tuple(moved), moved)
 
-    is_ep = getattr(param, "allreduce", True) is False
-    is_tp = bool(getattr(param, "tensor_model_parallel", False))
+    known = _finding or Finding()
+    is_ep = known.is_ep or getattr(param, "allreduce", True) is False
+    is_tp = known.dim is not None or _is_true(
+        f"{param_name}: tensor_model_parallel", getattr(param, "tensor_model_parallel", False)
+    )
     meta = ParameterMetadata(
         name=param_name,
         shape=tuple(param.shape),
@@ -160,8 +180,14 @@ def extract_param_metadata(
         assign_resolved_name_inplace(meta, layer_module_prefix_map=layer_module_prefix_map)
         _describe_dtensor(meta, param)
         return meta
+    names = ("expt_tp", "tp") if is_ep or known.is_expert else ("tp",)
+    if known.grouped is not None:
+        _describe_grouped(meta, known.grouped, ranks(*names) or [owner_rank], layer_module_prefix_map)
+        return meta
+    if is_ep and not is_tp and "expt_tp" in names and _has(pg_collection, "expt_tp"):
+        # not split as far as it says; ranks that say otherwise are compared with it
+        meta.tensor_parallel_group_ranks = ranks("expt_tp")
     if is_tp:
-        names = ("expt_tp", "tp") if is_ep else ("tp",)
         if not any(_has(pg_collection, name) for name in names):
             raise PlanError(
                 f"{param_name} on rank {owner_rank}: it is tensor parallel and no group says over which ranks; "
@@ -170,9 +196,13 @@ def extract_param_metadata(
         sizes = getattr(param, "partition_sizes", None)
         meta.tensor_parallel_group_ranks = ranks(*names)
         meta.is_tp = True
-        meta.partition_dim = int(getattr(param, "partition_dim", 0))
-        meta.partition_stride = int(getattr(param, "partition_stride", 1))
-        meta.partition_sizes = None if sizes is None else [int(size) for size in sizes]
+        dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)
+        meta.partition_dim = _whole_number(f"{param_name}: partition_dim", dim) if known.dim is None else known.dim
+        meta.partition_stride = (
+            _whole_number(f"{param_name}: partition_stride", stride) if known.stride is None else known.stride
+        )
+        meta.stride_is_known = known.stride_is_known
+        meta.partition_sizes = None if sizes is None else _whole_numbers(f"{param_name}: partition_sizes", sizes)
     assign_resolved_name_inplace(meta, layer_module_prefix_map=layer_module_prefix_map)
     return meta
 
@@ -186,7 +216,8 @@ def describe_module(
 ) -> list[ParameterMetadata]:
     """Describe every tensor that a refit of this module moves, under the names of `named_refit_tensors`.
 
-    A parameter that is there under several names (tied embeddings) is described once, with the others as aliases.
+    A parameter that is there under several names (tied embeddings) is described once, with the others as aliases;
+    what Megatron shares between the ends of a pipeline, and tensors that are the same memory, are aliases, too.
 
     Args:
         module_or_chunks: a module, or the chunks of a virtual pipeline stage.
@@ -202,19 +233,29 @@ def describe_module(
     problems: list[str] = []
     owners: dict[str, str] = {}
     lists: dict[Any, list[int]] = {}
+    memory: dict[str, torch.Tensor] = {}
     for prefix, chunk in _chunks(module_or_chunks):
         groups = getattr(chunk, "pg_collection", None) if pg_collection is None else pg_collection
         experts = num_experts
         if experts is None:
             experts = getattr(getattr(chunk, "config", None), "num_moe_experts", None)
-        layers = module_layer_prefix_map(chunk)
-        others = _other_names(chunk, layers)
+        clean = transparent_names(chunk)
+        layers = module_layer_prefix_map(chunk, clean)
+        others = _other_names(chunk, layers, clean)
+        for name, other in shared_output_names(chunk).items():
+            others.setdefault(name, []).append(other)
+        sizes = (len(_group_ranks(groups, "ep") or ()), len(_group_ranks(groups, "expt_tp", "tp") or ()))
+        found_out = findings(chunk, *sizes, experts)
         for name, tensor in named_refit_tensors(chunk):
+            if problem := lazy_problem(tensor):
+                problems.append(f"{prefix + name} on rank {rank}: {problem}")
+                continue
             try:
                 meta = extract_param_metadata(
-                    tensor, name, rank, groups, experts, layers, rank_offset, _rank_list_cache=lists
+                    tensor, clean(name), rank, groups, experts, layers, rank_offset, lists, found_out.get(name)
                 )
-                meta.aliases = tuple(_canonical(meta, other, layers) for other in others.get(name, ()))
+                names = [_canonical(meta, clean(other), layers) for other in others.get(name, ())]
+                meta.aliases = tuple(dict.fromkeys(other for other in names if other != meta.resolved_name))
             except PlanError as error:
                 problems += error.violations
                 continue
@@ -228,8 +269,10 @@ def describe_module(
             owners[resolved] = meta.name
             problems += [f"{problem} (rank {rank})" for problem in layout_problems(meta)]
             found.append(meta)
+            memory[meta.name] = local_tensor(tensor)
     if problems:
         raise PlanError(problems)
+    tie_by_memory(found, memory)
     return found
 
 
@@ -286,15 +329,47 @@ def _group_ranks(groups: Any, *names: str) -> list[int] | None:
         group = groups.get(name) if isinstance(groups, Mapping) else getattr(groups, name, None)
         if group is None:
             continue
-        if isinstance(group, Sequence) and not isinstance(group, str):
-            return [int(rank) for rank in group]
+        if isinstance(group, Sequence | range) or hasattr(group, "__array__"):
+            return _whole_numbers(f"pg_collection: group {name}", group)
         import torch.distributed as dist
 
-        return list(dist.get_process_group_ranks(group))
+        try:
+            if isinstance(group, str | bytes | Mapping | int | float):  # a false one would be the default group
+                raise TypeError
+            return list(dist.get_process_group_ranks(group))
+        except Exception:
+            raise PlanError(
+                f"pg_collection: group {name} is a {type(group).__name__}, expected a process group, a sequence of "
+                "ranks, or None for a group of one"
+            ) from None
     return None
 
 
-def _other_names(module: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
+def _whole_numbers(what: str, values: Any) -> list[int]:
+    """Return a sequence of whole numbers, of Python, numpy or torch, as ints; raises PlanError where it is none."""
+    try:
+        if isinstance(values, str | bytes):
+            raise TypeError
+        return [operator.index(value) for value in values]
+    except Exception:
+        raise PlanError(f"{what} is a {type(values).__name__}, expected a sequence of whole numbers") from None
+
+
+def _whole_number(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except Exception:
+        raise PlanError(f"{what} is a {type(value).__name__}, expected a whole number") from None
+
+
+def _is_true(what: str, value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception:
+        raise PlanError(f"{what} is a {type(value).__name__}, expected True or False") from None
+
+
+def _other_names(module: nn.Module, layers: Mapping[str, str], clean: Callable[[str], str]) -> dict[str, list[str]]:
     """Return the further names of each parameter that has several, by the name that `named_refit_tensors` gives it.
 
     A whole layer that is used twice has one `layer_number`, which says nothing of its second place: names there
@@ -313,8 +388,8 @@ def _other_names(module: nn.Module, layers: Mapping[str, str]) -> dict[str, list
                 for path, child in module.named_modules(remove_duplicate=False)
                 if path.rpartition(".")[2].isdigit()
                 and isinstance(getattr(child, "layer_number", None), int)
-                and resolve_layer_prefix(path, layers) == path
-                and path not in layers
+                and resolve_layer_prefix(clean(path), layers) == clean(path)
+                and clean(path) not in layers
             ]
         if not name.startswith(tuple(unnumbered)):
             found.setdefault(known, []).append(name)
@@ -328,42 +403,118 @@ def _canonical(meta: ParameterMetadata, name: str, layers: Mapping[str, str]) ->
     return twin.resolved_name or name
 
 
+def _describe_grouped(
+    meta: ParameterMetadata, grouped: Grouped, group: Sequence[int], layers: Mapping[str, str] | None
+) -> None:
+    """Fill in the tiles of a tensor that holds several experts, under the canonical names of single ones."""
+    if meta.owner_rank not in group:
+        raise PlanError(f"{meta.name} on rank {meta.owner_rank}: its rank is not in its expert group {list(group)}")
+    # the digit of weight1 is no expert's
+    meta.resolved_name = resolve_layer_prefix(meta.name, layers or {})
+    stem = meta.name.rpartition(".")[0]
+    names = []
+    for expert in range(grouped.experts):
+        twin = replace(meta, name=f"{stem}.{grouped.stem}{expert}" if stem else f"{grouped.stem}{expert}")
+        assign_resolved_name_inplace(twin, layer_module_prefix_map=layers)
+        names.append(twin.resolved_name or twin.name)
+    meta.tiles = grouped.tiles(names, list(group).index(meta.owner_rank or 0), len(group))
+    if len(names) == 1:
+        wide = grouped.width * (len(group) if grouped.is_split else 1)
+        first = (grouped.parts * wide, grouped.hidden)
+        meta.global_shape = first if grouped.is_first else (grouped.hidden, wide)
+
+
+def mesh_splits(dtensor: Any) -> list[tuple[int, Split]]:
+    """Return (mesh dimension, its cut) of a DTensor on this rank, the outermost cut of a tensor dimension first.
+
+    This is the one reading of placements. It is torch's own: a `shard_order` says in which order the mesh
+    dimensions cut; without one, strided shards do, where their factors can be read as an order.
+
+    Raises:
+        PlanError: a placement that says of no element who holds it (a pending sum, a placement of somebody else's),
+            or cuts that torch does not put together again (`full_tensor` is wrong or fails).
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    mesh, spec, dims = dtensor.device_mesh, dtensor._spec, len(dtensor.shape)
+    what = f"placements {tuple(dtensor.placements)}"
+    _refuse_pending_sums(dtensor)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise PlanError("this rank is not in the DTensor's mesh")
+    found: dict[int, Split] = {}
+    strided = []
+    for mesh_dim, placement in enumerate(dtensor.placements):
+        if placement.is_replicate():
+            continue
+        if type(placement) not in (Shard, _StridedShard):
+            raise PlanError(
+                f"placement {placement} ({type(placement).__name__}) is none of Shard, Replicate and torch's "
+                "_StridedShard; redistribute it, or give its tiles in a ParameterMetadata"
+            )
+        dim = int(placement.dim)
+        if not -dims <= dim < dims:
+            raise PlanError(f"placement {placement} cuts dim {dim} of a tensor of {dims} dimensions")
+        if type(placement) is _StridedShard:
+            strided.append(mesh_dim)
+        factor = int(getattr(placement, "split_factor", 1))
+        found[mesh_dim] = Split(dim % dims, int(mesh.size(mesh_dim)), int(coordinate[mesh_dim]), factor)
+    mesh_dims = list(found)
+    # where it is False, strided shards are what a view of a fused tensor has left, and cut as they say
+    if strided and getattr(spec, "use_strided_shard_as_shard_order", None) is not False:
+        order = cut_order(list(found.values()))
+        if order is not None:
+            return [(mesh_dims[i], replace(found[mesh_dims[i]], factor=1)) for i in order]
+        cuts = [split.dim for split in found.values()]
+        for mesh_dim in strided:
+            split = found[mesh_dim]
+            if cuts.count(split.dim) > 1:
+                raise PlanError(
+                    f"{what} on a mesh of {tuple(mesh.shape)} cut dim {split.dim} {cuts.count(split.dim)} times, and "
+                    "their split factors are not the numbers of shards that other cuts make: torch itself does not "
+                    "gather such a tensor right; redistribute it first"
+                )
+    entries = getattr(spec, "shard_order", None)
+    if entries:
+        mesh_dims = [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims]
+        if sorted(mesh_dims) != sorted(found):
+            raise PlanError(f"{what} and shard order {tuple(entries)} name different mesh dimensions")
+    return [(mesh_dim, found[mesh_dim]) for mesh_dim in mesh_dims]
+
+
+def _refuse_pending_sums(dtensor: Any) -> None:
+    for placement in dtensor.placements:
+        if placement.is_partial():
+            raise PlanError(f"placement {placement} is a pending sum, not a weight; redistribute it first")
+
+
 def _describe_dtensor(meta: ParameterMetadata, param: Any) -> None:
     """Fill in the shape and the tiles of a DTensor."""
     local = param._local_tensor
     meta.global_shape, meta.shape = tuple(param.shape), tuple(local.shape)
     name = meta.resolved_name or meta.name
-    if hasattr(local, "__create_chunk_list__"):  # uneven shards say where they lie
-        meta.tiles = _chunk_tiles(name, meta.shape, local.__create_chunk_list__())
-        return
-    coordinate = param.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise PlanError(f"{meta.name} on rank {meta.owner_rank}: this rank is not in the DTensor's mesh")
-    splits = []
-    for mesh_dim, placement in enumerate(param.placements):
-        if placement.is_replicate():
-            continue
-        if placement.is_partial():
-            raise PlanError(
-                f"{meta.name} on rank {meta.owner_rank}: placement {placement} is a pending sum, not a weight; "
-                "redistribute it first"
-            )
-        factor = getattr(placement, "split_factor", 1)
-        splits.append(Split(placement.dim, param.device_mesh.size(mesh_dim), int(coordinate[mesh_dim]), int(factor)))
+    try:
+        if hasattr(local, "__create_chunk_list__"):  # uneven shards say where they lie
+            _refuse_pending_sums(param)
+            meta.tiles = _chunk_tiles(name, meta.shape, local.__create_chunk_list__())
+            return
+        splits = [split for _, split in mesh_splits(param)]
+    except PlanError as error:
+        raise PlanError(f"{meta.name} on rank {meta.owner_rank}: {error}") from error
     shape, meta.tiles = split_tiles(name, meta.global_shape, splits)
-    if shape != meta.shape:
+    if shape != meta.shape and (elements(shape) or elements(meta.shape)):
         raise PlanError(
             f"{meta.name} on rank {meta.owner_rank}: the local tensor is {meta.shape}, expected {shape} from "
-            f"placements {tuple(param.placements)}; an uneven DTensor must carry its chunk metadata"
+            f"placements {tuple(param.placements)} of {meta.global_shape}; an uneven DTensor must carry its chunk "
+            "metadata (update_uneven_dtensor_chunk_metadata), and distribute_tensor cuts strided shards otherwise "
+            "than full_tensor reads them"
         )
 
 
 def _chunk_tiles(name: str, shape: tuple[int, ...], chunks: Sequence[Any]) -> tuple[Tile, ...]:
-    from refitd.describe.layout import elements, row_major
-
     if elements(shape) == 0:
         return ()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != shape:
         found = [(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
-        raise PlanError(f"{name}: chunk metadata {found} does not describe the local tensor {shape} as one box")
+        raise PlanError(f"chunk metadata {found} does not describe the local tensor {shape} as one box")
     return (Tile(name, tuple(chunks[0].offsets), shape, 0, row_major(shape)),)

@@ -1,15 +1,23 @@
 """Tiles of a tensor that a device mesh splits: any number of mesh dimensions on any tensor dimensions.
 
-Each mesh dimension cuts what the ones before it left over, as torch.chunk does: ceil(n / ranks) elements each,
-so that the last ranks may hold less or nothing. A split factor f > 1 (torch's _StridedShard) deals f times as
-many chunks round robin, which is what FSDP over TP on the same dimension means:
+Each cut takes what the ones outside it left over, as torch.chunk does: ceil(n / ranks) elements each, so that the
+last ranks may hold less or nothing. Which cut is the outermost is not always the order of the mesh: FSDP over TP
+cuts for TP first, though its mesh dimension comes first. torch writes that as a _StridedShard, whose split factor
+counts the shards that cuts further out have made; `cut_order` reads it:
 
-    12 elements, f=2 over 2 ranks:  rank 0 holds [0:3] [6:9], rank 1 holds [3:6] [9:12]
+    7 rows, [_StridedShard(0, split_factor=2), Shard(0)] on 2 x 2, TP inside the mesh and outside the cut:
+        rank (0,0) rows 0:2   rank (0,1) rows 4:6   rank (1,0) rows 2:4   rank (1,1) rows 6:7
+
+A split that keeps a factor f > 1 cuts f chunks first and then each of these over its ranks, which is what a
+strided shard means that is the only cut of its dimension (a view of a fused tensor):
+
+    7 elements, f=2 over 2 ranks:  rank 0 holds [0:2] [4:6], rank 1 holds [2:4] [6:7]
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +29,10 @@ Run = tuple[int, int]  # first element, number of elements
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One mesh dimension's cut: this rank is `index` of `count` along tensor dimension `dim`."""
+    """One mesh dimension's cut: this rank is `index` of `count` along tensor dimension `dim`.
+
+    `factor` is torch's split factor until `cut_order` has turned it into an order, else the chunks that are cut first.
+    """
 
     dim: int
     count: int
@@ -29,10 +40,28 @@ class Split:
     factor: int = 1
 
 
+def cut_order(splits: Sequence[Split]) -> list[int] | None:
+    """Return the splits' positions, those that cut one tensor dimension from the outermost to the innermost.
+
+    `splits` are in the order of the mesh. A split with factor f is further in than cuts of later mesh dimensions that
+    make f shards together; where there are none such, the factors are no order, and None is returned.
+    """
+    orders: dict[int, list[int]] = {}
+    for position in reversed(range(len(splits))):
+        split = splits[position]
+        order = orders.setdefault(split.dim, [])
+        outside = itertools.accumulate((splits[other].count for other in order), operator.mul, initial=1)
+        place = next((i for i, shards in enumerate(outside) if shards == split.factor), None)
+        if place is None:
+            return None
+        order.insert(place, position)
+    return [position for order in orders.values() for position in order]
+
+
 def split_tiles(
     tensor: str, global_shape: Sequence[int], splits: Sequence[Split]
 ) -> tuple[tuple[int, ...], tuple[Tile, ...]]:
-    """Return the local shape and the tiles of what the splits, in mesh order, leave to this rank."""
+    """Return the local shape and the tiles of what the splits, the outermost first, leave to this rank."""
     runs: list[list[Run]] = [[(0, size)] for size in global_shape]
     for split in splits:
         runs[split.dim] = _take(runs[split.dim], split)
@@ -55,11 +84,13 @@ def split_tiles(
 def _take(runs: list[Run], split: Split) -> list[Run]:
     """Return the runs that this rank keeps of `runs`, in order, neighbours joined."""
     total = sum(size for _, size in runs)
-    chunk = -(-total // (split.count * split.factor))
+    part = -(-total // split.factor)
     kept: list[Run] = []
-    for part in range(split.factor):
-        begin = (part * split.count + split.index) * chunk
-        for start, size in _between(runs, begin, begin + chunk):
+    for first in range(0, total, max(part, 1)):
+        end = min(first + part, total)
+        chunk = -(-(end - first) // split.count)
+        begin = first + split.index * chunk
+        for start, size in _between(runs, min(begin, end), min(begin + chunk, end)):
             if kept and sum(kept[-1]) == start:
                 kept[-1] = (kept[-1][0], kept[-1][1] + size)
             else:

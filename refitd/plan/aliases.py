@@ -4,7 +4,8 @@ A tensor and its `aliases` are one weight. Who declares it does not matter:
 
     source: embedding, aliases (output,)     destination: embedding and output     both from embedding
     source: embedding                        destination: output, aliases (embedding,)         likewise
-    source: embedding and output             whatever is declared: each from its own
+    source: embedding and output             each from its own; a destination that ties them is refused, unless a
+                                             source says, too, that they are one weight
 
 So an alias is only looked at for a tensor that no source has.
 """
@@ -64,6 +65,27 @@ def resolve_aliases(ties: Ties, held: set[str], wanted: Iterable[str]) -> tuple[
                 "or which source ranks have registered"
             )
     return found, problems
+
+
+def untied_sources(ties: Ties, by_sources: Iterable[tuple[str, ...]], held: set[str]) -> dict[str, list[str]]:
+    """Return problems of what destinations hold once and sources hold as weights of their own, by tensor.
+
+    Args:
+        ties: all declarations.
+        by_sources: those that a source makes.
+        held: what sources hold.
+    """
+    problems: dict[str, list[str]] = {}
+    same = _groups(dict.fromkeys(by_sources, ""))
+    for names, who in ties.items():
+        apart = sorted(held.intersection(names))
+        if len(apart) > 1 and not same.get(apart[0], set()).issuperset(apart):
+            problems.setdefault(apart[0], [
+                f"{apart[0]}: {who} holds it and {', '.join(apart[1:])} as one weight (tied), and the sources hold "
+                "weights of their own under these names, whose values may differ; tie both ends or neither: declare "
+                "the aliases at the source, or register an untied model"
+            ])  # fmt: skip
+    return problems
 
 
 def _groups(ties: Ties) -> dict[str, set[str]]:

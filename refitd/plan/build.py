@@ -1,7 +1,7 @@
 """Rosters in, one exact plan out.
 
-    rosters -> layouts      names, geometries and layout classes as columns        (read.py, layouts.py)
-            -> match        pieces of each destination class, and who holds them   (match.py, intersect.py)
+    rosters -> layouts      names, geometries and layout classes as columns        (read_rosters.py, layouts.py)
+            -> match        pieces of each destination class, and who holds them   (match.py, lcm.py, intersect.py)
             -> shares       which rank sends which pieces to which                 (replicas.py)
             -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
             -> table        one row per copy                                       (table.py)
@@ -24,13 +24,13 @@ from refitd.plan.fills import shared_fills
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
-from refitd.plan.read import read_rosters
+from refitd.plan.read_rosters import read_rosters
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
 from refitd.plan.views import rank_plans
 
-__all__ = ["GlobalPlan", "plan_copies", "plan_reshard", "roster_digest"]
+__all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 
 
 def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
@@ -54,20 +54,6 @@ def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
     return rank_plans(plan.shared, layouts)
 
 
-def roster_digest(rosters: Sequence[Roster]) -> str:
-    """Return a digest of what the rosters say: the same in any order of rosters and of tensors within them.
-
-    Labels are not part of it; ranks and nodes are. It is what a cache of plans is keyed by.
-
-    Raises:
-        PlanError: the rosters contradict themselves.
-    """
-    layouts, problems = read_rosters(rosters)
-    if problems:
-        raise PlanError(problems)
-    return layouts.digest()
-
-
 def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
     layouts, problems = read_rosters(rosters)
     found, unmatched = match(layouts)
@@ -76,7 +62,7 @@ def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
     shared = _shared_plan(layouts, found, _shares(layouts, found))
     if wrong := shared_violations(shared, layouts):
         raise PlanError(wrong)
-    return GlobalPlan(shared, found.unused, shared.digest()), layouts
+    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest()), layouts
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,12 @@ class Pieces:
     size: Ints  # [pieces, D]
 
 
+def intersect(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size: Ints) -> tuple[Cells, Pieces]:
+    """Return the cells of the held boxes, and what of each wanted box lies in which; both sides' boxes are distinct."""
+    cells = cut(held_offset, held_size)
+    return cells, pieces_of(cells, want_offset, want_size)
+
+
 def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> tuple[Ints, Ints]:
     """Return every pair (row of a, row of b) whose boxes share an element, by a sweep along one dimension."""
     none = np.zeros(0, np.int64)

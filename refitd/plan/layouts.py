@@ -7,14 +7,12 @@ class      all entries of one side of a rank; ranks that say the same are of the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
-from refitd.plan.columns import Hashes, Ints, hashed, name_hashes, numbered, ranges
+from refitd.plan.columns import Ints, numbered, ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,24 +63,6 @@ class Geometries:
     paddings: Paddings
     fills: tuple[float, ...]
 
-    def hashes(self) -> Hashes:
-        """Return a hash of each geometry's content, whatever numbers its parts have here."""
-        box = hashed([self.box_offset, self.box_size])
-        tile = hashed([box[self.tile_box], self.tile_offset, self.tile_stride])
-        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(tile, dtype=np.uint64)])
-        shape = name_hashes([repr(shape) for shape in (*self.shapes, None)])
-        fill = name_hashes([repr(value) for value in (*self.fills, None)])
-        return hashed(
-            [
-                running[self.tile_start[1:]] - running[self.tile_start[:-1]],
-                shape[self.local_shape],
-                shape[self.global_shape],
-                name_hashes(self.dtypes)[self.dtype],
-                self.cast,
-                fill[self.fill],
-            ]
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Side:
@@ -118,23 +98,6 @@ class Layouts:
     source: Side
     destination: Side
     geometries: Geometries
-
-    def digest(self) -> str:
-        """Return a digest of everything here but labels."""
-        geometries = self.geometries.hashes()
-        tensors, names = name_hashes(self.tensors), name_hashes(self.locals)
-        result = xxhash.xxh3_128()
-        result.update(self.ranks.tobytes())
-        result.update(self.nodes.tobytes())
-        for side in (self.source, self.destination):
-            entry = hashed([tensors[side.entry_tensor], names[side.entry_local], geometries[side.entry_geometry]])
-            classes = [
-                xxhash.xxh3_128_digest(np.sort(entry[low:high]).tobytes())
-                for low, high in itertools.pairwise(side.class_start.tolist())
-            ]
-            for number in side.rank_class.tolist():
-                result.update(classes[number] if number >= 0 else bytes(16))
-        return result.hexdigest()
 
     def padded(self, side: Side) -> Ints:
         """Return the rows of a side's entry columns whose local tensors have padding, one for each of them."""

@@ -1,5 +1,7 @@
 """LCM tiling: which source shard holds which part of a destination shard, in closed form.
 
+The formula is that of Megatron-Core's resharding planner (`megatron/core/resharding/planner.py`).
+
 Both sides split one dimension of `extent` elements evenly. A side with world W and stride s cuts it into W*s
 segments; segment g belongs to shard g % W and is its part g // W. With L = lcm(W_src*s_src, W_dst*s_dst) the
 dimension is L units, each inside one segment of either side:
@@ -7,20 +9,22 @@ dimension is L units, each inside one segment of either side:
     extent 16, source W=2 s=2 (segments of 4), destination W=4 s=1 (segments of 4), L=4, unit 4
     unit 0 -> source shard 0 part 0, destination shard 0      unit 2 -> source shard 0 part 1, destination shard 2
 
-The planner itself intersects tiles, which covers these layouts and all others (intersect.py); this is the form
-for one parameter, and each is the other's test.
+The planner plans every tensor this way whose boxes allow it (`lcm_tiling`) and intersects the others
+(intersect.py). Where the closed form applies, both return the same; each is the other's test.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from refitd.describe.layout import canonical_name, global_shape_of, is_sharded, layout_problems
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
+from refitd.plan.columns import Ints
+from refitd.plan.intersect import Cells, Pieces
 from refitd.plan.ops import ShardingDescriptor
 
 # (source rank, slices of its tensor, slices of the receiver's tensor)
@@ -47,27 +51,82 @@ def lcm_overlaps(extent: int, src_world: int, src_stride: int, dst_world: int, d
     for side, segments in (("source", src_world * src_stride), ("destination", dst_world * dst_stride)):
         if extent % segments:
             raise PlanError(f"{extent} elements do not divide into the {side}'s {segments} equal segments")
-    units = math.lcm(src_world * src_stride, dst_world * dst_stride)
-    place = np.arange(units) * (extent // units)
+    src_segment, dst_segment, place, length = _runs(extent, src_world * src_stride, dst_world * dst_stride)
 
-    def located(world: int, stride: int) -> tuple[list[int], list[int]]:
-        segment = extent // (world * stride)
-        number = place // segment if segment else np.arange(units)
-        start = number // world * segment + place - number * segment
-        return (number % world).tolist(), start.tolist()
+    def located(segment: Ints, world: int, stride: int) -> tuple[list[int], list[int]]:
+        each = extent // (world * stride)
+        return (segment % world).tolist(), (segment // world * each + place - segment * each).tolist()
 
-    src_shard, src_start = located(src_world, src_stride)
-    dst_shard, dst_start = located(dst_world, dst_stride)
+    src_shard, src_start = located(src_segment, src_world, src_stride)
+    dst_shard, dst_start = located(dst_segment, dst_world, dst_stride)
     found: list[Overlap] = []
-    for ends in zip(src_shard, dst_shard, src_start, dst_start, strict=True):
-        overlap = Overlap(*ends, length=extent // units)
+    for fields in zip(src_shard, dst_shard, src_start, dst_start, length.tolist(), strict=True):
+        overlap = Overlap(*fields)
         if found and _joins(found[-1], overlap):
             last = found.pop()
-            overlap = Overlap(
-                last.src_shard, last.dst_shard, last.src_start, last.dst_start, last.length + overlap.length
-            )
+            overlap = replace(last, length=last.length + overlap.length)
         found.append(overlap)
     return [overlap for overlap in found if overlap.length]
+
+
+def lcm_tiling(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size: Ints) -> tuple[Cells, Pieces] | None:
+    """Return what `intersect` returns for these boxes, in closed form; None where it does not apply.
+
+    It applies where the distinct boxes of either side are the equal segments of one and the same box, cut along one
+    dimension: a side's world times its stride of them, or a single one that is the whole.
+    """
+    held, wanted = _segments(held_offset, held_size), _segments(want_offset, want_size)
+    if held is None or wanted is None:
+        return None
+    dim = held.dim if len(held.order) > 1 else wanted.dim
+    if len(wanted.order) > 1 and wanted.dim != dim:
+        return None
+    if (held.start != wanted.start).any() or (held.whole != wanted.whole).any():
+        return None
+    src, dst, place, length = _runs(int(held.whole[dim]), len(held.order), len(wanted.order))
+    offset, size = np.tile(held.start, (len(place), 1)), np.tile(held.whole, (len(place), 1))
+    offset[:, dim] += place
+    size[:, dim] = length
+    each = np.arange(len(held_offset))
+    return Cells(held_offset, held_size, each, each), Pieces(wanted.order[dst], held.order[src], offset, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """A box (start, whole), cut along `dim` into the boxes `order`, all of one size; one box is the whole."""
+
+    start: Ints
+    whole: Ints
+    dim: int
+    order: Ints
+
+
+def _segments(offset: Ints, size: Ints) -> _Segments | None:
+    """Return the box that distinct boxes cut evenly along one dimension; None where they do not."""
+    if len(offset) == 1:
+        return _Segments(offset[0], size[0], 0, np.zeros(1, np.int64))
+    moves = (offset != offset[:1]).any(axis=0)
+    if moves.sum() != 1 or (size != size[:1]).any():
+        return None
+    dim = int(moves.argmax())
+    order = np.argsort(offset[:, dim])
+    first, step, whole = offset[order[0]], size[0, dim], size[0].copy()
+    if (offset[order, dim] != first[dim] + np.arange(len(order)) * step).any():
+        return None
+    whole[dim] *= len(order)
+    return _Segments(first, whole, dim, order)
+
+
+def _runs(extent: int, src_segments: int, dst_segments: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (source segment, destination segment, first element, elements) of every run of units within one of each.
+
+    A run begins where a segment of either side does: of the L units there are S + D - gcd(S, D) runs.
+    """
+    units = math.lcm(src_segments, dst_segments)
+    src_units, dst_units = units // src_segments, units // dst_segments
+    first = np.union1d(np.arange(src_segments) * src_units, np.arange(dst_segments) * dst_units)
+    length = np.diff(first, append=units) * (extent // units)
+    return first // src_units, first // dst_units, first * (extent // units), length
 
 
 def _joins(first: Overlap, second: Overlap) -> bool:
@@ -123,15 +182,17 @@ def plan_lcm_transfers(
 ) -> list[Transfer]:
     """Return what `my_global_rank` receives of a parameter, by LCM tiling, in canonical order.
 
+    A rank that is not among the destination's receives nothing.
+
     Raises:
-        PlanError: there is not exactly one descriptor, or the rank is not one of its destinations.
+        PlanError: there is not exactly one descriptor, or the two sides do not hold equally many elements.
     """
     if len(descriptors) != 1 or descriptors[0].name != "tp":
         names = [descriptor.name for descriptor in descriptors]
         raise PlanError(f"{param_name}: LCM tiling needs one tp descriptor, found {names}")
     split = descriptors[0]
     if my_global_rank not in split.dst_dim_ranks:
-        raise PlanError(f"{param_name}: rank {my_global_rank} is not among the destination ranks {split.dst_dim_ranks}")
+        return []
     me = split.dst_dim_ranks.index(my_global_rank)
     extent = dst_metadata.shape[split.dim] * len(split.dst_dim_ranks)
     if extent != src_metadata.shape[split.dim] * len(split.src_dim_ranks):

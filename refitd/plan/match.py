@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.plan.columns import Hashes, Ints, distinct, find, hashed, mixed, numbered, offsets_of, ranges
-from refitd.plan.intersect import cut, pieces_of
+from refitd.plan.intersect import intersect
 from refitd.plan.layouts import Layouts, Side
+from refitd.plan.lcm import lcm_tiling
 
 Flags = npt.NDArray[np.bool_]
 
@@ -61,6 +62,7 @@ class Match:
     set_start: Ints
     set_class: Ints
     unused: tuple[str, ...]
+    is_lcm: Flags  # [tensors] whether LCM tiling has matched it
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,7 @@ class _Patterns:
     want_cell: Ints
     want_offset: Ints
     want_size: Ints
+    is_lcm: Flags  # [patterns] whether LCM tiling has matched its boxes; those of the others are intersected
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,14 +119,16 @@ def match(layouts: Layouts) -> tuple[Match, list[str]]:
     examples, pattern[both] = numbered(kind[both])
     patterns, missing = _patterns(layouts, np.flatnonzero(both)[examples], held_boxes, wanted_boxes)
     problems += _gaps(layouts, wanted, pattern, missing)
-    holdings, spots, doubled = _holdings(layouts, held, pattern, patterns)
-    problems += doubled
+    holdings, spots = _holdings(layouts, held, pattern, patterns)
+    is_lcm = np.zeros(tensors, bool)
+    is_lcm[both] = patterns.is_lcm[pattern[both]]
     return Match(
         holdings=holdings,
         pieces=_wanted_pieces(layouts, wanted, pattern, patterns, spots),
         set_start=spots.set_start,
         set_class=spots.set_class,
         unused=tuple(layouts.tensors[i] for i in np.flatnonzero(is_held & ~is_wanted).tolist()),
+        is_lcm=is_lcm,
     ), problems
 
 
@@ -138,7 +143,7 @@ def _sums(values: Hashes, sorted_owner: Ints, size: int) -> Hashes:
 def _patterns(
     layouts: Layouts, examples: Ints, held_boxes: Ints, wanted_boxes: Ints
 ) -> tuple[_Patterns, dict[int, int]]:
-    """Intersect the boxes of one tensor of each pattern.
+    """Match the boxes of one tensor of each pattern: in closed form where it applies, else by intersecting them.
 
     Returns the patterns, and the number of elements that no source holds of each (pattern * boxes + box).
     """
@@ -146,14 +151,17 @@ def _patterns(
     boxes, dims = offset.shape
     columns: dict[str, list[Ints]] = defaultdict(list)
     missing: dict[int, int] = {}
+    is_lcm: list[bool] = []
     count = 0
     for number, tensor in enumerate(examples.tolist()):
         held, wanted = (
             keys[np.searchsorted(keys, tensor * boxes) : np.searchsorted(keys, (tensor + 1) * boxes)] % boxes
             for keys in (held_boxes, wanted_boxes)
         )
-        cells = cut(offset[held], size[held])
-        pieces = pieces_of(cells, offset[wanted], size[wanted])
+        boxes_of_both = offset[held], size[held], offset[wanted], size[wanted]
+        tiling = lcm_tiling(*boxes_of_both)
+        is_lcm.append(tiling is not None)
+        cells, pieces = tiling or intersect(*boxes_of_both)
         by_box, by_want = np.argsort(cells.box, kind="stable"), np.argsort(pieces.want, kind="stable")
         lacking = np.prod(size[wanted], axis=1)
         np.subtract.at(lacking, pieces.want, np.prod(pieces.size, axis=1))
@@ -171,11 +179,14 @@ def _patterns(
     empty = {name: none.reshape(0, dims) for name in ("cell_offset", "want_offset", "want_size")}
     names = ("cell_offset", "held_key", "held_cell", "want_key", "want_cell", "want_offset", "want_size")
     joined = {name: np.concatenate([empty.get(name, none), *columns[name]]) for name in names}
-    return _Patterns(**joined), missing
+    return _Patterns(**joined, is_lcm=np.array(is_lcm, bool)), missing
 
 
-def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns) -> tuple[Holdings, _Spots, list[str]]:
-    """Spread the source classes' tiles over cells, and find who holds the same."""
+def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns) -> tuple[Holdings, _Spots]:
+    """Spread the source classes' tiles over cells, and find who holds the same.
+
+    What a rank holds twice (one expert in two places, say) it gives from the first.
+    """
     geometries, classes = layouts.geometries, max(1, layouts.source.classes)
     tile, at = _expanded(held, pattern, patterns.held_key, layouts)
     cell, row = patterns.held_cell[at], held.row[tile]
@@ -188,7 +199,6 @@ def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
     order = np.argsort(key, kind="stable")
     key = key[order]
     repeated = np.flatnonzero(key[1:] == key[:-1])
-    problems = _ambiguities(layouts, held, tile[order], repeated)
     order = np.delete(order, repeated)
     key = np.delete(key, repeated)
     source_class = key % classes
@@ -198,7 +208,7 @@ def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
     _, members = ranges(start[examples], start[examples + 1] - start[examples])
     set_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(start[examples + 1] - start[examples])])
     holdings = Holdings(key, source_class, held.local[tile[order]], offset[order], stride[order])
-    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members]), problems
+    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members])
 
 
 def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _Patterns, spots: _Spots) -> WantedPieces:
@@ -268,19 +278,6 @@ def _gaps(layouts: Layouts, wanted: _Tiles, pattern: Ints, missing: dict[int, in
             "registered and that its groups are right"
         )
     return found
-
-
-def _ambiguities(layouts: Layouts, held: _Tiles, tile: Ints, repeated: Ints) -> list[str]:
-    found: dict[str, str] = {}
-    for row in repeated.tolist():
-        tensor = layouts.tensors[int(held.tensor[tile[row]])]
-        names = [layouts.locals[int(held.local[tile[i]])] for i in (row, row + 1)]
-        found.setdefault(
-            tensor,
-            f"{tensor}: {_who(layouts, layouts.source, held, int(tile[row]))} holds the same elements twice, in "
-            f"{names[0]} and {names[1]}; give them different names, or register one of them",
-        )
-    return list(found.values())
 
 
 def _extent_problems(layouts: Layouts, held: _Tiles, wanted: _Tiles, both: Flags) -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from refitd.plan.fills import FillTable
 
 
@@ -62,14 +60,12 @@ class ReshardPlan:
         send_ops: pieces this rank is read for, in plan order.
         recv_ops: pieces this rank writes, in plan order.
         transform: what changes on the way, if anything does.
-        buffer_dtypes: dtypes that destination buffers take over from the source, by name.
         fills: what this rank writes where no canonical element belongs; None where there is nothing to fill.
     """
 
     send_ops: Sequence[TransferOp]
     recv_ops: Sequence[TransferOp]
     transform: Any = None
-    buffer_dtypes: Mapping[str, torch.dtype] | None = None
     fills: FillTable | None = None
 
     def __str__(self) -> str:

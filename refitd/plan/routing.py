@@ -24,8 +24,9 @@ def plan_replicated_transfers(
 ) -> list[Transfer]:
     """Return the one whole-tensor copy that a receiver of a replicated parameter needs.
 
-    It copies from itself where it is in the source's data-parallel group, which must then be the destination's
-    too, or owns the source; otherwise receivers take the source's replicas in turn.
+    A rank outside the destination's data-parallel group, where there is one, receives nothing. A receiver copies from
+    itself where it is in the source's data-parallel group, which must then be the destination's too, or owns the
+    source; otherwise receivers take the source's replicas in turn.
 
     Raises:
         PlanError: the shapes differ, or nobody owns the source.
@@ -35,6 +36,9 @@ def plan_replicated_transfers(
             f"{param_name}: the source's shape is {tuple(src_metadata.shape)}, the destination's "
             f"{tuple(dst_metadata.shape)}, and neither is split"
         )
+    receivers = dst_metadata.data_parallel_group_ranks
+    if receivers is not None and my_global_rank not in receivers:
+        return []
     replicas = list(src_metadata.data_parallel_group_ranks or ())
     if not replicas and src_metadata.owner_rank is not None:
         replicas = [src_metadata.owner_rank]
@@ -54,6 +58,8 @@ def plan_param_transfers(
 ) -> list[Transfer]:
     """Return what `my_global_rank` receives of one parameter, from the ranks of one source description's group.
 
+    A rank outside the destination's group receives nothing.
+
     Split evenly along one dimension: LCM tiling. Split on neither side: one replica. Anything else (blocks of
     different size, another dimension, explicit tiles): tile intersection.
 
@@ -65,6 +71,8 @@ def plan_param_transfers(
         return plan_lcm_transfers(param_name, src_metadata, dst_metadata, descriptors, my_global_rank)
     if not any(is_sharded(m) or m.tiles is not None for m in (src_metadata, dst_metadata)):
         return plan_replicated_transfers(param_name, src_metadata, dst_metadata, my_global_rank)
+    if is_sharded(dst_metadata) and my_global_rank not in (dst_metadata.tensor_parallel_group_ranks or ()):
+        return []
     ranks = [src_metadata.owner_rank]
     if is_sharded(src_metadata):
         ranks = list(src_metadata.tensor_parallel_group_ranks or ())

@@ -5,6 +5,7 @@ Thousands of ranks of few kinds share few rows; only `expand` writes a row for e
 
 from __future__ import annotations
 
+import enum
 import functools
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -106,6 +107,13 @@ class SharedPlan:
         return digest.hexdigest()
 
 
+class Planner(enum.Enum):
+    """What has planned a tensor. Both would have planned the same copies."""
+
+    LCM = "lcm"
+    INTERSECT = "intersect"
+
+
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
     """Every copy of a refit, and every fill.
@@ -113,12 +121,23 @@ class GlobalPlan:
     Attributes:
         shared: the copies; rows that several ranks have in common are there once.
         unused_sources: canonical names that some rank offers and none wants.
+        is_lcm: for each of `shared.tensors`, whether LCM tiling has planned it.
         digest: identifies what the plan does.
     """
 
     shared: SharedPlan
     unused_sources: tuple[str, ...]
+    is_lcm: npt.NDArray[np.bool_]
     digest: str
+
+    def planner_of(self, tensor: str) -> Planner | None:
+        """Return what has planned a canonical tensor; None where the plan does not move it."""
+        if tensor not in self.shared.tensors:
+            return None
+        number = self.shared.tensors.index(tensor)
+        if not (self.shared.rows.tensor == number).any():
+            return None
+        return Planner.LCM if self.is_lcm[number] else Planner.INTERSECT
 
     @functools.cached_property
     def table(self) -> CopyTable:

@@ -23,10 +23,10 @@ from refitd.describe.casts import SOURCE_SIZES
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
+from refitd.plan.coordinates import Places, Spans, doubly_placed
 from refitd.plan.fills import FillTable
 from refitd.plan.layouts import Layouts
-from refitd.plan.places import Places, Spans, doubly_placed
-from refitd.plan.read import read_rosters
+from refitd.plan.read_rosters import read_rosters
 from refitd.plan.shared import GlobalPlan, SharedPlan, shared_from
 from refitd.plan.table import CopyTable
 from refitd.plan.validate_fills import fill_violations

@@ -1,4 +1,4 @@
-"""What every message is made of: the base type, bounded numbers and names, limits."""
+"""The base type of messages, bounded numbers and names, and limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROTOCOL_VERSION = 1
 
 # A registration of a 100,000-tensor shard or the plan of a 10,000-rank node fits several times over.
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_ITEMS = 1 << 20
+MAX_VALUES = 1 << 23  # that one message may hold, maps and arrays among them
 MAX_TEXT_BYTES = 1 << 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
@@ -20,15 +20,16 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Label = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_BYTES)]
+Events = Annotated[tuple[Label, ...], msgspec.Meta(max_length=64)]  # the last ones, the oldest first
 
 
 def clipped(text: str) -> str:
-    """Return a text that is made of others' texts, no longer than a message may carry."""
+    """Truncate text to what a message may carry."""
     return text if len(text) <= MAX_TEXT_BYTES else f"{text[: MAX_TEXT_BYTES - 40]} ... ({len(text)} characters)"
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message. Unknown fields are refused; new ones need defaults; none is ever retyped."""
+    """A part of a message. Unknown fields are refused. New fields need defaults, and no field is ever retyped."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):

@@ -1,11 +1,11 @@
-"""ZeroMQ sockets with bounds: one frame a message, limits on sizes and queues, heartbeats, no lingering."""
+"""Bounded ZeroMQ sockets: one frame per message, limits on sizes and queues, heartbeats, no lingering."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -14,10 +14,10 @@ from refitd.buffers.handoff import refuse_if_listening
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
-from refitd.protocol.doorkeeper import DOMAIN, Doorkeeper
-from refitd.protocol.handshakes import Failed, Handshakes
 from refitd.protocol.keys import KEYGEN, ClientKeys, KeyPair, ServerKeys
 from refitd.protocol.local import Failure
+from refitd.protocol.socket_monitor import Failed, Handshakes
+from refitd.protocol.zap import DOMAIN, Doorkeeper
 
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
 HIGH_WATER_MARK = 10_000
@@ -28,20 +28,26 @@ UNREAD_MARK = 32
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message as it came in."""
+    """A received frame, not yet decoded."""
 
     identity: bytes  # of the connection
-    frame: bytes  # empty, which is no message, where the peer sent several frames or none
-    key: str  # the public key that the connection was let in with, "" without keys
-    address: str  # where the peer is; of one on this host "localhost:UID:GID:PID", as the kernel says
+    frame: bytes  # empty (no valid message) if the peer sent several frames, none, or one that is too large
+    key: str  # the public key of the connection, "" without keys
+    address: str  # of the peer; "localhost:UID:GID:PID" by the kernel for a local one
+    too_large: int = 0  # bytes of the frame that was dropped unread
 
     @property
     def local_peer(self) -> tuple[int, int] | None:
-        """(uid, pid) of a peer on this host, None of another."""
-        words = self.address.split(":")
-        if len(words) != 4 or not all(word.isdigit() for word in words[1:]):
-            return None
-        return int(words[1]), int(words[3])
+        """(uid, pid) of a local peer; None for a remote one."""
+        return local_peer(self.address)
+
+
+def local_peer(address: str) -> tuple[int, int] | None:
+    """Return (uid, pid) of the local peer at `address` as ZeroMQ reports it; None for a remote one."""
+    words = address.split(":")
+    if len(words) != 4 or not all(word.isdigit() for word in words[1:]):
+        return None
+    return int(words[1]), int(words[3])
 
 
 def _bound(sock: zmq.Socket[bytes], endpoint: str) -> None:
@@ -51,15 +57,15 @@ def _bound(sock: zmq.Socket[bytes], endpoint: str) -> None:
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
     if not endpoint.startswith("ipc://"):
-        # On one host the kernel says when a peer has ended. One that is only stopped for a while would come back over
-        # a connection that nobody knows, and never hear anything again.
+        # No heartbeats on one host: the kernel reports a peer's end. With them, a peer that was only stopped would
+        # return over a connection that the other end no longer knows, and never hear anything again.
         sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     sock.setsockopt(zmq.IPV6, 1)
 
 
 def _property(frame: zmq.Frame, name: str) -> str:
-    """Return what ZeroMQ knows of the connection that a frame came over, "" where it does not."""
+    """Return a ZeroMQ property of the connection that a frame came over; "" if there is none."""
     try:
         return str(frame.get(name))
     except zmq.ZMQError:
@@ -73,7 +79,7 @@ def _use_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """Files made inside are 0600: ZeroMQ would make its socket files 0755."""
+    """Create files with mode 0600 inside this context: ZeroMQ would make its socket files 0755."""
     old = os.umask(0o177)
     try:
         yield
@@ -81,28 +87,18 @@ def _private() -> Iterator[None]:
         os.umask(old)
 
 
-def make_runtime_dir(path: Path) -> None:
-    """Make the directory of the sockets, 0700 and ours.
-
-    Raises:
-        ConfigError: it exists and belongs to somebody else, is open to others, or cannot be made.
-    """
+def framed(request: int, message: Message) -> bytes:
+    """Encode a message; one that is too large becomes a Failure."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stat = path.lstat()
-    except OSError as exc:
-        raise ConfigError(f"node.runtime_dir {path}: {exc.strerror}; choose a directory this user can make") from exc
-    if stat.st_uid != os.getuid() or stat.st_mode & 0o077 or path.is_symlink():
-        raise ConfigError(
-            f"node.runtime_dir {path} must be a directory of uid {os.getuid()} with mode 0700 "
-            f"(found uid {stat.st_uid}, mode {stat.st_mode & 0o777:o}); fix it or choose another"
-        )
+        return encode(request, message)
+    except (ProtocolError, OverflowError) as exc:
+        return encode(request, Failure(code=ProtocolError.code, message=f"{type(message).__name__}: {exc}"))
 
 
 class Router:
-    """The listening end: many peers, each known by the identity ZeroMQ gave it.
+    """The listening end: many peers, each identified by its ZeroMQ identity.
 
-    With keys only peers that have an allowed one, and know this end's, are heard; the loop that polls `doors` calls
+    With keys, only peers that have an allowed key and know this end's are heard; the loop that polls `doors` calls
     `turned_away`. One such end per context.
     """
 
@@ -120,8 +116,8 @@ class Router:
         Args:
             context: makes the socket.
             endpoint: where to listen.
-            keys: this end's, and those that are let in.
-            uids: over ipc: the users that are let in, by the kernel's word; none: whoever can open the file.
+            keys: this end's key and the admitted ones.
+            uids: over ipc, the admitted users, checked by the kernel; empty: whoever can open the file.
             unsent: messages that a peer may leave unread before more are dropped.
 
         Raises:
@@ -153,8 +149,11 @@ class Router:
             self._close_sockets()
             raise RefusedError(f"{endpoint}: cannot listen here: {exc.strerror}; is another one running?") from exc
 
-    def receive(self) -> Received | None:
-        """Return the next message, None when nothing waits."""
+    def receive(self, limit: Callable[[Received], int] | None = None) -> Received | None:
+        """Return the next message, None when nothing waits.
+
+        `limit` returns how many bytes this sender may send; a larger frame is dropped unread.
+        """
         try:
             head = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -167,15 +166,18 @@ class Router:
             self.socket.recv(copy=False)
         if first is None:
             return Received(head.bytes, b"", "", "")
-        frame = b"" if several else first.bytes
-        return Received(head.bytes, frame, _property(first, "User-Id"), _property(first, "Peer-Address"))
+        found = Received(head.bytes, b"", _property(first, "User-Id"), _property(first, "Peer-Address"))
+        size = len(first.buffer)
+        if limit is not None and size > limit(found):
+            return replace(found, too_large=size)
+        return found if several else replace(found, frame=first.bytes)
 
     def send(self, identity: bytes, request: int, message: Message) -> bool:
-        """Queue a message; False when the peer is gone or its queue is full. One too large goes as a Failure."""
-        try:
-            frame = encode(request, message)
-        except (ProtocolError, OverflowError) as exc:
-            frame = encode(request, Failure(code=ProtocolError.code, message=f"{type(message).__name__}: {exc}"))
+        """Queue a message; False if the peer is gone or its queue is full. One too large becomes a Failure."""
+        return self.send_frame(identity, framed(request, message))
+
+    def send_frame(self, identity: bytes, frame: bytes) -> bool:
+        """Queue an encoded message; False if the peer is gone or its queue is full."""
         try:
             self.socket.send_multipart([identity, frame])
         except (zmq.Again, zmq.ZMQError):
@@ -188,7 +190,7 @@ class Router:
         return [end.socket for end in (self._doorkeeper, self._handshakes) if end is not None]
 
     def turned_away(self) -> Iterator[dict[str, str]]:
-        """Decide over the peers that knock; yield what a log should say of each that may not come in."""
+        """Answer ZAP's questions; yield a log text for each refused peer."""
         if self._doorkeeper is not None:
             for peer in self._doorkeeper.answer():
                 reason = "its key is not in security.allowed; if it is a daemon of yours, add it there and start again"
@@ -209,28 +211,29 @@ class Router:
             self._doorkeeper.close()
 
     def close(self) -> None:
-        """Close the sockets and remove the file, which ZeroMQ leaves behind."""
+        """Close the sockets and remove the socket file, which ZeroMQ leaves behind."""
         self._close_sockets()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
 
 class Dealer:
-    """The calling end: one peer, reconnected to by ZeroMQ for as long as it takes.
+    """The connecting end: one peer, to which ZeroMQ reconnects for as long as it takes.
 
-    ZeroMQ gives up on a peer that refuses a handshake. Over tcp the loop that polls `doors` calls `failure`, and
-    `retry` now and then.
+    ZeroMQ gives up on a peer that refuses a handshake. Over TCP the loop that polls `doors` calls `failure`, and
+    `retry` from time to time.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
-        """Connect, which goes on in the background.
+        """Start connecting; it goes on in the background.
 
         Raises:
-            ConfigError: the endpoint is none that can be connected to.
+            ConfigError: the endpoint cannot be connected to.
         """
         self._endpoint = endpoint
         self._keys = keys
         self._is_refused = False
+        self.peer = ""  # where the last message came from, as in Received.address
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket, endpoint)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
@@ -252,7 +255,7 @@ class Dealer:
         return [self._handshakes.socket] if self._handshakes is not None else []
 
     def failure(self) -> str | None:
-        """Return why a handshake has failed since the last call and what to do; None if none has."""
+        """Return why a handshake failed since the last call, and what to do; None if none failed."""
         said = None
         while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
             self._is_refused = self._is_refused or failed is not Failed.ENDED
@@ -273,7 +276,7 @@ class Dealer:
         return f"if this goes on, check that the coordinator's key is security.server_key here, {self._keys.server}"
 
     def retry(self) -> None:
-        """Connect again if the last handshake was refused: somebody may have mended the reason."""
+        """Connect again if the last handshake was refused: the cause may have been fixed."""
         if self._is_refused:
             self._is_refused = False
             self.socket.disconnect(self._endpoint)
@@ -282,15 +285,20 @@ class Dealer:
     def receive(self) -> bytes | None:
         """Return a frame, None when nothing waits."""
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return frames[0] if len(frames) == 1 else b""
+        self.peer = _property(frames[0], "Peer-Address")
+        return frames[0].bytes if len(frames) == 1 else b""
 
     def send(self, request: int, message: Message) -> bool:
         """Queue a message; False when the queue is full."""
+        return self.send_frame(encode(request, message))
+
+    def send_frame(self, frame: bytes) -> bool:
+        """Queue an encoded message; False when the queue is full."""
         try:
-            self.socket.send(encode(request, message))
+            self.socket.send(frame)
         except zmq.Again:
             return False
         return True

@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Step, Text, Value
+from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Small, Step, Text, Value
 from refitd.protocol.local import (
     AbortSwap,
     Done,
+    Evict,
     Failure,
     GetDescription,
     GetHistory,
@@ -20,6 +21,7 @@ from refitd.protocol.local import (
 )
 from refitd.protocol.reports import (
     Difference,
+    EvictReport,
     HistoryReport,
     ModelDescription,
     NodeStatus,
@@ -29,21 +31,44 @@ from refitd.protocol.reports import (
     SwapReport,
     VerifyReport,
 )
+from refitd.states import ProofState, TransferMode
 
 # --- daemon to coordinator --------------------------------------------------------------------------------
 
 
+class LiveClaim(Value, frozen=True):
+    """A model's live version (number and run), and the journal and decision that made it live."""
+
+    model: Name
+    version: Count
+    run: Label = ""
+    sequence: Count = 0
+    swap: Label = ""
+    journal: Label = ""
+    highest: Count = 0  # of all versions that were ever live
+
+
 class NodeHello(Message, frozen=True):
-    """First message of a daemon, and again after the coordinator has restarted."""
+    """First message of a daemon, and again after the coordinator has restarted. `live`: the last LiveIs."""
 
     protocol: Small
     status: NodeStatus
+    live: tuple[LiveClaim, ...] = ()
+
+
+class TargetMoved(Value, frozen=True):
+    """A target rank's state on its daemon, and its last events; as in reports.TargetStatus."""
+
+    member: Name
+    step: Label
+    events: Events
 
 
 class NodeUpdate(Message, frozen=True):
-    """The daemon's figures have changed; also its sign of life."""
+    """The daemon's figures, and its heartbeat. `moved`: the targets whose state changed since the last one."""
 
     status: NodeStatus
+    moved: tuple[TargetMoved, ...] = ()
 
 
 class DescribeShard(Message, frozen=True):
@@ -54,9 +79,9 @@ class DescribeShard(Message, frozen=True):
 
 
 class AddShard(Message, frozen=True, omit_defaults=True):
-    """A client has registered. Reply: Done, or Failure and the registration is taken back.
+    """A client has registered. Reply: Done (SourceAdmitted for a source), or Failure, which undoes the registration.
 
-    A Failure with code "unknown-shard" asks for DescribeShard first.
+    A Failure with code "unknown-shard" asks for DescribeShard first. A source without a `run` is a new one.
     """
 
     member: Name
@@ -69,8 +94,8 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     digest: Name
     attached: bool = True
     versions: tuple[Count, ...] = ()  # source: published and held
-    ways: tuple[Label, ...] = ()  # of each of these versions: "arena", "pulled", "copied"
-    way: Label = ""  # of the latest version, held or not
+    ways: tuple[TransferMode, ...] = ()  # of each of these versions
+    way: TransferMode = TransferMode.NONE  # of the latest version, held or not
     why: Text = ""  # the measurement that chose it
     version: Count | None = None  # target: served
     staged: Name | None = None  # target: the swap whose staged bytes wait for commit
@@ -81,6 +106,14 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     pauses: bool = False  # target: says that it stands still before anything is decided
     in_place: bool = False  # target: is written to while staging, and stands still for that
     poisoned: Text = ""  # target: why it holds parts of two versions
+    lockstep: bool = False  # target: flips in the same poll as the other ranks of its replica
+    run: Label = ""  # source: its incarnation; target: that of the version it serves
+    newest: Count | None = None  # source: the highest version published, held or not
+    staged_version: Count | None = None  # target: what it has staged
+    staged_run: Label = ""
+    committing: bool = False  # target: it was told to take over what is staged, so that this is decided
+    replicas: bytes = b""  # source: as in ShardPublished, said again to whoever may not have heard it
+    replicas_of: Count = 0  # the version that these were taken of
 
 
 class RemoveShard(Message, frozen=True):
@@ -91,19 +124,23 @@ class RemoveShard(Message, frozen=True):
 
 
 class DetachShard(Message, frozen=True):
-    """A source's client is gone; what it had published is still held."""
+    """A source's client is gone; its published versions are still held."""
 
     member: Name
     reason: Text
 
 
 class ShardPublished(Message, frozen=True):
-    """A source rank holds this version. Reply: Done or Failure. `way` and `why`: as in SourceStatus."""
+    """A source rank holds this version. Reply: Done or Failure. `way` and `why` are as in SourceStatus.
+
+    `replicas`, with the first version: digests (little-endian uint64) of its pieces (`refitd.describe.replica_pieces`).
+    """
 
     member: Name
     version: Count
-    way: Label = ""
+    way: TransferMode = TransferMode.NONE
     why: Text = ""
+    replicas: bytes = b""
 
 
 class ShardWithdrawn(Message, frozen=True):
@@ -113,8 +150,16 @@ class ShardWithdrawn(Message, frozen=True):
     version: Count
 
 
+class WantsRoom(Message, frozen=True):
+    """A source rank needs a slot for this version. MayDrop says what it may overwrite, now and later."""
+
+    member: Name
+    version: Count
+    slots: Small
+
+
 class PlanLoaded(Message, frozen=True):
-    """The node has the plan, and its workers have met those of the other nodes where bytes cross between nodes."""
+    """The node has the plan; where bytes cross between nodes, its workers have joined the epoch."""
 
     plan: Name
     epoch: Label = ""
@@ -130,7 +175,7 @@ class PlanRefused(Message, frozen=True):
 
 
 class EpochPut(Message, frozen=True):
-    """A worker leaves a value for those of its lane on other nodes."""
+    """A worker's value for the workers of its lane on other nodes."""
 
     epoch: Name
     lane: Small
@@ -139,7 +184,7 @@ class EpochPut(Message, frozen=True):
 
 
 class EpochLost(Message, frozen=True):
-    """A worker of the epoch is gone: it must be formed anew before the plan is used again."""
+    """A worker of the epoch is gone: a new epoch must be formed before the plan is used again."""
 
     plan: Name
     epoch: Name
@@ -175,10 +220,21 @@ class StageFailed(Message, frozen=True):
 
 
 class MemberQuiet(Message, frozen=True):
-    """This member stands still until it has committed, or Abort."""
+    """This member has paused until it has committed, or until Abort."""
 
     swap: Name
     member: Name
+
+
+class MemberStep(Message, frozen=True):
+    """This member was told to commit, and has polled as far as local.StepReached says."""
+
+    swap: Name
+    member: Name
+    step: Count
+    origin: Label = ""
+    stands: Label = ""
+    thread: Count = 0
 
 
 class MemberCommitted(Message, frozen=True):
@@ -198,10 +254,10 @@ class MemberCommitFailed(Message, frozen=True):
 
 
 class MemberChecked(Value, frozen=True):
-    """What became of checking one member; as in reports.MemberProof. `form` names what it holds and how it is made."""
+    """The result of checking one member; as in reports.MemberProof. `form` identifies what it holds."""
 
     member: Name
-    state: Literal["proven", "differs", "unknown"]
+    state: ProofState
     version: Count | None = None
     reason: Text = ""
     bytes: Count = 0
@@ -209,10 +265,11 @@ class MemberChecked(Value, frozen=True):
     form: Label = ""
     blocks: Count = 0
     differences: tuple[Difference, ...] = ()
+    run: Label = ""
 
 
 class MembersChecked(Message, frozen=True):
-    """The answer to CheckMembers."""
+    """An answer to CheckMembers about some of its members: the others come in answers of their own."""
 
     check: Name
     members: tuple[MemberChecked, ...]
@@ -222,14 +279,42 @@ class MembersChecked(Message, frozen=True):
 
 
 class NodeWelcome(Message, frozen=True):
-    """The coordinator has accepted the node. Another `boot` than before means: it has restarted, say all again."""
+    """The coordinator has accepted the node. A new `boot` means that it has restarted: send everything again.
+
+    Each answer lets the node's engines serve until `lease_s` after the NodeHello or NodeUpdate was sent.
+    """
 
     protocol: Small
     boot: Name
+    lease_s: Seconds = 10.0
+
+
+class SourceAdmitted(Message, frozen=True):
+    """A source was admitted into this run; it may publish `next_version` and above."""
+
+    run: Label
+    next_version: Count
+
+
+class LiveIs(Message, frozen=True):
+    """The live versions from now on. The daemon remembers them for a coordinator that has lost its journal."""
+
+    live: LiveClaim
+
+
+class MayDrop(Message, frozen=True):
+    """The versions that a source rank may overwrite: newer ones are complete, or these never will be.
+
+    If there is none, `why` says which ranks the versions wait for.
+    """
+
+    member: Name
+    versions: tuple[Count, ...]
+    why: Text = ""
 
 
 class EpochPlan(Value, frozen=True):
-    """The workers that exchange between nodes: worker i of each node is in lane i, at the position of its node."""
+    """The workers that exchange between nodes: worker i of each node is in lane i, at its node's position."""
 
     id: Name
     service: Name
@@ -261,7 +346,7 @@ class LoadPlan(Message, frozen=True):
 
 
 class EpochValue(Message, frozen=True):
-    """What a worker of this lane on another node has left for all."""
+    """The value of a worker of this lane on another node."""
 
     epoch: Name
     lane: Small
@@ -276,14 +361,14 @@ class DropPlan(Message, frozen=True):
 
 
 class FenceMember(Message, frozen=True):
-    """This member holds another version than the one that was decided last: it serves none until it has caught up."""
+    """This member does not hold the version decided last: it serves nothing until it has caught up."""
 
     member: Name
     reason: Text
 
 
 class Pause(Message, frozen=True):
-    """Have these members stand still; each is answered with MemberQuiet or MemberCommitFailed."""
+    """Ask these members to pause; each answers with MemberQuiet or MemberCommitFailed."""
 
     swap: Name
     version: Count
@@ -298,6 +383,7 @@ class Stage(Message, frozen=True):
     version: Count
     timeout_s: Seconds = 60.0
     verify: bool = True  # compare what is written with its source, and take the version's digests once it is live
+    run: Label = ""  # of the sources, and so of the version
 
 
 class Commit(Message, frozen=True):
@@ -305,21 +391,45 @@ class Commit(Message, frozen=True):
 
     swap: Name
     version: Count
+    run: Label = ""
+
+
+class FlipMember(Message, frozen=True):
+    """This member commits the decided version in its poll number `step`; see local.FlipAt."""
+
+    swap: Name
+    member: Name
+    step: Count
+    origin: Label = ""
+
+
+class PassMember(Message, frozen=True):
+    """This member leaves the poll in which it waits; see local.PassPoll."""
+
+    swap: Name
+    member: Name
 
 
 class Abort(Message, frozen=True):
-    """Forget the swap; nothing may be written for it after this is handled."""
+    """Discard the swap; nothing is written for it once this has been handled."""
 
     swap: Name
     reason: Text
 
 
 class CheckMembers(Message, frozen=True):
-    """Check the live weights of these members of this node. Reply: MembersChecked, within `timeout_s`."""
+    """Check the live weights of these members of this node. Replies: MembersChecked, all of them within `timeout_s`."""
 
     check: Name
     members: tuple[Name, ...]
     timeout_s: Seconds
+
+
+class EvictMember(Message, frozen=True):
+    """This member was evicted by an operator: free what is kept for it."""
+
+    member: Name
+    reason: Text
 
 
 class EndSwap(Message, frozen=True):
@@ -337,6 +447,7 @@ NodeMessage = (
     | DetachShard
     | ShardPublished
     | ShardWithdrawn
+    | WantsRoom
     | PlanLoaded
     | PlanRefused
     | EpochPut
@@ -345,11 +456,13 @@ NodeMessage = (
     | StageDone
     | StageFailed
     | MemberQuiet
+    | MemberStep
     | MemberCommitted
     | MemberCommitFailed
     | MembersChecked
     | StartSwap
     | AbortSwap
+    | Evict
     | Verify
     | GetStatus
     | GetPlan
@@ -359,6 +472,9 @@ NodeMessage = (
 
 CoordinatorMessage = (
     NodeWelcome
+    | SourceAdmitted
+    | LiveIs
+    | MayDrop
     | Done
     | Failure
     | LoadPlan
@@ -368,9 +484,13 @@ CoordinatorMessage = (
     | Pause
     | Stage
     | Commit
+    | FlipMember
+    | PassMember
     | Abort
     | EndSwap
     | CheckMembers
+    | EvictMember
+    | EvictReport
     | SwapProgress
     | SwapReport
     | VerifyReport

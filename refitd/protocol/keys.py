@@ -40,7 +40,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """The key of one process. Its repr keeps the secret."""
+    """The key pair of one process. Its repr omits the secret."""
 
     name: str
     public: str
@@ -48,13 +48,13 @@ class KeyPair:
 
     @property
     def public_line(self) -> str:
-        """What others need of it, as it stands in a .pub file and in a list."""
+        """The line for a .pub file or a list."""
         return f"{self.name} {self.public}"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a listening end needs: its own key, and what is known of every public key it lets in."""
+    """Keys of a listening end: its own, and every admitted public key with its rights."""
 
     own: KeyPair
     allowed: Mapping[str, Allowed]
@@ -62,7 +62,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a calling end needs: its own key, and the public key of the only peer it talks to."""
+    """Keys of a connecting end: its own, and the public key of its only peer."""
 
     own: KeyPair
     server: str
@@ -75,10 +75,10 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def generate(name: str) -> KeyPair:
-    """Return a new key.
+    """Return a new key pair.
 
     Raises:
-        ConfigError: the name cannot be one of a file, or this ZeroMQ has no CURVE.
+        ConfigError: the name cannot be a file name, or this ZeroMQ has no CURVE.
     """
     if not NAME.fullmatch(name):
         raise ConfigError(
@@ -92,10 +92,10 @@ def generate(name: str) -> KeyPair:
 
 
 def write(pair: KeyPair, directory: Path, *, replace: bool = False) -> tuple[Path, Path]:
-    """Write NAME.key (0600) and NAME.pub (0644), return both paths. Both are written or none.
+    """Write NAME.key (0600) and NAME.pub (0644), both or neither; return both paths.
 
     Raises:
-        ConfigError: one of them exists and is not to be replaced, or cannot be written.
+        ConfigError: one of them exists and may not be replaced, or cannot be written.
     """
     secret_path, public_path = (directory / f"{pair.name}{suffix}" for suffix in (".key", PUBLIC_SUFFIX))
     text = (
@@ -123,7 +123,7 @@ def read(path: Path) -> KeyPair:
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path}: not a key file: {exc}; {KEYGEN}") from exc
     except msgspec.ValidationError:
-        # what is wrong is not said in detail: it may be the secret, on a line that has suffered
+        # no details: a damaged line may hold the secret
         raise ConfigError(f"{path}: not a key file, which holds name, public and secret; {KEYGEN}") from None
     for what, key in (("public", found.public), ("secret", found.secret)):
         if not is_key(key):
@@ -134,12 +134,12 @@ def read(path: Path) -> KeyPair:
 
 
 def read_public(text: str) -> str:
-    """Return the public key that `text` is or, if it ends in .pub, that the file of this name holds.
+    """Return the public key in `text`, or in the file of that name if it ends in .pub.
 
     Raises:
         ConfigError: it is neither, or the file does not hold one key.
     """
-    if not text.endswith(PUBLIC_SUFFIX):  # asked first: a path may have the form of a key
+    if not text.endswith(PUBLIC_SUFFIX):  # checked first: a path may look like a key
         if is_key(text):
             return text
         raise ConfigError(f"{text!r} is neither a public key of 40 Z85 characters nor a file ending in .pub; {KEYGEN}")
@@ -150,7 +150,7 @@ def read_public(text: str) -> str:
 
 
 def read_list(path: Path) -> dict[str, Allowed]:
-    """Return the public keys of a list, or of a .pub file, each with what its line says of it.
+    """Return the public keys of a list or .pub file, each with the rights on its line.
 
     Raises:
         ConfigError: it cannot be read, others may write it, a line is not `NAME KEY [node=NAME] [roles=ROLE,...]`, two
@@ -195,7 +195,7 @@ def _entry(name: str, words: list[str]) -> Allowed:
 
 
 def is_key(text: str) -> bool:
-    """Whether it has the form of a key: 40 characters of Z85 that stand for 32 bytes."""
+    """Whether the text is a well-formed key: 40 characters of Z85, 32 bytes."""
     try:
         return len(text) == 40 and len(z85.decode(text)) == 32
     except (KeyError, ValueError, struct.error):  # not of the alphabet, not ASCII, more than 32 bits in a group

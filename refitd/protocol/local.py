@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, clipped
-from refitd.protocol.held import Conversion, DerivedTensor, HeldTensor
 from refitd.protocol.reports import (
+    EvictReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
@@ -16,6 +16,7 @@ from refitd.protocol.reports import (
     VerifyReport,
 )
 from refitd.protocol.shards import Place, Shard
+from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor
 
 # --- client to daemon -------------------------------------------------------------------------------------
 
@@ -29,15 +30,22 @@ class Hello(Message, frozen=True):
 
 
 class CreateArena(Message, frozen=True):
-    """Ask for an arena of the client's own, for live tensors, on the GPU of this name. Reply: ArenaCreated."""
+    """Request an arena for the client's live tensors, in main memory or on the named GPU. Reply: ArenaCreated."""
 
     nbytes: Count
     label: Label = ""
     device: Label = ""  # refitd.buffers.cuda.name_of; "": main memory
+    timeout_s: Seconds = 0.0  # that the client waits; 0: the daemon's own deadline
+
+
+class FreeArena(Message, frozen=True):
+    """Free an arena made by CreateArena that no registration uses. Reply: Done."""
+
+    arena: Count
 
 
 class RegisterSource(Message, frozen=True):
-    """Offer a shard of `model`. `live` places its tensors, if they live in arenas; else it has `slots` snapshots."""
+    """Offer a shard of `model`. `live` gives its tensors' places in arenas; without, it has `slots` snapshots."""
 
     model: Name
     rank: Small
@@ -46,12 +54,13 @@ class RegisterSource(Message, frozen=True):
     slots: Small = 2
     live: tuple[Place, ...] = ()
     device: Label = ""  # the GPU its slots are to lie on; "": main memory
+    timeout_s: Seconds = 0.0  # as in CreateArena
 
 
 class RegisterTarget(Message, frozen=True):
-    """Want a shard of `model`. With `live` places the worker writes at commit, otherwise the client does.
+    """Request a shard of `model`. With `live` places the worker writes at commit, otherwise the client does.
 
-    `held` are the live tensors, where they are not simply those of the shard, and `conversions` how they are made.
+    `held` are the live tensors where they differ from the shard's; `conversions` say how they are made.
     """
 
     model: Name
@@ -66,17 +75,25 @@ class RegisterTarget(Message, frozen=True):
     derived: tuple[DerivedTensor, ...] = ()
     pauses: bool = False  # it is asked to stand still, with AskPause, before a version is decided
     in_place: bool = False  # its live tensors are written while staging, for which it stands still; no staging arena
+    lockstep: bool = False  # the replica's ranks poll equally often, and flip in the same poll
     device: Label = ""  # the GPU its staging arena is to lie on; "": main memory
+    timeout_s: Seconds = 0.0  # as in CreateArena
+
+
+class Restored(Message, frozen=True):
+    """This rank has restored the version of TargetRegistered and compared it byte for byte. Reply: Done."""
+
+    member: Name
 
 
 class Deregister(Message, frozen=True):
-    """Take a registration back."""
+    """End a registration."""
 
     member: Name
 
 
 class BeginPublish(Message, frozen=True):
-    """Ask for a snapshot slot to write `version` into; waits up to `timeout_s` for one that no swap is reading."""
+    """Request a slot to write `version` into; waits up to `timeout_s` for one that no swap is reading."""
 
     member: Name
     version: Count
@@ -84,16 +101,19 @@ class BeginPublish(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """The snapshot in `slot` is complete. `why` it was made, where the tensors could have been lent instead."""
+    """The snapshot in `slot` is complete. `why` says why the tensors were copied and not lent."""
 
     member: Name
     version: Count
     slot: Small
     why: Text = ""
+    replicas: bytes = (
+        b""  # with the first version: digests of what other ranks may hold, too (refitd.describe.replica_pieces)
+    )
 
 
 class MeasurePull(Message, frozen=True):
-    """Have the daemon read parts of this source's private tensors and say how long that takes. Reply: PullMeasured.
+    """Ask the daemon to time reading parts of this source's private tensors. Reply: PullMeasured.
 
     `spans` are (address, rows, bytes from one row to the next).
     """
@@ -105,13 +125,14 @@ class MeasurePull(Message, frozen=True):
 class Lend(Message, frozen=True):
     """The live tensors are `version` and stay unchanged until LeaseEnded.
 
-    `addresses` are needed for tensors outside arenas: where each starts in this process. `why` they are not copied.
+    `addresses` are the starts of tensors outside arenas in this process. `why` says why they are not copied.
     """
 
     member: Name
     version: Count
     addresses: tuple[Count, ...] = ()
     why: Text = ""
+    replicas: bytes = b""  # as in Publish
 
 
 class Withdraw(Message, frozen=True):
@@ -122,21 +143,41 @@ class Withdraw(Message, frozen=True):
 
 
 class Paused(Message, frozen=True):
-    """This rank stands still, as AskPause wanted, until it has committed or is told to Resume."""
+    """This rank has paused after AskPause, until it has committed or gets Resume."""
 
     swap: Name
     member: Name
 
 
+# The origin of a rank whose caller passes the step.
+CALLERS_STEP = "caller"
+
+
+class StepReached(Message, frozen=True):
+    """This rank's last poll is number `step`: the answer to PrepareCommit, repeated when it waits in a poll.
+
+    It passes no further poll before FlipAt or PassPoll. `origin` is what it counts from: "" its registration,
+    CALLERS_STEP, or the swap after which all ranks of the replica counted together. `stands`: "poll", held in that
+    poll; "wait", it computes nothing. `thread` polls it.
+    """
+
+    swap: Name
+    member: Name
+    step: Count
+    origin: Label = ""
+    stands: Label = ""
+    thread: Count = 0
+
+
 class CommitQuiet(Message, frozen=True):
-    """This rank has paused at its commit point and stays so until CommitApplied."""
+    """This rank has paused at its commit point, until CommitApplied."""
 
     swap: Name
     member: Name
 
 
 class CommitDone(Message, frozen=True):
-    """The version is live in this rank's tensors; `paused_s` is how long it stood still."""
+    """The version is live in this rank's tensors; the rank paused for `paused_s`."""
 
     swap: Name
     member: Name
@@ -144,15 +185,19 @@ class CommitDone(Message, frozen=True):
 
 
 class CommitFailed(Message, frozen=True):
-    """This rank could not take the version over."""
+    """This rank could not commit the version."""
 
     swap: Name
     member: Name
     reason: Text
 
+    def __post_init__(self) -> None:
+        # it quotes the engine's errors; a text that is too long would be refused and the failure lost
+        msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
+
 
 class LiveDigests(Message, frozen=True):
-    """What DigestLive asked for, or a reason; `again` where a version was taken over meanwhile."""
+    """The digests for DigestLive, or a reason; `again` if a version was committed meanwhile."""
 
     member: Name
     check: Count
@@ -162,7 +207,7 @@ class LiveDigests(Message, frozen=True):
 
 
 class LiveCompared(Message, frozen=True):
-    """What CompareLive asked for: of each block the first and last element that differ, and how many do."""
+    """The result of CompareLive: per block, the first and last element that differ, and how many differ."""
 
     member: Name
     check: Count
@@ -187,8 +232,20 @@ class AbortSwap(Message, frozen=True):
     reason: Text = ""
 
 
+class Evict(Message, frozen=True):
+    """Remove a replica, or one rank of it, from a model: an engine that hangs. Reply: EvictReport.
+
+    It serves nothing once it hears of this, and takes part again once it has registered again.
+    """
+
+    model: Name
+    replica: Name
+    rank: Small | None = None  # None: all of its ranks
+    reason: Text = ""
+
+
 class Verify(Message, frozen=True):
-    """Have the live weights of all replicas of a model checked. Reply: VerifyReport, in `timeout_s` (0: request_s)."""
+    """Check the live weights of all replicas of a model. Reply: VerifyReport, within `timeout_s` (0: request_s)."""
 
     model: Name
     timeout_s: Seconds = 0.0
@@ -240,7 +297,7 @@ class Failure(Message, frozen=True):
     message: Text
 
     def __post_init__(self) -> None:
-        # errors quote what they are about; one that is too long would be refused, and nobody told of it
+        # errors quote their subject; a text that is too long would be refused and the failure lost
         msgspec.structs.force_setattr(self, "message", clipped(self.message))
 
 
@@ -257,18 +314,24 @@ class SourceRegistered(Message, frozen=True):
     member: Name
     slots: tuple[Count, ...]
     nbytes: Count
+    next_version: Count = 1  # lower ones were live, or were published before in this run
+    run: Label = ""
 
 
 class TargetRegistered(Message, frozen=True):
     """`staging` is the arena that new versions are staged in, laid out as refitd.buffers.layout says.
 
-    It holds `version` already where a process before this one has left it: the client takes it over at once.
+    With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
+    `permit_slot` and `permit_token` are this rank's in the page of permits (refitd.buffers.permits).
     """
 
     member: Name
     staging: Count
     nbytes: Count
     version: Count | None = None
+    permit_slot: Count = 0
+    permit_token: Count = 0
+    restores: bool = False
 
 
 class SlotGranted(Message, frozen=True):
@@ -278,14 +341,14 @@ class SlotGranted(Message, frozen=True):
 
 
 class PullMeasured(Message, frozen=True):
-    """Reading the spans took this long, or, with a `reason`, is not possible."""
+    """How long reading the spans took; with a `reason`, it is not possible."""
 
     seconds: Seconds
     reason: Text = ""
 
 
 class AskPause(Message, frozen=True):
-    """Stand still and say Paused; CommitFailed says why that cannot be. PrepareCommit or Resume follows."""
+    """Pause and answer Paused, or CommitFailed with the reason. PrepareCommit or Resume follows."""
 
     swap: Name
     member: Name
@@ -293,7 +356,7 @@ class AskPause(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Go on with what is there: the swap was aborted. `is_poisoned`: with nothing, parts of two versions are there."""
+    """Go on with the present version: the swap was aborted. `is_poisoned`: serve nothing, two versions are mixed."""
 
     swap: Name
     member: Name
@@ -302,17 +365,17 @@ class Resume(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """Serve none: this rank's version is not the live one, or that cannot be known now. No reason: serve again."""
+    """Serve nothing: this rank's version is not, or may not be, the live one. An empty reason: serve again."""
 
     member: Name
     reason: Text = ""
 
 
 class PrepareCommit(Message, frozen=True):
-    """A verified version is staged and decided: take it over at your next commit point.
+    """A verified version is staged and decided: commit it at the next commit point.
 
-    `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: it is
-    in the live tensors already.
+    `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: the
+    live tensors already hold it. `lockstep`: answer StepReached, and commit in the poll that FlipAt names.
     """
 
     swap: Name
@@ -320,6 +383,26 @@ class PrepareCommit(Message, frozen=True):
     version: Count
     by_worker: bool
     in_place: bool = False
+    lockstep: bool = False
+
+
+class FlipAt(Message, frozen=True):
+    """Commit the decided version in poll number `step`.
+
+    With an `origin`, all ranks of the replica commit in that poll and count from there.
+    """
+
+    swap: Name
+    member: Name
+    step: Count
+    origin: Label = ""
+
+
+class PassPoll(Message, frozen=True):
+    """Leave the poll in which the rank waits, with its present version; send StepReached in the next one."""
+
+    swap: Name
+    member: Name
 
 
 class CommitApplied(Message, frozen=True):
@@ -339,11 +422,18 @@ class DigestLive(Message, frozen=True):
 
 
 class CompareLive(Message, frozen=True):
-    """Compare blocks, (tensor, first element, elements), with the staging arena. Reply: LiveCompared."""
+    """Compare live blocks (tensor, first element, elements) with the staging arena. Reply: LiveCompared."""
 
     member: Name
     check: Count
     blocks: tuple[tuple[Small, Count, Count], ...]
+
+
+class Evicted(Message, frozen=True):
+    """This target was evicted: serve nothing, and register again."""
+
+    member: Name
+    reason: Text
 
 
 class LeaseEnded(Message, frozen=True):
@@ -357,8 +447,10 @@ class LeaseEnded(Message, frozen=True):
 ClientRequest = (
     Hello
     | CreateArena
+    | FreeArena
     | RegisterSource
     | RegisterTarget
+    | Restored
     | Deregister
     | BeginPublish
     | Publish
@@ -366,6 +458,7 @@ ClientRequest = (
     | Lend
     | Withdraw
     | Paused
+    | StepReached
     | CommitQuiet
     | CommitDone
     | CommitFailed
@@ -373,6 +466,7 @@ ClientRequest = (
     | LiveCompared
     | StartSwap
     | AbortSwap
+    | Evict
     | Verify
     | GetStatus
     | GetPlan
@@ -380,7 +474,8 @@ ClientRequest = (
     | GetDescription
 )
 
-OperatorRequest = StartSwap | AbortSwap | Verify | GetStatus | GetPlan | GetHistory | GetDescription
+# A member's messages about its commits. They use the descriptor socket, whose end is read after everything sent on it.
+Told = Paused | CommitQuiet | CommitDone | CommitFailed
 
 ClientReply = (
     Welcome
@@ -395,10 +490,14 @@ ClientReply = (
     | Resume
     | Fence
     | PrepareCommit
+    | FlipAt
+    | PassPoll
     | CommitApplied
     | DigestLive
     | CompareLive
     | LeaseEnded
+    | Evicted
+    | EvictReport
     | SwapProgress
     | SwapReport
     | VerifyReport

@@ -1,9 +1,13 @@
-"""What operators are shown: results of swaps, status, plans."""
+"""Reports for operators: swaps, status, plans, verification."""
 
 from __future__ import annotations
 
-from refitd.protocol.base import Count, Label, Message, Seconds, Small, Text, Value
+from collections.abc import Mapping
+
+from refitd.errors import RefitFailed
+from refitd.protocol.base import Count, Events, Label, Message, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shape, Shard
+from refitd.states import LinkState, MemberState, ProofState, ServingState, SwapOutcome, TransferMode
 
 
 class MemberReport(Value, frozen=True):
@@ -14,29 +18,29 @@ class MemberReport(Value, frozen=True):
     node: Label
     host: Label
     pid: Count
-    state: Label  # "committed", "staged", "aborted", "lost", "failed", "late"
+    state: MemberState
     version: Count | None = None  # what this rank serves now
     paused_s: Seconds = 0.0
     reason: Text = ""
 
 
 class SourceReport(Value, frozen=True):
-    """How one source rank gave the version of a swap: `way` is "arena", "pulled" or "copied"."""
+    """How one source rank provided the version of a swap."""
 
     rank: Small
     node: Label
     host: Label
-    way: Label
+    way: TransferMode
     why: Text = ""  # the measurement that chose between pulling and copying, if one did
 
 
 class SwapReport(Message, frozen=True):
-    """How a swap ended. `outcome` is "committed" only if every member serves `version`."""
+    """How a swap ended, or its present state."""
 
     swap: Label
     model: Label
     version: Count | None
-    outcome: Label  # "committed", "aborted", "incomplete"; "decided": the journal knows nothing later
+    outcome: SwapOutcome
     phase: Label = ""  # where it failed: "plan", "stage", "commit"
     reason: Text = ""
     bytes: Count = 0
@@ -51,18 +55,37 @@ class SwapReport(Message, frozen=True):
     sources: tuple[SourceReport, ...] = ()
     kind: Label = "asked"  # "auto", "catch-up", "rollback"
     converted_bytes: Count = 0  # read once more by the workers, to be converted where it arrived
+    run: Label = ""  # of the trainer that published the version: number and run are its identity
+    events: Events = ()  # that moved the swap, with seconds since it began
+
+
+class SwapFailed(RefitFailed):
+    """A swap ended, or ran out of its caller's time, without every replica serving the version."""
+
+    def __init__(self, message: str, causes: Mapping[str, str], report: SwapReport) -> None:
+        super().__init__(message, causes)
+        self.report = report
+
+
+class EvictReport(Message, frozen=True):
+    """The ranks that were removed, by their names for people."""
+
+    model: Label
+    replica: Label
+    members: tuple[Text, ...]
 
 
 class HistoryEntry(Value, frozen=True):
-    """One swap as the journal has it; `report` is how it ended, or what was decided."""
+    """One swap in the journal; `report` says how it ended, or what was decided."""
 
     swap: Label
     model: Label
     version: Count
-    state: Label  # "decided", "committed", "incomplete", "aborted"
+    state: SwapOutcome
     at: float  # seconds since the epoch
     reason: Text = ""
     report: SwapReport | None = None
+    run: Label = ""
 
 
 class HistoryReport(Message, frozen=True):
@@ -85,11 +108,11 @@ class SwapProgress(Message, frozen=True):
 
 
 class Difference(Value, frozen=True):
-    """A part of one live tensor that is not what the version's digest says.
+    """A part of one live tensor that does not match the version's digest.
 
-    Elements are counted in row-major order of the local tensor. Where the staging arena still held the version,
-    `first` and `last` are the first and last element that differ and `differing` says how many do in between; else
-    they are the ends of the block that differs, and `differing` is 0.
+    Elements are counted in row-major order of the local tensor. If the staging arena still held the version,
+    `first` and `last` are the first and last element that differ, and `differing` counts them; otherwise they are the
+    ends of the block that differs, and `differing` is 0.
     """
 
     parameter: Label
@@ -101,30 +124,31 @@ class Difference(Value, frozen=True):
 
 
 class MemberProof(Value, frozen=True):
-    """What became of checking one target rank: "proven", "differs", or "unknown" for a reason."""
+    """The result of checking one target rank; `reason`: why it is unknown."""
 
     replica: Label
     rank: Small
     node: Label
     host: Label
     pid: Count
-    state: Label
+    state: ProofState
     version: Count | None = None  # what it serves
     reason: Text = ""
     bytes: Count = 0  # compared
     digest: Label = ""  # of the version, as this rank should hold it
     blocks: Count = 0  # that differ; `differences` lists the first ones
     differences: tuple[Difference, ...] = ()
+    run: Label = ""  # of the version
 
 
 class VerifyReport(Message, frozen=True):
-    """Whether the live weights are those that were staged and verified.
+    """Whether the live weights match what was staged and verified.
 
-    `outcome` is "proven" if all ranks that serve a version are, and some do; "differs" if something differs.
+    `outcome` is PROVEN if every rank that serves a version is proven (and at least one serves), DIFFERS if any differs.
     """
 
     model: Label
-    outcome: Label  # "proven", "differs", "unknown"
+    outcome: ProofState
     members: tuple[MemberProof, ...]
     mixed: tuple[Text, ...] = ()  # ranks that should hold the same bytes of a version and were given others
     seconds: Seconds = 0.0
@@ -141,8 +165,9 @@ class SourceStatus(Value, frozen=True):
     tensors: Count
     bytes: Count
     versions: tuple[Count, ...]
-    way: Label = ""  # how it gave its latest version: "arena", "pulled", "copied"; "" before the first
+    way: TransferMode = TransferMode.NONE  # how it gave its latest version
     why: Text = ""  # the measurement that chose between pulling and copying, if one did
+    run: Label = ""  # the incarnation of the trainer that its versions are of
 
 
 class TargetStatus(Value, frozen=True):
@@ -156,15 +181,18 @@ class TargetStatus(Value, frozen=True):
     pid: Count
     tensors: Count
     bytes: Count
-    state: Label  # "serving", "empty", "behind", "fenced", "poisoned"
+    state: ServingState
     version: Count | None = None
     staged: Count | None = None
     held_bytes: Count = 0  # of its live tensors; `bytes` are those that arrive
     staging_bytes: Count = 0
+    run: Label = ""  # of the version
+    step: Label = ""  # where a swap stands in it and what its live tensors hold, as its daemon says
+    events: Events = ()  # that brought it there
 
 
 class ModelStatus(Value, frozen=True):
-    """One model: who has it, who wants it, what is going on."""
+    """One model: its sources, its targets, its running swap."""
 
     model: Label
     source_world_size: Small
@@ -177,6 +205,9 @@ class ModelStatus(Value, frozen=True):
     live: Count | None = None  # the version that was decided last
     queued: Count = 0  # swaps that wait for the running one
     verify: bool = True  # False: neither staging nor what is live is compared with anything
+    live_run: Label = ""  # of the live version
+    next_version: Count = 1  # the first one that a new trainer may publish
+    swap_events: Events = ()  # of `swap`, as in SwapReport
 
 
 class GpuStatus(Value, frozen=True):
@@ -200,6 +231,7 @@ class NodeStatus(Value, frozen=True):
     address: Label = ""  # where its workers are reached
     services: tuple[Label, ...] = ()  # copy services that can run there
     gpus: tuple[GpuStatus, ...] = ()  # those that arenas lie on; `arenas` and `arena_bytes` count these too
+    problems: tuple[Text, ...] = ()  # what stands in its way at present
 
 
 class LinkStatus(Value, frozen=True):
@@ -211,7 +243,7 @@ class LinkStatus(Value, frozen=True):
     service: Label
     lanes: Small  # pairs of workers
     bytes: Count  # per swap
-    state: Label  # "down" until the workers have met, "up"
+    state: LinkState
     seconds: Seconds = 0.0  # of the target's slowest worker in the last swap
 
 
@@ -271,7 +303,7 @@ class DescribedMember(Value, frozen=True):
 
 
 class ModelDescription(Message, frozen=True):
-    """What every registered rank of a model holds; equal descriptions once."""
+    """What every registered rank of a model holds; equal descriptions appear once."""
 
     model: Label
     shards: tuple[Shard, ...]

@@ -18,16 +18,19 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.CreateArena: frozenset({TRAINER, ENGINE}),
     local.RegisterSource: frozenset({TRAINER}),
     local.RegisterTarget: frozenset({ENGINE}),
+    local.Restored: frozenset({ENGINE}),
     local.StartSwap: _SWAPS,
     local.AbortSwap: _SWAPS,
+    local.Evict: _SWAPS,
     local.Verify: _SWAPS,  # it reads every byte of every replica
     cluster.ShardPublished: frozenset({TRAINER}),
+    cluster.WantsRoom: frozenset({TRAINER}),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """A public key that is let in: the name its owner goes by, the node it may be, the roles of that node's clients."""
+    """The rights of an admitted public key: its owner's name, the node it may be, the roles of that node's clients."""
 
     name: str
     node: str = ""  # "": any
@@ -38,7 +41,7 @@ ANYONE = Allowed("")  # a peer that needs no key: local sockets have file modes 
 
 
 def roles_for(message: Message) -> frozenset[str]:
-    """Return the roles any of which may send this message; all of them where it takes none in particular."""
+    """Return the roles that may send this message; all roles if it needs none in particular."""
     if isinstance(message, cluster.AddShard):
         return frozenset({TRAINER if message.role == "source" else ENGINE})
     return _NEEDED.get(type(message), ALL_ROLES)
@@ -48,13 +51,13 @@ def check_role(message: Message, roles: frozenset[str], who: str, where: str) ->
     """Refuse a message that none of `roles` may send.
 
     Args:
-        message: what was asked for.
-        roles: those of the sender.
+        message: the request.
+        roles: the sender's roles.
         who: the sender, for the error.
-        where: what gives the sender its roles and would have to be changed.
+        where: what gives the sender its roles; to be changed to allow the message.
 
     Raises:
-        RefusedError: names the message, the sender's roles, those that are needed and where they are given.
+        RefusedError: names the message, the sender's roles, the needed roles and where roles are given.
     """
     needed = roles_for(message)
     if not needed & roles:
@@ -65,7 +68,7 @@ def check_role(message: Message, roles: frozenset[str], who: str, where: str) ->
 
 
 def read_roles(words: Iterable[str]) -> frozenset[str]:
-    """Return roles by their names; raises ValueError where one is none."""
+    """Return roles by name; raises ValueError for an unknown name."""
     found = frozenset(words)
     if unknown := sorted(found - ALL_ROLES):
         raise ValueError(f"{unknown[0]!r} is no role; roles are {listed(ALL_ROLES)}")
@@ -73,5 +76,5 @@ def read_roles(words: Iterable[str]) -> frozenset[str]:
 
 
 def listed(roles: Iterable[str], between: str = ", ") -> str:
-    """Return roles as people read them."""
+    """Return roles as text for people."""
     return between.join(sorted(roles))

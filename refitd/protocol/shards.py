@@ -1,4 +1,4 @@
-"""How one rank's tensors travel: descriptions without repetition, and places in arenas."""
+"""One rank's tensors on the wire: descriptions without repetition, and places in arenas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.tiles import Repeat, Tile
 from refitd.dtypes import ELEMENT_SIZES, dtype_name
 from refitd.errors import ProtocolError
@@ -40,7 +40,7 @@ class WireTile(Value, frozen=True, array_like=True):
 class WireTensor(Value, frozen=True, omit_defaults=True):
     """`ParameterMetadata` on the wire; groups are indices into `Shard.groups`.
 
-    Data- and pipeline-parallel groups do not travel: who holds the same is found from what each holds.
+    Data- and pipeline-parallel groups are not sent: replicas are found from what each rank holds.
     """
 
     name: Name
@@ -61,12 +61,13 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     fill: float | None = None
     aliases: tuple[Name, ...] = ()
     cast_from: Name | None = None
+    stride_is_known: bool = True
 
 
 class Shard(Value, frozen=True):
     """All tensors of one rank. `groups` holds every rank list once, counted from the rank itself.
 
-    Rank 5 of [4, 5, 6, 7] says (-1, 0, 1, 2): ranks that hold the same, data-parallel ones say, say the same.
+    Rank 5 of [4, 5, 6, 7] sends (-1, 0, 1, 2), so that ranks with equal shards (data parallel) send equal bytes.
     """
 
     tensors: tuple[WireTensor, ...]
@@ -74,7 +75,7 @@ class Shard(Value, frozen=True):
 
 
 class Place(Value, frozen=True, array_like=True):
-    """Where a tensor's first element lies in an arena, and its strides there, in bytes."""
+    """The offset of a tensor's first element in an arena, and its strides there, in bytes."""
 
     arena: Count
     offset: Count
@@ -86,7 +87,9 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
 
     Raises:
         ProtocolError: the descriptions belong to several ranks.
+        PlanError: a field is no number, boolean or text; names tensor and field.
     """
+    metadata = [plain(m) for m in metadata]
     owners = {m.owner_rank or 0 for m in metadata}
     if len(owners) > 1:
         raise ProtocolError(f"one shard is what one rank holds; found owner_rank {sorted(owners)}")
@@ -116,35 +119,42 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
             fill=m.fill,
             aliases=m.aliases,
             cast_from=m.cast_from,
+            stride_is_known=m.stride_is_known,
         )
         for m in metadata
     )
     return Shard(tensors=tensors, groups=tuple(groups))
 
 
-def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
-    """Unpack what rank `owner_rank` holds. Numbered otherwise than by the sender, its groups are renumbered with it.
+def check_shard(shard: Shard) -> None:
+    """Check that `metadata_of` will succeed, without building anything.
 
     Raises:
         ProtocolError: a dtype is unknown, a group index points nowhere, or a name occurs twice.
     """
-    lists = [[owner_rank + step for step in steps] for steps in shard.groups]
-
-    def group(tensor: WireTensor, index: int | None) -> list[int] | None:
-        if index is None:
-            return None
-        if index >= len(lists):
-            raise ProtocolError(f"{tensor.name}: group {index} is not among the {len(lists)} groups sent")
-        return lists[index]
-
+    groups = len(shard.groups)
     names: set[str] = set()
-    found: list[ParameterMetadata] = []
     for t in shard.tensors:
         if t.dtype not in ELEMENT_SIZES:
             raise ProtocolError(f"{t.name}: unknown dtype {t.dtype!r}; known: {', '.join(ELEMENT_SIZES)}")
         if t.name in names:
             raise ProtocolError(f"{t.name}: described twice in one shard; names must be unique")
         names.add(t.name)
+        for index in (t.tp_group, t.ep_group):
+            if index is not None and index >= groups:
+                raise ProtocolError(f"{t.name}: group {index} is not among the {groups} groups sent")
+
+
+def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
+    """Unpack what rank `owner_rank` holds. Its groups are renumbered relative to that rank.
+
+    Raises:
+        ProtocolError: a dtype is unknown, a group index points nowhere, or a name occurs twice.
+    """
+    check_shard(shard)
+    lists = [[owner_rank + step for step in steps] for steps in shard.groups]
+    found: list[ParameterMetadata] = []
+    for t in shard.tensors:
         found.append(
             ParameterMetadata(
                 name=t.name,
@@ -158,8 +168,8 @@ def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
                 is_ep=t.is_ep,
                 num_experts=t.num_experts,
                 owner_rank=owner_rank,
-                tensor_parallel_group_ranks=group(t, t.tp_group),
-                expert_parallel_group_ranks=group(t, t.ep_group),
+                tensor_parallel_group_ranks=None if t.tp_group is None else lists[t.tp_group],
+                expert_parallel_group_ranks=None if t.ep_group is None else lists[t.ep_group],
                 resolved_name=t.resolved_name,
                 global_expert_index=t.global_expert_index,
                 tiles=None if t.tiles is None else tuple(_tile(tile) for tile in t.tiles),
@@ -167,6 +177,7 @@ def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
                 fill=t.fill,
                 aliases=t.aliases,
                 cast_from=t.cast_from,
+                stride_is_known=t.stride_is_known,
             )
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value
-from refitd.protocol.local import Failure
+from refitd.protocol.local import CommitDone, CommitFailed, CommitQuiet, Failure, Paused
 from refitd.protocol.shards import Shape
 
 # --- daemon to worker -------------------------------------------------------------------------------------
@@ -19,7 +19,7 @@ class MapArena(Message, frozen=True):
 
 
 class UnmapArena(Message, frozen=True):
-    """The arena will not be used again; jobs over it have been dropped."""
+    """Unmap an arena; the jobs that used it have been dropped."""
 
     arena: Count
 
@@ -37,7 +37,7 @@ class JoinEpoch(Message, frozen=True):
 
 
 class EpochValue(Message, frozen=True):
-    """What another worker of an epoch has left for all."""
+    """A value from another worker of the epoch."""
 
     epoch: Name
     key: Name
@@ -45,19 +45,19 @@ class EpochValue(Message, frozen=True):
 
 
 class LeaveEpoch(Message, frozen=True):
-    """The epoch is over: jobs of it have been dropped."""
+    """Leave an epoch that is over; its jobs have been dropped."""
 
     epoch: Name
 
 
 class WarmUp(Message, frozen=True):
-    """Import what a service needs, so that the next epoch does not wait for it."""
+    """Import a service's modules now, so that the next epoch need not wait for them."""
 
     service: Name
 
 
 class LoadJob(Message, frozen=True):
-    """Prepare what is in the memory file that comes along, `nbytes` long.
+    """Prepare the job in the memory file that comes along, `nbytes` long.
 
     Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else Halves.to_bytes, to
     be run together with the epoch's others.
@@ -70,7 +70,7 @@ class LoadJob(Message, frozen=True):
 
 
 class RunJob(Message, frozen=True):
-    """Perform a loaded job once; one of an epoch within `timeout_s`."""
+    """Run a loaded job once; a job of an epoch must end within `timeout_s`."""
 
     job: Count
     run: Count
@@ -79,7 +79,7 @@ class RunJob(Message, frozen=True):
 
 
 class DropJob(Message, frozen=True):
-    """Forget a job."""
+    """Discard a job."""
 
     job: Count
 
@@ -104,7 +104,7 @@ class TakeDigests(Message, frozen=True):
 
 
 class CompareSpans(Message, frozen=True):
-    """Compare spans two by two. Reply: SpansCompared."""
+    """Compare pairs of spans. Reply: SpansCompared."""
 
     run: Count
     pairs: tuple[tuple[Span, Span], ...]
@@ -121,7 +121,7 @@ class WorkerReady(Message, frozen=True):
 
 
 class EpochPut(Message, frozen=True):
-    """This worker leaves a value for the others of an epoch."""
+    """This worker's value for the others of an epoch."""
 
     epoch: Name
     key: Name
@@ -129,7 +129,7 @@ class EpochPut(Message, frozen=True):
 
 
 class EpochJoined(Message, frozen=True):
-    """All workers of the epoch have met."""
+    """All workers of the epoch have joined."""
 
     epoch: Name
 
@@ -149,7 +149,7 @@ class RunProgress(Message, frozen=True):
 
 
 class RunDone(Message, frozen=True):
-    """Every copy is written; with `verify`, what was read and what was written were compared and are equal."""
+    """Every copy is written; with `verify`, each was compared with its source and is equal."""
 
     run: Count
     copies: Count
@@ -159,7 +159,7 @@ class RunDone(Message, frozen=True):
 
 
 class RunFailed(Message, frozen=True):
-    """The job was not performed; `copy` is the index of the copy it failed at, if one is known."""
+    """The job failed; `copy` is the index of the failed copy, if known."""
 
     run: Count
     reason: Text
@@ -167,7 +167,7 @@ class RunFailed(Message, frozen=True):
 
 
 class DigestsTaken(Message, frozen=True):
-    """The digests one after another, or a reason why there are none."""
+    """The digests in order, or the reason why there are none."""
 
     run: Count
     digests: bytes = b""
@@ -175,7 +175,7 @@ class DigestsTaken(Message, frozen=True):
 
 
 class SpansCompared(Message, frozen=True):
-    """Of each pair the first and the last element that differ, and how many do; or a reason why that is not known."""
+    """Per pair, the first and last element that differ and how many differ; or the reason why that is unknown."""
 
     run: Count
     found: tuple[tuple[Count, Count, Count], ...] = ()
@@ -193,18 +193,18 @@ class Session(Message, frozen=True):
 
 
 class FetchArena(Message, frozen=True):
-    """The client asks for an arena of its own."""
+    """The client requests the descriptor of one of its arenas."""
 
     arena: Count
     write: bool = False
 
 
 class Goodbye(Message, frozen=True):
-    """The client closes its session in order: nothing of it is kept for a process that comes after it."""
+    """The client closes its session in order: nothing is kept for a successor process."""
 
 
 class ArenaDescriptor(Message, frozen=True):
-    """The descriptor comes along."""
+    """The reply to FetchArena; the descriptor comes along."""
 
     arena: Count
     nbytes: Count
@@ -235,5 +235,5 @@ FromWorker = (
     | EpochJoined
     | EpochFailed
 )
-DescriptorRequest = FetchArena | Goodbye
+DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, that is
 DescriptorReply = Session | ArenaDescriptor | Failure

@@ -13,7 +13,7 @@ Slices = tuple[slice, ...]
 
 
 class ReshardTransform(ABC):
-    """Takes over sending, receiving and writing of the parameters that it wants.
+    """Replaces sending, receiving and writing of the parameters that it selects (Megatron-Core: `ReshardTransform`).
 
     A sender that has no transform, or whose transform gives one tensor, sends the elements of a piece as they
     are; a receiver's `prepare_recv` must then give one buffer of the same number of elements and dtype. Where a

@@ -1,4 +1,4 @@
-"""CastTransform: weights that sources hold in one float type land in tensors of another one, kept by an engine."""
+"""CastTransform: write weights of one float type into an engine's existing tensors of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements of a tensor have been received: every one once, or it is said which were not."""
+"""Track which elements of a tensor have been received; each must arrive once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Box = tuple[tuple[int, int], ...]  # first and last + 1, by dimension
 
 
 def box_of(name: str, slices: Sequence[slice | int], shape: Sequence[int]) -> Box:
-    """Return the box that slices mean; it must lie in the tensor and have no gaps in itself."""
+    """Return the box that slices select; it must lie in the tensor and be contiguous in each dimension."""
     if len(slices) != len(shape):
         raise RefusedError(f"{name}: {_said(slices)} has {len(slices)} dimensions, the tensor has {list(shape)}")
     box = []
@@ -28,7 +28,7 @@ def box_of(name: str, slices: Sequence[slice | int], shape: Sequence[int]) -> Bo
 
 
 class Coverage:
-    """The boxes of one tensor that are there."""
+    """The received boxes of one tensor."""
 
     def __init__(self, name: str, shape: Sequence[int]) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""MXFP8ReshardTransform: weights that sources hold in bfloat16 land in MXFP8, in memory that an engine keeps.
+"""MXFP8ReshardTransform: write weights that sources hold in bfloat16 into an engine's existing MXFP8 buffers.
 
     receivers convert    bfloat16 on the way    any cut: blocks that are cut are put together here
     senders convert      data and scale         half the bytes; every piece must be whole blocks of 32

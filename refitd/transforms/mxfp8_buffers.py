@@ -1,4 +1,4 @@
-"""MXFP8 in torch tensors: what holds data and scales, and conversions into it, in place, on any device.
+"""MXFP8 in torch tensors: buffers of data and scales, and conversions into them, in place, on any device.
 
 Scales are only ever touched as bytes: torch rounds numbers when it converts them to float8_e8m0fnu, and has no copy
 of that type on every device.
@@ -20,13 +20,14 @@ from refitd.transforms import mxfp8_format as fmt
 from refitd.transforms.mxfp8_format import BLOCK, Rounding, Scratch
 
 DATA_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+_EXACT = (torch.Tensor, torch.nn.Parameter)
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _WORDS = {torch.bfloat16: (torch.int16, "uint16"), torch.float32: (torch.int32, "uint32")}
 
 
 @dataclass(frozen=True, eq=False)
 class MXFP8Buffer:
-    """A tensor in MXFP8 whose memory stays where it is.
+    """A tensor in MXFP8 with fixed memory.
 
     Attributes:
         data: E4M3 elements in the tensor's shape, as uint8 or float8_e4m3fn.
@@ -118,6 +119,8 @@ class Held:
 
 def is_quantized(value: object) -> bool:
     """Whether this holds a tensor in MXFP8."""
+    if type(value) in _EXACT and value.dtype not in DATA_DTYPES:  # type: ignore[attr-defined]
+        return False  # nearly all of 100,000 tensors
     parts = _parts(value)
     return parts is not None and parts[0].dtype in DATA_DTYPES
 
@@ -170,11 +173,12 @@ def held_of(name: str, value: object) -> Held:
 
 def _parts(value: object) -> tuple[torch.Tensor, torch.Tensor, bool, bool] | None:
     """Return data, scale, whether scales may be padded, and whether they are said to be swizzled."""
-    data, scale = getattr(value, "_rowwise_data", None), getattr(value, "_rowwise_scale_inv", None)
-    if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):
+    # scales first: every tensor has `data`, and makes a new one of it each time
+    scale = getattr(value, "_rowwise_scale_inv", None)
+    if isinstance(scale, torch.Tensor) and isinstance(data := getattr(value, "_rowwise_data", None), torch.Tensor):
         return data, scale, True, bool(getattr(value, "_with_gemm_swizzled_scales", False))
-    data, scale = getattr(value, "data", None), getattr(value, "scale", None)
-    if isinstance(data, torch.Tensor) and isinstance(scale, torch.Tensor):
+    scale = getattr(value, "scale", None)
+    if isinstance(scale, torch.Tensor) and isinstance(data := getattr(value, "data", None), torch.Tensor):
         return data, scale, False, False
     return None
 

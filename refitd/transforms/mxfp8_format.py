@@ -1,4 +1,7 @@
-"""What MXFP8 is, in integers: 32 elements of E4M3 share a power of two, E8M0. numpy only.
+"""MXFP8 in integers, with numpy only: 32 elements of E4M3 share one power of two, E8M0.
+
+The format is that of the "OCP Microscaling Formats (MX) Specification", version 1.0, whose section 6.3 rounds scales
+down (FLOOR). RCEIL is Transformer Engine's and cuBLAS's rounding (torchao: `ScaleCalculationMode.RCEIL`).
 
     value = element * 2 ** (scale byte - 127)         scale byte 255: every value of the block is NaN
 
@@ -51,8 +54,8 @@ Bytes = npt.NDArray[np.uint8]
 class Rounding(StrEnum):
     """How the scale of a block follows from its largest magnitude."""
 
-    RCEIL = "rceil"  # up, so that nothing saturates: cuBLAS, Transformer Engine, Megatron
-    FLOOR = "floor"  # down: the text of the OCP specification
+    RCEIL = "rceil"  # up, so that nothing saturates: cuBLAS, Transformer Engine, Megatron-Core
+    FLOOR = "floor"  # down: OCP MX 1.0, section 6.3
 
 
 def quantize(
@@ -110,7 +113,9 @@ def swizzled_size(rows: int, blocks: int) -> int:
 
 
 def swizzle(scales: Bytes, out: Bytes) -> None:
-    """Lay row-major scales out as tensor cores read them, in place: `out` is 1-D, of `swizzled_size`.
+    """Swizzle row-major scales into `out` (1-D, of `swizzled_size`), the layout that tensor cores read.
+
+    It is cuBLAS's "1D block scaling factors layout" and torchao's `to_blocked`.
 
     Tiles of 128 rows and 4 blocks follow each other row-major, 512 bytes each. Inside one, the scale of row r and
     block c lies at (r % 32) * 16 + (r // 32) * 4 + c: four groups of 32 rows side by side.

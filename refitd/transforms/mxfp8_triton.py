@@ -1,6 +1,6 @@
 """MXFP8 on the device: one kernel that reads bfloat16 and writes elements and scales, with nothing in between.
 
-The arithmetic is that of `mxfp8_format`, in integers, on one block a row. On a GPU it has never run: see the README.
+The arithmetic is that of `mxfp8_format`, in integers, on one block a row. It has never run on a GPU: see docs/gpu.md.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
-from refitd.execute.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
 from refitd.transforms.mxfp8_format import Rounding, Scratch, quantize, swizzle
 
 PROGRESS_BYTES = 8 << 20

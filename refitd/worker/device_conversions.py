@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.copy_services.device_stream import on_streams
 from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
-from refitd.execute.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
 from refitd.transforms.mxfp8_buffers import Held, check_device, quantize
 from refitd.transforms.mxfp8_format import Rounding, Scratch
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from refitd.addressing.conversions import ConversionList
+from refitd.addressing.copies import CopyList
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.registry import Registry
 from refitd.errors import ArenaError, ConfigError, RefitdError
-from refitd.execute.conversions import ConversionList
-from refitd.execute.copies import CopyList
 
 if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from refitd.addressing.between_nodes import Halves
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.copy_services.epoch import Epoch, Mailbox
 from refitd.copy_services.exchange import ExchangeService, Transfers
 from refitd.copy_services.registry import Registry
-from refitd.errors import ConfigError, TransportError
-from refitd.execute.halves import Halves
+from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 from refitd.protocol import sidecar
 from refitd.worker.devices import Devices, torch_with_one_thread
 
@@ -44,6 +44,7 @@ class Exchanges:
 
         Raises:
             ConfigError: the service cannot run here.
+            DeadlineExceeded: this worker was not ready in time, or somebody did not come.
             TransportError: the workers did not meet, with who is missing.
         """
         join = self._registry.find(message.service).join
@@ -51,17 +52,30 @@ class Exchanges:
             raise ConfigError(f"copy service {message.service!r} does not cross nodes; set transport.service")
         started = time.monotonic()
         torch_with_one_thread()
-        self._services[message.epoch] = join(
-            Epoch(
-                id=message.epoch,
-                index=message.index,
-                labels=message.labels,
-                address=message.address,
-                staging_bytes=message.staging_bytes,
-                mailbox=mailbox,
-                timeout=max(0.1, message.timeout_s - (time.monotonic() - started)),
-            )
+        spent = time.monotonic() - started
+        left = message.timeout_s - spent
+        own = (
+            f"{message.labels[message.index]} took {spent:.1f} s of the {message.timeout_s:.1f} s for joining epoch "
+            f"{message.epoch} to load what {message.service} needs, which is loaded now: try again; where that is too "
+            "slow, raise deadlines.plan_s"
         )
+        if left <= 0:
+            raise DeadlineExceeded(own)
+        epoch = Epoch(
+            id=message.epoch,
+            index=message.index,
+            labels=message.labels,
+            address=message.address,
+            staging_bytes=message.staging_bytes,
+            mailbox=mailbox,
+            timeout=left,
+        )
+        try:
+            self._services[message.epoch] = join(epoch)
+        except DeadlineExceeded as exc:
+            if spent < left:
+                raise
+            raise DeadlineExceeded(f"{exc}; {own}") from exc  # nobody else is to blame for the time that was left
 
     def leave(self, epoch: str) -> None:
         """Close an epoch's service and its connections."""

@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from refitd.addressing.conversions import ConversionList
+from refitd.addressing.copies import CopyList
 from refitd.buffers import handoff
 from refitd.buffers.arena import MappedArena, die_with_parent
 from refitd.copy_services.base import DigestMismatch, MappedCopyService, PreparedJob, RunResult
 from refitd.copy_services.epoch import Mailbox
 from refitd.copy_services.registry import Registry, installed
 from refitd.errors import DeadlineExceeded, PeerLost, RefitdError
-from refitd.execute.conversions import ConversionList
-from refitd.execute.copies import CopyList
 from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
 from refitd.worker import digests

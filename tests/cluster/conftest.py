@@ -49,4 +49,4 @@ def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Runni
 @pytest.fixture
 def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
     # a rank that misses its commit point is given up soon
-    return start_daemon("[deadlines]\ncommit_s = 2.0\n")
+    return start_daemon("[deadlines]\ncommit_s = 4.0\n")

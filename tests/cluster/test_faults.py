@@ -40,7 +40,7 @@ class Fleet:
         ]
         self.source.publish(1)
         with Engine(*self.targets):
-            self.trainer.swap("policy", 1, timeout=20)
+            self.trainer.swap("policy", 1, timeout=60)
         self.first = {name: t.clone() for name, t in self.full.items()}
         for tensor in self.full.values():
             tensor.add_(1)
@@ -51,7 +51,7 @@ class Fleet:
 
     def swap_succeeds(self, version: int = 2) -> bool:
         with Engine(*self.targets):
-            return self.trainer.swap("policy", version, timeout=20).outcome == "committed"
+            return self.trainer.swap("policy", version, timeout=60).outcome == "committed"
 
     def serves_second(self) -> bool:
         return all(shards.equal(live, self.full) for live in self.live)
@@ -79,6 +79,7 @@ def refused_target(fleet: Fleet, tensors: Tensors, why: str) -> None:
         with pytest.raises(refitd.PlanError, match=why):
             fleet.trainer.plan("policy")
         assert fleet.serves_first()
+    eventually(lambda: all(t.replica != "bad" for t in fleet.trainer.status().models[0].targets), "it has left")
     assert fleet.swap_succeeds() and fleet.serves_second()
 
 
@@ -166,10 +167,11 @@ def test_a_second_swap_while_one_runs_is_refused(fleet: Fleet) -> None:
         assert running.result().outcome == "committed"
 
 
-def test_more_memory_than_there_is_is_refused_with_the_numbers(daemon: RunningDaemon) -> None:
+def test_more_memory_than_there_is_is_refused_with_the_numbers(daemon: RunningDaemon, tmp_path: Path) -> None:
     with daemon.connect() as client:
-        huge = torch.empty(1 << 44, dtype=torch.uint8, device="meta")
-        with pytest.raises(refitd.ArenaError, match=r"17592186044416 bytes asked for, \d+ bytes available under \w+"):
+        # a file of nothing but holes
+        huge = torch.from_file(str(tmp_path / "holes"), shared=True, size=1 << 40, dtype=torch.uint8)
+        with pytest.raises(refitd.ArenaError, match=r"1099511627776 bytes asked for, \d+ bytes available under \w+"):
             client.register_target("policy", {"w": huge}, replica="r")
         assert client.status().nodes[0].arenas == 0
 
@@ -183,7 +185,7 @@ def test_a_tensor_that_was_replaced_fails_the_commit_and_is_named(fleet: Fleet) 
     module.weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     engine = Engine(target)
     with engine, pytest.raises(refitd.RefitFailed, match="weight: its storage has changed") as failure:
-        fleet.trainer.swap("linear", timeout=20)
+        fleet.trainer.swap("linear", timeout=60)
     assert failure.value.report is not None and failure.value.report.outcome == "incomplete"
     assert target.version is None
     assert isinstance(engine.errors[0], refitd.CommitError)
@@ -312,7 +314,7 @@ def test_a_coordinator_that_dies_beside_its_daemon_is_started_again_and_loses_no
     first = fleet.trainer.status().coordinator_pid
     eventually(lambda: fleet.trainer.status().uptime_s > 3.5, "it has run for a while")
     os.kill(first, signal.SIGKILL)
-    eventually(lambda: pid() != first, "another coordinator answers", timeout=20)
+    eventually(lambda: pid() != first, "another coordinator answers", timeout=60)
     assert fleet.swap_succeeds() and fleet.serves_second()
 
 
@@ -504,11 +506,11 @@ def test_a_coordinator_that_is_killed_and_comes_back_is_told_everything_again(
         target = client.register_target("policy", live, replica="r")
         source.publish(1)
         with Engine(target):
-            client.swap("policy", 1, timeout=20)
+            client.swap("policy", 1, timeout=60)
             coordinator.kill()
             coordinator.wait()
             with pytest.raises(refitd.TransportError, match="coordinator"):
-                client.swap("policy", 1, timeout=20)
+                client.swap("policy", 1, timeout=60)
             daemon.start_coordinator()
             eventually(lambda: _has_coordinator(client) and bool(client.status().models), "members are known again")
             status = client.status().models[0]
@@ -516,7 +518,7 @@ def test_a_coordinator_that_is_killed_and_comes_back_is_told_everything_again(
             assert status.targets[0].version == 1
             full["layers.0.norm.weight"].add_(1)
             source.publish(2)
-            assert client.swap("policy", 2, timeout=20).outcome == "committed"
+            assert client.swap("policy", 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)
 
 

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 import refitd
 from refitd.buffers import handoff
-from refitd.protocol import local, reports, shards, sidecar
-from refitd.protocol.codec import encode
+from refitd.protocol import cluster, local, reports, shards, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.codec import Decoder, encode
 from tests.cluster.test_keys import Head, Nodes, head, joined, nodes  # noqa: F401  fixtures among them
+from tests.support import leaks
 from tests.support.cluster import Engine, RunningDaemon, eventually
 from tests.support.hostile import Figures, RawPeer, coordinator_pid, figures, fleet, refused
 
@@ -59,9 +62,11 @@ def test_token_opens_one_session_once_from_its_own_process_while_its_socket_is_o
         assert "opens no session" in refused(peer.hello(b"", second))
         assert "has a session already" in refused(peer.hello(os.urandom(16)))
         assert "say Hello" in refused(peer.ask(local.GetStatus(), second))
+        held = leaks.descriptors(daemon.process.pid)
         with RawPeer(daemon.directory, hello=False) as gone:
             token = gone.token
-        eventually(lambda: "opens no session" in refused(peer.hello(token, second)), "its socket has closed")
+        eventually(lambda: leaks.descriptors(daemon.process.pid) == held, "the daemon knows that the socket has closed")
+        assert "opens no session" in refused(peer.hello(token, second))
         assert isinstance(peer.ask(local.GetStatus()), reports.StatusReport)
 
 
@@ -238,7 +243,7 @@ def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) 
     host, _, port = head.endpoint.removeprefix("tcp://").rpartition(":")
     half_open = []
     for number in range(300):
-        peer = socket.create_connection((host, int(port)), timeout=20)
+        peer = socket.create_connection((host, int(port)), timeout=60)
         # nothing; a greeting; a greeting and a command that is no HELLO; a greeting and half of one
         peer.sendall((b"", GREETING, GREETING + b"\x04\x04\x03ABC", GREETING + b"\x04\xc8\x05HELLO")[number % 4])
         half_open.append(peer)
@@ -294,7 +299,7 @@ def test_key_is_bound_to_its_node_and_the_roles_of_its_clients(head: Head, nodes
                 act()
         assert "needs the role" in head.log()
         with Engine(target):
-            assert trainer.swap("policy", timeout=20).outcome == "committed"
+            assert trainer.swap("policy", timeout=60).outcome == "committed"
 
 
 @pytest.mark.parametrize("role", ["engine", "trainer", "operator"])
@@ -367,3 +372,39 @@ def as_user(uid: int, directory: Path, *, zmq_only: bool = False) -> str:
     command = [sys.executable, "-c", STRANGER, repr(sys.path), str(directory), str(uid), str(zmq_only)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return ran.stdout + ran.stderr
+
+
+def peak_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return int(fields["VmHWM"].split()[0]) << 10
+
+
+def test_who_is_not_let_in_yet_may_say_one_small_hello_and_nothing_is_built_of_the_rest(daemon: RunningDaemon) -> None:
+    count = 62 << 20
+    nested = b"\x92\x01\xdd" + count.to_bytes(4, "big") + b"\x90" * count
+    with fleet(daemon) as here, RawPeer(daemon.directory, hello=False) as stranger, RawPeer(daemon.directory) as client:
+        pids = {"daemon": daemon.process.pid, "coordinator": coordinator_pid(daemon)}
+        before = {name: peak_bytes(pid) for name, pid in pids.items()}
+        # the daemon, before and after Hello, and the coordinator
+        stranger.socket.send(nested)
+        client.socket.send(nested)
+        knocks = stranger._context.socket(zmq.DEALER)
+        knocks.setsockopt(zmq.LINGER, 0)
+        knocks.connect(f"ipc://{daemon.directory / 'coordinator.sock'}")
+        knocks.send(nested)
+        assert knocks.poll(20_000)
+        _, answer = Decoder(cluster.CoordinatorMessage).decode(knocks.recv())
+        assert isinstance(answer, local.Failure) and "NodeHello" in answer.message
+        assert "say Hello" in refused(stranger.ask(local.GetStatus(), number=9))
+        assert isinstance(client.ask(local.GetStatus(), number=9), reports.StatusReport)
+        here.swap()
+        # the frame as it came, once more as bytes, and what counting takes: 4.6 GiB before
+        grown = {name: peak_bytes(pid) - before[name] for name, pid in pids.items()}
+        assert all(nbytes < 5 * len(nested) for nbytes in grown.values()), grown
+        # small frames of strangers are not decoded either, whatever they ask for
+        shard = shards.Shard((shards.WireTensor("w", (4,), "float32"),))
+        register = local.RegisterSource(model="x", rank=0, world_size=1, shard=shard)
+        assert "say Hello" in refused(stranger.ask(register))
+        long = local.Hello(protocol=PROTOCOL_VERSION, token=b"x" * 5000)
+        stranger.socket.send(encode(0, long))
+        assert isinstance(stranger.hello(stranger.token), local.Welcome)

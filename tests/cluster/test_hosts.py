@@ -35,7 +35,7 @@ class Fleet:
             keygen = [sys.executable, "-m", "refitd_cli.control", "keygen", name, "--directory", str(keys)]
             subprocess.run(keygen, check=True, timeout=30, capture_output=True)
         (keys / "allowed").write_text((keys / "a.pub").read_text() + (keys / "b.pub").read_text())
-        common = "[deadlines]\nplan_s = 20.0\nstage_s = 15.0\ncommit_s = 5.0\n"
+        common = "[deadlines]\nplan_s = 60.0\nstage_s = 15.0\ncommit_s = 5.0\n"
         endpoint = f"[coordinator]\nendpoint = 'tcp://{hosts.addresses[0]}:{PORT}'\n"
         self.daemons = []
         for name, netns in zip(("a", "b"), hosts.names, strict=True):

@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 
 import refitd
-from refitd.protocol import keys
-from tests.support.cluster import RunningDaemon, eventually
+from refitd.protocol import keys, local
+from refitd.protocol.channel import Dealer
+from tests.support.cluster import Engine, RunningDaemon, eventually
 
 JOIN_S = 20.0
 
 
 class Head:
-    """`refitd coordinator` listening on tcp, with a key or without."""
+    """`refitd coordinator` listening on tcp, with a key."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -34,13 +36,12 @@ class Head:
         self._log = directory / "head.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *allowed: keys.KeyPair) -> None:
-        """Start with this list; without keys if it is empty."""
+    def start(self, *allowed: keys.KeyPair, more: str = "") -> None:
+        """Start with this list."""
         text = f'[coordinator]\nendpoint = "{self.endpoint}"\n[node]\nruntime_dir = "{self._directory / "run"}"\n'
-        if allowed:
-            self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
-            self._allowed.chmod(0o644)
-            text += f'[security]\nkey = "{self._key}"\nallowed = "{self._allowed}"\n'
+        self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
+        self._allowed.chmod(0o644)
+        text += f'[security]\nkey = "{self._key}"\nallowed = "{self._allowed}"\n{more}'
         config = self._directory / "head.toml"
         config.write_text(text)
         started = self.log().count("event=ready")
@@ -81,13 +82,12 @@ class Nodes:
         return pair
 
     def start(
-        self, name: str, *, key: keys.KeyPair | None, server_key: str = "", host: str = "", more: str = ""
+        self, name: str, *, key: keys.KeyPair, server_key: str = "", host: str = "", more: str = ""
     ) -> RunningDaemon:
         endpoint = self._head.endpoint.replace("127.0.0.1", host or "127.0.0.1")
         text = f'[node]\nname = "{name}"\nworkers = 1\n[coordinator]\nendpoint = "{endpoint}"\n'
-        if key is not None:
-            server_key = server_key or str(self._head.public_file)
-            text += f'[security]\nkey = "{self._directory / key.name}.key"\nserver_key = "{server_key}"\n'
+        server_key = server_key or str(self._head.public_file)
+        text += f'[security]\nkey = "{self._directory / key.name}.key"\nserver_key = "{server_key}"\n'
         return self._start_daemon(text + more, standalone=False)
 
 
@@ -138,11 +138,29 @@ def test_key_that_is_not_on_the_list_does_not_join_and_both_logs_say_so(head: He
     assert joined(nodes.start("a", key=a)) == ["a"]
 
 
-def test_daemon_without_a_key_does_not_join_and_both_logs_say_so(head: Head, nodes: Nodes) -> None:
+def test_peer_without_a_key_is_not_heard_not_even_over_loopback(head: Head, nodes: Nodes) -> None:
     a = nodes.key("a")
     head.start(a)
-    says(nodes.start("plain", key=None), "set security.key and security.server_key here")
-    eventually(lambda: "a peer uses no keys" in head.log(), "the coordinator says what the daemon lacks")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        stranger = Dealer(context, head.endpoint)
+        stranger.send(1, local.GetStatus())
+        said = set()
+
+        def both_have_said_it() -> bool:
+            # Whoever reads the other's greeting first hangs up, and the other may see only that: it tries again, as a
+            # daemon does.
+            said.add(stranger.failure())
+            stranger.retry()
+            return "a peer uses no keys" in head.log() and any(
+                text is not None and "set security.key and security.server_key here" in text for text in said
+            )
+
+        eventually(both_have_said_it, "both ends say what the peer lacks", JOIN_S)
+        assert stranger.receive() is None
+        stranger.close()
+    finally:
+        context.destroy(linger=0)
     assert joined(nodes.start("a", key=a)) == ["a"]
 
 
@@ -157,21 +175,23 @@ def test_daemon_that_expects_another_coordinator_does_not_join_and_both_logs_say
     eventually(lambda: text in head.log(), "the coordinator says which key is its own")
 
 
-def test_daemon_with_a_key_does_not_talk_to_a_coordinator_without(head: Head, nodes: Nodes) -> None:
-    head.start()
-    says(nodes.start("a", key=nodes.key("a")), "set security.key and security.allowed for the coordinator, too")
-    eventually(lambda: "a peer uses keys and there are none here" in head.log(), "the coordinator says what it lacks")
-
-
 def test_daemon_whose_coordinator_does_not_answer_says_what_may_be_the_reason(head: Head, nodes: Nodes) -> None:
     daemon = nodes.start("a", key=nodes.key("a"), more="[deadlines]\nconnect_s = 0.5\n")
     eventually(lambda: "event=no-coordinator" in daemon.log(), "the log says that nobody answers", JOIN_S)
     assert head.endpoint in daemon.log() and "firewalls and keys" in daemon.log()
 
 
-def test_loopback_without_keys_works_as_before(head: Head, nodes: Nodes) -> None:
-    head.start()
-    assert joined(nodes.start("a", key=None)) == ["a"]
+@pytest.mark.parametrize("command", [["coordinator"], ["serve"], ["serve", "--standalone"]])
+def test_nothing_starts_on_loopback_tcp_without_keys(command: list[str], head: Head, tmp_path: Path) -> None:
+    config = tmp_path / "plain.toml"
+    config.write_text(f'[node]\nruntime_dir = "{tmp_path / "run"}"\n[coordinator]\nendpoint = "{head.endpoint}"\n')
+    env = {name: value for name, value in os.environ.items() if not name.startswith("REFITD_")}
+    arguments = [sys.executable, "-m", "refitd_cli.daemon", *command, "--config", str(config)]
+    ended = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "refitctl keygen HEAD" in ended.stderr and "refitctl keygen NODE" in ended.stderr
+    assert "ipc://" in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -238,3 +258,54 @@ def test_standalone_daemon_lets_others_in_by_key(head: Head, nodes: Nodes, start
     )
     assert joined(alone)
     assert joined(nodes.start("a", key=a)) == ["a", "head"]
+
+
+def test_replica_that_nobody_expects_is_refused_and_neither_gets_weights_nor_blocks_a_swap(
+    head: Head, nodes: Nodes
+) -> None:
+    a, b = nodes.key("a"), nodes.key("b")
+    head.start(a, b, more='[models.policy]\nreplicas = ["engine-*", "canary"]\n')
+    trains, serves = nodes.start("a", key=a), nodes.start("b", key=b)
+    assert joined(trains) and joined(serves)
+    with trains.connect() as trainer, serves.connect() as stranger:
+        source = trainer.register_source("policy", {"w": torch.ones(64, 64)})
+        source.publish(1)
+        mine = torch.zeros(64, 64)
+        target = trainer.register_target("policy", {"w": mine}, replica="engine-0")
+        with Engine(target):
+            assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
+        for name in ("stranger", "engine", "Engine-1", "canary2"):
+            with pytest.raises(
+                refitd.RefusedError, match=rf"nobody expects replica '{name}'.*models\.policy\.replicas.*'engine-\*'"
+            ):
+                stranger.register_target("policy", {"w": torch.zeros(64, 64)}, replica=name)
+        source.publish(2)
+        with Engine(target):
+            report = trainer.swap("policy", 2, timeout=60)
+        assert [member.replica for member in report.members] == ["engine-0"]
+        late = torch.zeros(64, 64)
+        # one that is expected is caught up as before
+        with Engine(joins := stranger.register_target("policy", {"w": late}, replica="canary")):
+            eventually(lambda: joins.version == 2, "the replica that is expected is caught up", 20)
+        # another model lists nobody
+        stranger.register_target("other", {"w": torch.zeros(8)}, replica="any").close()
+
+
+def test_key_that_may_not_act_as_an_engine_is_given_no_weights_by_catch_up(head: Head, nodes: Nodes) -> None:
+    a, b = nodes.key("a"), nodes.key("b")
+
+    class Line:
+        public_line = f"{b.public_line} node=b roles=trainer,operator"
+
+    head.start(a, Line)  # type: ignore[arg-type]
+    trains, looks = nodes.start("a", key=a), nodes.start("b", key=b)
+    assert joined(trains) and joined(looks)
+    with trains.connect() as trainer, looks.connect() as stranger:
+        source = trainer.register_source("policy", {"w": torch.ones(64, 64)})
+        source.publish(1)
+        with Engine(trainer.register_target("policy", {"w": torch.zeros(64, 64)}, replica="r")):
+            assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
+            with pytest.raises(refitd.RefusedError, match=r"needs the role engine.*security\.allowed"):
+                stranger.register_target("policy", {"w": torch.zeros(64, 64)}, replica="s")
+            source.publish(2)
+            assert trainer.swap("policy", 2, timeout=60).outcome == "committed"

@@ -32,7 +32,7 @@ def swap_succeeds(client: refitd.Client, model: str) -> bool:
     live = shards.zeros_like(full)
     client.register_source(model, full, slots=1).publish(1)
     with Engine(client.register_target(model, live, replica="r")):
-        return client.swap(model, 1, timeout=20).outcome == "committed" and shards.equal(live, full)
+        return client.swap(model, 1, timeout=60).outcome == "committed" and shards.equal(live, full)
 
 
 def test_a_registration_that_needs_too_many_descriptors_is_refused_and_a_smaller_one_works(
@@ -125,25 +125,25 @@ def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_t
         source.publish(1)
         coordinator = client.status().coordinator_pid
         with Engine(target):
-            client.swap("policy", 1, timeout=20)
+            client.swap("policy", 1, timeout=60)
             first = {name: tensor.clone() for name, tensor in live.items()}
             full["layers.0.norm.weight"].add_(1)
             source.publish(2)
             before = resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
             for _ in range(2):
                 with pytest.raises(refitd.RefitFailed, match="the decision could not be journalled") as failure:
-                    client.swap("policy", 2, timeout=20)
+                    client.swap("policy", 2, timeout=60)
                 assert failure.value.report is not None and failure.value.report.outcome == "aborted"
                 assert "files may grow to 1024 bytes (RLIMIT_FSIZE)" in str(failure.value)
                 assert shards.equal(live, first) and target.version == 1
             resource.prlimit(coordinator, resource.RLIMIT_FSIZE, before)
-            assert client.swap("policy", 2, timeout=20).outcome == "committed"
+            assert client.swap("policy", 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)
 
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_coordinator_whose_journal_cannot_be_written_does_not_start(tmp_path: Path, existing: bool) -> None:
-    from refitd.commit.journal import Journal
+    from refitd.coordinator.journal import Journal
 
     path = tmp_path / "journal.sqlite"
     if existing:
@@ -173,7 +173,7 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
         target = client.register_target("policy", live, replica="r")
         source.publish(1)
         with Engine(target):  # whatever is imported at the first swap has been
-            client.swap("policy", 1, timeout=20)
+            client.swap("policy", 1, timeout=60)
         for tensor in full.values():
             tensor.add_(1)
         source.publish(2)  # into the other slot: its copies are not known to the workers yet
@@ -189,10 +189,10 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
                 r"worker \d on node n0.*could not be given its part of the copies: Too many open files; raise `ulimit"
             )
             with Engine(target), pytest.raises(refitd.RefitFailed, match=says):
-                client.swap("policy", 2, timeout=20)
+                client.swap("policy", 2, timeout=60)
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         assert daemon.process.poll() is None and target.version == 1
         with Engine(target):
-            assert client.swap("policy", 2, timeout=20).outcome == "committed"
+            assert client.swap("policy", 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)

@@ -213,7 +213,7 @@ def test_any_layout_holds_what_the_whole_tensor_would_be(
         with Engine(*targets) as running:
             for version in range(1, 4):
                 full = sources.publish(version)
-                report = trainer.swap("m", version, timeout=20)
+                report = trainer.swap("m", version, timeout=60)
                 assert report.outcome == "committed"
                 for replica in replicas:
                     replica.assert_holds(full)
@@ -239,7 +239,7 @@ def test_roundings_are_what_is_declared(daemon: RunningDaemon, rounding: Roundin
         received = Replica((engine,), "sent", 2, rounding=rounding, convert_on_send=True)
         with Engine(*received.targets):
             full = sources.publish(1)
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
         received.assert_holds(full)
         other = next(r for r in Rounding if r is not rounding)
         assert not torch.equal(oracle(full["w"], rounding)[1], oracle(full["w"], other)[1])
@@ -261,7 +261,7 @@ def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: Runnin
                     trainer.register_source("n", mine, metadata=[meta], mxfp8=MXFP8Offer(("w",)))
         held = MXFP8Buffer.empty((192, 320))
         with Engine(engine.register_target("m", {"w": held}, replica="r")):
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
         data, scale = oracle(full["w"])
         assert torch.equal(held.data, data) and torch.equal(held.scale, scale)
 
@@ -280,7 +280,7 @@ def test_float32_sources_are_rounded_to_bfloat16_first(daemon: RunningDaemon, co
         target = engine.register_target("m", held, replica="r", metadata=metas, convert_on_send=convert_on_send)
         source.publish(1)
         with Engine(target):
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
         for name in CONVERTED:
             data, scale = oracle(full[name])
             assert torch.equal(held[name].data, data) and torch.equal(held[name].scale, scale)
@@ -320,7 +320,7 @@ def test_lending_what_is_offered_converts_it(daemon: RunningDaemon) -> None:
         received = Replica((engine,), "r", 1, convert_on_send=True)
         with Engine(*received.targets), source.lend(1) as lease:
             assert lease.has_ended and source.lending == "copied"
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
         received.assert_holds(full)
         with pytest.raises(refitd.RefusedError, match="cannot be pulled"):
             trainer.register_source("n", full, mxfp8=OFFER, pull=True)
@@ -404,7 +404,7 @@ def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: R
         Trainer((trainer,), 1).publish(1)
         received = Replica((engine,), "r", 1, convert_on_send=True)
         with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*v: it is wanted in MXFP8 and no source offers it"):
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
         with pytest.raises(refitd.PlanError, match="w: it is wanted in MXFP8 and no source offers it"):
             trainer.plan("m")
         received.targets[0].close()
@@ -415,7 +415,7 @@ def test_roundings_that_differ_are_refused_before_anything_moves(daemon: Running
         Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, Rounding.FLOOR)).publish(1)
         Replica((engine,), "r", 1, convert_on_send=True)
         with pytest.raises(refitd.RefusedError, match=r"v: sources round its scales floor, wanted is rceil"):
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
 
 
 @pytest.mark.slow
@@ -425,7 +425,7 @@ def test_only_mxfp8_is_no_source_for_bfloat16(daemon: RunningDaemon) -> None:
         plain = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
         engine.register_target("m", plain, replica="plain")
         with pytest.raises(refitd.RefitFailed, match="v: "):
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)
 
 
 # --- faults -----------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def swap_fails(daemon: RunningDaemon, says: str, register: Callable[[refitd.Clie
         Trainer((trainer,), 1).publish(1)
         with Engine(register(engine)) as running:
             with pytest.raises(refitd.RefitFailed, match=says):
-                trainer.swap("m", 1, timeout=20)
+                trainer.swap("m", 1, timeout=60)
             eventually(lambda: bool(running.errors), "the engine was told")
 
 
@@ -543,7 +543,7 @@ def test_derived_tensors_are_made_anew_after_the_weights_in_order(daemon: Runnin
         with Engine(target) as running:
             for version in (1, 2):
                 full = sources.publish(version)
-                report = trainer.swap("m", version, timeout=20)
+                report = trainer.swap("m", version, timeout=60)
                 assert torch.equal(double, (full["norm"] + 1) * 2)
         assert seen == ["total", "double"] * 2 and not running.errors
         assert report.members[0].paused_s == pytest.approx(target.last_pause_s)
@@ -584,4 +584,4 @@ def test_a_derived_tensor_without_a_hook_refuses_the_swap(daemon: RunningDaemon)
             engine.register_target("m", mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("other",))})
         engine.register_target("m", mine, replica="r", derived={"fused": Derived(torch.zeros(4), ("norm",))})
         with pytest.raises(refitd.RefusedError, match=r"r rank 0 .*fused derived from .*no hook"):
-            trainer.swap("m", 1, timeout=20)
+            trainer.swap("m", 1, timeout=60)

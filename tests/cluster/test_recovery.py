@@ -34,7 +34,7 @@ class Fleet:
         for version in (1, 2):
             self.publish(version)
             with Engine(self.target):
-                self.trainer.swap("policy", version, timeout=20)
+                self.trainer.swap("policy", version, timeout=60)
 
     def publish(self, version: int) -> None:
         for tensor in self.tensors.values():
@@ -65,7 +65,7 @@ def test_rollback_brings_the_version_before_back_and_history_tells_it(fleet: Fle
     with pytest.raises(refitd.RefusedError, match="rollback"):
         fleet.trainer.swap("policy", 1, timeout=5)
     with Engine(fleet.target):
-        report = fleet.trainer.rollback("policy", timeout=20)
+        report = fleet.trainer.rollback("policy", timeout=60)
     assert (report.version, report.kind) == (1, "rollback")
     assert fleet.target.version == 1 and shards.equal(fleet.live, fleet.full[1])
     with pytest.raises(refitd.RefusedError, match="no version before 1"):
@@ -115,7 +115,7 @@ def test_a_replica_that_joins_gets_the_live_version_and_nobody_else_is_disturbed
     live = shards.zeros_like(fleet.tensors)
     with fleet.daemon.connect("late") as client:
         late = client.register_target("policy", live, replica="b")
-        assert late.wait(2, timeout=20) == 2
+        assert late.wait(2, timeout=60) == 2
         assert shards.equal(live, fleet.full[2])
         assert fleet.target.pending is None
         eventually(
@@ -130,17 +130,17 @@ def test_a_replica_that_died_in_the_commit_is_brought_up_to_date_when_it_returns
     other_live = shards.zeros_like(fleet.tensors)
     other = fleet.daemon.connect("other")
     target = other.register_target("policy", other_live, replica="b")
-    target.wait(2, timeout=20)
+    target.wait(2, timeout=60)
     running = RunningSwap(fleet.daemon, "policy", 3)
     running.wait_phase("commit")
     other.close()  # decided, and it will not take it over
     with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="incomplete"):
         running.result()
-    assert fleet.target.version == 3 and target.version == 2
+    assert fleet.target.version == 3 and target.version is None and shards.equal(other_live, fleet.full[2])
     with fleet.daemon.connect("back") as client:
         back = client.register_target("policy", other_live, replica="b")
         assert back.version is None  # whatever its memory holds, it is not to be served
-        assert back.wait(3, timeout=20) == 3
+        assert back.wait(3, timeout=60) == 3
     assert shards.equal(other_live, fleet.full[3])
 
 
@@ -200,7 +200,7 @@ def test_an_engine_that_crashed_has_its_weights_when_it_comes_back_without_a_swa
         assert len(fleet.trainer.history("policy", 100).swaps) == swaps
         fleet.publish(3)
         with Engine(fleet.target, target):
-            assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
+            assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
         assert shards.equal(live, fleet.full[3])
 
 
@@ -219,7 +219,7 @@ def test_an_engine_that_was_stopped_for_long_still_hears_what_it_is_asked(fleet:
             time.sleep(13)  # longer than any heartbeat that there once was
         fleet.publish(3)
         with Engine(fleet.target):
-            report = fleet.trainer.swap("policy", 3, timeout=20)
+            report = fleet.trainer.swap("policy", 3, timeout=60)
         assert {m.replica: m.state for m in report.members} == {"a": "committed", "crashes": "committed"}
     finally:
         process.kill()
@@ -231,12 +231,12 @@ def test_what_an_engine_left_behind_is_not_served_when_another_version_is_live(f
     crash(fleet)
     fleet.publish(3)
     with Engine(fleet.target):
-        fleet.trainer.swap("policy", 3, timeout=20)
+        fleet.trainer.swap("policy", 3, timeout=60)
     with fleet.daemon.connect("back") as client:
         live = shards.zeros_like(fleet.tensors)
         target = client.register_target("policy", live, replica="crashes")
         assert target.version is None and "3 is live" in target.fenced
-        assert target.wait(3, timeout=20) == 3 and shards.equal(live, fleet.full[3])
+        assert target.wait(3, timeout=60) == 3 and shards.equal(live, fleet.full[3])
         assert not target.fenced
 
 
@@ -329,7 +329,7 @@ def test_an_engine_that_does_not_stand_still_aborts_the_swap_and_goes_on(start_d
         engine.may_pause.clear()
         fleet.publish(3)
         with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="still rank 0") as failure:
-            fleet.trainer.swap("policy", 3, timeout=20)
+            fleet.trainer.swap("policy", 3, timeout=60)
         assert failure.value.report is not None and failure.value.report.phase == "pause"
         engine.may_pause.set()
         eventually(lambda: engine.events[-1] == ("resume", 2), "it goes on with what it had")
@@ -337,17 +337,17 @@ def test_an_engine_that_does_not_stand_still_aborts_the_swap_and_goes_on(start_d
 
         engine.broken = "no room to stand"
         with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="no room to stand"):
-            fleet.trainer.swap("policy", 3, timeout=20)
+            fleet.trainer.swap("policy", 3, timeout=60)
         assert fleet.target.version == engine.target.version == 2
         engine.broken = ""
         with Engine(fleet.target):
-            assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
+            assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
         assert shards.equal(live, fleet.full[3])
     fleet.close()
 
 
 def test_an_engine_that_is_written_in_place_is_poisoned_by_what_fails_and_healed_by_what_succeeds(start_daemon) -> None:  # type: ignore[no-untyped-def]
-    daemon = start_daemon("[models.policy]\ncatch_up = false\n[deadlines]\nstage_s = 2.0\n")
+    daemon = start_daemon("[models.policy]\ncatch_up = false\n[deadlines]\nstage_s = 6.0\n")
     fleet = Fleet(daemon)
     before = daemon.node().arenas
     with daemon.connect("in place") as client:
@@ -356,13 +356,13 @@ def test_an_engine_that_is_written_in_place_is_poisoned_by_what_fails_and_healed
         assert daemon.node().arenas == before + 1, "there is nothing beside the live tensors"
         engine.may_pause.set()
         with Engine(fleet.target):
-            assert fleet.trainer.swap("policy", 2, timeout=20).outcome == "committed"
+            assert fleet.trainer.swap("policy", 2, timeout=60).outcome == "committed"
         eventually(lambda: engine.events == [("pause", 2), ("resume", 2)], "it has stood still for it")
         assert engine.target.version == 2 and shards.equal(live, fleet.full[2])
 
         fleet.publish(3)
         with stopped(daemon.node().workers), Engine(fleet.target), pytest.raises(refitd.RefitFailed) as failure:
-            fleet.trainer.swap("policy", 3, timeout=20)
+            fleet.trainer.swap("policy", 3, timeout=60)
         assert failure.value.report is not None and failure.value.report.phase == "stage"
         states = {member.replica: member.state for member in failure.value.report.members}
         assert states["still"] == "poisoned"
@@ -371,7 +371,7 @@ def test_an_engine_that_is_written_in_place_is_poisoned_by_what_fails_and_healed
         assert {t.replica: t.state for t in fleet.trainer.status().models[0].targets}["still"] == "poisoned"
 
         with Engine(fleet.target):
-            assert fleet.trainer.swap("policy", 3, timeout=20).outcome == "committed"
+            assert fleet.trainer.swap("policy", 3, timeout=60).outcome == "committed"
         assert engine.target.version == 3 and shards.equal(live, fleet.full[3])
         assert {t.state for t in fleet.trainer.status().models[0].targets} == {"serving"}
     fleet.close()
@@ -418,7 +418,7 @@ def test_who_cannot_know_what_was_decided_serves_nothing(start_daemon) -> None: 
 
 def _swapped(fleet: Fleet, version: int) -> bool:
     try:
-        return fleet.trainer.swap("policy", version, timeout=20).outcome == "committed"
+        return fleet.trainer.swap("policy", version, timeout=60).outcome == "committed"
     except refitd.RefitdError:
         return False
 

@@ -57,7 +57,7 @@ def test_two_replicas_of_other_layouts_get_every_byte_in_place(daemon: RunningDa
                     # the promise of publish: the trainer may go on at once
                     for tensor in mine.values():
                         tensor.zero_()
-                report = trainer.swap("policy", version, timeout=20)
+                report = trainer.swap("policy", version, timeout=60)
                 assert report.outcome == "committed"
                 assert report.digests == report.copies > 0
                 for rank in range(4):
@@ -83,7 +83,7 @@ def test_models_of_equal_layout_do_not_share_what_a_plan_says_of_members(daemon:
                     for name, tensor in full.items():
                         mine[name].copy_(tensor)
                     source.publish(version)
-                    assert trainer.swap(model, version, timeout=20).outcome == "committed"
+                    assert trainer.swap(model, version, timeout=60).outcome == "committed"
                     assert shards.equal(live[model], full)
 
 
@@ -96,7 +96,7 @@ def test_tensors_in_an_arena_are_written_by_the_worker(daemon: RunningDaemon) ->
         pointers = [t.data_ptr() for t in live.values()]
         source.publish(1)
         with Engine(target):
-            trainer.swap("policy", timeout=20)
+            trainer.swap("policy", timeout=60)
         assert shards.equal(live, full)
         assert pointers == [t.data_ptr() for t in live.values()]
         assert target.last_pause_s > 0
@@ -112,7 +112,7 @@ def test_a_target_of_transposed_tensors_keeps_its_strides(daemon: RunningDaemon)
         targets = [engine.register_target("policy", t, replica=r) for t, r in ((own, "own"), (arena, "arena"))]
         source.publish(1)
         with Engine(*targets):
-            trainer.swap("policy", timeout=20)
+            trainer.swap("policy", timeout=60)
         for live in (own, arena):
             assert torch.equal(live["w"], full["w"])
             assert live["w"].stride() == (1, 6)
@@ -133,7 +133,7 @@ def test_lent_tensors_are_read_where_they_live(daemon: RunningDaemon, in_arena: 
         target, mine = register_targets(engine, "r", 1)[0]
         with Engine(target), source.lend(5) as lease:
             assert not lease.has_ended
-            report = trainer.swap("policy", 5, timeout=20)
+            report = trainer.swap("policy", 5, timeout=60)
             lease.wait(5)
         assert source.lending == report.sources[0].way == ("arena" if in_arena else "pulled")
         assert shards.equal(mine, full)
@@ -155,7 +155,7 @@ def test_publishing_lent_returns_when_the_swap_has_read(daemon: RunningDaemon) -
         thread.start()
         eventually(lambda: trainer.status().models[0].complete_versions == (2,), "version 2 is lent")
         with Engine(target):
-            trainer.swap("policy", 2, timeout=20)
+            trainer.swap("policy", 2, timeout=60)
         thread.join(10)
         assert not thread.is_alive()
         assert shards.equal(mine, full)
@@ -171,7 +171,7 @@ def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(
         for version in (1, 2):
             for source, _ in sources:
                 source.publish(version)
-            assert target.wait(version, timeout=20) == version
+            assert target.wait(version, timeout=60) == version
         assert shards.equal(mine, shards.whole(1))
 
 
@@ -183,7 +183,7 @@ def test_a_published_version_outlives_its_trainer(daemon: RunningDaemon) -> None
         eventually(lambda: not operator.status().models[0].sources[0].attached, "the trainer has left")
         target, mine = register_targets(engine, "r", 1)[0]
         with Engine(target):
-            operator.swap("policy", timeout=20)
+            operator.swap("policy", timeout=60)
         assert shards.equal(mine, full)
         # a new trainer takes its place, and versions go on
         source = operator.register_source("policy", full)
@@ -236,7 +236,7 @@ def test_an_agreeing_replica_flips_all_ranks_at_the_same_poll(daemon: RunningDae
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
         for thread in threads:
             thread.start()
-        trainer.swap("policy", timeout=20)
+        trainer.swap("policy", timeout=60)
         for thread in threads:
             thread.join(10)
         stop.set()
@@ -255,7 +255,7 @@ def test_many_swaps_leave_no_descriptor_in_the_daemon(daemon: RunningDaemon) -> 
             counts = []
             for version in range(1, 60):
                 source.publish(version)
-                trainer.swap("policy", version, timeout=20)
+                trainer.swap("policy", version, timeout=60)
                 counts.append(len(list(fds.iterdir())))
         assert counts[-1] == counts[2]
     with daemon.connect() as client:
@@ -280,7 +280,7 @@ def test_a_rank_whose_shards_are_all_empty_commits_with_the_others(daemon: Runni
                 )
             )
         with Engine(*targets):
-            assert trainer.swap("policy", timeout=20).outcome == "committed"
+            assert trainer.swap("policy", timeout=60).outcome == "committed"
         assert [target.version for target in targets] == [1, 1]
         assert torch.equal(live[0], full["w"])
 
@@ -307,7 +307,7 @@ def test_rows_that_pad_a_vocabulary_hold_what_was_declared(daemon: RunningDaemon
             options = {"replica": "r", "rank": rank, "world_size": 2, "metadata": [described]}
             targets.append(engine.register_target("policy", {"embedding": mine}, **options))
         with Engine(*targets):
-            assert trainer.swap("policy", timeout=20).outcome == "committed"
+            assert trainer.swap("policy", timeout=60).outcome == "committed"
         assert torch.equal(torch.cat(live)[:10], full["embedding"])
         assert torch.equal(live[1][4:], torch.full((2, 4), -1.5))
 
@@ -322,5 +322,5 @@ def test_a_declared_cast_is_made_on_the_way(daemon: RunningDaemon) -> None:
         )
         target = engine.register_target("policy", live, replica="r", metadata=[described])
         with Engine(target):
-            assert trainer.swap("policy", timeout=20).outcome == "committed"
+            assert trainer.swap("policy", timeout=60).outcome == "committed"
         assert torch.equal(live["w"], full["w"].to(torch.bfloat16))

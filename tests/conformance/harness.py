@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from refitd.addressing.between_nodes import Halves
+from refitd.addressing.copies import PROCESS_MEMORY, CopyList
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import Capabilities
@@ -31,8 +33,6 @@ from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.registry import Backend, installed
 from refitd.describe.casts import cast_number
 from refitd.errors import TransportError
-from refitd.execute.copies import PROCESS_MEMORY, CopyList
-from refitd.execute.halves import Halves
 from tests.conformance.crew import Crew, Mailroom
 from tests.conformance.transfers import SIZES, Place, Plan, Transfer, performed, put_numbers
 

@@ -35,6 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     cases = chosen(matrix(no_network, clock.why_not()), options.only)
     if not cases:
         parser.error(f"no case matches {options.only!r}; parts are phase, victim and fault, see docs/reliability.md")
+    if options.only and options.keep:
+        kept = json.loads((RESULTS / "faults.json").read_text())
+        try:
+            machine.check_same(kept["machine"], "faults.json")
+        except machine.NotComparable as error:
+            parser.error(str(error))
     results, left = run_all(cases, no_network)
     found = {
         "machine": machine.describe(),
@@ -45,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         "cases": [_row(result) for result in results],
     }
     if options.only and options.keep:
-        found = merged(json.loads((RESULTS / "faults.json").read_text()), found)
+        found = merged(kept, found)
     text = table(found)
     print(json.dumps(found) if options.json else text)
     if options.keep or not options.only:

@@ -18,11 +18,17 @@ FAULTS = {
     "crawl": "its link carries 2 Mbit/s, too little for the deadline",
     "stutter": "stopped and continued ten times a second",
     "clock": "its wall clock jumps a day ahead, then two days back",
+    "remove": "its journal is removed while it runs; then it is killed and started again",
+    "replace": "its journal is replaced by an earlier copy while it runs; then it is killed and started again",
+    "lose": "SIGKILL; its journal is removed; started again a second later",
+    "exchange": "SIGKILL; its journal is replaced by an earlier copy; started again a second later",
+    "close": "it closes its client right after the commit, and registers again",
 }
 
 ABORTED = frozenset({"aborted"})
 LIVE = frozenset({"committed", "incomplete"})
 COMMITTED = frozenset({"committed"})
+DECIDED = LIVE | {"decided"}  # how it has ended may be in no journal: the one that says it was decided is lost
 ANY = ABORTED | LIVE
 
 
@@ -57,6 +63,11 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
     # the decision cannot be written; written, that it has been carried out cannot
     yield Case("paused", "coordinator", "full", ABORTED)
     yield Case("decided", "coordinator", "full", COMMITTED)
+    for fault in ("remove", "replace", "lose", "exchange"):
+        yield Case("idle", "coordinator", fault, COMMITTED)
+        yield Case("paused", "coordinator", fault, ABORTED)
+        yield Case("decided", "coordinator", fault, DECIDED)
+    yield Case("decided", "engine", "close", COMMITTED)
     yield Case("staging", "daemon", "slow", COMMITTED, no_network)
     yield Case("staging", "daemon", "crawl", ABORTED, no_network)
     yield Case("staging", "worker", "stutter", COMMITTED | ABORTED)

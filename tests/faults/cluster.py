@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
-from typing import Any
 
 import refitd
 from tests.faults import clock
@@ -35,30 +32,19 @@ class Cluster(Crew):
         super().__init__(NODES, REPLICAS, deadlines=deadlines)
         self.hosts = hosts
         self.clocks: dict[str, clock.Clock] = {}
+        self._copy = b""  # of the journal
+        self._lost: dict[str, tuple[int, str, float]] = {}  # what journals said that are gone, by swap
         self._library = None if clock.why_not() else clock.build(self.folder)
         if hosts is not None:
             self.endpoint = f"tcp://{hosts.coordinator}:{PORT}"
-            self._make_keys()
         self.start()
 
     # --- what is started ----------------------------------------------------------------------------------
 
-    def _make_keys(self) -> None:
-        for name in ("coordinator", *NODES):
-            keygen = [sys.executable, "-m", "refitd_cli.control", "keygen", name, "--directory", str(self.folder)]
-            subprocess.run(keygen, check=True, timeout=30, capture_output=True)
-        (self.folder / "allowed").write_text("".join((self.folder / f"{name}.pub").read_text() for name in NODES))
-
     def settings(self, name: str) -> Settings:
         found = super().settings(name)
-        if self.hosts is not None:
-            security: dict[str, Any] = {"key": str(self.folder / f"{name}.key")}
-            security["server_key"] = str(self.folder / "coordinator.pub")
-            if name == "coordinator":
-                security["allowed"] = str(self.folder / "allowed")
-            else:
-                found["node"]["address"] = self.hosts.addresses[NODES.index(name)]
-            found["security"] = security
+        if self.hosts is not None and name in NODES:
+            found["node"]["address"] = self.hosts.addresses[NODES.index(name)]
         return found
 
     def environment(self, name: str) -> dict[str, str]:
@@ -90,13 +76,39 @@ class Cluster(Crew):
             return None
 
     def journalled(self) -> list[tuple[int, str, float]]:
-        """Return version, state and time of the swaps in the journal, the one written last first."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=5)) as journal:
-            return journal.execute("SELECT version, state, at FROM swaps ORDER BY rowid DESC").fetchall()
+        """Return version, state and time of the swaps in the journal, the one written last first; then of lost ones."""
+        return list(self._swaps().values())
+
+    def _swaps(self) -> dict[str, tuple[int, str, float]]:
+        rows: list[tuple[str, int, str, float]] = []
+        try:
+            with contextlib.closing(self._open_journal()) as journal:
+                rows = journal.execute("SELECT swap, version, state, at FROM swaps ORDER BY rowid DESC").fetchall()
+        except sqlite3.OperationalError:
+            if not self._lost:
+                raise
+        found = {swap: (version, state, at) for swap, version, state, at in rows}
+        return found | {swap: row for swap, row in self._lost.items() if swap not in found}
+
+    def _open_journal(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=5)
 
     def live(self) -> int | None:
-        """Return the version that the journal says was decided last."""
-        return next((version for version, state, _ in self.journalled() if state != "aborted"), None)
+        """Return the version that was decided last: no case goes back to an earlier one."""
+        return max((version for version, state, _ in self.journalled() if state != "aborted"), default=None)
+
+    def copy_journal(self) -> None:
+        """Keep a copy of the journal as it is."""
+        with contextlib.closing(self._open_journal()) as journal:
+            self._copy = journal.serialize()
+
+    def take_journal(self, *, put_copy: bool) -> None:
+        """Remove the journal; put the copy in its place, or nothing. What it says is remembered."""
+        self._lost = self._swaps()
+        for path in self.journal.parent.glob(f"{self.journal.name}*"):
+            path.unlink()
+        if put_copy:
+            self.journal.write_bytes(self._copy)
 
     # --- what is held -------------------------------------------------------------------------------------
 

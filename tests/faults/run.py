@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import refitd
-from tests.faults.cases import Case
+from tests.faults.cases import ANY, LIVE, Case
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
 from tests.support import leaks
 from tests.support.cluster import RunningSwap
@@ -34,6 +34,8 @@ LASTS = {
     "paused": PAUSE_S + 1,
     "decided": COMMIT_S + 1,
 }
+# the faults that last until whoever asked for the swap has been told
+UNTIL_TOLD = ("slow", "crawl", "stutter", "remove", "replace", "close")
 # the engine that a phase waits for; where there is none, far is the one that is broken
 ENGINES = {"halting": "still", "paused": "near", "decided": "far"}
 
@@ -66,7 +68,7 @@ class Runner:
         self._nothing: set[str] = set()  # engines that have served nothing for a moment, in this case
         self._torn: list[str] = []
         self._reads: dict[str, int] = {}
-        self._counted: dict[str, int] = {}  # whole reads of each engine's present process
+        self._counted: dict[str, int] = {}  # looks of each engine's present process, also where it serves nothing
         self._heard: dict[str, float] = {}
         self._silent: dict[str, float] = {}
         self._published: int | None = -1
@@ -76,6 +78,7 @@ class Runner:
         self._baseline: dict[str, int] = {}
         self._quiet(RECOVERY_S, live=None)
         for _ in range(2):
+            self.cluster.copy_journal()  # older than what is live
             self._next_swap(Result(Case("idle", "", "", frozenset())))
         self._baseline = self.cluster.held()
 
@@ -94,7 +97,7 @@ class Runner:
                 case "torn":
                     self._torn.append(f"{name} {event}")
                 case "reads":
-                    self._counted[name] = event["reads"]
+                    self._counted[name] = event["reads"] + event["nothing"]
                     self._reads[name] = self._reads.get(name, 0) + 1 if event["reads"] else self._reads.get(name, 0)
                     self._silent[name] = max(self._silent.get(name, 0.0), at - self._heard.get(name, at))
                     self._heard[name] = at
@@ -168,7 +171,7 @@ class Runner:
                 raise Problem(f"version {live} is live and replicas serve {self.serves}; status: {says}") from None
 
     def _all_read(self) -> None:
-        """Wait until every replica has read once more: none stands still for a swap that is over."""
+        """Wait until every replica has looked once more: none stands still for a swap that is over."""
         self._listen()
         before = dict(self._counted)
 
@@ -178,7 +181,7 @@ class Runner:
         try:
             self._wait(lambda: not stuck(), "", SILENCE_S)
         except Problem:
-            raise Problem(f"{stuck()} read nothing for {SILENCE_S:.0f} s while no swap runs") from None
+            raise Problem(f"{stuck()} look at nothing for {SILENCE_S:.0f} s while no swap runs") from None
 
     def _next_swap(self, result: Result) -> None:
         """Publish and swap until that succeeds; all replicas serve it afterwards."""
@@ -217,9 +220,9 @@ class Runner:
             if swap is not None:
                 self._ended(swap, result)
             live = self.cluster.live()
-            if fault.has_lost_versions and live is not None:
-                self._publish(live, RECOVERY_S)
-            self._quiet(RECOVERY_S, live)
+            # what a trainer had published that has started again is gone, and it may not use the number for anything
+            # else: who still lacks the version serves nothing until the next one
+            self._quiet(RECOVERY_S, None if fault.has_lost_versions else live)
             self._all_read()
             self._next_swap(result)
             result.recovery_s = time.monotonic() - over
@@ -276,13 +279,10 @@ class Runner:
             pass
         else:
             self._let_go(case, fault)
-        if case.fault == "kill":
+        in_time = case.phase != "decided"
+        if case.fault in ("kill", "lose", "exchange"):
             time.sleep(0.7)
-        elif case.fault in ("slow", "crawl", "stutter"):
-            assert swap is not None
-            with contextlib.suppress(refitd.RefitdError):
-                swap.result(HANG_S)
-        elif case.fault in ("full", "clock") and swap is not None and case.phase != "decided":
+        elif swap is not None and (case.fault in UNTIL_TOLD or (in_time and case.fault in ("full", "clock"))):
             with contextlib.suppress(refitd.RefitdError):
                 swap.result(HANG_S)
         elif case.fault == "clock":
@@ -308,8 +308,8 @@ class Runner:
         """Wait until whoever asked has been told, and see what the journal says."""
         try:
             result.told = swap.result(HANG_S).outcome
-        except refitd.RefitFailed as exc:
-            result.told = exc.report.outcome if exc.report is not None else "failed"
+        except refitd.SwapFailed as exc:
+            result.told = exc.report.outcome
             if result.told == "aborted" and not exc.report.reason:
                 result.problems.append("aborted without a reason")
         except refitd.RefitdError as exc:
@@ -330,7 +330,8 @@ class Runner:
             expected = " or ".join(sorted(case.outcomes))
             result.problems.append(f"the swap was {result.outcome}, expected {expected}; told: {result.told}")
         said = result.told.partition(":")[0]
-        if said in ("committed", "aborted", "incomplete") and said != result.outcome:
+        expected_word = {result.outcome} | (LIVE if result.outcome == "decided" else set())
+        if said in ANY and said not in expected_word:
             result.problems.append(f"the journal says {result.outcome}, whoever asked was told {result.told}")
         # versions are what the journal says
         decided = {version for version, state, _ in rows if state != "aborted"}
@@ -340,22 +341,21 @@ class Runner:
         if cluster.live() != self._version:
             result.problems.append(f"the journal says {cluster.live()} is live, after a swap to {self._version}")
         # nobody was disturbed who had nothing to do with it
+        victim = ENGINES.get(case.phase, "far") if case.victim == "engine" else ""
         if case.victim in ("trainer", "engine", "worker") or case.fault in ("clock", "full", "slow", "stutter"):
-            victim = ENGINES.get(case.phase, "far") if case.victim == "engine" else ""
             # what is being written in place when a swap aborts holds parts of two versions
             poisoned = any(state == "aborted" for version, state, at in rows if (version, state, at) not in before)
             for name in sorted(self._nothing - {victim, "still" if poisoned else ""}):
                 result.problems.append(f"{name} has served nothing for a while")
             if result.outcome == "aborted" and case.phase in ("staging", "paused") and "still" not in self._nothing:
                 result.problems.append("the swap aborted while still was being written, and still went on serving")
-        # nobody hangs
-        stopped = ENGINES.get(case.phase, "far") if (case.victim, case.fault) == ("engine", "stop") else ""
+        # nobody hangs; an engine that was stopped, or is started again and loads torch, is not called so
         try:
             self._wait(lambda: all(self._reads.get(name) for name in cluster.engines), "all replicas read", SILENCE_S)
         except Problem as exc:
             result.problems.append(str(exc))
         for name in cluster.engines:
-            if name != stopped and self._silent.get(name, 0.0) > SILENCE_S:
+            if name != victim and self._silent.get(name, 0.0) > SILENCE_S:
                 result.problems.append(f"hang: {name} did nothing for {self._silent[name]:.1f} s")
         jumped = any(version == held and abs(at - time.time()) > DAY_S / 2 for version, _, at in rows)
         if (case.victim, case.fault) == ("coordinator", "clock") and not jumped:
@@ -398,10 +398,17 @@ class _Fault:
         match case.fault, case.victim:
             case "kill", "worker":
                 _signal(cluster.daemons["n1"].workers()[0], signal.SIGKILL)
-            case "kill", _:
+            case (("kill" | "lose" | "exchange"), _):
                 process = self._process()
                 process.kill()
+                if case.fault != "kill":
+                    cluster.take_journal(put_copy=case.fault == "exchange")
                 self._undo = lambda: _ignore(process.start())
+            case (("remove" | "replace"), _):
+                cluster.take_journal(put_copy=case.fault == "replace")
+                self._undo = lambda: _ignore((cluster.coordinator.kill(), cluster.coordinator.start()))
+            case "close", _:
+                self._process().tell(leave=True)
             case (("stop" | "stutter"), _):
                 pids = (
                     cluster.daemons["n1"].workers() if case.victim == "worker" else [cluster.pid(self._process().name)]

@@ -28,6 +28,11 @@ CHOSEN = (
     "decided/daemon/kill",
     "decided/coordinator/kill",
     "decided/coordinator/clock",
+    "idle/coordinator/remove",
+    "paused/coordinator/replace",
+    "paused/coordinator/lose",
+    "decided/coordinator/exchange",
+    "decided/engine/close",
 )
 NO_NETWORK, NO_CLOCK = network.why_not(), clock.why_not()
 # a slow machine takes ten seconds for each; the others are for scripts/faults and `scripts/test -m slow`
@@ -46,7 +51,11 @@ class Runners:
     def current(self) -> Runner:
         if self.runner is None:
             self._cluster = Cluster(self._hosts)
-            self.runner = Runner(self._cluster)
+            try:
+                self.runner = Runner(self._cluster)
+            except BaseException:
+                print(self.discard())
+                raise
         return self.runner
 
     def discard(self) -> str:

@@ -15,20 +15,22 @@ import numpy as np
 import xxhash
 
 from refitd import ParameterMetadata
+from refitd.addressing.between_nodes import Halves, crossing, halves_of
+from refitd.addressing.conversions import ConversionList
+from refitd.addressing.copies import CopyList, address
+from refitd.addressing.places import LocalTensor
 from refitd.config import load
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.errors import ConfigError, ProtocolError, RefitdError
-from refitd.execute.conversions import ConversionList
-from refitd.execute.copies import CopyList, LocalTensor, address
-from refitd.execute.halves import Halves, crossing, halves_of
-from refitd.manifest import files
+from refitd.offline import files
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, keys, local, sidecar
 from refitd.protocol.codec import Decoder, digest_of, encode, unpack
 from refitd.protocol.shards import Shard, WireTensor, metadata_of, shard_of
 from tests.fuzz.values import damaged, damaged_text, spoilt, value_of
+from tests.support.places import by_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +190,7 @@ _WIRE = _a_table().to_wire()
 
 def _a_block() -> tuple[bytes, bytes, bytes]:
     table = _a_table()
-    places = {(r, t.name): LocalTensor(r, 0, t.shape, _strides(t)) for r in (0, 1) for t in SHARD.tensors}
+    places = by_rank({(r, t.name): LocalTensor(r, 0, t.shape, _strides(t)) for r in (0, 1) for t in SHARD.tensors})
     halves = halves_of(crossing(table, {0: 0, 1: 1}, 1), 0, 0, places, places)
     one = {f.name: np.ones(2, np.int64) for f in msgspec.inspect.type_info(ConversionList).fields}
     return address(table, places, places).to_bytes(), halves.to_bytes(), ConversionList(**one).to_bytes()

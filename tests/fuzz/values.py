@@ -42,6 +42,8 @@ def value_of(kind: Any, rng: random.Random, names: tuple[str, ...] = ("policy",)
             return None
         case inspect.LiteralType():
             return rng.choice(kind.values)
+        case inspect.EnumType():
+            return rng.choice([member.value for member in kind.cls])
         case inspect.VarTupleType() | inspect.ListType():
             return [value_of(kind.item_type, rng, names, depth + 1) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
         case inspect.TupleType():

@@ -167,7 +167,7 @@ class Shard:
         }
 
     def place(self, name: str) -> Any:
-        from refitd.execute.copies import LocalTensor
+        from refitd.addressing.places import LocalTensor
 
         shape = self.shapes[name]
         return LocalTensor(self.number, self.offsets()[name], shape, row_major_strides(shape, 2))
@@ -185,9 +185,9 @@ def run_mlp(tensors: Mapping[str, torch.Tensor], x: torch.Tensor, layers: int) -
 
 def copy_all(source: Shard, target: Shard, verify: bool = True) -> Any:
     from refitd.copy_services.cuda import CudaCopyService
-    from refitd.execute.copies import whole_tensors
+    from tests.support.places import copies_of
 
-    copies = whole_tensors([(source.place(name), target.place(name), 2) for name in source.shapes])
+    copies = copies_of([(source.place(name), target.place(name), 2) for name in source.shapes])
     job = CudaCopyService().prepare(copies, {shard.number: shard.arena for shard in (source, target)})
     return job.run(verify=verify, on_progress=lambda done: None, timeout=60)
 
@@ -210,8 +210,10 @@ def swap(seconds: float) -> Outcome:
 
 
 def copies(seconds: float) -> Outcome:
+    from refitd.addressing.copies import split_large
+    from refitd.addressing.places import LocalTensor
     from refitd.copy_services.cuda import CudaCopyService
-    from refitd.execute.copies import LocalTensor, split_large, whole_tensors
+    from tests.support.places import copies_of
 
     free, _ = torch.cuda.mem_get_info()
     columns = 16384
@@ -234,7 +236,7 @@ def copies(seconds: float) -> Outcome:
         ("whole", (source.place("w"), target.place("w")), lambda: (a, b), plain),
         ("columns", cut, lambda: (a[:, half:], packed), strided),
     ):
-        job = service.prepare(split_large(whole_tensors([(*pair, 2)])), arenas)
+        job = service.prepare(split_large(copies_of([(*pair, 2)])), arenas)
         for verify in (False, True):
             b.zero_()
             torch.cuda.synchronize()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import strategies as st
 
+from refitd.describe.layout import global_shape_of, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Repeat, Tile
@@ -38,14 +39,39 @@ def random_fleet(rng: Random) -> Fleet:
     sources, destinations = [], []
     for name, shape in shapes.items():
         # replicas may hold a tensor in different layouts; together they cover it
-        for ranks in random_groups(rng, pool):
-            sources.append(random_side(rng, name, shape, ranks))
-        for ranks in random_groups(rng, other):
-            destinations.append(random_side(rng, name, shape, ranks))
+        held = [random_side(rng, name, shape, ranks) for ranks in random_groups(rng, pool)]
+        wanted = [random_side(rng, name, shape, ranks) for ranks in random_groups(rng, other)]
+        if any(m.partition_sizes for side in (*held, *wanted) for m in side.values()):
+            held, wanted = [in_one_block(side) for side in held], [in_one_block(side) for side in wanted]
+            # one of them says what the parts are; whoever cuts otherwise says it in tiles
+            parts = rng.choice([side for side in (*held, *wanted) if any(m.partition_sizes for m in side.values())])
+            held, wanted = ([s if s is parts else in_tiles(s) for s in sides] for sides in (held, wanted))
+        sources += held
+        destinations += wanted
     nodes = {rank: f"node{rank // rng.randint(1, 4)}" for rank in {*pool, *other}} if rng.random() < 0.5 else None
     found = rosters(sources, destinations, nodes)
     rng.shuffle(found)
     return Fleet(found, shapes)
+
+
+def in_one_block(side: Side) -> Side:
+    """Say of ranks that hold one run of rows each that they do; where others declare blocks, silence means theirs."""
+    return {
+        rank: replace(m, partition_sizes=[m.shape[m.partition_dim]])
+        if m.is_tp and m.partition_stride == 1 and m.partition_sizes is None
+        else m
+        for rank, m in side.items()
+    }
+
+
+def in_tiles(side: Side) -> Side:
+    """Say in explicit tiles what a stride or several blocks say."""
+    return {
+        rank: meta(m.name, m.shape, rank, tiles=tuple(tiles_of(m)), global_shape=global_shape_of(m))
+        if m.partition_stride > 1 or len(m.partition_sizes or ()) > 1
+        else m
+        for rank, m in side.items()
+    }
 
 
 def random_shape(rng: Random) -> tuple[int, ...]:

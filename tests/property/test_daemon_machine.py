@@ -20,9 +20,12 @@ SWAPS = ("s", "s1", "s2")
 class DaemonMachine(RuleBasedStateMachine):
     """Two or three clients, a plan between members of the first, and whatever happens to them."""
 
+    def harness(self) -> Harness:
+        return Harness()
+
     @initialize()
     def begin(self) -> None:
-        self.h = Harness()
+        self.h = self.harness()
         self.h.feed(act.SessionOpened(2, 200, "other"))
         self.open = {1, 2}
         self.boots = 1

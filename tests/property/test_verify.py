@@ -21,7 +21,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of some hundred bytes have several blocks, runs and chunks."""
     monkeypatch.setattr(blocks, "MIN_BLOCK_BYTES", 64)
     monkeypatch.setattr(blocks, "CHUNK_BYTES", 24)
-    monkeypatch.setattr("refitd.daemon.proofs.RUN_BYTES", 300)
+    monkeypatch.setattr("refitd.daemon.blocks.RUN_BYTES", 300)
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_whatever_is_changed_is_found_and_the_slice_holds_it(
     differ = np.flatnonzero((was != new).any(axis=1))
     node.write(which, new)
     if not is_staged:  # the staging arena has been written to since
-        node.member.holds = None
+        node.becomes(holds=None)
         node.staging.bytes[:] = 0
     found = node.check()
     if not len(differ):

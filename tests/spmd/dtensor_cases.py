@@ -13,12 +13,17 @@ import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import refitd
 from refitd.adapters import uneven_dtensor
 from refitd.adapters.uneven_dtensor import UnevenLayoutError
+from refitd.describe.module import mesh_splits
+from refitd.describe.placements import split_tiles
 from tests.spmd.cases import TIMEOUT_S, World, bits, linear, numbers, refused
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -260,3 +265,80 @@ def fsdp_to_tensor_parallel_and_back(world: World) -> None:
         for name, value in whole.items():
             full = refitd.gather_uneven_dtensor_to_full_tensor(back.get_parameter(name).data, timeout=TIMEOUT_S)
             assert torch.equal(full.to_local(), value), (seed, name)
+
+
+class Layers(nn.Module):
+    """Column- and row-parallel layers of uneven sizes, and a norm that no mesh dimension of tp cuts."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(3, n) for n in sizes)
+        # full_tensor itself is wrong where tp leaves a rank no column and FSDP cuts rows: sizes that 4 ranks share
+        self.down = nn.ModuleList(nn.Linear(n, 3, bias=False) for n in sizes if n in (7, 8, 13, 16, 97))
+        self.norm = nn.LayerNorm(7)
+
+
+def fsdp_over_tensor_parallelism(world: World, shape: Sequence[int], sizes: Sequence[int]) -> None:
+    """Models that torch has sharded with its own functions take and give every element, as full_tensor sees them."""
+    names = ("replicate", "shard", "tp")[-len(shape) :]
+    on = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+
+    def sharded(start: int | None) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        model = Layers(sizes).requires_grad_(False)
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.zeros(()) if start is None else numbers(*parameter.shape, start=start + 1000 * i))
+        whole = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        parallelize_module(model, on["tp"], {"up.*": ColwiseParallel(), "down.*": RowwiseParallel()})
+        fully_shard(model, mesh=on[names[:-1]])
+        return model, whole
+
+    source, whole = sharded(7)
+    for name, parameter in source.named_parameters():
+        assert isinstance(parameter, DTensor) and torch.equal(parameter.full_tensor(), whole[name]), name
+        found = uneven_dtensor.gather_uneven_dtensor_to_full_tensor(parameter.data, timeout=TIMEOUT_S)
+        assert torch.equal(found.to_local(), whole[name]), name
+    plain = Layers(sizes).requires_grad_(False)
+    for parameter in plain.parameters():
+        parameter.zero_()
+    refitd.swap_model_weights(source, plain, "gloo", timeout=TIMEOUT_S)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, whole[name]), name
+    back = sharded(None)[0]
+    refitd.swap_model_weights(plain, back, "gloo", timeout=TIMEOUT_S)
+    for name, parameter in back.named_parameters():
+        assert isinstance(parameter, DTensor) and torch.equal(parameter.full_tensor(), whole[name]), name
+
+
+def shards_in_an_order_of_their_own(world: World) -> None:
+    """A shard_order says which mesh dimension cuts first; a strided shard that is no order cuts as it says."""
+    cases: list[tuple[tuple[int, ...], list[Any], dict[str, Any]]] = [
+        ((2, 4), [Shard(0), Shard(0)], {"shard_order": (ShardOrderEntry(0, (1, 0)),)}),
+        ((2, 2, 2), [Shard(0), Shard(0), Shard(0)], {"shard_order": (ShardOrderEntry(0, (2, 0, 1)),)}),
+        ((8,), [_StridedShard(0, split_factor=3)], {}),
+        ((2, 4), [_StridedShard(0, split_factor=3), Shard(1)], {}),
+        ((2, 4), [Shard(0), _StridedShard(0, split_factor=2)], {"use_strided_shard_as_shard_order": False}),
+    ]
+    for rows in (1, 5, 13, 30):
+        for shape, placements, fields in cases:
+            whole = numbers(rows, 6)
+            meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+            spec = DTensorSpec(mesh(*shape), tuple(placements), meta, **fields)
+            splits = [split for _, split in mesh_splits(DTensor(whole, spec, requires_grad=False))]
+            local, tiles = split_tiles("w", whole.shape, splits)
+            held = torch.zeros(local)
+            for tile in tiles:
+                part = whole[tuple(slice(o, o + n) for o, n in zip(tile.offset, tile.size, strict=True))]
+                held.as_strided(tile.size, tile.local_stride, tile.local_offset).copy_(part)
+            dtensor = DTensor(held, spec, requires_grad=False)
+            assert torch.equal(dtensor.full_tensor(), whole), (rows, shape, placements)
+            source, target = nn.Module(), nn.Module()
+            source.register_parameter("w", nn.Parameter(dtensor, requires_grad=False))
+            source.w._spec = spec  # torch's detach forgets the order
+            target.register_parameter("w", nn.Parameter(torch.zeros(rows, 6), requires_grad=False))
+            refitd.swap_model_weights(source, target, "gloo", timeout=TIMEOUT_S)
+            assert torch.equal(target.w, whole), (rows, shape, placements)
+            if all(split.factor == 1 for split in splits):
+                found = uneven_dtensor.gather_uneven_dtensor_to_full_tensor(dtensor, timeout=TIMEOUT_S)
+                assert torch.equal(found.to_local(), whole)
+                for part in refitd.split_dtensor(dtensor, [rows // 2, rows - rows // 2], timeout=TIMEOUT_S):
+                    refitd.validate_uneven_dtensor(part, timeout=TIMEOUT_S)

@@ -57,7 +57,7 @@ class Pool:
         self._collect(START_S, range(size))
 
     def run(
-        self, function: str, *args: Any, timeout: float = 30.0, ranks: Sequence[int] | None = None, **kwargs: Any
+        self, function: str, *args: Any, timeout: float = 120.0, ranks: Sequence[int] | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call a function, as `start` does, and return the results in order of ranks.
 

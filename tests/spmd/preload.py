@@ -2,4 +2,4 @@
 
 import refitd.adapters.uneven_dtensor
 import refitd.copy_services.gloo
-import refitd.refit  # noqa: F401
+import refitd.inprocess.refit  # noqa: F401

@@ -11,7 +11,7 @@ KINDS = ("rounds", "slots")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_any_size_arrive_in_messages_of_any_size(pool: Pool, kind: str) -> None:
-    assert all(pool.run("device_cases:random_exchanges", kind, range(8), timeout=60))
+    assert all(pool.run("device_cases:random_exchanges", kind, range(8), timeout=240))
 
 
 @pytest.mark.parametrize("kind", KINDS)

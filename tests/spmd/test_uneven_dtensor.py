@@ -9,7 +9,7 @@ from tests.spmd.pool import Pool
 
 @pytest.mark.parametrize("first", [0, 13])
 def test_uneven_shards_are_found_gathered_and_split(pool: Pool, first: int) -> None:
-    assert pool.run("dtensor_cases:random_uneven", range(first, first + 13), timeout=60) == [13] * 8
+    assert pool.run("dtensor_cases:random_uneven", range(first, first + 13), timeout=240) == [13] * 8
 
 
 def test_even_shards_are_where_torch_puts_them(pool: Pool) -> None:
@@ -38,3 +38,14 @@ def test_gaps_overlaps_and_replicas_that_differ_are_found_by_every_rank(pool: Po
 
 def test_a_checkpoint_of_uneven_shards_loads_into_other_shards(pool: Pool, tmp_path: Path) -> None:
     pool.run("dtensor_cases:saved_and_loaded", str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("mesh", [(4, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_models_that_torch_has_sharded_with_fsdp_over_tensor_parallelism_are_swapped(
+    pool: Pool, mesh: tuple[int, ...]
+) -> None:
+    pool.run("dtensor_cases:fsdp_over_tensor_parallelism", mesh, [1, 2, 3, 5, 7, 8, 9, 13, 16, 97], timeout=240)
+
+
+def test_shards_lie_in_the_order_that_torch_gathers_them_in(pool: Pool) -> None:
+    pool.run("dtensor_cases:shards_in_an_order_of_their_own", timeout=240)

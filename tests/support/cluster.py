@@ -95,6 +95,10 @@ class RunningDaemon:
         eventually(lambda: all(found().workers), f"the workers of {name} are there")
         return found()
 
+    def children(self) -> list[int]:
+        """The processes that the daemon has started: workers, and the coordinator of a standalone one."""
+        return _children(self.process.pid)
+
     def log(self) -> str:
         return self.log_path.read_text()
 
@@ -214,8 +218,11 @@ def stopped(pids: tuple[int, ...]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def eventually(claim: Callable[[], bool], what: str, timeout: float = 10.0) -> None:
-    """Wait for another process's state; polling is the only way to see it from outside."""
+def eventually(claim: Callable[[], bool], what: str, timeout: float = 40.0) -> None:
+    """Wait for another process's state; polling is the only way to see it from outside.
+
+    The timeout is what a busy machine may need, not what is expected.
+    """
     deadline = time.monotonic() + timeout
     while not claim():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}"

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from refitd.protocol import keys
 from tests.support import leaks
 from tests.support.processes import Daemon, Member, Process, free_port
 
@@ -51,6 +52,7 @@ class Crew:
     def start(self) -> None:
         """Start all of them."""
         try:
+            self._make_keys()
             command = self._serving("coordinator", "coordinator")
             self.coordinator = Process(
                 "coordinator", command, self.environment("coordinator"), self._log("coordinator")
@@ -70,12 +72,29 @@ class Crew:
 
     # --- how it is started --------------------------------------------------------------------------------
 
+    def _make_keys(self) -> None:
+        lines = []
+        for name in ("coordinator", *self._nodes):
+            pair = keys.generate(name)
+            keys.write(pair, self.folder)
+            lines.append(f"{pair.public_line} node={name}\n" if name in self._nodes else "")
+        (self.folder / "allowed").write_text("".join(lines))
+        (self.folder / "allowed").chmod(0o644)
+
     def settings(self, name: str) -> Settings:
         """Return the configuration of the coordinator or of a daemon."""
         node: dict[str, Any] = {"runtime_dir": str(self.folder / "c")}
         if name in self._nodes:
             node = {"name": name, "workers": 2, "runtime_dir": str(self.folder / name)}
-        return {"node": node, "coordinator": {"endpoint": self.endpoint}, "deadlines": self._deadlines}
+        security = {"key": str(self.folder / f"{name}.key"), "server_key": str(self.folder / "coordinator.pub")}
+        if name == "coordinator":
+            security["allowed"] = str(self.folder / "allowed")
+        return {
+            "node": node,
+            "coordinator": {"endpoint": self.endpoint},
+            "security": security,
+            "deadlines": self._deadlines,
+        }
 
     def environment(self, name: str) -> dict[str, str]:
         """Return what a process has in its environment."""

@@ -3,8 +3,10 @@
     python -m tests.support.crew_member trainer --directory DIRECTORY [--ranks N]
     python -m tests.support.crew_member engine --directory DIRECTORY [--ranks N] --replica NAME --way WAY
 
-A replica polls, with tensors of its own (polls) or of an arena (arena); or is asked to stand still, and takes a version
-over (asked) or is written to (in-place) meanwhile. All of its ranks are in this process, and commit together.
+A replica polls, with tensors of its own (polls) or of an arena (arena), and may leave right after a commit and come
+back (leaves); or is asked to stand still, and takes a version over (asked) or is written to (in-place) meanwhile; or
+has a callback, keeps its commits, and tries old ones again (callback). All of its ranks are in this process, and commit
+together.
 Every element of version 7 is 7, so that any read shows what is torn. Events are lines of JSON on stdout.
 """
 
@@ -25,12 +27,14 @@ import refitd
 from refitd import ParameterMetadata
 
 MODEL = "crew"
-WAYS = ("polls", "arena", "asked", "in-place")
+WAYS = ("polls", "arena", "leaves", "asked", "in-place", "callback")
 TENSORS, ROWS, COLUMNS = 6, 256, 512  # of 64-bit integers: 6 MiB in all
 PATIENCE_S = 5.0  # with a daemon that does not answer
 BEAT_S = 0.1
 RETRY_S = 0.1
 READ_AGAIN_S = 0.005
+KEPT_COMMITS = 4
+LEAVES_EVERY = 5  # commits
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,6 +85,12 @@ class Trainer:
         self._client: refitd.Client | None = None
         self._sources: list[Any] = []
 
+    def be_there(self) -> None:
+        """Be registered with the daemon that runs now: who publishes nothing is not told that it was replaced."""
+        if self._client is not None:
+            self._client.free(self._client.allocate({"any": ((1,), torch.uint8)}, timeout=PATIENCE_S))
+        self.register()
+
     def register(self) -> None:
         if self._client is not None:
             return
@@ -124,7 +134,7 @@ class Trainer:
             while True:
                 try:
                     if version is None:
-                        self.register()
+                        self.be_there()
                     else:
                         self.publish(version)
                     emit("published", version=version)
@@ -141,7 +151,7 @@ class Trainer:
 
 
 class Engine:
-    """One replica. `may_commit` and `anew` are its driver's hand on it."""
+    """One replica. `may_commit`, `anew` and `leaves` (right after the next commit) are its driver's hand on it."""
 
     def __init__(self, directory: str, ranks: int, replica: str, way: str) -> None:
         self._directory, self._ranks, self._replica, self._way = directory, ranks, replica, way
@@ -154,11 +164,13 @@ class Engine:
         self.reads = self.nothing = self.torn = 0
         self.may_commit = threading.Event()
         self.may_commit.set()
-        self.anew = self.ends = False
+        self.anew = self.leaves = self.ends = False
+        self._kept: list[Any] = []  # commits that are over
+        self._commits = 0
 
     @property
     def _polls(self) -> bool:
-        return self._way in ("polls", "arena")
+        return self._way in ("polls", "arena", "leaves")
 
     def _register(self) -> None:
         client = refitd.connect(self._directory, name=self._replica, timeout=PATIENCE_S)
@@ -177,7 +189,9 @@ class Engine:
             wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
             tensors = client.allocate(wanted, timeout=PATIENCE_S)
         options: dict[str, Any] = {"mode": "in-place"} if self._way == "in-place" else {}
-        if not self._polls:
+        if self._way == "callback":
+            options["on_commit"] = self._take
+        elif not self._polls:
             options["on_pause"] = lambda version: self._pause(still, rank, version)
             options["on_resume"] = lambda version: self._go_on(still, rank, version)
         self._shards.append(tensors)
@@ -206,6 +220,24 @@ class Engine:
             if version is None and still is self._still:
                 self._say(None)  # however short that is
 
+    def _take(self, commit: Any) -> None:
+        self.may_commit.wait()
+        with self._reading:
+            commit.apply()
+            self._kept = [*self._kept[-KEPT_COMMITS:], commit]
+
+    def _try_old_commits(self) -> None:
+        """What is over must be refused, and write nothing."""
+        with self._reading:
+            kept = self._kept[:]
+        for commit in kept:
+            try:
+                commit.apply()
+            except refitd.RefitdError:
+                continue
+            self.torn += 1
+            emit("torn", tensor="an old commit was applied", version=commit.version)
+
     def step(self) -> None:
         """Reach a commit point, then read everything."""
         if self.anew:
@@ -216,8 +248,15 @@ class Engine:
         if self._polls and self.may_commit.is_set():
             pending = [-1 if target.pending is None else target.pending for target in self._targets]
             agreed = min(pending) if min(pending) == max(pending) else -1
-            for target in self._targets:
-                target.poll(lambda _: agreed)
+            taken = [target.poll(lambda _: agreed) for target in self._targets]
+            if any(version is not None for version in taken):
+                self._commits += 1
+                if self.leaves or (self._way == "leaves" and self._commits % LEAVES_EVERY == 0):
+                    self.leaves = False
+                    self.lose()
+                    return
+        if self._way == "callback":
+            self._try_old_commits()
         for target in self._targets:
             # what is poisoned is healed by the next swap, and has nothing to do for that
             if target.error is not None and not (self._way == "in-place" and target.error.code == "commit"):
@@ -266,6 +305,8 @@ class Engine:
                     self.may_commit.set()
                 case {"anew": True}:
                     self.anew = True
+                case {"leave": True}:
+                    self.leaves = True
                 case {"last": True}:
                     self.ends = True
             emit("obeys", **command)
@@ -290,7 +331,11 @@ class Engine:
         emit("closed")
 
     def _beat(self) -> None:
-        emit("reads", reads=self.reads, nothing=self.nothing, torn=self.torn)
+        looked = time.time()  # before it is asked: a process that is stopped in between asks later
+        versions = {target.version for target in self._targets} if self._client is not None else {None}
+        # an old version is what any rank serves
+        oldest = min((version for version in versions if version is not None), default=None)
+        emit("reads", reads=self.reads, nothing=self.nothing, torn=self.torn, looked=looked, oldest=oldest)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from refitd.client.checks import LiveChecks
 from refitd.client.tensors import TensorSet
 from refitd.daemon import actions as act
 from refitd.daemon.members import Arena, Member, new_member
-from refitd.daemon.proofs import Proofs
+from refitd.daemon.target_state import Live
+from refitd.daemon.verification import Proofs
 from refitd.describe.metadata import ParameterMetadata
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
@@ -69,7 +72,7 @@ class Node:
             in_place=way == "in-place",
         )
         self.member: Member = new_member("m/a:0", 1, os.getpid(), registration, known)[0]
-        self.member.version = self.member.holds = 7
+        self.becomes(live=Live.SERVING, version=7, holds=7)
         self.member.staging = -1 if way == "in-place" else STAGING
         tensors = TensorSet(dict(zip(self.names, self.live, strict=True)), 0, metadata, None, None)
         self.client = LiveChecks(self, self.member.id, tensors, lambda: self.staging)  # type: ignore[arg-type]
@@ -92,6 +95,10 @@ class Node:
         if way == "in-place":  # its digest can be taken at that time only
             self.proofs.committed(self.member)
             self.run()
+
+    def becomes(self, **changes: Any) -> None:
+        """What swaps do to the member's state."""
+        self.member.state = replace(self.member.state, **changes)
 
     def tell(self, message: Message) -> None:
         """The client's connection."""

@@ -17,7 +17,7 @@ from benchmarks import swap as swap_benchmark
 from benchmarks.swap_crew import CHECKPOINT, SLOW, SLOW_ROUNDS, Case
 from benchmarks.swap_model import Layout, Tensor, experts, held, llama_like, traffic
 from refitd.describe.layout import elements
-from refitd.manifest import world_size
+from refitd.offline import world_size
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
 
@@ -71,6 +71,47 @@ def test_quick_goes_to_benchmarks_that_have_such_a_form_only(monkeypatch, capsys
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1]) == {"plan": {"quick": None}, "swap": {"quick": True}}
     assert said.err.count("has no quick form") == 1
+
+
+@pytest.fixture
+def kept_figures(monkeypatch, tmp_path):
+    """A results folder whose swap.json was written here; no case is measured."""
+    monkeypatch.setattr(swap_benchmark, "RESULTS", tmp_path)
+    monkeypatch.setattr(swap_benchmark, "_measure", lambda group: [{"name": case.name, "new": True} for case in group])
+    monkeypatch.setattr(swap_benchmark.swap_report, "markdown", lambda results: "")
+    cases = [{"name": case.name, "new": False} for group in swap_benchmark.cases() for case in group]
+    path = tmp_path / "swap.json"
+    path.write_text(json.dumps({"machine": machine.describe(), "cases": cases, "ratios": [], "small": {}}))
+    return path
+
+
+def test_only_with_a_pattern_that_matches_no_case_is_an_error_and_writes_nothing(kept_figures, capsys):
+    before = kept_figures.read_text()
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["swap", "--only", "TP3*", "--json"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "no case matches 'TP3*'" in said
+    assert "TP2 -> PP2" in said
+    assert kept_figures.read_text() == before
+
+
+def test_only_replaces_the_cases_it_names_and_those_measured_with_them(kept_figures):
+    assert bench.main(["swap", "--only", "*, not verified", "--json"]) == 0
+    new = [case["name"] for case in json.loads(kept_figures.read_text())["cases"] if case["new"]]
+    assert new == ["Verified or not, TP2 -> TP4, verified", "Verified or not, TP2 -> TP4, not verified"]
+
+
+@pytest.mark.parametrize("changed", [{"cores": 4096}, {"packages": {}}, {"kernel": "2.4"}])
+def test_figures_of_another_machine_are_never_mixed_with_new_ones(kept_figures, capsys, changed):
+    kept = json.loads(kept_figures.read_text())
+    kept["machine"] |= changed
+    kept_figures.write_text(json.dumps(kept))
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["swap", "--only", "TP2 -> TP4"])
+    assert caught.value.code == 2
+    assert f"another machine ({next(iter(changed))}: " in capsys.readouterr().err
+    assert json.loads(kept_figures.read_text()) == kept
 
 
 def test_machine_is_described():
@@ -194,7 +235,9 @@ def test_stacked_experts_hold_the_same_bytes_in_the_same_layouts():
 def test_swap_cases_are_the_ones_that_the_targets_are_set_for():
     groups = swap_benchmark.cases()
     found = {case.name: case for group in groups for case in group}
-    assert len(found) == sum(map(len, groups)) == 10
+    assert len(found) == sum(map(len, groups)) == 11
+    tiny = found.pop("100,000 tiny tensors, TP1 -> TP1")
+    assert (len(tiny.model), tiny.nbytes) == (100_000, 6_400_000)
     large = found.pop("TP2 -> TP4, large")
     assert 3.8e9 < large.nbytes < 4.2e9 and large.needed_bytes + (2 << 30) < 18.9 * 2**30
     assert all(0.9e9 < case.nbytes < 1.1e9 for case in found.values())

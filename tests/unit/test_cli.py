@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from msgspec import structs
 from rich.console import Console
 
-from refitd.buffers import room
+from refitd.buffers import capacity
 from refitd.copy_services import measure, registry
 from refitd.copy_services.base import Capabilities
 from refitd.copy_services.registry import Backend, Offer
@@ -33,6 +33,7 @@ from refitd.protocol.reports import (
     SourceReport,
     SourceStatus,
     StatusReport,
+    SwapFailed,
     SwapProgress,
     SwapReport,
     TargetStatus,
@@ -93,6 +94,8 @@ TARGET = TargetStatus(
     bytes=1_000_000_000,
     state="serving",
     version=7,
+    step="staging swap s3, serving version 7",
+    events=("StageBegan(swap='s3', version=8, run='') -> staging swap s3, serving version 7",),
 )
 STATUS = StatusReport(
     coordinator_pid=3,
@@ -119,6 +122,7 @@ STATUS = StatusReport(
             sources=(SOURCE,),
             targets=(TARGET,),
             swap=SwapProgress("s3", "policy", 8, "stage", bytes_done=10**9, bytes_total=2 * 10**9),
+            swap_events=("0.100 s: NodeLoaded(node='n0') -> stage",),
             last_swap=ABORTED,
         ),
     ),
@@ -232,10 +236,8 @@ def run(client: FakeClient | RefitdError, *arguments: str) -> Ran:
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
-def failed(report: SwapReport) -> RefitFailed:
-    error = RefitFailed("version 8 did not go live", {"b/1": "worker pid 99 was killed"})
-    error.report = report
-    return error
+def failed(report: SwapReport) -> SwapFailed:
+    return SwapFailed("version 8 did not go live", {"b/1": "worker pid 99 was killed"}, report)
 
 
 COMMANDS_OF_THE_DAEMON: dict[str, tuple[str, ...]] = {
@@ -428,6 +430,16 @@ def test_status_shows_nodes_members_and_activity():
         "worker lost",
     ):
         assert expected in ran.stdout
+
+
+def test_status_shows_the_last_events_of_swaps_and_targets_where_they_are_asked_for():
+    lines = [line.strip() for line in run(FakeClient(), "status", "--events").stdout.splitlines()]
+    assert lines[lines.index("swap s3 to version 8, running:") + 1] == STATUS.models[0].swap_events[0]
+    told = f"{TARGET.replica} rank {TARGET.rank}: staging swap s3, serving version 7"
+    assert lines[lines.index(told) + 1] == TARGET.events[0]
+    assert "StageBegan" not in run(FakeClient(), "status").stdout
+    (target,) = run(FakeClient(), "status", "--json").object["models"][0]["targets"]
+    assert (target["step"], target["events"]) == (TARGET.step, list(TARGET.events))
 
 
 def test_status_of_an_empty_cluster_says_so():
@@ -629,7 +641,10 @@ def test_little_memory_is_a_warning():
 
 
 def test_the_tightest_limit_counts_as_memory():
-    limits = [room.Limit("memory.max of control group /job", 700_000_000, ""), room.Limit("RLIMIT_AS", 1 << 40, "")]
+    limits = [
+        capacity.Limit("memory.max of control group /job", 700_000_000, ""),
+        capacity.Limit("RLIMIT_AS", 1 << 40, ""),
+    ]
     found = checks.memory("MemTotal: 8000000 kB\nMemAvailable: 4000000 kB\n", limits)
     assert found.state == "warn"
     assert "700 MB left under memory.max of control group /job" in found.found

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from refitd.errors import TransportError
-from refitd.manifest import read, rosters_of
+from refitd.offline import read, rosters_of
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import traffic_of
 from refitd.protocol.reports import DescribedMember, ModelDescription
@@ -285,6 +285,18 @@ def test_explain_draws_each_ranks_part_and_what_travels(sides):
 def test_explain_of_a_fused_local_name_shows_what_lies_in_it(sides):
     ran = run("explain", "layers.0.qkv", *sides, "--json")
     assert [tensor["name"] for tensor in ran.object["tensors"]] == ["layers.0.kv", "layers.0.q"]
+
+
+def test_explain_says_what_planned_a_tensor(sides, tmp_path):
+    assert "planned by: lcm (each side holds it whole or" in run("explain", "layers.1.q", *sides).stdout
+    (tmp_path / "uneven.toml").write_text(SEPARATE.replace("dim = 0", "dim = 0, uneven = true"))
+    (tmp_path / "c.toml").write_text('kind = "layout"\nname = "serve"\nmodel = "uneven.toml"\ntp = 3\n')
+    sides = (*sides[:3], str(tmp_path / "c.toml"))
+    assert "planned by: intersect (" in run("explain", "layers.1.q", *sides).stdout
+    for name, planner in (("layers.1.q", "intersect"), ("layers.1.norm", "lcm"), ("embedding", None)):
+        (tensor,) = run("explain", name, *sides, "--json").object["tensors"]
+        assert tensor["planned_by"] == planner
+    assert "planned by" not in run("explain", "embedding", *sides).stdout
 
 
 def test_explained_pieces_cover_every_destination_exactly(sides):

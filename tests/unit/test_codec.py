@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import zlib
 
 import msgpack
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from refitd import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.errors import ProtocolError
-from refitd.protocol import cluster, local, shards
+from refitd.protocol import cluster, codec, local, shards
 from refitd.protocol.codec import Decoder, digest_of, encode, pack, unpack
 
 DECODER: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
@@ -147,3 +149,118 @@ def test_ranks_that_hold_the_same_say_the_same() -> None:
     }  # fmt: skip
     assert len(said) == 1
     assert shards.metadata_of(said.pop(), 6)[0].tensor_parallel_group_ranks == [6, 7]
+
+
+def array(count: int) -> bytes:
+    return b"\xdd" + count.to_bytes(4, "big")
+
+
+def registration(groups: bytes) -> bytes:
+    """A frame that is a registration but for the groups of its shard, which are given in MessagePack."""
+    fields = {"type": "RegisterSource", "model": "m", "rank": 0, "world_size": 1}
+    packed = b"".join(msgpack.packb(key) + msgpack.packb(value) for key, value in fields.items())
+    shard = b"\x82" + msgpack.packb("tensors") + b"\x90" + msgpack.packb("groups") + groups
+    return b"\x92\x01\x85" + packed + msgpack.packb("shard") + shard
+
+
+HUNGRY = {
+    "empty arrays": lambda: b"\x92\x01" + array(62 << 20) + b"\x90" * (62 << 20),
+    "empty maps": lambda: b"\x92\x01" + array(62 << 20) + b"\x80" * (62 << 20),
+    "empty arrays where arrays belong": lambda: registration(array(40 << 20) + b"\x90" * (40 << 20)),
+    "short texts": lambda: b"\x92\x01" + array(20 << 20) + b"\xa2ab" * (20 << 20),
+    "between long texts": lambda: (
+        b"\x92\x01" + array((1 << 20) * 31) + (b"\x90" * ((1 << 20) - 1) + b"\xda\x01\x00" + b"x" * 256) * 31
+    ),
+    "arrays that claim a million each": lambda: registration(b"\xdd\x00\x0f\xff\xff" * 900 + b"\x00" * (2 << 20)),
+    "arrays in arrays": lambda: registration(b"\x91" * (8 << 20)),
+}
+
+LIMITED = """
+import resource, sys
+from refitd.errors import ProtocolError
+from refitd.protocol import local
+from refitd.protocol.codec import Decoder
+decoder, frame = Decoder(local.ClientRequest), sys.stdin.buffer.read()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+try:
+    decoder.decode(frame)
+    print("accepted")
+except ProtocolError:
+    print((peak() - before) >> 20)
+"""
+
+
+@pytest.mark.parametrize("kind", HUNGRY)
+def test_what_a_frame_would_build_is_refused_before_it_is_built(kind: str) -> None:
+    frame = HUNGRY[kind]()
+    command = [sys.executable, "-c", LIMITED]
+    said = subprocess.run(command, input=frame, capture_output=True, timeout=120, check=True).stdout.decode().strip()
+    assert said != "accepted"
+    assert int(said) < 64, f"{len(frame) >> 20} MiB took {said} MiB more while they were refused"
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=400)
+    | st.binary(max_size=400),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    max_leaves=60,
+)
+
+
+@given(VALUES)
+def test_values_are_counted_whatever_they_are_and_never_fewer_than_there_are(value: object) -> None:
+    # half as many values as bytes are let through: the filler has bytes enough
+    filler = b"x" * (300 + 4 * len(msgpack.packb(value)))
+    frame = msgpack.packb([value, filler])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(codec, "_UNCOUNTED_BYTES", 0)
+        codec._check_values(frame)
+        patched.setattr(codec, "MAX_VALUES", values_in([value, filler]) - 1)
+        with pytest.raises(ProtocolError, match="which is the limit"):
+            codec._check_values(frame)
+
+
+def values_in(value: object) -> int:
+    if isinstance(value, list):
+        return 1 + sum(map(values_in, value))
+    if isinstance(value, dict):
+        return 1 + sum(1 + values_in(inner) for inner in value.values())
+    return 1
+
+
+def test_a_registration_of_a_hundred_thousand_tensors_is_not_too_much() -> None:
+    tensors = tuple(
+        shards.WireTensor(
+            name=f"model.layers.{i}.mlp.experts.linear_fc1.weight",
+            shape=(16, 16, 16),
+            dtype="bfloat16",
+            is_tp=True,
+            tp_group=0,
+            resolved_name=f"decoder.{i}.x",
+            tiles=(shards.WireTile("w", (0, 0, 0), (16, 16, 16), 0, (256, 16, 1)),),
+            global_shape=(64, 16, 16),
+        )
+        for i in range(100_000)
+    )
+    live = tuple(shards.Place(1, i << 12, (512, 32, 2)) for i in range(100_000))
+    message = local.RegisterTarget(
+        model="m", replica="r", rank=0, world_size=1, shard=shards.Shard(tensors, ((0, 1),)), live=live
+    )
+    assert DECODER.decode(encode(1, message)) == (1, message)
+
+
+def test_a_key_that_is_repeated_deep_inside_is_refused() -> None:
+    tensor = b"\x84" + b"".join(
+        msgpack.packb(word) for word in ("name", "w", "dtype", "float32", "dtype", "float32", "shape", [1])
+    )
+    whole = registration(b"\x90").replace(
+        msgpack.packb("tensors") + b"\x90", msgpack.packb("tensors") + b"\x91" + tensor
+    )
+    with pytest.raises(ProtocolError, match="repeats a key"):
+        DECODER.decode(whole)

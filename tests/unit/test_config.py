@@ -157,16 +157,33 @@ def test_environment_can_set_words_lists_and_models():
     assert config.models["policy"].auto_swap
 
 
-def test_unknown_variable_is_named():
-    with pytest.raises(ConfigError, match="wrokers"):
-        load(None, environ={"REFITD_NODE__WROKERS": "2"})
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("REFITD_NODE__WROKERS", "2", "`wrokers`.*did you mean `workers`"),
+        ("REFITD_NOD__WORKERS", "2", "`nod`.*did you mean `node`"),
+        ("REFITD_NODE__WORKERS", '"many"', r"Expected `int`.*\$\.node\.workers"),
+        ("REFITD_NODE__ALLOWED_UIDS", "[-1]", r"allowed_uids\[0\]"),
+        ("REFITD_MODELS__POLICY", "{auto_swop = true}", "`auto_swop`"),
+        ("REFITD_MODELS__POLICY__AUTO_SWAP", "true", "Expected `object`"),
+        ("REFITD_NODE_WORKERS", "2", "did you mean REFITD_NODE__WORKERS"),
+        ("REFITD_LOG_LEVL", "debug", "did you mean REFITD_LOG__LEVEL"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named_with_its_key(variable, text, said):
+    with pytest.raises(ConfigError, match=f"^{variable}: .*{said}"):
+        load(None, environ={variable: text, "REFITD_NODE__NAME": "n0"})
 
 
 def test_variables_of_the_scripts_are_not_configuration():
     assert load(None, environ={"REFITD_VENV": "/somewhere", "REFITD_RUNTIME_DIR": "/elsewhere"}) == Config()
 
 
-BEYOND_LOOPBACK = (
+OVER_TCP = (
+    "tcp://127.0.0.1:5555",
+    "tcp://127.1.2.3:5555",
+    "tcp://[::1]:5",
+    "tcp://localhost:5",
     "tcp://0.0.0.0:5555",
     "tcp://10.1.2.3:5555",
     "tcp://*:5555",
@@ -176,20 +193,13 @@ BEYOND_LOOPBACK = (
 )
 
 
-@pytest.mark.parametrize("endpoint", BEYOND_LOOPBACK)
-def test_no_endpoint_beyond_this_machine_without_a_key(endpoint):
-    with pytest.raises(ConfigError, match=r"loopback.*security\.key.*refitctl keygen"):
+@pytest.mark.parametrize("endpoint", OVER_TCP)
+def test_no_tcp_endpoint_without_a_key_not_even_on_loopback(endpoint):
+    commands = r"security\.key is not set.*`refitctl keygen HEAD`.*`refitctl keygen NODE`.*ipc://PATH"
+    with pytest.raises(ConfigError, match=commands):
         load(None, environ={}, **{"coordinator.endpoint": endpoint})
     with_key = load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "/k"})
     assert with_key.uses_keys
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://127.0.0.1:5555", "tcp://127.1.2.3:5555", "tcp://[::1]:5", "tcp://localhost:5"]
-)
-def test_loopback_uses_keys_if_they_are_set(endpoint):
-    assert not load(None, environ={}, **{"coordinator.endpoint": endpoint}).uses_keys
-    assert load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "/k"}).uses_keys
 
 
 @pytest.mark.parametrize("key", ["server_key", "allowed"])

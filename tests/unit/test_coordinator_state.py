@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from refitd import ParameterMetadata
-from refitd.commit.journal import Record
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
+from refitd.coordinator.journal import Live, Record, Recovered
+from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import (
+    EvictReport,
     HistoryEntry,
     HistoryReport,
     NodeStatus,
@@ -29,11 +33,45 @@ from refitd.protocol.reports import (
 NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
 
 
+class Past:
+    """What a journal would know that has decided these, in this order, and nothing else."""
+
+    def __init__(self, records: dict[str, Record], journal: str = "j") -> None:
+        self.records, self.id, self.recovered = records, journal, {}
+
+    @property
+    def is_new(self) -> bool:
+        return not self.records
+
+    def decided(self, model: str) -> list[Live]:
+        found = [r for r in self.records.values() if r.model == model and r.is_decided]
+        return [Live(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
+
+    def live(self, model: str) -> Live | None:
+        return self.decided(model)[-1] if self.decided(model) else None
+
+    def highest(self, model: str) -> int:
+        return max((live.version for live in self.decided(model)), default=-1)
+
+    def tried(self, model: str) -> tuple[int, str]:
+        return -1, ""
+
+    def before(self, model: str, version: int) -> Live | None:
+        return next((live for live in reversed(self.decided(model)) if live.version < version), None)
+
+    def continues(self, journal: str) -> bool:
+        return journal == self.id
+
+
 class Harness:
     """Feeds a coordinator, performs its plans and journal writes at once, collects what it sends."""
 
-    def __init__(self, config: Config | None = None, journal: dict[str, Record] | None = None) -> None:
+    def __init__(
+        self, config: Config | None = None, journal: dict[str, Record] | None = None, *, is_beside: bool = True
+    ) -> None:
         self.journal = {} if journal is None else journal
+        self.recovered: list[Recovered] = []
+        runs = itertools.count(1)
         self.journal_error: RefitdError | None = None
         numbers = itertools.count(1)
         self.state = Coordinator(
@@ -45,10 +83,14 @@ class Harness:
             wall_clock=lambda: 1.0,
             decided=self.journal.get,
             recent=lambda model, limit: [r for r in reversed(self.journal.values()) if model in ("", r.model)][:limit],
+            past=Past(self.journal),
+            is_beside=is_beside,
+            new_run=lambda: f"run{next(runs)}",
         )
         self.now = 0.0
         self.plans_made = 0
         self.sent: list[tuple[str, int, object]] = []
+        self.illegal: list[object] = []
 
     def feed(self, event: act.Event) -> None:
         pending = [event]
@@ -57,6 +99,8 @@ class Harness:
                 match instruction:
                     case act.Send(identity, request, message):
                         self.sent.append((identity.decode(), request, message))
+                    case act.Answer(identity, request, make):
+                        self.sent.append((identity.decode(), request, make()))
                     case act.MakePlan(ticket, rosters):
                         self.plans_made += 1
                         try:
@@ -67,6 +111,10 @@ class Harness:
                         if self.journal_error is None:
                             self.journal[record.swap] = record
                         pending.append(act.JournalWritten(record.swap, self.journal_error))
+                    case act.Log("illegal", fields):
+                        self.illegal.append(fields["reason"])
+                    case act.Remember(Recovered() as found):
+                        self.recovered.append(found)
                     case act.Remember(record):
                         self.journal.pop(record.swap, None)
                         self.journal[record.swap] = record
@@ -101,12 +149,13 @@ class Harness:
     def ready(self) -> None:
         """One source with version 1, one target, on one node."""
         self.join()
-        assert self.add("src") == [local.Done()]
+        assert self.add("src") == [cluster.SourceAdmitted(run="run1", next_version=0)]
         assert self.add("a") == [local.Done()]
         self.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
 
-    def until_staging(self) -> str:
-        (load,) = [m for m in self.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.LoadPlan)]
+    def until_staging(self, timeout_s: float = 0.0) -> str:
+        asked = self.say("n0", local.StartSwap("m", timeout_s=timeout_s), request=9)
+        (load,) = [m for m in asked if isinstance(m, cluster.LoadPlan)]
         (stage,) = [m for m in self.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
         return stage.swap
 
@@ -116,7 +165,7 @@ def reports(sent: list[object]) -> list[SwapReport]:
 
 
 def kinds(sent: list[object]) -> list[str]:
-    return [type(m).__name__ for m in sent if not isinstance(m, SwapProgress)]
+    return [type(m).__name__ for m in sent if not isinstance(m, SwapProgress | cluster.LiveIs)]
 
 
 def test_a_swap_goes_from_plan_to_report() -> None:
@@ -203,10 +252,12 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
 
 
 def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_in_place() -> None:
-    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0)})
+    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0, run="x")})
     h.join()
-    h.add("src", versions=(7, 8))
-    undone = h.add("a", version=7, staged="s2", pauses=True, in_place=True)  # it was at 7, and all of 8 was there
+    h.add("src", versions=(7, 8), run="x")
+    undone = h.add(
+        "a", version=7, run="x", staged="s2", pauses=True, in_place=True
+    )  # it was at 7, and all of 8 was there
     assert kinds(undone) == ["Abort", "Done", "LoadPlan"]
     (status,) = h.say("n0", local.GetStatus(), request=1)
     assert [(t.replica, t.version) for t in status.models[0].targets] == [("a", None)]
@@ -286,6 +337,73 @@ def test_a_source_node_takes_part_until_everything_is_staged() -> None:
     assert kinds(h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))) == []
     done = h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
     assert kinds(done) == ["EndSwap", "Commit"]
+
+
+def test_words_that_others_cross_on_their_way_are_not_refused() -> None:
+    h, plan = two_nodes()
+    assert plan.epoch is not None
+    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
+    loaded(h, plan)  # two answers to two swaps that asked for the same plan
+    for node in ("n0", "n1"):
+        h.say(node, cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.ShardWithdrawn(member="src", version=1))
+    h.say("n0", cluster.StageFailed(swap=stage.swap, where="src", reason="version 1 was taken back"))
+    h.say("n1", cluster.EpochLost(plan=plan.plan, epoch=plan.epoch.id, where="worker 1", reason="was killed"))
+    h.say("n0", local.Evict(model="m", replica="a"), request=9)
+    h.say("n1", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.1))
+    assert not h.illegal
+    assert h.journal[stage.swap].state == "incomplete"
+
+
+def test_a_node_that_takes_back_what_it_has_staged_ends_a_decision_that_is_held() -> None:
+    h = Harness()
+    h.ready()
+    h.add("b", node="n0", version=0)
+    h.state._absent.lost(h.state._members["b"], h.now + 50.0)
+    swap = h.until_staging()
+    assert kinds(h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))) == ["EndSwap"]
+    said = h.say("n0", cluster.StageFailed(swap=swap, where="src", reason="version 1 was taken back"))
+    assert "Abort" in kinds(said) and swap in h.journal and h.journal[swap].state == "aborted"
+
+
+def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_last_events() -> None:
+    h = Harness()
+    h.ready()
+    h.join("n9", pid=12)
+    swap = h.until_staging()
+    for message in (
+        cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1),
+        cluster.StageFailed(swap=swap, where="w", reason="r"),
+        cluster.MemberQuiet(swap=swap, member="nobody"),
+    ):
+        assert kinds(h.say("n9", message)) == []
+    assert [("no node" in str(r), "NodeLoaded(node='n0') -> stage" in str(r)) for r in h.illegal] == [
+        (True, True),
+        (True, True),
+        (False, True),
+    ]
+    done = cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1)
+    assert kinds(h.say("n0", done)) == ["EndSwap", "Commit"]
+    (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.1)))
+    assert "MemberCommitted" in report.events[-1]
+
+
+def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
+    h = Harness()
+    h.ready()
+    h.join("n1", pid=12)
+    status = next(node.status for node in h.state.nodes.values() if node.status.node == "n0")
+    moved = cluster.TargetMoved("a", "staging swap s, empty", ("StageBegan -> staging swap s, empty",))
+    assert h.say("n0", cluster.NodeUpdate(status=status, moved=(moved,)), request=8) == [local.Done()]
+    others = cluster.NodeUpdate(status=msgspec.structs.replace(status, node="n1", pid=12), moved=(moved,))
+    (refused,) = h.say("n1", others, request=8)
+    assert isinstance(refused, local.Failure) and "one of node 'n0'" in refused.message
+    h.until_staging()
+    (report,) = h.say("n0", local.GetStatus(), request=8)
+    assert isinstance(report, StatusReport)
+    (target,) = report.models[0].targets
+    assert (target.step, target.events) == (moved.step, moved.events)
+    assert "-> stage" in report.models[0].swap_events[-1]
 
 
 def test_a_lost_epoch_aborts_the_swap_that_uses_it_and_the_next_gets_a_new_one() -> None:
@@ -433,7 +551,7 @@ def test_a_queued_swap_begins_when_the_running_one_ends_and_others_are_refused()
     assert [r.version for r in reports(ended)] == [1]
     (second,) = stages(ended)
     assert [r.version for r in reports(commit(h, second.swap, "a"))] == [2]
-    assert h.state.models["m"].live == 2
+    assert h.state.models["m"].live.version == 2
 
 
 def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_begin_then() -> None:
@@ -451,6 +569,43 @@ def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_be
     assert h.state.models["m"].running is None
 
 
+def test_whoever_asked_is_told_in_time_that_it_is_decided_and_who_is_late_and_it_goes_on() -> None:
+    h = Harness()
+    h.ready()
+    h.add("b")
+    swap = h.until_staging(timeout_s=2.0)
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    assert h.state.next_deadline() == 2.0
+    h.now = 2.0
+    h.sent.clear()
+    h.feed(act.Tick())
+    (report,) = reports([m for _, _, m in h.sent])
+    assert report.outcome == "decided" and "b rank 0" in report.reason and "a rank 0" not in report.reason
+    assert [(m.replica, m.state) for m in report.members] == [("a", "committed"), ("b", "late")]
+    h.now = 3.0
+    h.sent.clear()
+    h.feed(act.Tick())
+    assert h.sent == [], "nobody is told twice"
+    assert reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.0))) == []
+    assert h.journal[swap].state == "committed" and h.state.models["m"].running is None
+
+
+def test_the_time_that_a_swap_waits_for_its_turn_is_its_own() -> None:
+    h = Harness()
+    h.ready()
+    first = h.until_staging()
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    h.say("n0", local.StartSwap("m", queue=True, timeout_s=5.0), request=11)
+    h.now = 4.0
+    (second,) = stages(commit(h, first, "a"))
+    h.now = 5.1
+    h.sent.clear()
+    h.feed(act.Tick())
+    (report,) = reports([m for _, _, m in h.sent])
+    assert (report.swap, report.outcome) == (second.swap, "aborted")
+
+
 def test_rollback_goes_to_the_version_before_the_live_one_and_no_further_by_itself() -> None:
     h = Harness(config=Config(models={"m": ModelConfig(auto_swap=True)}))
     h.ready()
@@ -464,7 +619,7 @@ def test_rollback_goes_to_the_version_before_the_live_one_and_no_further_by_itse
         for load in [m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)]:
             h.say("n0", cluster.PlanLoaded(plan=load.plan))
         commit(h, running.swap.swap, "a")
-        versions.append(h.state.models["m"].live)
+        versions.append(h.state.models["m"].live.version)
     assert versions == [1, 2, 3]
     (refused,) = h.say("n0", local.StartSwap("m", version=2), request=9)
     assert isinstance(refused, local.Failure) and "rollback" in refused.message
@@ -602,8 +757,8 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
     commit(h, h.until_staging(), "a")
     later = Harness(journal=journal)
     later.join()
-    later.add("src", versions=(1,))
-    assert later.state.models["m"].live == 1
+    later.add("src", versions=(1,), run="run1")
+    assert str(later.state.models["m"].live) == "1 (run run1)"
     assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
     (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
     assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]
@@ -619,7 +774,7 @@ def decided_and_died() -> tuple[Harness, str]:
     h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))
     later = Harness(NO_CATCH_UP, journal)
     later.join()
-    later.add("src", versions=(1,))
+    later.add("src", versions=(1,), run="run1")
     return later, swap
 
 
@@ -633,9 +788,9 @@ def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> 
     before = last(h)
     assert before.state == "decided" and before.report is not None
     assert {m.replica: m.state for m in before.report.members} == {"a": "staged", "b": "staged"}
-    h.add("a", version=1)  # it has taken it over meanwhile
+    h.add("a", version=1, run="run1")  # it has taken it over meanwhile
     assert last(h).state == "decided"
-    assert h.add("b", staged=swap)[0] == cluster.Commit(swap=swap, version=1)
+    assert h.add("b", staged=swap)[0] == cluster.Commit(swap=swap, version=1, run="run1")
     h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.25))
     entry = last(h)
     assert (entry.state, entry.reason) == ("committed", "the coordinator ended after the decision")
@@ -658,7 +813,7 @@ def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_
 
 def test_who_does_not_come_back_after_a_decision_is_named() -> None:
     h, _ = decided_and_died()
-    h.add("a", version=1)
+    h.add("a", version=1, run="run1")
     h.now = NODE_SILENCE_S + Config().deadlines.commit_s + 1
     h.feed(act.Tick())
     h.join()  # it has been silent for as long
@@ -670,7 +825,7 @@ def test_who_does_not_come_back_after_a_decision_is_named() -> None:
 
 def test_the_next_swap_ends_what_was_decided_earlier() -> None:
     h, swap = decided_and_died()
-    h.add("a", version=1)
+    h.add("a", version=1, run="run1")
     h.add("b", staged=swap)
     h.say("n0", cluster.MemberCommitFailed(swap=swap, member="b", reason="no room"))
     entry = last(h)  # both are known now
@@ -678,7 +833,7 @@ def test_the_next_swap_ends_what_was_decided_earlier() -> None:
     assert {m.replica: m.reason for m in entry.report.members} == {"a": "", "b": "no room"}
 
     h, swap = decided_and_died()
-    h.add("a", version=1)
+    h.add("a", version=1, run="run1")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     h.say("n0", local.StartSwap("m"), request=9)
     assert (last(h).swap, last(h).state) == (swap, "incomplete")
@@ -735,3 +890,334 @@ def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_re
     assert [m.state for m in report.members] == ["proven", "unknown"] and "no word" in report.members[1].reason
     (refused,) = h.say("n0", local.Verify("nobody"), request=9)
     assert isinstance(refused, local.Failure)
+
+
+def planned_later(h: Harness, say: Callable[[], object]) -> Callable[[], list[object]]:
+    """Do something that asks for a plan; return what makes it, as the thread beside the loop does, and what is sent."""
+    asked: list[act.MakePlan] = []
+    handle = h.state.handle
+
+    def hold(event: act.Event, now: float) -> list[act.Instruction]:
+        found = handle(event, now)
+        asked.extend(i for i in found if isinstance(i, act.MakePlan))
+        return [i for i in found if not isinstance(i, act.MakePlan)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(h.state, "handle", hold)
+        say()
+    (instruction,) = asked
+
+    def make() -> list[object]:
+        h.sent.clear()
+        h.feed(act.Planned(instruction.ticket, make_plan(instruction.rosters)))
+        return [message for _, _, message in h.sent]
+
+    return make
+
+
+def test_who_joins_while_the_plan_is_made_takes_no_part_and_is_brought_up_to_date_afterwards() -> None:
+    h = Harness()
+    h.ready()
+    make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
+    h.add("b")
+    (load,) = [m for m in make() if isinstance(m, cluster.LoadPlan)]
+    assert set(load.members) == {"src", "a"}
+    (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+    h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    ended = h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.0))
+    (report,) = reports(ended)
+    assert report.outcome == "committed" and [m.replica for m in report.members] == ["a"]
+    (load,) = [m for m in ended if isinstance(m, cluster.LoadPlan)]  # a catch-up, with a plan of its own
+    assert set(load.members) == {"src", "b"}
+
+
+def test_who_leaves_while_the_plan_is_made_aborts_the_swap_by_name_and_the_plan_is_for_nobody() -> None:
+    h = Harness()
+    h.ready()
+    make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
+    (report,) = reports(h.say("n0", cluster.RemoveShard(member="a", reason="its process has ended")))
+    assert report.outcome == "aborted" and "a rank 0" in report.reason
+    assert kinds(make()) == []
+    h.add("a")
+    (load,) = [m for m in h.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.LoadPlan)]
+    assert set(load.members) == {"src", "a"}
+
+
+def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
+    h = Harness()
+    h.ready()
+    h.now = 30.0  # nothing was heard for so long, because it did not listen
+    h.feed(act.Busy(29.0))
+    h.feed(act.Tick())
+    assert list(h.state.nodes) == ["n0"]
+    h.now = 50.0
+    h.feed(act.Tick())
+    assert not h.state.nodes
+
+
+def test_an_evicted_rank_ends_the_swap_that_waits_for_it_and_its_node_is_told_after_that() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    (unknown,) = h.say("n0", local.Evict(model="m", replica="a", rank=4), request=7)
+    assert isinstance(unknown, local.Failure) and "registered: a rank 0" in unknown.message
+    said = h.say("n0", local.Evict(model="m", replica="a", reason="it hangs"), request=7)
+    (report,) = reports(said)
+    assert report.outcome == "incomplete" and "evicted on request: it hangs" in report.members[0].reason
+    (evicted,) = [m for m in said if isinstance(m, cluster.EvictMember)]
+    assert evicted.member == "a"
+    assert said.index(report) < said.index(evicted)
+    (answer,) = [m for m in said if isinstance(m, EvictReport)]
+    assert answer.members == ("a rank 0 (host h, pid 5)",)
+    assert kinds(h.add("a")) == ["Done", "LoadPlan"]  # it may register again, and is brought up to date
+
+
+# --- a version's identity, and what is live where the journal is lost ---------------------------------------
+
+
+def lost(h: Harness, *, version: int, run: str = "x", sequence: int = 5, journal: str = "old", **more: object) -> list:
+    """A daemon introduces itself to a coordinator, and says what it was told by another one."""
+    claim = cluster.LiveClaim("m", version, run, sequence, more.pop("swap", "s"), journal, more.pop("highest", 0))
+    node = str(more.get("node", "n0"))
+    status = NodeStatus(node=node, host="h", pid=10, workers=(), clients=0, arenas=0, arena_bytes=0)
+    return h.say(node, cluster.NodeHello(protocol=1, status=status, live=(claim,)))
+
+
+def live_of(h: Harness) -> tuple[object, ...]:
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert isinstance(status, StatusReport)
+    return status.models[0].live, status.models[0].live_run
+
+
+def fenced(sent: list[object]) -> set[str]:
+    return {m.member for m in sent if isinstance(m, cluster.FenceMember)}
+
+
+def settled(h: Harness) -> list[object]:
+    h.now += SETTLE_S + 0.1
+    for node in h.state.nodes.values():
+        node.last_heard = h.now
+    h.sent.clear()
+    h.feed(act.Tick())
+    return [m for _, _, m in h.sent]
+
+
+def test_a_coordinator_without_its_journal_learns_from_daemons_what_is_live_and_fences_who_serves_another() -> None:
+    h = Harness()
+    lost(h, version=2, sequence=9)
+    assert [(r.live.version, r.live.run, r.continues) for r in h.recovered] == [(2, "x", "old")]
+    assert fenced(h.add("a", version=2, run="x")) == set()
+    assert fenced(h.add("b", version=1, run="x")) == {"b"}
+    h.add("src", versions=(1, 2), run="x")
+    assert live_of(h) == (2, "x")
+    (load,) = [m for m in settled(h) if isinstance(m, cluster.LoadPlan)]
+    assert set(load.members) == {"src", "b"}, "b alone is caught up"
+
+
+def test_a_claim_that_comes_late_outranks_an_earlier_lower_one_and_fences_who_had_been_let_be() -> None:
+    h = Harness()
+    lost(h, version=1, sequence=8)
+    h.add("a", version=1, run="x")
+    told = lost(h, version=2, sequence=9, node="n1")
+    assert fenced(told) == {"a"}
+    assert [m.live.version for m in told if isinstance(m, cluster.LiveIs)] == [2, 2], "both daemons are told"
+    assert live_of(h) == (2, "x")
+
+
+def test_nothing_is_decided_before_daemons_had_the_time_to_say_what_is_live() -> None:
+    h = Harness()
+    lost(h, version=4)
+    h.add("src")
+    h.add("a")
+    (refused,) = h.say("n0", cluster.ShardPublished(member="src", version=3), request=4)
+    assert "publish 5 or above" in refused.message
+    h.say("n0", cluster.ShardPublished(member="src", version=5), request=4)
+    assert kinds(h.say("n0", local.StartSwap("m"), request=9)) == []
+    assert "LoadPlan" in kinds(settled(h))
+
+
+def test_a_new_journal_is_waited_with_and_one_that_daemons_know_is_not() -> None:
+    alone = Harness(is_beside=False)
+    alone.ready()
+    assert kinds(alone.say("n0", local.StartSwap("m"), request=9)) == []
+    assert "LoadPlan" in kinds(settled(alone))
+    known = Harness(journal={"s1": Record("s1", "m", 1, "committed", "", "", 1.0, run="x")}, is_beside=False)
+    lost(known, version=1, sequence=1, journal="j", swap="s1")
+    known.add("src", versions=(1, 2), run="x")
+    known.add("a", version=1, run="x")
+    assert "LoadPlan" in kinds(known.say("n0", local.StartSwap("m"), request=9))
+
+
+def test_an_older_journal_is_brought_up_to_what_daemons_were_told_and_an_exchanged_one_too() -> None:
+    journal = {"s1": Record("s1", "m", 3, "committed", "", "", 1.0, run="x")}
+    older = Harness(journal=dict(journal))
+    lost(older, version=5, sequence=7, journal="j")
+    older.add("a", version=3, run="x")
+    assert live_of(older) == (5, "x") and older.recovered[0].live.sequence == 7
+    exchanged = Harness(journal=dict(journal))
+    lost(exchanged, version=2, run="y", sequence=1, journal="another")
+    exchanged.add("a", version=2, run="y")
+    assert live_of(exchanged) == (2, "y")
+    # what the journal says by itself is older from now on, whoever remembers it
+    assert exchanged.recovered[0].live.sequence > 1 and exchanged.recovered[0].continues == "another"
+
+
+def test_what_was_decided_in_this_life_is_not_outranked_by_what_others_remember() -> None:
+    h = Harness()
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    lost(h, version=9, sequence=50, journal="j", node="n1")
+    assert live_of(h) == (1, "run1")
+    assert fenced(h.add("b", "n1", version=9, run="x")) == {"b"}
+    assert h.recovered[-1].live.sequence == 51, "and so it stays when the coordinator starts again"
+
+
+@pytest.mark.parametrize("how", ["told", "another", "serves"])
+def test_a_swap_that_was_decided_is_finished_though_the_journal_is_lost(how: str) -> None:
+    h = Harness()
+    if how == "another":
+        lost(h, version=2, swap="s9")  # its daemon knows that another member of it was told to commit
+        sent = h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
+    elif how == "told":
+        h.join()
+        sent = h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x", committing=True)
+    else:
+        lost(h, version=2, swap="a catch-up later on")
+        sent = h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
+    assert cluster.Commit(swap="s9", version=2, run="x") in sent
+
+
+def test_a_swap_of_which_nobody_knows_that_it_was_decided_is_undone_once_all_had_the_time_to_say_so() -> None:
+    h = Harness()
+    lost(h, version=1, swap="s8")
+    assert kinds(h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")) == ["Done"]
+    assert "Abort" in kinds(settled(h))
+    h = Harness()
+    lost(h, version=1, sequence=8, swap="s8")
+    h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
+    lost(h, version=2, sequence=9, swap="s9", node="n1")  # the one that was told
+    assert cluster.Commit(swap="s9", version=2, run="x") in settled(h)
+
+
+def test_replicas_of_two_versions_that_nobody_can_explain_are_never_both_let_be() -> None:
+    h = Harness()
+    h.join()
+    sent = h.add("a", version=1, run="x") + h.add("b", version=2, run="x")
+    assert fenced(sent) == {"a"}
+    assert fenced(h.add("c", version=1, run="x")) == {"c"}
+
+
+def trainer_starts_again(h: Harness, *versions: int) -> list[object]:
+    h.say("n0", cluster.DetachShard(member="src", reason="it has ended"))
+    sent = h.add("src2")
+    for version in versions:
+        sent += h.say("n0", cluster.ShardPublished(member="src2", version=version), request=5)
+    return sent
+
+
+def test_a_number_that_was_live_is_refused_to_another_run_with_the_number_to_use() -> None:
+    h = Harness()
+    h.ready()
+    commit(h, h.until_staging(), "a")
+    admitted, refused, taken = (m for m in trainer_starts_again(h, 1, 2) if not isinstance(m, cluster.DropPlan))
+    assert admitted == cluster.SourceAdmitted(run="run2", next_version=2)
+    assert isinstance(refused, local.Failure) and "was live with other contents" in refused.message
+    assert "publish 2 or above" in refused.message
+    assert taken == local.Done()
+    # whoever joins now gets nothing under the old number
+    assert "LoadPlan" not in kinds(h.add("b"))
+    commit_both = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=commit_both, copies=2, bytes=64, seconds=0.1))
+    assert live_of(h) == (2, "run2")
+
+
+def test_ranks_that_come_back_alone_go_on_above_what_they_had_published_and_others_wait_for_no_new_run() -> None:
+    h = Harness()
+    h.join()
+    for rank in range(2):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+        for version in (1, 2):
+            h.say("n0", cluster.ShardPublished(member=f"src{rank}", version=version))
+    h.say("n0", cluster.DetachShard(member="src1", reason="it has ended"))
+    (admitted,) = h.add("src1b", rank=1, world_size=2)
+    assert admitted == cluster.SourceAdmitted(run="run1", next_version=3)
+
+
+def test_a_version_is_complete_only_where_all_ranks_hold_it_of_one_run() -> None:
+    h = Harness()
+    h.join()
+    h.add("a")
+    h.add("src0", rank=0, world_size=2, run="x", versions=(7,))
+    h.add("src1", rank=1, world_size=2, run="y", versions=(7,))
+    (refused,) = h.say("n0", local.StartSwap("m"), request=9)
+    assert "several runs" in refused.message
+
+
+def test_what_was_rolled_back_is_not_swapped_to_again_whoever_remembers_it() -> None:
+    auto = Config(models={"m": ModelConfig(auto_swap=True)})
+    h = Harness(auto)
+    lost(h, version=1, highest=2)
+    h.add("src", versions=(1, 2), run="x")
+    assert fenced(h.add("a", version=1, run="x")) == set()
+    assert "LoadPlan" not in kinds(settled(h))
+
+
+# --- slots, and ranks that drift ------------------------------------------------------------------------------
+
+
+def test_the_newest_complete_version_and_what_others_have_yet_to_publish_are_never_dropped() -> None:
+    h = Harness()
+    h.join()
+    for rank in range(2):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+    for member, version in (("src0", 1), ("src1", 1), ("src0", 2)):
+        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    (none,) = h.say("n0", cluster.WantsRoom(member="src0", version=3, slots=2))
+    assert none.versions == () and "source rank 1" in none.why and "has published 1 last" in none.why
+    told = h.say("n0", cluster.ShardPublished(member="src1", version=2))
+    assert [m for m in told if isinstance(m, cluster.MayDrop)] == [cluster.MayDrop("src0", (1,))]
+    # with one slot there is no room for the complete version beside the next
+    (some,) = h.say("n0", cluster.WantsRoom(member="src1", version=3, slots=1))
+    assert some.versions == (1, 2)
+
+
+def test_what_another_rank_has_left_out_is_not_waited_for() -> None:
+    h = Harness()
+    h.join()
+    for rank in range(2):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+    for member, version in (("src0", 1), ("src0", 2), ("src1", 2)):
+        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    (some,) = h.say("n0", cluster.WantsRoom(member="src0", version=3, slots=2))
+    assert some.versions == (1,)
+
+
+def test_a_rank_that_comes_back_alone_publishes_above_what_any_rank_of_its_run_has_published() -> None:
+    h = Harness()
+    h.join()
+    for rank in range(2):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+    for member, version in (("src0", 1), ("src1", 1), ("src1", 2)):
+        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    h.say("n0", cluster.DetachShard(member="src0", reason="it has ended"))
+    # rank 1 holds 2 of the time before: what rank 0 would publish as 2 belongs to none of it
+    (admitted,) = h.add("src0b", rank=0, world_size=2)
+    assert admitted == cluster.SourceAdmitted(run="run1", next_version=3)
+
+
+def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_have_ended() -> None:
+    h = Harness()
+    lost(h, version=1, sequence=8)
+    h.add("src", versions=(1, 2), run="x")
+    h.add("a", version=1, run="x")
+    h.say("n0", local.StartSwap("m", version=2), request=9)
+    (load,) = [m for m in settled(h) if isinstance(m, cluster.LoadPlan)]
+    (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+    staged = cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1)
+    assert "Commit" not in kinds(h.say("n0", staged))
+    h.now = Config().deadlines.lease_s + 0.1
+    h.state.nodes["n0"].last_heard = h.now
+    h.sent.clear()
+    h.feed(act.Tick())
+    assert "Commit" in kinds([m for _, _, m in h.sent])

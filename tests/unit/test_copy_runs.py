@@ -7,12 +7,13 @@ import os
 import numpy as np
 import pytest
 
+from refitd.addressing.places import PROCESS_MEMORY, LocalTensor
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.layout import row_major_strides
 from refitd.copy_services import shm
 from refitd.copy_services.base import DigestMismatch, PreparedJob
-from refitd.execute.copies import PROCESS_MEMORY, LocalTensor, whole_tensors
+from tests.support.places import copies_of
 
 NBYTES = 4 << 20
 
@@ -35,7 +36,7 @@ def arenas(monkeypatch):
 
 def prepared(arenas, threads: int, source: LocalTensor | None = None) -> PreparedJob:
     whole = [LocalTensor(arena, 0, (NBYTES,), (1,)) for arena in (1, 2)]
-    return shm.SharedMemoryService(threads).prepare(whole_tensors([(source or whole[0], whole[1], 1)]), arenas)
+    return shm.SharedMemoryService(threads).prepare(copies_of([(source or whole[0], whole[1], 1)]), arenas)
 
 
 @pytest.mark.parametrize("lent", [False, True])
@@ -85,7 +86,7 @@ def test_the_parts_of_a_row_are_moved_one_after_the_other(arenas, monkeypatch, c
     if cut == "destination":
         arenas = {1: arenas[2], 2: arenas[1]}
         pairs = [(b, a) for a, b in pairs]
-    job = shm.SharedMemoryService().prepare(whole_tensors([(*pair, 1) for pair in pairs]), arenas)
+    job = shm.SharedMemoryService().prepare(copies_of([(*pair, 1) for pair in pairs]), arenas)
     original, halves = np.copyto, []
 
     def noting(dst, src):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from refitd.describe.roster import Roster
-from refitd.manifest import Layout, read, rosters_of
+from refitd.offline import Layout, read, rosters_of
 from refitd.plan.build import plan_copies
 from refitd.plan.cost import Links, balance_of, copies_of, estimate, memory_of, traffic_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec import structs
 
 from refitd.daemon import actions as act
 from refitd.daemon.state import Daemon
@@ -22,8 +23,8 @@ TARGET = local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shar
 class Harness:
     """Drives a daemon; `coordinator` answers Done to everything unless told otherwise."""
 
-    def __init__(self, workers: int = 2) -> None:
-        self.daemon = Daemon("n0", "h", 1, workers, 1 << 30)
+    def __init__(self, workers: int = 2, max_arena_bytes: int = 1 << 30, keep_targets_s: float = 0.0) -> None:
+        self.daemon = Daemon("n0", "h", 1, workers, max_arena_bytes, keep_targets_s=keep_targets_s)
         self.now = 0.0
         self.arenas = 0
         self.closed: list[int] = []
@@ -32,6 +33,7 @@ class Harness:
         self.to_client: list[tuple[int, int, object]] = []
         self.to_worker: list[tuple[int, object]] = []
         self.refuse_with: local.Failure | None = None
+        self.no_memory: ArenaError | None = None  # for the next arenas
         self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
         self.feed(act.SessionOpened(1, 100, "client"))
 
@@ -40,6 +42,9 @@ class Harness:
         while pending:
             for do in self.daemon.handle(pending.pop(0), self.now):
                 match do:
+                    case act.MakeArenas(ticket) if self.no_memory is not None:
+                        pending.append(act.ArenasRefused(ticket, self.no_memory))
+                        self.no_memory = None
                     case act.MakeArenas(ticket, wanted):
                         made = tuple(range(self.arenas + 1, self.arenas + 1 + len(wanted)))
                         self.arenas += len(wanted)
@@ -70,28 +75,36 @@ class Harness:
             return granted
         return self.ask(local.Publish(member=member, version=version, slot=granted.slot))
 
-    def fleet(self) -> tuple[str, str]:
+    def fleet(self, model: str = "m", plan_id: str = "p") -> tuple[str, str]:
         """A source that holds version 1, and a target, with their plan loaded."""
-        source, target = self.ask(SOURCE), self.ask(TARGET)
+        source, target = (self.ask(structs.replace(one, model=model)) for one in (SOURCE, TARGET))
         assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
         assert self.publish(source.member, 1) == local.Done()
         rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]
         table = plan_copies(rosters).table.to_wire()
         members = (source.member, target.member)
-        plan = cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)
+        plan = cluster.LoadPlan(plan=plan_id, model=model, ranks=(0, 1), members=members, table=table)
         self.feed(act.CoordinatorSaid(0, plan))
-        assert self.to_coordinator[-1] == cluster.PlanLoaded(plan="p")
+        assert self.to_coordinator[-1] == cluster.PlanLoaded(plan=plan_id)
         return members
 
-    def stage(self, swap: str = "s", version: int = 1) -> list[tuple[int, int]]:
+    def stage(self, swap: str = "s", version: int = 1, plan: str = "p") -> list[tuple[int, int]]:
         """Stage; return (worker, run) of everything started."""
         self.to_worker.clear()
-        self.feed(act.CoordinatorSaid(0, cluster.Stage(swap=swap, plan="p", version=version)))
+        self.feed(act.CoordinatorSaid(0, cluster.Stage(swap=swap, plan=plan, version=version)))
+        return self.runs()
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(worker, run) of everything that workers have been told to run."""
         return [(worker, m.run) for worker, m in self.to_worker if isinstance(m, sidecar.RunJob)]
 
     def done(self, runs: list[tuple[int, int]]) -> None:
         for worker, run in runs:
             self.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=1, bytes=1, seconds=0.1)))
+
+    def commit(self, member: str, swap: str = "s", version: int = 1) -> None:
+        self.feed(act.CoordinatorSaid(0, cluster.Commit(swap=swap, version=version)))
+        self.ask(local.CommitDone(swap=swap, member=member, paused_s=0.0))
 
     def said(self, kind: type) -> list[object]:
         return [m for m in self.to_coordinator if isinstance(m, kind)]
@@ -107,6 +120,24 @@ def test_whoever_was_halted_for_a_swap_that_never_began_is_told_to_go_on() -> No
     assert (resume.swap, resume.member, resume.is_poisoned) == ("s", target, False)
 
 
+def test_a_heartbeat_tells_where_targets_stand_that_have_moved_since_the_last_one() -> None:
+    h = Harness()
+    _, target = h.fleet()
+
+    def told() -> list[tuple[str, str, int]]:
+        h.to_coordinator.clear()
+        h.feed(act.Tick())
+        (update,) = h.said(cluster.NodeUpdate)
+        assert isinstance(update, cluster.NodeUpdate)
+        return [(moved.member, moved.step, len(moved.events)) for moved in update.moved]
+
+    assert (told(), told()) == ([(target, "idle, empty", 0)], [])
+    h.done(h.stage())
+    assert (told(), told()) == ([(target, "staged swap s, empty", 2)], [])
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    assert told() == [(target, "staged swap s, empty", 2)]
+
+
 def test_staging_is_done_when_every_worker_is() -> None:
     h = Harness()
     _, target = h.fleet()
@@ -117,20 +148,22 @@ def test_staging_is_done_when_every_worker_is() -> None:
     h.done(runs[1:])
     (done,) = h.said(cluster.StageDone)
     assert done.bytes == sum(t.numel() * 2 for t in whole(1).values())
-    assert h.daemon.members[target].staged == "s"
+    assert h.daemon.members[target].state.staged == "s"
 
 
 def test_a_job_is_loaded_once_per_version_slot_and_then_only_run() -> None:
     h = Harness()
-    source, _ = h.fleet()
+    source, target = h.fleet()
     h.done(h.stage("s1"))
     assert sum(isinstance(m, sidecar.LoadJob) for _, m in h.to_worker) == 2
     h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s1")))
+    h.commit(target, "s1")
     for version, loads in ((2, 2), (3, 0), (4, 0)):  # two slots: a job each
         assert h.publish(source, version) == local.Done()
         h.done(h.stage(f"s{version}", version))
         assert sum(isinstance(m, sidecar.LoadJob) for _, m in h.to_worker) == loads
         h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap=f"s{version}")))
+        h.commit(target, f"s{version}", version)
 
 
 def test_an_abort_replaces_the_workers_that_are_still_copying_and_only_those() -> None:
@@ -143,13 +176,46 @@ def test_an_abort_replaces_the_workers_that_are_still_copying_and_only_those() -
     # what the old worker may still have said counts for nothing
     h.done(runs[1:])
     assert not h.said(cluster.StageDone)
-    assert h.daemon.members[target].staged is None
+    assert h.daemon.members[target].state.staged is None
     # the fresh worker is given arenas and job anew
     again = h.stage("s2")
     loads = [worker for worker, m in h.to_worker if isinstance(m, sidecar.LoadJob)]
     assert loads == h.restarted
     h.done(again)
     assert h.said(cluster.StageDone)
+
+
+def test_an_abort_costs_another_model_s_swap_nothing_but_time() -> None:
+    h = Harness()
+    h.fleet()
+    h.fleet("other", "q")
+    h.stage("a")
+    runs = h.stage("b", plan="q")
+    h.done(runs[:1])
+    h.to_worker.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="a", reason="x")))
+    assert h.restarted == [0, 1]
+    again = h.runs()
+    assert [worker for worker, _ in again] == [runs[1][0]], "what was done for it is done"
+    told = [m for worker, m in h.to_worker if worker == runs[1][0]]
+    assert [type(m) for m in told[-2:]] == [sidecar.LoadJob, sidecar.RunJob], "the fresh worker knows no job"
+    h.done(runs[1:])  # the old worker's word
+    assert not h.said(cluster.StageDone)
+    h.done(again)
+    (done,) = h.said(cluster.StageDone)
+    assert done.swap == "b" and not h.said(cluster.StageFailed)
+
+
+def test_what_was_aborted_is_not_run_again() -> None:
+    h = Harness()
+    h.fleet()
+    h.fleet("other", "q")
+    h.stage("a")
+    h.stage("b", plan="q")
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="b", reason="x")))
+    h.to_worker.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="a", reason="x")))
+    assert not h.runs() and not h.said(cluster.StageFailed)
 
 
 def test_a_dead_worker_fails_the_staging_with_its_name_once() -> None:
@@ -285,8 +351,8 @@ def test_the_limit_on_arenas_counts_those_being_made() -> None:
     assert refused.message.code == ArenaError.code and "node.max_arena_bytes" in refused.message.message
 
 
-def test_a_commit_copy_is_repeated_when_a_worker_dies_and_given_up_after_three() -> None:
-    h = Harness(workers=1)
+def committing(h: Harness) -> str:
+    """Have a worker write the live tensors of a target, which is returned."""
     source = h.ask(SOURCE)
     size = 65536
     h.ask(local.CreateArena(nbytes=size))
@@ -307,14 +373,36 @@ def test_a_commit_copy_is_repeated_when_a_worker_dies_and_given_up_after_three()
     assert h.to_client[-1][2] == local.PrepareCommit(swap="s", member=target.member, version=1, by_worker=True)
     h.to_worker.clear()
     h.ask(local.CommitQuiet(swap="s", member=target.member))
+    return target.member
+
+
+def test_a_commit_copy_is_repeated_by_the_worker_that_replaces_one_of_an_aborted_swap() -> None:
+    h = Harness(workers=1)
+    target = committing(h)
+    ((worker, run),) = h.runs()
+    h.fleet("other", "q")
+    h.stage("b", plan="q")
+    h.to_worker.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="b", reason="x")))
+    assert h.restarted == [worker]
+    h.to_client.clear()
+    h.done([(worker, run)])  # the old worker's word
+    assert not h.to_client
+    h.done(h.runs())
+    assert h.to_client == [(1, 0, local.CommitApplied(swap="s", member=target, reason=""))]
+
+
+def test_a_commit_copy_is_repeated_when_a_worker_dies_and_given_up_after_three() -> None:
+    h = Harness(workers=1)
+    target = committing(h)
     for _ in range(3):
         assert not [m for _, _, m in h.to_client if isinstance(m, local.CommitApplied)]
         h.feed(act.WorkerDied(0, "was killed by SIGBUS"))
     assert sum(isinstance(m, sidecar.RunJob) for _, m in h.to_worker) == 3
     (applied,) = [m for _, _, m in h.to_client if isinstance(m, local.CommitApplied)]
     assert "3 attempts failed" in applied.reason
-    h.ask(local.CommitFailed(swap="s", member=target.member, reason=applied.reason))
-    assert h.daemon.members[target.member].version is None
+    h.ask(local.CommitFailed(swap="s", member=target, reason=applied.reason))
+    assert h.daemon.members[target].state.version is None
 
 
 def test_a_description_is_sent_once_per_layout_and_again_when_it_was_forgotten() -> None:
@@ -465,6 +553,20 @@ def test_an_abort_ends_the_workers_that_exchange_and_says_that_their_epoch_is_ov
     assert [m.epoch for m in h.to_coordinator if isinstance(m, cluster.EpochLost)] == ["e1"]
 
 
+def test_an_abort_ends_what_another_model_exchanges_between_nodes_by_name() -> None:
+    h = Harness()
+    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
+    for worker in (0, 1):
+        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    h.fleet("other", "q")
+    h.stage("crossing")
+    h.stage("b", plan="q")
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="b", reason="x")))
+    (failed,) = h.said(cluster.StageFailed)
+    assert (failed.swap, failed.where) == ("crossing", "worker 0 on node n0")
+    assert failed.reason == "it was replaced, as swap b was aborted"
+
+
 def test_a_plan_that_does_not_fit_the_node_is_refused_with_a_reason() -> None:
     h = Harness()
     h.feed(act.CoordinatorSaid(0, crossing_plan(h, lanes=3)))
@@ -549,7 +651,7 @@ def test_a_swap_that_is_not_verified_compares_nothing_and_leaves_no_digests() ->
         assert runs and all(m.verify is verify for _, m in runs)
         h.done([(worker, m.run) for worker, m in runs])
         h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
-        assert h.daemon.members[target].holds is None  # nothing is decided to be what it holds before it is committed
+        assert h.daemon.members[target].state.holds is None  # it is not committed yet
         h.to_worker.clear()
         h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
         assert not h.to_worker  # another swap may be about to begin
@@ -572,3 +674,167 @@ def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they
     assert h.stage("s2", 2)  # at once: it waits for nothing
     h.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, digests=bytes(8 * len(message.spans)))))
     assert h.daemon.members[target].proof is None
+
+
+# --- whose numbers, and whose slots -----------------------------------------------------------------------
+
+
+def test_a_version_that_the_coordinator_refuses_is_not_held_and_its_slot_is_free() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    h.refuse_with = local.Failure(code="refused", message="version 2 was live with other contents; publish 5 or above")
+    assert isinstance(h.publish(source, 2), local.Failure)
+    assert h.daemon.members[source].held() == [1]
+    h.refuse_with = None
+    assert h.publish(source, 2) == local.Done()
+
+
+def test_a_source_that_was_admitted_above_what_was_live_is_refused_lower_numbers_before_it_copies() -> None:
+    h = Harness()
+    h.refuse_with = cluster.SourceAdmitted(run="r2", next_version=12)
+    source = h.ask(SOURCE)
+    assert isinstance(source, local.SourceRegistered) and (source.next_version, source.run) == (12, "r2")
+    h.refuse_with = None
+    refused = h.ask(local.BeginPublish(member=source.member, version=3, timeout_s=5.0))
+    assert isinstance(refused, local.Failure) and "publish 12 or above" in refused.message
+    assert h.publish(source.member, 12) == local.Done()
+    # whoever coordinates next is told what it may not publish again, and whose versions these are
+    h.to_coordinator.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    (again,) = h.said(cluster.AddShard)
+    assert (again.run, again.newest, again.versions) == ("r2", 12, (12,))
+
+
+def test_a_daemon_says_what_it_was_told_is_live_to_a_coordinator_that_does_not_know_it() -> None:
+    h = Harness()
+    claim = cluster.LiveClaim("m", 4, "r", 9, "s", "journal", 4)
+    h.feed(act.CoordinatorSaid(0, cluster.LiveIs(live=claim)))
+    h.feed(act.CoordinatorSaid(0, local.Failure(code="unknown-node", message="who?")))
+    assert h.said(cluster.NodeHello)[-1].live == (claim,)
+
+
+def test_a_version_of_another_run_is_never_staged_for_the_one_that_was_asked_for() -> None:
+    h = Harness()
+    h.fleet()
+    h.feed(act.CoordinatorSaid(0, cluster.Stage(swap="s", plan="p", version=1, run="other")))
+    (failed,) = h.said(cluster.StageFailed)
+    assert "no longer held" in failed.reason
+
+
+def test_what_a_target_was_told_to_commit_is_said_to_the_next_coordinator() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.to_coordinator.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    told = {m.member: m for m in h.said(cluster.AddShard)}
+    assert (told[target].staged, told[target].staged_version, told[target].committing) == ("s", 1, True)
+
+
+def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.to_client.clear(), h.to_coordinator.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.EvictMember(member=target, reason="it hangs")))
+    ((_, _, told),) = h.to_client
+    assert told == local.Evicted(member=target, reason="it hangs")
+    assert target not in h.daemon.members and h.closed
+    assert not h.said(cluster.RemoveShard)  # whoever said so knows
+    refused = h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
+    assert isinstance(refused, local.Failure) and "register again" in refused.message
+    assert not h.said(cluster.MemberCommitted)
+    assert isinstance(h.ask(TARGET), local.TargetRegistered)
+
+
+def test_a_daemon_that_was_busy_does_not_call_its_coordinator_silent() -> None:
+    h = Harness()
+    h.now = 6.0
+    h.feed(act.Busy(5.5), act.Tick())
+    assert h.daemon.is_coordinated
+    h.now = 12.0
+    h.feed(act.Tick())
+    assert not h.daemon.is_coordinated
+
+
+def test_a_registration_that_was_looked_at_beside_the_loop_is_like_any_other() -> None:
+    h = Harness()
+    for message, kind in ((SOURCE, local.SourceRegistered), (TARGET, local.TargetRegistered)):
+        h.to_client.clear()
+        h.feed(act.ClientSaid(1, 7, message, h.daemon.prepare(1, message)()))
+        (found,) = [m for _, request, m in h.to_client if request == 7]
+        assert isinstance(found, kind)
+        assert h.daemon.members[found.member].id == found.member
+    bad = local.RegisterSource(model="m", rank=3, world_size=1, shard=SHARD)
+    h.to_client.clear()
+    h.feed(act.ClientSaid(1, 7, bad, h.daemon.prepare(1, bad)()))
+    (failure,) = [m for _, request, m in h.to_client if request == 7]
+    assert isinstance(failure, local.Failure) and "rank 3 is not in 0..0" in failure.message
+
+
+# --- what is refused changes nothing (all requests: tests/property/test_refused_requests.py) --------------
+
+
+def test_a_rank_for_which_there_is_no_permit_leaves_what_is_retained_for_it() -> None:
+    h = Harness(keep_targets_s=60.0)
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.commit(target)
+    h.feed(act.SessionClosed(1, "died"), act.SessionOpened(1, 100, "again"))
+    free, h.daemon._permits._free = h.daemon._permits._free, []
+    refused = h.ask(TARGET)
+    assert isinstance(refused, local.Failure) and "registered target ranks already" in refused.message
+    h.daemon._permits._free = free
+    again = h.ask(TARGET)
+    assert isinstance(again, local.TargetRegistered) and again.restores
+
+
+@pytest.mark.parametrize("code", ["refused", "protocol"])
+def test_a_version_that_the_coordinator_refuses_leaves_the_source_as_it_was(code: str) -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    member = h.daemon.members[source]
+    before = (member.newest, member.way, member.why, member.replicas_of, member.held(), member.where(1))
+    h.refuse_with = local.Failure(code=code, message="no")
+    lent = local.Lend(member=source, version=2, addresses=(1, 2, 3, 4), why="fast")
+    assert h.ask(lent) == h.refuse_with
+    assert (member.newest, member.way, member.why, member.replicas_of, member.held(), member.where(1)) == before
+
+
+def test_without_a_coordinator_nothing_is_published() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    h.now = 100.0
+    for failed in (h.publish(source, 2), h.ask(local.Lend(member=source, version=2, addresses=(1, 2, 3, 4)))):
+        assert isinstance(failed, local.Failure) and "no coordinator" in failed.message
+    h.feed(act.CoordinatorSaid(0, local.Done()))
+    assert h.daemon.members[source].held() == [1]
+    assert h.publish(source, 2) == local.Done()
+
+
+@pytest.mark.parametrize(("short", "frees"), [(0, False), (1, True), (1 << 40, False)])
+def test_retained_memory_is_given_up_only_for_as_much_as_it_is(short: int, frees: bool) -> None:
+    h = Harness(keep_targets_s=60.0)
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.commit(target)
+    h.feed(act.SessionClosed(1, "died"), act.SessionOpened(1, 100, "again"))
+    h.no_memory = ArenaError("there is no memory", short=short)
+    made = h.ask(local.CreateArena(nbytes=4096))
+    assert isinstance(made, local.ArenaCreated) is frees
+    assert bool(h.daemon._retained.arenas()) is not frees and bool(h.closed) is frees
+
+
+def test_a_registration_whose_tensors_are_freed_while_its_arenas_are_made_is_refused_and_leaves_none() -> None:
+    h = Harness()
+    assert isinstance(h.ask(local.CreateArena(nbytes=1 << 20)), local.ArenaCreated)
+    live = tuple(Place(1, 0, tuple(2 * s for s in torch.empty(t.shape).stride())) for t in SHARD.tensors)
+    asked = h.daemon.handle(act.ClientSaid(1, 8, structs.replace(TARGET, live=live)), 0.0)
+    (make,) = [i for i in asked if isinstance(i, act.MakeArenas)]
+    assert h.ask(local.FreeArena(arena=1)) == local.Done()
+    h.feed(act.ArenasMade(make.ticket, (7,)))
+    failed = h.to_client[-1][2]
+    assert isinstance(failed, local.Failure) and "have been freed" in failed.message
+    assert h.closed == [1, 7] and not h.daemon.arenas and not h.daemon.members

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from refitd import ParameterMetadata, PlanError, Repeat, Roster, Tile
-from refitd.describe.compact import content_digest, without_ranks
+from refitd.describe.compact import without_ranks
 from refitd.describe.fused import interleaved_qkv, packed, packed_qkv, stacked, without_padding
 from refitd.describe.layout import tiles_of
-from refitd.plan.build import plan_copies, roster_digest
+from refitd.plan.build import plan_copies
 from refitd.plan.validate import violations
 from tests.support import oracle
 from tests.support.layouts import meta, replicated, rosters, tp
@@ -139,8 +139,6 @@ def test_descriptions_without_ranks_are_equal_where_ranks_hold_the_same() -> Non
     first, second = tp("w", (4, 2), [0, 1]), tp("w", (4, 2), [2, 3])
     assert without_ranks([first[1]]) == without_ranks([second[3]])
     assert without_ranks([first[0]]) != without_ranks([first[1]])
-    assert content_digest(without_ranks([first[1]])) == content_digest(without_ranks([second[3]]))
-    assert content_digest(without_ranks([first[0]])) != content_digest(without_ranks([first[1]]))
     assert tiles_of(without_ranks([first[1]])[0]) == tiles_of(first[1])
 
 
@@ -151,7 +149,6 @@ def test_a_plan_is_the_same_with_and_without_ranks() -> None:
     )
     bare = [Roster(r.rank, without_ranks(r.source), without_ranks(r.destination), r.node, r.label) for r in found]
     assert plan_copies(bare).table.to_wire() == plan_copies(found).table.to_wire()
-    assert roster_digest(bare) == roster_digest(found)
 
 
 def test_a_shared_description_serves_every_rank() -> None:

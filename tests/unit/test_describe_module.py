@@ -259,3 +259,54 @@ def test_local_tensors_share_the_storage() -> None:
     param = nn.Parameter(torch.zeros(3))
     assert local_tensor(param).data_ptr() == param.data_ptr()
     assert not local_tensor(param).requires_grad
+
+
+def test_one_piece_of_memory_under_two_names_is_one_weight_to_targets() -> None:
+    from refitd.client.mxfp8 import SourceTensors
+
+    weight = torch.ones(4, 2)
+    found = SourceTensors({"embed": weight, "head": weight, "norm": torch.ones(2)}, 0, None, None, None)
+    assert {m.name: m.aliases for m in found.metadata} == {"embed": ("head",), "head": ("embed",), "norm": ()}
+
+
+def test_wrappers_have_no_names_and_layers_inside_them_are_global() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def described(module: nn.Module) -> list[tuple[str, str | None]]:
+        return [(m.name, m.resolved_name) for m in describe_module(module, 0, RankGroups(tp=[0]))]
+
+    bare = described(Stage())
+    wrapped = Stage()
+    wrapped.layers[0] = checkpoint_wrapper(wrapped.layers[0])
+    wrapped.layers[1].norm = torch.compile(wrapped.layers[1].norm)
+    around = nn.Module()
+    around.module = torch.compile(wrapped)  # type: ignore[assignment]
+    found = described(around)
+    assert [resolved for _, resolved in found] == [resolved for _, resolved in bare]
+    # the local names are the module's own
+    assert [name for name, _ in found] == [name for name, _ in named_refit_tensors(around)]
+    assert any("_checkpoint_wrapped_module" in name for name, _ in found)
+
+
+def test_names_that_clash_without_wrappers_are_refused_with_both() -> None:
+    module = nn.Module()
+    module._orig_mod = nn.Linear(2, 2, bias=False)  # type: ignore[assignment]
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(PlanError, match=r"(?s)_orig_mod\.weight.*canonical name weight is also that of weight"):
+        describe_module(module, 0)
+
+
+def test_a_child_called_module_beside_others_and_a_parametrization_keep_their_names() -> None:
+    module = nn.Module()
+    module.module, module.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    nn.utils.parametrizations.weight_norm(module.head)
+    assert [m.resolved_name for m in describe_module(module, 0)] == [
+        "module.weight",
+        "head.parametrizations.weight.original0",
+        "head.parametrizations.weight.original1",
+    ]
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"0\.weight on rank 0: it is an UninitializedParameter"):
+        describe_module(nn.Sequential(nn.LazyLinear(3)), 0)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from refitd.addressing.copies import CopyList
+from refitd.addressing.places import LocalTensor
 from refitd.buffers import cuda as memory
 from refitd.buffers.layout import extent
 from refitd.copy_services import registry
 from refitd.copy_services.cuda import pairs
 from refitd.describe.casts import CASTS
 from refitd.errors import ArenaError, ConfigError, TransportError
-from refitd.execute.copies import CopyList, LocalTensor, whole_tensors
+from tests.support.places import copies_of
 
 ROOM = 1 << 16
 no_gpu = pytest.mark.skipif(memory.visible_devices() > 0, reason="there is a GPU")
@@ -51,7 +53,7 @@ def test_every_stride_arrives_and_nothing_else_changes(seed: int) -> None:
     np.ndarray(shape, f"V{es}", expected.data, dst.offset, dst.strides)[...] = np.ndarray(
         shape, f"V{es}", source.numpy().data, src.offset, src.strides
     )
-    assert copied(whole_tensors([(src, dst, es)]), source, target) == 1
+    assert copied(copies_of([(src, dst, es)]), source, target) == 1
     assert np.array_equal(target.numpy(), expected)
 
 
@@ -65,7 +67,7 @@ def test_casts_are_those_of_torch_and_a_wrong_element_is_found(cast: int, seed: 
     dst = random_tensor(rng, 2, shape, wanted.itemsize)
     source = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, ROOM, dtype=np.uint8))
     target = torch.zeros(ROOM, dtype=torch.uint8)
-    copies = whole_tensors([(src, dst, wanted.itemsize)])
+    copies = copies_of([(src, dst, wanted.itemsize)])
     copies.cast[:] = cast
     (pair,) = pairs(copies, {1: source, 2: target}, {2})
     assert (pair.source.dtype, pair.destination.dtype) == (held, wanted)
@@ -81,7 +83,7 @@ def test_casts_are_those_of_torch_and_a_wrong_element_is_found(cast: int, seed: 
 
 def test_elements_that_lie_askew_are_not_converted() -> None:
     arenas = {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}
-    copies = whole_tensors([(LocalTensor(1, 2, (5,), (4,)), LocalTensor(2, 0, (5,), (2,)), 2)])
+    copies = copies_of([(LocalTensor(1, 2, (5,), (4,)), LocalTensor(2, 0, (5,), (2,)), 2)])
     copies.cast[:] = 1
     with pytest.raises(TransportError, match="cannot be converted on a GPU"):
         pairs(copies, arenas, {2})
@@ -92,16 +94,16 @@ def test_elements_that_lie_askew_are_not_converted() -> None:
 
 def test_contiguous_rows_are_copied_in_the_widest_words() -> None:
     rows = LocalTensor(1, 64, (4, 32), (128, 2)), LocalTensor(2, 0, (4, 32), (64, 2))
-    (pair,) = pairs(whole_tensors([(*rows, 2)]), {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}, {2})
+    (pair,) = pairs(copies_of([(*rows, 2)]), {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}, {2})
     assert pair.source.dtype == torch.int64 and pair.source.shape == (4, 8)
     assert pair.destination.is_contiguous() and pair.nbytes == 256
 
 
 def test_an_empty_copy_is_none_and_a_repeated_element_is_read_again() -> None:
     target = torch.zeros(ROOM, dtype=torch.uint8)
-    none = whole_tensors([(LocalTensor(1, 0, (0, 4), (8, 2)), LocalTensor(2, 0, (0, 4), (8, 2)), 2)])
+    none = copies_of([(LocalTensor(1, 0, (0, 4), (8, 2)), LocalTensor(2, 0, (0, 4), (8, 2)), 2)])
     assert copied(none, target, target) == 0
-    fill = whole_tensors([(LocalTensor(1, 0, (6,), (0,)), LocalTensor(2, 2, (6,), (2,)), 2)])
+    fill = copies_of([(LocalTensor(1, 0, (6,), (0,)), LocalTensor(2, 2, (6,), (2,)), 2)])
     copied(fill, torch.full((ROOM,), 7, dtype=torch.uint8), target)
     assert target[:16].tolist() == [0, 0, *[7] * 12, 0, 0]
 
@@ -120,7 +122,7 @@ def test_a_copy_that_must_not_be_is_refused_before_it_runs(src: LocalTensor, dst
     assert extent(dst.shape, dst.strides, 2) == 10
     arenas = {i: torch.zeros(ROOM, dtype=torch.uint8) for i in (1, 2)}
     with pytest.raises(TransportError, match=says):
-        pairs(whole_tensors([(src, dst, 2)]), arenas, {2})
+        pairs(copies_of([(src, dst, 2)]), arenas, {2})
 
 
 def test_the_drivers_structures_are_as_long_as_cuda_says() -> None:

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from refitd.addressing.places import LocalTensor
 from refitd.buffers import cuda
 from refitd.buffers.arena import MappedArena, create
 from refitd.copy_services import registry
 from refitd.copy_services.base import DigestMismatch
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.daemon.jobs import dealt
-from refitd.daemon.mapped import WorkerArenas
-from refitd.execute.copies import LocalTensor, whole_tensors
+from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.protocol import sidecar
 from refitd.protocol.reports import GpuStatus, NodeStatus
 from refitd_cli import checks, view
 from tests.support import fake_cuda
+from tests.support.places import copies_of
 
 MIB = 1 << 20
 
@@ -71,7 +72,7 @@ def test_copies_go_to_the_worker_of_the_gpu_they_write_else_read_and_the_rest_to
         return LocalTensor(arena, 0, (64,), (4,))
 
     ends = [(1, 2), (1, 20), (20, 2), (20, 21), (21, 20), (30, 20), (20, 30), (1, 2), (1, 3)]
-    copies = whole_tensors([(place(src), place(dst), 4) for src, dst in ends])
+    copies = copies_of([(place(src), place(dst), 4) for src, dst in ends])
     shares = {share.worker: share.rows for share in dealt(copies, 2, {20: 1, 21: 1, 30: 0})}
     by_worker = {worker: set(rows.origin.tolist()) for worker, rows in shares.items()}
     assert by_worker[0] | by_worker[1] == set(range(9)) and not by_worker[0] & by_worker[1]
@@ -99,7 +100,7 @@ def test_bytes_that_differ_after_they_were_written_are_noticed(
     make = registry.installed().find("cuda").on_device
     assert make is not None
     service = make(0)
-    job = service.prepare(whole_tensors(rows), arenas)
+    job = service.prepare(copies_of(rows), arenas)
     assert job.run(verify=True, on_progress=lambda done: None).bytes == 1200
     copy = torch.Tensor.copy_
     copied: list[torch.Tensor] = []

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from refitd.addressing.between_nodes import Halves, crossing, cut, halves_of, lanes_of
+from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places
 from refitd.buffers.layout import row_major_strides
-from refitd.execute.copies import PROCESS_MEMORY, LocalTensor
-from refitd.execute.halves import Halves, crossing, cut, halves_of, lanes_of
 from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
 from tests.support.layouts import meta, replicated, rosters, tp
+from tests.support.places import by_rank
 
 
 def column(*values: int) -> np.ndarray:
@@ -102,8 +103,8 @@ def columns_to_two() -> CopyTable:
 def test_halves_have_the_addresses_of_their_tensors(columns_to_two: CopyTable) -> None:
     rows = crossing(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
     # bfloat16; the source lies transposed in private memory: (2, 16) bytes from row to row and column to column
-    held = {(0, "w"): LocalTensor(PROCESS_MEMORY, 4096, (8, 6), (2, 16), pid=77)}
-    wanted = {(rank, "w"): LocalTensor(10 + rank, 256, (8, 3), (6, 2)) for rank in (1, 2)}
+    held = by_rank({(0, "w"): LocalTensor(PROCESS_MEMORY, 4096, (8, 6), (2, 16), pid=77)})
+    wanted = by_rank({(rank, "w"): LocalTensor(10 + rank, 256, (8, 3), (6, 2)) for rank in (1, 2)})
 
     sent = halves_of(rows, 0, 0, held, {})
     order = np.argsort(sent.offset)
@@ -125,8 +126,8 @@ def test_the_sender_converts_and_both_ends_count_what_travels() -> None:
         [{0: meta("w", (4, 5), 0, dtype="float32", element_size=4)}], [{1: meta("w", (4, 5), 1, cast_from="float32")}]
     )
     rows = crossing(plan_copies(found).table, {0: 0, 1: 1}, 1)
-    sent = halves_of(rows, 0, 0, {(0, "w"): LocalTensor(3, 0, (4, 5), (20, 4))}, {})
-    received = halves_of(rows, 1, 0, {}, {(1, "w"): LocalTensor(4, 0, (4, 5), (10, 2))})
+    sent = halves_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (4, 5), (20, 4))}), {})
+    received = halves_of(rows, 1, 0, {}, by_rank({(1, "w"): LocalTensor(4, 0, (4, 5), (10, 2))}))
 
     assert sent.cast.tolist() == [1] and received.cast.tolist() == [0]
     assert sent.element_size.tolist() == received.element_size.tolist() == [2]
@@ -142,7 +143,7 @@ def test_a_tensor_without_a_place_is_an_error(columns_to_two: CopyTable) -> None
 
 def test_halves_survive_their_bytes(columns_to_two: CopyTable) -> None:
     rows = crossing(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
-    halves = halves_of(rows, 0, 0, {(0, "w"): LocalTensor(3, 0, (8, 6), (12, 2))}, {})
+    halves = halves_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (8, 6), (12, 2))}), {})
     again = Halves.from_bytes(halves.to_bytes())
     for name in ("is_send", "peer", "task_id", "part", "size", "stride", "arena", "offset", "origin", "cast"):
         assert np.array_equal(getattr(again, name), getattr(halves, name)), name
@@ -161,10 +162,10 @@ tables = st.lists(
 ).map(lambda rows: table(*rows))
 
 
-def places(rows: CopyTable) -> dict[str, dict[tuple[int, str], LocalTensor]]:
+def places(rows: CopyTable) -> dict[str, dict[int, Places]]:
     """One huge tensor of one dimension a rank: no address is read."""
     everything = {rank: LocalTensor(rank, 0, (1 << 50,), (1,)) for rank in range(6)}
-    return {name: {(rank, name): place for rank, place in everything.items()} for name in rows.locals}
+    return {name: by_rank({(rank, name): place for rank, place in everything.items()}) for name in rows.locals}
 
 
 @given(tables, st.integers(1, 4))

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from refitd.commit.journal import Journal, Record
+from refitd.coordinator.journal import Journal, Live, Record, Recovered
 from refitd.errors import CommitError
 
+CONNECT = (
+    "import sys; from pathlib import Path; from refitd.coordinator.journal import Journal; Journal(Path(sys.argv[1]))"
+)
 DECIDED = Record("s1", "policy", 4, "decided", "plan", "", 1.0)
+
+
+def ended(journal: Journal) -> None:
+    """The process ends without closing anything in order: the kernel does."""
+    journal._unlock()
 
 
 def test_a_decision_is_found_by_the_next_life(tmp_path: Path) -> None:
     path = tmp_path / "dir" / "journal.sqlite"
     journal = Journal(path)
     journal.write(DECIDED)
-    # the first life ends without closing anything
+    ended(journal)
     assert Journal(path).decided("s1") == DECIDED
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -86,15 +98,178 @@ def test_a_journal_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path) -> 
     old.close()
     journal = Journal(path)
     assert journal.decided("s1") == DECIDED
+    assert journal.live("policy") == Live(4, "", 1, "s1") and journal.highest("policy") == 4
     journal.write(replace(DECIDED, state="committed", report=b"{}"))
+    ended(journal)
     assert Journal(path).recent("", 1)[0].report == b"{}"
 
 
 def test_a_journal_keeps_the_last_swaps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refitd.commit.journal.KEPT", 3)
+    monkeypatch.setattr("refitd.coordinator.journal.KEPT", 3)
     journal = Journal(tmp_path / "j")
     for number in range(20):
         journal.write(Record(f"s{number}", "policy", number, "decided", "", "", 1.0))
         journal.write(Record(f"s{number}", "policy", number, "committed", "", "", 1.0))
     kept = [r.version for r in journal.recent("", 100)]
     assert kept[:3] == [19, 18, 17] and len(kept) <= 6
+
+
+# --- what is live ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["aborted", "committed"])
+def test_no_number_of_swaps_makes_a_journal_forget_what_is_live_and_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr("refitd.coordinator.journal.KEPT", 3)
+    path = tmp_path / "j"
+    journal = Journal(path)
+    for number in (3, 4, 3):  # 4 is rolled back
+        journal.write(Record(f"v{number}", "policy", number, "decided", "", "", 1.0, run="x"))
+    for number in range(50):
+        model = "policy" if state == "aborted" else "other"
+        if state == "committed":
+            journal.write(Record(f"s{number}", model, number, "decided", "", "", 1.0, run="y"))
+        journal.note(Record(f"s{number}", model, 9, state, "", "", 1.0, run="x"))
+    ended(journal)
+    journal = Journal(path)
+    assert journal.live("policy") == Live(3, "x", 3, "v3")
+    assert journal.highest("policy") == 4 and journal.before("policy", 4) == Live(3, "x", 3)
+    assert journal.tried("policy") == ((9, "x") if state == "aborted" else (-1, ""))
+
+
+def test_what_daemons_knew_is_written_and_later_decisions_count_on_from_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    assert journal.is_new
+    journal.note(Recovered("policy", Live(5, "x", 40, "s9"), "old", 1.0, highest=7))
+    assert journal.live("policy") == Live(5, "x", 40, "s9") and journal.highest("policy") == 7
+    assert journal.continues("old") and journal.continues(journal.id) and not journal.continues("other")
+    journal.write(replace(DECIDED, version=8, run="y"))
+    assert journal.live("policy") == Live(8, "y", 41, "s1")
+
+
+# --- whose file it is --------------------------------------------------------------------------------------
+
+
+def other_process(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", CONNECT, path], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["same", "hard link", "symbolic link"])
+def test_a_second_owner_is_refused_by_name_until_the_first_has_ended(tmp_path: Path, name: str) -> None:
+    path, other = tmp_path / "j", tmp_path / "j"
+    journal = Journal(path)
+    if name != "same":
+        other = tmp_path / "other"
+        (os.link if name == "hard link" else os.symlink)(path, other)
+    refused = other_process(other)
+    assert f"journal {other} is in use by another coordinator (pid {os.getpid()})" in refused.stderr
+    with pytest.raises(CommitError, match="in use by another coordinator"):
+        Journal(other)
+    journal.write(DECIDED)  # nobody has taken the lock away with it
+    ended(journal)
+    assert other_process(path).returncode == 0
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def all_removed(path: Path) -> None:
+    for each in path.parent.glob("j*"):
+        each.unlink()
+
+
+def replaced(path: Path) -> None:
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def garbled(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def wal_garbled(path: Path) -> None:
+    garbled(path.with_name("j-wal"))
+
+
+def wal_truncated(path: Path) -> None:
+    truncated(path.with_name("j-wal"))
+
+
+def wal_removed(path: Path) -> None:
+    path.with_name("j-wal").unlink()
+
+
+DAMAGES = (removed, all_removed, replaced, truncated, garbled, wal_garbled, wal_truncated, wal_removed)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_nothing_is_decided_with_a_file_that_is_not_as_it_was_left(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.write(DECIDED)
+    damage(tmp_path / "j")
+    for _ in range(2):
+        with pytest.raises(CommitError, match="recovers what is live"):
+            journal.write(replace(DECIDED, swap="s2", version=5))
+    with pytest.raises(CommitError):
+        journal.note(replace(DECIDED, state="committed"))
+    journal.close()
+
+
+@pytest.mark.parametrize("damage", [wal_garbled, wal_truncated, wal_removed])
+def test_what_was_live_before_the_last_swap_ended_does_not_hang_on_the_wal(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.write(DECIDED)
+    journal.note(replace(DECIDED, state="committed"))
+    kept = (tmp_path / "j-wal").read_bytes()
+    journal._unlock()
+    (tmp_path / "j-wal").write_bytes(kept)
+    damage(tmp_path / "j")
+    assert Journal(tmp_path / "j").live("policy") == Live(4, "", 1, "s1")
+
+
+def test_a_journal_of_a_newer_refitd_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    newer = sqlite3.connect(path)
+    newer.execute("CREATE TABLE swaps (tomorrow TEXT)")
+    newer.execute("PRAGMA user_version=99")
+    newer.commit()
+    newer.close()
+    before = path.read_bytes()
+    with pytest.raises(CommitError, match=r"a newer refitd has written it .schema 99"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "j")
+    other.execute("CREATE TABLE bookmarks (url TEXT)")
+    other.commit()
+    other.close()
+    with pytest.raises(CommitError, match=r"another program .tables bookmarks"):
+        Journal(tmp_path / "j")
+
+
+def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    journal = Journal(path)
+    for number in range(200):
+        journal.note(replace(DECIDED, swap=f"s{number}", reason="r" * 100))
+    journal.close()
+    pages = bytearray(path.read_bytes())
+    pages[4096 * 4 :] = bytes(len(pages) - 4096 * 4)
+    path.write_bytes(pages)
+    with pytest.raises(CommitError, match=r"journal .*j: "):
+        Journal(path)

@@ -16,7 +16,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Tile
 from refitd.errors import ConfigError
-from refitd.manifest import (
+from refitd.offline import (
     Layout,
     Model,
     Position,

@@ -9,16 +9,7 @@ import pytest
 import torch
 
 from refitd import MXFP8Buffer, MXFP8Offer
-from refitd.buffers.arena import MappedArena, create
-from refitd.client.mxfp8 import SourceTensors, TargetTensors
-from refitd.coordinator.held import offer_problems, wanted_parts
-from refitd.daemon import actions as act
-from refitd.daemon.held import check_held, figures_of, held_of, held_places, made_in
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.mxfp8 import Part, check_blocks, part_name, part_of, parts_of
-from refitd.describe.tiles import Repeat, Tile
-from refitd.errors import ProtocolError, RefusedError, TransportError
-from refitd.execute.conversions import (
+from refitd.addressing.conversions import (
     QUANTIZE,
     QUANTIZE_SWIZZLED,
     SWIZZLE,
@@ -27,10 +18,19 @@ from refitd.execute.conversions import (
     pieces_of,
     swizzled_bytes,
 )
+from refitd.buffers.arena import MappedArena, create
+from refitd.client.mxfp8 import SourceTensors, TargetTensors
+from refitd.coordinator.requirements import offer_problems, wanted_parts
+from refitd.daemon import actions as act
+from refitd.daemon.finishing import check_held, figures_of, held_of, held_places, made_in, wires_of
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.mxfp8 import Part, check_blocks, part_name, part_of, parts_of
+from refitd.describe.tiles import Repeat, Tile
+from refitd.errors import ProtocolError, RefusedError, TransportError
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.held import Conversion, DerivedTensor, HeldTensor, staged
 from refitd.protocol.shards import metadata_of, shard_of
+from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
 from refitd.transforms.mxfp8_format import Rounding, quantize, swizzle, swizzled_size
 from refitd.worker.conversions import ConversionJob
 from tests.support.layouts import meta, rosters, tp
@@ -238,7 +238,7 @@ TARGET = local.RegisterTarget(
 def test_what_arrives_and_what_is_made_lie_apart() -> None:
     lies = staged(SHARD, HELD)
     assert lies.wire == (0, 256) and lies.held == (0, 256 + 2 * 256 * 64, 256 + 3 * 256 * 64)
-    assert [t.offset for t in held_places(TARGET, 5)] == list(lies.held)
+    assert held_places(TARGET).offset.tolist() == list(lies.held)
     assert made_in(TARGET, 5) == [Made(QUANTIZE_SWIZZLED, (256, 64), 5, 256, lies.held[1], lies.held[2], "floor")]
     figures = figures_of(TARGET)
     assert figures.held_bytes == 16 + 256 * 64 + 1024 and figures.converted_bytes == 2 * 256 * 64
@@ -248,7 +248,11 @@ def test_what_arrives_and_what_is_made_lie_apart() -> None:
 def test_without_declarations_what_arrives_is_held() -> None:
     plain = local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD)
     check_held(plain)
-    assert [t.wire for t in held_of(plain)] == [0, 1] and staged(SHARD, ()).held == staged(SHARD, ()).wire
+    assert (
+        held_of(plain) is SHARD.tensors
+        and list(wires_of(plain)) == [0, 1]
+        and staged(SHARD, ()).held == staged(SHARD, ()).wire
+    )
     assert figures_of(plain).converted_bytes == 0 and figures_of(SOURCE).held_bytes == 0
 
 
@@ -326,7 +330,7 @@ def test_a_worker_that_dies_while_converting_fails_the_staging_and_is_given_its_
     (failed,) = h.said(cluster.StageFailed)
     assert failed.reason == "was killed by SIGKILL while converting what has arrived"
     h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
-    assert h.daemon.members[target].staged is None
+    assert h.daemon.members[target].state.staged is None
     h.done(h.stage("s2"))
     h.done([(w, m.run) for w, m in h.to_worker if isinstance(m, sidecar.RunJob)])
     assert [m.swap for m in h.said(cluster.StageDone)] == ["s2"]

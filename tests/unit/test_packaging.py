@@ -10,24 +10,17 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 
+import refitd
 from refitd_cli import control, daemon
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = {"refitd": ROOT / "refitd", "refitd_cli": ROOT / "cli"}
 
-# What may import what: along describe -> plan -> execute -> commit, with the processes on top.
-VALUES = {"errors", "dtypes", "describe"}
-PURE = {
-    "errors": set(),
-    "dtypes": {"errors"},
-    "config": {"errors"},
-    "describe": VALUES,
-    "manifest": VALUES | {"manifest"},
-    "plan": VALUES | {"plan"},
-}
+BASE = {"text", "dtypes", "errors", "states"}
 PROCESSES = ("coordinator", "daemon", "worker", "client")
 
 
@@ -40,21 +33,12 @@ def packages() -> set[str]:
     return found
 
 
-class WithoutTypeChecking(ast.NodeTransformer):
-    """Takes `if TYPE_CHECKING:` out of a syntax tree."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return None
-        return self.generic_visit(node)
-
-
 def imports(package: str) -> set[str]:
-    """The first names below refitd that the modules of `package` import, except for type checkers."""
+    """The first names below refitd that the modules of `package` import."""
     path = FOLDERS["refitd"] / package
     found = set()
     for file in path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]:
-        for node in ast.walk(WithoutTypeChecking().visit(ast.parse(file.read_text()))):
+        for node in ast.walk(ast.parse(file.read_text())):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -123,7 +107,7 @@ def test_torch_is_not_loaded_by(statement):
     assert "torch" not in loaded_after(statement)
 
 
-@pytest.mark.parametrize("package", ["describe", "manifest", "plan"])
+@pytest.mark.parametrize("package", ["describe", "offline", "plan"])
 def test_pure_package_loads_neither_sockets_nor_torch(package):
     modules = sorted(
         ".".join(("refitd", *path.relative_to(FOLDERS["refitd"]).with_suffix("").parts))
@@ -132,14 +116,29 @@ def test_pure_package_loads_neither_sockets_nor_torch(package):
     assert not {"torch", "zmq", "socket"} & loaded_after("import " + ", ".join(modules))
 
 
-@pytest.mark.parametrize("package", PURE)
-def test_pure_package_imports_only_what_comes_before_it(package):
-    assert imports(package) <= PURE[package]
+def import_table() -> dict[str, set[str]]:
+    """The table of docs/design.md: what each package below refitd imports, in its order."""
+    rows = re.findall(
+        r"^\| `refitd/(\w+)(?:\.py)?` \|[^|]*\| ([^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE
+    )
+    return {package: set() if listed == "nothing" else set(listed.split(", ")) for package, listed in rows}
 
 
-@pytest.mark.parametrize("package", ["commit", "execute", "buffers", "copy_services", "protocol"])
-def test_processes_are_assembled_at_the_edge(package):
-    assert not imports(package) & {*PROCESSES, "config"}
+def test_the_table_of_imports_names_every_package():
+    found = {
+        path.stem for path in FOLDERS["refitd"].iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert set(import_table()) == found - {"__init__"}
+
+
+@pytest.mark.parametrize("package", import_table())
+def test_a_package_imports_what_its_row_lists_and_all_of_it_stands_above(package):
+    table = import_table()
+    above = list(table)[: list(table).index(package)]
+    assert table[package] == imports(package) - BASE - {package}
+    assert table[package] <= set(above), "it stands below"
+    if package in BASE:
+        assert imports(package) <= BASE & set(above)
 
 
 def test_no_process_imports_another():
@@ -176,19 +175,85 @@ def test_script_is_executable_and_stops_at_the_first_error(script):
     assert "\nset -eu\n" in path.read_text()
 
 
-def test_readme_links_lead_to_files_and_its_python_parses():
-    text = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (ROOT / target).exists(), target
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        ast.parse(block)
+DOCUMENTS = sorted(path.relative_to(ROOT) for folder in ("", "docs") for path in (ROOT / folder).glob("*.md"))
 
 
-def test_readme_commands_are_commands():
-    text = (ROOT / "README.md").read_text()
-    shell = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
-    for program, listed in (("refitctl", control.COMMANDS), ("refitd", daemon.COMMANDS)):
-        for command in re.findall(rf"^{program} (\w+)", shell, re.MULTILINE):
-            assert command in listed, f"{program} {command}"
+def anchors(text: str) -> set[str]:
+    """What links into a Markdown file may end in: its headings, as GitHub names them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_of_a_document_lead_to_files_and_headings(document):
+    text = (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / document).parent / name if name else ROOT / document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_code_in_a_document_parses_and_uses_what_refitd_exports(document):
+    text = (ROOT / document).read_text()
+    for block in blocks(text, "python"):
+        for node in ast.walk(ast.parse(block)):
+            match node:
+                case ast.Attribute(value=ast.Name(id="refitd"), attr=name):
+                    assert hasattr(refitd, name), name
+                case ast.ImportFrom(module="refitd", names=names):
+                    assert all(hasattr(refitd, alias.name) for alias in names), ast.unparse(node)
+    for block in blocks(text, "toml"):
+        keys = tomllib.loads(block)
+        known = tomllib.loads((ROOT / "configs/laptop.toml").read_text())
+        if keys.keys() <= known.keys():  # manifests.md has files of other kinds
+            for table, values in keys.items():
+                assert values.keys() <= known[table].keys(), block
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_commands_in_a_document_are_commands_with_these_options(document):
+    text = (ROOT / document).read_text()
+    shell = "".join(blocks(text, "sh"))
+    for program, group in (("refitctl", control), ("refitd", daemon)):
+        for command, rest in re.findall(rf"^{program} (\w+)(.*)$", shell, re.MULTILINE):
+            assert command in group.COMMANDS, f"{program} {command}"
+            loaded = group.main.get_command(click.Context(group.main), command)
+            options = {option for parameter in loaded.params for option in parameter.opts}
+            for option in re.findall(r"(?<!\S)--[\w-]+", rest.split(" #")[0]):
+                assert option in options, f"{program} {command} {option}"
     for script in re.findall(r"\bscripts/[\w-]+", text):
         assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_source_files_that_a_document_names_exist(document):
+    found = [
+        path.as_posix()
+        for folder in ("refitd", "cli", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    # one of another project is named with its own folders
+    named = re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / document).read_text())
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in found)] == []
+
+
+def test_documents_are_all_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name == "README.md" or f"]({path.name})" in index, path.name
+
+
+def test_license_is_the_one_that_the_metadata_names_and_is_shipped():
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert PROJECT["project"]["license-files"] == ["LICENSE"]
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from refitd import Roster
-from refitd.plan.build import plan_copies, roster_digest
+from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
 from tests.support.layouts import meta, replicated, rosters, tp
 
@@ -35,7 +35,6 @@ def test_any_order_of_rosters_gives_the_same_bytes() -> None:
         again = plan_copies(mixed)
         assert again.table.to_wire() == expected.table.to_wire()
         assert again.digest == expected.digest
-        assert roster_digest(mixed) == roster_digest(found)
 
 
 def test_any_order_of_tensors_gives_the_same_bytes() -> None:
@@ -43,7 +42,6 @@ def test_any_order_of_tensors_gives_the_same_bytes() -> None:
     mixed = [replace(r, source=list(r.source)[::-1], destination=list(r.destination)[::-1]) for r in found[::2]]
     mixed += found[1::2]
     assert plan_copies(mixed).table.to_wire() == plan_copies(found).table.to_wire()
-    assert roster_digest(mixed) == roster_digest(found)
 
 
 def test_task_ids_are_unique_and_not_negative() -> None:
@@ -76,27 +74,7 @@ def test_task_ids_do_not_depend_on_the_source() -> None:
     assert one.task_id.tolist() == two.task_id.tolist()
 
 
-def test_roster_digest_sees_every_change_of_content() -> None:
-    base = fleet()
-    digests = {roster_digest(base)}
-    first = base[0]
-    fc1, norm = first.source
-    changed = [
-        replace(first, node="elsewhere"),
-        replace(first, source=[fc1]),
-        replace(first, source=[fc1, replace(norm, resolved_name="other")]),
-        replace(first, source=[fc1, replace(norm, name="renamed", resolved_name="norm")]),
-        replace(first, source=[replace(fc1, global_shape=(16, 4)), norm]),
-        replace(first, destination=[norm]),
-    ]
-    for roster in changed:
-        digests.add(roster_digest([roster, *base[1:]]))
-    assert len(digests) == 1 + len(changed) - 1  # declaring the shape that follows anyway changes nothing
-    assert roster_digest([replace(first, label="new name"), *base[1:]]) in digests
-
-
 def test_two_models_of_equal_sizes_have_different_plans() -> None:
     one = rosters([replicated("a", (4,), [0])], [replicated("a", (4,), [1])])
     two = rosters([replicated("b", (4,), [0])], [replicated("b", (4,), [1])])
     assert plan_copies(one).digest != plan_copies(two).digest
-    assert roster_digest(one) != roster_digest(two)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from refitd import PlanError, ShardingDescriptor
-from refitd.plan.lcm import Overlap, lcm_overlaps, plan_lcm_transfers, sharding_descriptors
+from refitd.plan.columns import Ints
+from refitd.plan.lcm import Overlap, lcm_overlaps, lcm_tiling, plan_lcm_transfers, sharding_descriptors
 from refitd.plan.routing import plan_param_transfers, plan_replicated_transfers
 from tests.support.layouts import meta, replicated, tp
 
@@ -49,6 +51,53 @@ def test_segments_that_would_not_be_equal_are_refused() -> None:
         lcm_overlaps(13, 4, 1, 13, 1)
 
 
+def boxes(*spans: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
+    """Return the columns (offset, size) of boxes that are given as [start, end) of each dimension."""
+    edges = np.array(spans, np.int64)
+    return edges[:, :, 0], edges[:, :, 1] - edges[:, :, 0]
+
+
+ROWS_0_4, ROWS_4_8, ROWS_8_12 = ((0, 4), (0, 5)), ((4, 8), (0, 5)), ((8, 12), (0, 5))
+
+
+def test_boxes_of_two_even_splits_are_tiled_in_closed_form() -> None:
+    held, wanted = boxes(ROWS_8_12, ROWS_0_4, ROWS_4_8), boxes(((6, 12), (0, 5)), ((0, 6), (0, 5)))
+    tiling = lcm_tiling(*held, *wanted)
+    assert tiling is not None
+    cells, pieces = tiling
+    assert cells.box.tolist() == cells.cell.tolist() == [0, 1, 2]
+    assert pieces.want.tolist() == [1, 1, 0, 0]
+    assert pieces.cell.tolist() == [1, 2, 2, 0]
+    assert pieces.offset.tolist() == [[0, 0], [4, 0], [6, 0], [8, 0]]
+    assert pieces.size.tolist() == [[4, 5], [2, 5], [2, 5], [4, 5]]
+
+
+def test_a_whole_tensor_is_an_even_split_along_any_dimension() -> None:
+    halves, whole = boxes(((0, 8), (0, 2)), ((0, 8), (2, 4))), boxes(((0, 8), (0, 4)))
+    gathered, dealt, copied = (lcm_tiling(*a, *b) for a, b in ((halves, whole), (whole, halves), (whole, whole)))
+    assert gathered is not None and gathered[1].size.tolist() == [[8, 2], [8, 2]]
+    assert dealt is not None and dealt[1].offset.tolist() == [[0, 0], [0, 2]]
+    assert copied is not None and copied[1].size.tolist() == [[8, 4]]
+
+
+@pytest.mark.parametrize(
+    ("why", "held", "wanted"),
+    [
+        ("uneven", boxes(ROWS_0_4, ((4, 12), (0, 5))), boxes(((0, 12), (0, 5)))),
+        ("a gap", boxes(ROWS_0_4, ROWS_8_12), boxes(((0, 12), (0, 5)))),
+        ("replicas that split it differently", boxes(ROWS_0_4, ROWS_4_8, ((0, 8), (0, 5))), boxes(((0, 8), (0, 5)))),
+        ("a grid", boxes(*[((a, a + 2), (b, b + 2)) for a in (0, 2) for b in (0, 2)]), boxes(((0, 4), (0, 4)))),
+        ("two dimensions", boxes(((0, 2), (0, 4)), ((2, 4), (0, 4))), boxes(((0, 4), (0, 2)), ((0, 4), (2, 4)))),
+        ("a part of it is wanted", boxes(ROWS_0_4, ROWS_4_8), boxes(ROWS_0_4)),
+        ("not enough is held", boxes(ROWS_0_4, ROWS_4_8), boxes(ROWS_0_4, ROWS_4_8, ROWS_8_12)),
+    ],
+)
+def test_what_is_no_even_split_of_one_box_is_left_to_intersection(
+    why: str, held: tuple[Ints, Ints], wanted: tuple[Ints, Ints]
+) -> None:
+    assert lcm_tiling(*held, *wanted) is None, why
+
+
 def test_a_descriptor_says_how_both_sides_split_the_dim() -> None:
     source, destination = tp("w", (8, 4), [0, 1], partition_stride=2)[0], tp("w", (4, 4), [2, 3, 4, 5])[2]
     assert sharding_descriptors(source, destination) == [ShardingDescriptor("tp", 0, 2, 1, [0, 1], [2, 3, 4, 5])]
@@ -73,13 +122,30 @@ def test_lcm_transfers_are_slices_of_both_tensors() -> None:
     assert found == [(0, (slice(0, 5), slice(2, 4)), (slice(0, 5), slice(0, 2)))]
 
 
-def test_lcm_needs_exactly_one_descriptor_and_a_destination_rank() -> None:
+def test_lcm_needs_exactly_one_descriptor() -> None:
     source, destination = tp("w", (4,), [0, 1])[0], tp("w", (2,), [2, 3, 4, 5])[2]
     descriptors = sharding_descriptors(source, destination)
-    with pytest.raises(PlanError, match="one tp descriptor"):
-        plan_lcm_transfers("w", source, destination, descriptors * 2, 2)
-    with pytest.raises(PlanError, match="rank 9 is not among the destination ranks"):
-        plan_lcm_transfers("w", source, destination, descriptors, 9)
+    for wrong in (descriptors * 2, []):
+        with pytest.raises(PlanError, match="one tp descriptor"):
+            plan_lcm_transfers("w", source, destination, wrong, 2)
+
+
+def test_a_rank_outside_the_destination_receives_nothing() -> None:
+    source, destination = tp("w", (4,), [0, 1])[0], tp("w", (2,), [2, 3, 4, 5])[2]
+    descriptors = sharding_descriptors(source, destination)
+    assert plan_lcm_transfers("w", source, destination, descriptors, 9) == []
+    copies = [meta("w", (4,), rank, data_parallel_group_ranks=[rank, rank + 1]) for rank in (0, 2)]
+    assert plan_replicated_transfers("w", *copies, 0) == []  # not even its own copy
+    assert len(plan_replicated_transfers("w", *copies, 2)) == 1
+    assert plan_param_transfers("w", *copies, 9) == plan_param_transfers("w", source, destination, 9) == []
+    columns = tp("w", (4, 1), [2, 3], dim=1)[2]
+    assert plan_param_transfers("w", tp("w", (2, 2), [0, 1])[0], columns, 9) == []  # tiles are intersected
+
+
+def test_a_split_parameter_without_its_group_is_no_replicated_one() -> None:
+    source = meta("w", (4,), 0, is_tp=True)
+    with pytest.raises(PlanError, match=r"global shape is \(4,\)"):
+        sharding_descriptors(source, meta("w", (8,), 0, tensor_parallel_group_ranks=[0]))
 
 
 def test_replicated_transfers_are_local_or_take_turns() -> None:

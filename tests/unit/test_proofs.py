@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from refitd.coordinator.fleet import Member, Model
-from refitd.coordinator.proofs import MAX_CHECKS, MAX_DIFFERENCES, Checks
+from refitd.coordinator.membership import Member, Model
+from refitd.coordinator.verification import MAX_CHECKS, MAX_DIFFERENCES, Checks
 from refitd.daemon import actions as act
+from refitd.daemon.target_state import Live, Step
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.cluster import MemberChecked
@@ -24,7 +25,7 @@ KIB = 1 << 10
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and runs a thousandth as large."""
     monkeypatch.setattr("refitd.buffers.blocks.MIN_BLOCK_BYTES", 1 * KIB)
-    monkeypatch.setattr("refitd.daemon.proofs.RUN_BYTES", 64 * KIB)
+    monkeypatch.setattr("refitd.daemon.blocks.RUN_BYTES", 64 * KIB)
 
 
 def sent(node: Node) -> list[tuple[int, object]]:
@@ -53,7 +54,7 @@ def test_digests_are_taken_by_one_worker_at_a_time_and_not_while_a_swap_runs() -
     assert sent(node) == []
     node.is_swapping = False
     assert sent(node) == []  # the next swap may be about to begin
-    node.proofs.tick(0.0)
+    node.proofs.tick()
     ((worker, message),) = sent(node)
     assert worker == 0 and isinstance(message, sidecar.TakeDigests)
     assert sum(span.count for span in message.spans) <= 64 * KIB
@@ -77,9 +78,9 @@ def test_what_is_asked_for_is_done_by_all_workers_and_while_a_swap_runs() -> Non
 def test_a_staging_that_begins_throws_unfinished_digests_away() -> None:
     node = large()
     node.proofs.committed(node.member)
-    node.proofs.tick(0.0)
+    node.proofs.tick()
     ((_, message),) = sent(node)
-    node.member.holds = None  # what LocalSwaps.stage does
+    node.becomes(holds=None)  # what staging does
     assert isinstance(message, sidecar.TakeDigests)
     node.proofs.worker_said(digests.taken(message, node.arenas))
     node.run()
@@ -138,11 +139,11 @@ def test_a_process_that_does_not_answer_is_named_and_asked_again_only_when_it_ha
     assert node.check().state == "proven"
     node.ask("first", now=0.0)
     (question,) = said(node, local.DigestLive)
-    node.proofs.tick(9.0)
+    node.proofs.expire(9.0)
     assert said(node, cluster.MembersChecked) == []
-    node.proofs.tick(10.0)
+    node.proofs.expire(10.0)
     node.ask("second", now=11.0)
-    node.proofs.tick(21.0)
+    node.proofs.expire(21.0)
     late = said(node, cluster.MembersChecked)
     assert [answer.check for answer in late] == ["first", "second"]  # type: ignore[attr-defined]
     for answer in late:
@@ -168,7 +169,7 @@ def test_a_version_that_is_taken_over_meanwhile_is_checked_instead() -> None:
     node.staging.bytes[:] ^= 1  # version 8 is staged and committed
     for i in range(len(SHAPES)):
         node.write(i, node.staged(i))
-    node.member.version = node.member.holds = 8
+    node.becomes(version=8, holds=8)
     node.proofs.committed(node.member)
     node.proofs.client_said(node.member, reply)  # type: ignore[arg-type]
     node.run()
@@ -202,9 +203,9 @@ def test_arena_tensors_that_differ_while_a_commit_is_under_way_are_unknown() -> 
     node = Node(SHAPES, "arena", 1)
     assert node.check().state == "proven"
     node.live[0][5] ^= 1
-    node.member.committing = "s"
+    node.becomes(step=Step.COMMITTING, swap="s")
     assert node.check().state == "unknown"
-    node.member.committing = None
+    node.becomes(step=Step.IDLE, swap=None)
     assert node.check().state == "differs"
 
 
@@ -215,11 +216,10 @@ def test_what_is_written_in_place_is_digested_at_once_and_never_later() -> None:
     node.proofs.committed(node.member)
     assert len(sent(node)) == 1
     node.proofs.committed(node.member)
-    node.member.holds = None  # what LocalSwaps.stage does: the digests that are under way count for nothing
-    node.member.writing = "s8"
+    node.becomes(holds=None, live=Live.WRITTEN, swap="s8", step=Step.STAGING)  # staging has begun
     found = node.check()
     assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
-    node.member.writing, node.member.holds = None, 7
+    node.becomes(live=Live.SERVING, step=Step.IDLE, holds=7)
     found = node.check()
     assert found.state == "unknown" and "could not be taken" in found.reason, "of what it holds now it proves nothing"
 
@@ -229,7 +229,7 @@ def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
     node.ask()
     ((_, message),) = sent(node)
     node.live[0].zero_()
-    node.member.holds, node.member.writing = None, "s8"
+    node.becomes(holds=None, live=Live.WRITTEN, swap="s8", step=Step.STAGING)
     assert isinstance(message, sidecar.TakeDigests)
     node.proofs.worker_said(digests.taken(message, node.arenas))
     node.run()
@@ -240,15 +240,15 @@ def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: setattr(m, "version", None), "serves nothing"),
-        (lambda m: setattr(m, "fenced", "behind"), "fenced"),
-        (lambda m: setattr(m, "verifies", False), "[models.m] verify"),
-        (lambda m: setattr(m, "holds", None), "was not taken"),
+        (lambda n: n.becomes(version=None), "serves nothing"),
+        (lambda n: n.becomes(live=Live.BEHIND), "fenced"),
+        (lambda n: setattr(n.member, "verifies", False), "[models.m] verify"),
+        (lambda n: n.becomes(holds=None), "was not taken"),
     ],
 )
 def test_why_a_rank_cannot_be_checked_is_said(change: object, reason: str) -> None:
     node = Node(SHAPES, "packed", 1)
-    change(node.member)  # type: ignore[operator]
+    change(node)  # type: ignore[operator]
     found = node.check()
     assert found.state == "unknown" and reason in found.reason
 
@@ -267,6 +267,21 @@ def test_arenas_on_a_gpu_are_read_by_its_worker_alone(arena: int, way: str) -> N
                 readers.append(worker)
             node.proofs.worker_said(digests.taken(message, node.arenas))
     assert readers and set(readers) == {1}
+
+
+def test_what_is_known_is_said_at_once_though_others_are_late() -> None:
+    node = Node(SHAPES, "packed", 1)
+    assert node.check().state == "proven"
+    node.out.clear()
+    members = (node.member.id, "nobody")
+    node.proofs.check(cluster.CheckMembers(check="c", members=members, timeout_s=1.8), 0.3)
+    (answer,) = said(node, cluster.MembersChecked)
+    assert [one.member for one in answer.members] == ["nobody"]  # type: ignore[attr-defined]
+    assert node.proofs.next_deadline == 2.1
+    node.proofs.expire(2.1)
+    _, late = said(node, cluster.MembersChecked)
+    assert [one.member for one in late.members] == [node.member.id]  # type: ignore[attr-defined]
+    assert node.proofs.next_deadline is None
 
 
 def test_a_member_that_leaves_or_is_not_there_is_said() -> None:

@@ -5,8 +5,8 @@ from math import prod
 
 import pytest
 
-from refitd.execute.messages import ALIGNMENT, Span, boxes_between, lay_out
-from refitd.spmd.caches import BoundedCache
+from refitd.addressing.messages import ALIGNMENT, Span, boxes_between, lay_out
+from refitd.inprocess.caches import BoundedCache
 
 
 def test_small_pieces_share_a_message_and_large_ones_are_cut() -> None:

@@ -38,6 +38,7 @@ def test_configuration_knows_the_same_roles():
         (local.CreateArena(nbytes=1), TRAINER | ENGINE),
         (local.StartSwap(model="m"), TRAINER | OPERATOR),
         (local.AbortSwap(model="m"), TRAINER | OPERATOR),
+        (local.Evict(model="m", replica="r"), TRAINER | OPERATOR),
         (cluster.ShardPublished(member="m", version=1), TRAINER),
         (local.GetStatus(), ALL_ROLES),
         (local.GetPlan(model="m"), ALL_ROLES),
@@ -178,7 +179,7 @@ def test_request_that_finds_no_room_to_the_coordinator_fails_at_once():
     h.feed(daemon_act.Unsent(number))
     assert not h.daemon._forwarded
     (answer,) = [m for s, r, m in h.to_client if (s, r) == (1, 9)]
-    assert isinstance(answer, local.Failure) and answer.code == "transport"
+    assert isinstance(answer, local.Failure) and answer.code == "refused"
 
 
 def test_slots_asked_for_and_versions_lent_are_bounded():

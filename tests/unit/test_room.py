@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from refitd.buffers import arena, room
+from refitd.buffers import arena, capacity
 from refitd.errors import ArenaError
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def node(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_without_control_groups_the_kernels_estimate_counts(node: tuple[Path, Path]) -> None:
-    assert [(limit.name, limit.left) for limit in room.memory_limits(*node)] == [
+    assert [(limit.name, limit.left) for limit in capacity.memory_limits(*node)] == [
         ("MemAvailable (/proc/meminfo)", 1000 * MIB)
     ]
 
@@ -54,7 +54,7 @@ def test_the_tightest_control_group_above_this_process_comes_first(node: tuple[P
     write(groups / "jobs/memory.stat", f"anon 7\ninactive_file {60 * MIB}\nactive_file {40 * MIB}\n")
     write(groups / "jobs/one/memory.max", f"{250 * MIB}\n")
     write(groups / "jobs/one/memory.current", f"{10 * MIB}\n")
-    found = [(limit.name, limit.left // MIB) for limit in room.memory_limits(proc, groups)]
+    found = [(limit.name, limit.left // MIB) for limit in capacity.memory_limits(proc, groups)]
     assert found == [
         ("memory.max of control group /jobs", 200),
         ("memory.max of control group /jobs/one", 240),
@@ -69,7 +69,7 @@ def test_version_1_groups_count_too_and_their_way_to_say_unlimited(node: tuple[P
     write(groups / "memory/memory.usage_in_bytes", "5\n")
     write(groups / "memory/job/memory.limit_in_bytes", f"{30 * MIB}\n")
     write(groups / "memory/job/memory.usage_in_bytes", f"{31 * MIB}\n")
-    tightest, *others = room.memory_limits(proc, groups)
+    tightest, *others = capacity.memory_limits(proc, groups)
     assert (tightest.left, tightest.name) == (0, "memory.limit_in_bytes of control group /job")
     assert len(others) == 1
 
@@ -79,7 +79,7 @@ def test_a_container_sees_its_own_group_at_the_root(node: tuple[Path, Path]) -> 
     write(proc / "self/cgroup", "0::/../elsewhere\n")
     write(groups / "memory.max", f"{50 * MIB}\n")
     write(groups / "memory.current", "0\n")
-    assert room.memory_limits(proc, groups)[0].left == 50 * MIB
+    assert capacity.memory_limits(proc, groups)[0].left == 50 * MIB
 
 
 def test_strict_overcommit_is_a_limit_of_its_own(node: tuple[Path, Path]) -> None:
@@ -87,37 +87,37 @@ def test_strict_overcommit_is_a_limit_of_its_own(node: tuple[Path, Path]) -> Non
     with (proc / "meminfo").open("a") as meminfo:
         meminfo.write(f"CommitLimit: {100 << 10} kB\nCommitted_AS: {70 << 10} kB\n")
     write(proc / "sys/vm/overcommit_memory", "2\n")
-    assert str(room.memory_limits(proc, groups)[0]) == f"{30 * MIB} bytes under vm.overcommit_memory=2"
+    assert str(capacity.memory_limits(proc, groups)[0]) == f"{30 * MIB} bytes under vm.overcommit_memory=2"
 
 
 def test_several_arenas_are_refused_together_before_one_is_made() -> None:
-    share = room.memory_limits()[0].left // 2
+    share = capacity.memory_limits()[0].left // 2
     with pytest.raises(ArenaError, match=rf"3 arenas \('a' and so on\): {3 * share} bytes asked for, \d+ bytes"):
-        room.check_bytes([(share, name) for name in "abc"])
+        capacity.check_bytes([(share, name) for name in "abc"])
 
 
 def test_a_limit_on_file_sizes_holds_for_each_arena_and_not_for_their_sum() -> None:
     with soft_limit(resource.RLIMIT_FSIZE, 3 * MIB):
-        room.check_bytes([(2 * MIB, "a"), (2 * MIB, "b")])
+        capacity.check_bytes([(2 * MIB, "a"), (2 * MIB, "b")])
         with pytest.raises(ArenaError, match=rf"{4 * MIB} bytes asked for, {3 * MIB} bytes .* RLIMIT_FSIZE"):
-            room.check_bytes([(4 * MIB, "a")])
+            capacity.check_bytes([(4 * MIB, "a")])
 
 
 def test_address_space_must_hold_the_arenas_that_workers_have_mapped() -> None:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with soft_limit(resource.RLIMIT_AS, mapped + 512 * MIB):
-        room.check_bytes([(64 * MIB, "a")])
+        capacity.check_bytes([(64 * MIB, "a")])
         with pytest.raises(ArenaError, match=rf"{64 * MIB} bytes asked for, \d+ bytes available under RLIMIT_AS"):
-            room.check_bytes([(64 * MIB, "a")], held=500 * MIB)
+            capacity.check_bytes([(64 * MIB, "a")], held=500 * MIB)
 
 
 def test_descriptors_are_counted_for_every_worker_that_may_start_anew() -> None:
-    used = room.open_descriptors()
-    with soft_limit(resource.RLIMIT_NOFILE, used + room.DESCRIPTOR_RESERVE + 11):
-        assert room.descriptors_left() == room.DESCRIPTOR_RESERVE + 11
-        room.check_descriptors([(1, "a")], held=4, workers=2)  # 1 to hold, 5 arenas for 2 workers
+    used = capacity.open_descriptors()
+    with soft_limit(resource.RLIMIT_NOFILE, used + capacity.DESCRIPTOR_RESERVE + 11):
+        assert capacity.descriptors_left() == capacity.DESCRIPTOR_RESERVE + 11
+        capacity.check_descriptors([(1, "a")], held=4, workers=2)  # 1 to hold, 5 arenas for 2 workers
         with pytest.raises(ArenaError, match=rf"13 more file descriptors needed .* {used} are open, .* the limit is"):
-            room.check_descriptors([(1, "a")], held=5, workers=2)
+            capacity.check_descriptors([(1, "a")], held=5, workers=2)
 
 
 def test_an_arena_the_kernel_refuses_halfway_is_given_back_and_the_limits_are_named(

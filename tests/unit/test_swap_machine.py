@@ -1,22 +1,26 @@
-"""The swap state machine: every way through it, and what it refuses."""
+"""The swap state machine: every way through it, what it refuses, and that its table is what it does."""
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
-from refitd.commit import machine as m
-from refitd.commit.machine import Limits, Phase
+from refitd.coordinator import decision as m
+from refitd.coordinator.decision import Limits, Phase
 from refitd.errors import IllegalTransition
+from refitd.text import BRIEF
 
 LIMITS = Limits(plan_s=1.0, stage_s=10.0, commit_s=5.0)
+NAMES = {"a": "engine a", "b": "engine b", "src": "source rank 0"}
 READY = m.PlanReady({"a": "n0", "b": "n1"}, frozenset({"n0", "n1"}), 100)
 
 
 def run(*events: m.Event, limits: Limits = LIMITS) -> tuple[m.Swap, list[m.Instruction]]:
     """Feed events one second apart... at no cost: time is an argument."""
-    state, last = m.begin("s", "policy", 7, limits, now=0.0), []
+    state, last = m.begin("s", "policy", 7, limits, NAMES, now=0.0), []
     for event in events:
         state, last = m.step(state, event, now=0.5)
     return state, last
@@ -26,7 +30,7 @@ STAGED = (READY, m.NodeLoaded("n0"), m.NodeLoaded("n1"), m.NodeStaged("n0", 2, 6
 
 
 def test_the_whole_way_gives_each_instruction_once_and_in_order() -> None:
-    state = m.begin("s", "policy", 7, LIMITS, now=0.0)
+    state = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
     seen: list[m.Instruction] = []
     for event in (*STAGED, m.Journalled(), m.MemberCommitted("a", 0.1), m.MemberCommitted("b", 0.2)):
         state, instructions = m.step(state, event, now=0.5)
@@ -74,7 +78,7 @@ def test_after_the_decision_nothing_aborts() -> None:
     state, instructions = m.step(state, m.MemberCommitted("a", 0.0), now=1.0)
     assert (state.phase, instructions) == (Phase.INCOMPLETE, [m.Finished()])
     assert state.failed == {"b": "died"}
-    assert "b: died" in state.reason
+    assert "engine b: died" in state.reason
 
 
 def test_members_that_miss_the_commit_deadline_are_named() -> None:
@@ -94,23 +98,117 @@ def test_a_deadline_in_staging_names_the_node_that_is_waited_for() -> None:
 
 def test_a_failed_node_aborts_and_its_words_are_the_reason() -> None:
     state, instructions = run(*STAGED[:3], m.NodeFailed("n1", "worker 3", "killed"))
-    assert (state.phase, state.reason, state.failed_phase) == (Phase.ABORTED, "worker 3: killed", "stage")
+    assert (state.phase, state.reason, state.failed_phase) == (Phase.ABORTED, "worker 3: killed", Phase.STAGING)
     assert m.AbortOn("n0", "worker 3: killed") in instructions
 
 
-def test_an_illegal_event_raises_and_changes_nothing() -> None:
-    state, _ = run(READY)
-    for event in (READY, m.NodeStaged("n0", 1, 1), m.Journalled(), m.MemberCommitted("a", 0.0), m.NodeLoaded("n9")):
+def test_a_node_that_takes_back_what_it_staged_aborts_until_the_decision_is_journalled() -> None:
+    failed = m.NodeFailed("n1", "source rank 0", "version 7 was taken back")
+    assert run(*STAGED, m.DecisionHeld(9.0), failed)[0].phase is Phase.ABORTED
+    committing, _ = run(*STAGED, m.Journalled())
+    assert m.step(committing, failed, now=1.0) == (committing, [])
+
+
+def test_a_plan_and_its_sources_are_needed_until_everything_is_staged() -> None:
+    lost, gone = m.PlanLost("n1", "worker 3", "killed"), m.MemberLost("src", "left")
+    asks = replace(READY, asked=frozenset("a"))
+    for event in (lost, gone):
+        assert run(READY, event)[0].phase is run(*STAGED[:3], event)[0].phase is Phase.ABORTED
+        for staged in (run(*STAGED)[0], run(asks, *STAGED[1:])[0], run(*STAGED, m.Journalled())[0]):
+            assert m.step(staged, event, now=1.0) == (staged, [])
+
+
+def test_a_decision_that_is_held_has_the_commit_limit_left_after_that() -> None:
+    state, instructions = run(*STAGED, m.DecisionHeld(60.0))
+    assert (state.phase, state.deadline, instructions) == (Phase.STAGED, 60.0 + LIMITS.commit_s, [])
+
+
+def test_a_refusal_says_what_was_tried_where_and_what_came_before() -> None:
+    state, _ = run(READY, m.NodeLoaded("n0"))
+    for event, why in (
+        (READY, "it has no row"),
+        (m.NodeStaged("n0", 1, 1), "it has no row"),
+        (m.Journalled(), "it has no row"),
+        (m.NodeLoaded("n9"), "no node of this swap is called 'n9'"),
+        (m.MemberLost("x", "died"), "no member of this swap is called 'x'"),
+    ):
         before = replace(state)
-        with pytest.raises(IllegalTransition, match="cannot happen in phase plan"):
+        with pytest.raises(IllegalTransition) as refused:
             m.step(state, event, now=0.5)
+        assert f"{event} cannot happen in phase plan: {why}" in str(refused.value)
+        assert "PlanReady(2 members on 2 nodes, 100 bytes) -> plan; 0.500 s: NodeLoaded(node='n0')" in str(
+            refused.value
+        )
         assert state == before
 
 
-def test_echoes_of_a_finished_swap_are_answered_with_nothing() -> None:
-    state, _ = run(m.AbortAsked("enough"))
-    for event in (m.NodeStaged("n0", 1, 1), m.MemberCommitted("a", 0.0), m.MemberLost("a", "x"), m.TimePassed()):
-        assert m.step(state, event, now=1e9) == (state, [])
+def test_what_is_said_twice_is_refused_where_no_race_explains_it() -> None:
+    quiet = replace(READY, in_place=frozenset("ab"), asked=frozenset("ab"))
+    for so_far in ((*STAGED[:4], STAGED[3]), (quiet, *STAGED[1:3], m.MemberQuiet("a"), m.MemberQuiet("a"))):
+        state, _ = run(*so_far[:-1])
+        with pytest.raises(IllegalTransition, match="has said so before"):
+            m.step(state, so_far[-1], now=0.5)
+
+
+def test_the_history_keeps_the_last_events_and_no_progress() -> None:
+    state, _ = run(*STAGED[:3], *(m.NodeProgress("n0", n) for n in range(100)), m.AbortAsked("x" * 5000))
+    assert [told.split("(")[0] for told in state.history] == [
+        "0.500 s: PlanReady",
+        "0.500 s: NodeLoaded",
+        "0.500 s: NodeLoaded",
+        "0.500 s: AbortAsked",
+    ]
+    assert len(state.history[-1]) == BRIEF
+    members = {f"m{i}": "n0" for i in range(100)}
+    state = m.begin("s", "policy", 7, LIMITS, members, now=0.0)
+    ready = m.PlanReady(members, frozenset({"n0"}), 1)
+    for event in (ready, *STAGED[1:4:2], m.Journalled(), *(m.MemberCommitted(who, 0.0) for who in members)):
+        state, _ = m.step(state, event, now=0.5)
+    assert state.phase is Phase.COMMITTED and len(state.history) == m.MAX_EVENTS
+    assert "m99" in state.history[-1]
+
+
+EVENTS: tuple[m.Event, ...] = (
+    *(
+        replace(READY, asked=frozenset(asked), in_place=frozenset(in_place))
+        for asked, in_place in (("", ""), ("ab", ""), ("ab", "a"), ("ab", "ab"))
+    ),
+    *(kind(node) for node in ("n0", "n1") for kind in (m.NodeLoaded, lambda n: m.NodeProgress(n, 5))),
+    *(m.NodeStaged(node, 1, 5) for node in ("n0", "n1")),
+    *(kind(node, "w", "r") for node in ("n0", "n1") for kind in (m.NodeFailed, m.PlanLost)),
+    *(m.MemberQuiet(member) for member in "ab"),
+    *(m.MemberCommitted(member, 0.0) for member in "ab"),
+    *(kind(member, "r") for member in ("a", "b") for kind in (m.MemberFailed, m.MemberLost)),
+    m.MemberLost("src", "r"),
+    m.DecisionHeld(1.0),
+    m.Journalled(),
+    m.AbortAsked("r"),
+    m.TimePassed(),
+)
+
+
+def test_every_row_leads_to_each_of_its_phases_and_nothing_else_happens() -> None:
+    first = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
+    moves: dict[tuple[type[m.Event], Phase], set[Phase]] = {}
+    seen, left = set(), deque([first])
+    while left:
+        state = left.popleft()
+        for event, late in itertools.product(EVENTS, (False, True)):
+            try:
+                after, _ = m.step(state, event, state.deadline if late else 0.0)
+            except IllegalTransition:
+                continue
+            moves.setdefault((type(event), state.phase), set()).add(after.phase)
+            # when it was and how much was written decides nothing
+            after = replace(
+                after, history=(), progress={}, copies=0, reason="", culprit="", paused={}, failed_phase=None
+            )
+            key = repr((after.phase, sorted(after.waiting), after.asked, after.in_place, sorted(after.failed)))
+            if key not in seen:
+                seen.add(key)
+                left.append(after)
+    assert moves == {key: set(row.to) for key, row in m.ROWS.items()}
+    assert {phase for _, phase in moves} == set(Phase)
 
 
 def test_the_whole_timeout_bounds_the_phases_before_the_decision() -> None:

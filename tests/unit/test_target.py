@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Target
-from refitd.errors import CommitError
+from refitd.errors import CommitError, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import Message
 
@@ -55,6 +57,7 @@ class Engine:
             "a",
             tensors,
             registered,
+            None,
             None,
             None,
             self._pause,
@@ -163,3 +166,33 @@ def test_nobody_polls_a_daemon_that_has_ended() -> None:
     engine.daemon.hears(local.Failure(code="transport", message="the daemon has ended"))
     with pytest.raises(Exception, match="the daemon has ended"):
         engine.target.poll()
+
+
+def test_a_closed_target_serves_nothing_and_says_so() -> None:
+    engine = Engine()
+    engine.commit("s1", 1)
+    while engine.event() != ("resume", 1):
+        pass
+    assert engine.target.version == 1 and not engine.target.fenced
+    engine.target.release()
+    assert engine.target.version is None and "closed" in engine.target.fenced
+    with pytest.raises(RefusedError, match="closed; register_target again"):
+        engine.target.wait(1)
+
+
+@pytest.mark.parametrize("wrong", [None, "1", np.array([1, 2]), [], b"1"])
+def test_an_agree_that_agrees_on_no_number_is_refused(wrong: Any) -> None:
+    engine = Engine()
+    with pytest.raises(RefusedError, match="agree returned"):
+        engine.target.poll(lambda pending: wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, "x", np.array([1, 2])])
+def test_an_agree_that_cannot_be_called_is_refused(wrong: Any) -> None:
+    with pytest.raises(RefusedError, match="agree is"):
+        Engine().target.poll(wrong)
+
+
+@pytest.mark.parametrize("none", [-1, np.int64(-1), torch.tensor([-1]), -1.0])
+def test_an_agree_may_agree_in_numbers_of_all_kinds(none: Any) -> None:
+    assert Engine().target.poll(lambda pending: none) is None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from refitd.addressing.between_nodes import Halves
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import Capabilities
+from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.registry import Backend, Registry
-from refitd.errors import TransportError
-from refitd.execute.halves import Halves
+from refitd.errors import DeadlineExceeded, TransportError
 from refitd.protocol.sidecar import JoinEpoch
 from refitd.worker.exchanges import Exchanges
 
@@ -59,6 +61,46 @@ def receives(*offsets: int) -> bytes:
         stride=np.ones((n, 1), np.int64),
         origin=numbers,
     ).to_bytes()
+
+
+def joined(service: Any, timeout_s: float) -> Exchanges:
+    """A worker that has joined epoch "e" over a backend that `service` makes of the epoch."""
+    capabilities = Capabilities(is_one_sided=False, crosses_nodes=True)
+    exchanges = Exchanges(Registry([Backend("noting", capabilities, lambda: "", join=service)]), {})
+    message = JoinEpoch(
+        epoch="e",
+        service="noting",
+        index=0,
+        labels=("worker 0 on node a", "worker 0 on node b"),
+        address="127.0.0.1",
+        staging_bytes=1 << 20,
+        timeout_s=timeout_s,
+    )
+    exchanges.join(message, service)
+    return exchanges
+
+
+@pytest.mark.parametrize("timeout_s", [0.01, 0.4])
+def test_a_worker_that_was_slow_to_load_does_not_blame_the_others(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    monkeypatch.setattr("refitd.worker.exchanges.torch_with_one_thread", lambda: time.sleep(0.3))
+
+    def nobody_comes(epoch: Epoch) -> Any:
+        raise DeadlineExceeded("worker 0 on node b did not come to epoch e")
+
+    with pytest.raises(DeadlineExceeded, match=r"worker 0 on node a took \d+\.\d s of the .* deadlines\.plan_s"):
+        joined(nobody_comes, timeout_s)
+
+
+def test_a_worker_that_was_ready_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refitd.worker.exchanges.torch_with_one_thread", lambda: None)
+
+    def nobody_comes(epoch: Epoch) -> Any:
+        raise DeadlineExceeded("worker 0 on node b did not come to epoch e")
+
+    with pytest.raises(DeadlineExceeded, match=r"^worker 0 on node b did not come to epoch e$"):
+        joined(nobody_comes, 60.0)
 
 
 def test_a_job_that_cannot_be_prepared_leaves_no_halves_for_the_next_one() -> None:

@@ -46,7 +46,7 @@ def put_on_gpu(tensor: Any, gpu: int) -> Any:
 
 
 def gpu_of(tensor: Any) -> int:
-    """In place of refitd.client.devices.gpu_of."""
+    """In place of refitd.describe.memory.gpu_of."""
     _on_gpu[:] = [known for known in _on_gpu if known[0]() is not None and getattr(known[0](), "address", 1)]
     at = tensor.data_ptr()
     return next((gpu for _, start, nbytes, gpu in _on_gpu if start <= at < start + nbytes), -1)
@@ -83,6 +83,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.copy_services.registry": {"torch_cuda": lambda: "13.0"},
     "refitd.copy_services.cuda": {"DeviceStream": Stream},
     "refitd.copy_services.device_stream": {"DeviceStream": Stream},
+    "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.client.devices": {"gpu_of": gpu_of, "settle": lambda gpu: None},
     "refitd.client.tensors": {"gpu_of": gpu_of, "settle": lambda gpu: None},
 }

@@ -1,0 +1,88 @@
+"""How both programs start and end: one line and an exit status for every failure of terminal, pipes or signals.
+
+Nothing here holds for who imports `refitd_cli`, or calls its commands, from another program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from types import FrameType
+
+EXIT_INTERRUPTED = 130  # as a shell says it of who was ended by SIGINT
+MODULES = {"refitd_cli.control": "refitctl", "refitd_cli.daemon": "refitd"}
+_PROGRAMS = tuple(MODULES.values())
+_OWNER = 0o700
+
+
+def program() -> str:
+    """Return which of the two programs this process runs, "" for any other."""
+    name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+    if name in _PROGRAMS:
+        return name
+    given = sys.orig_argv
+    with contextlib.suppress(ValueError, IndexError):
+        return MODULES.get(given[given.index("-m", 1) + 1], "")
+    return ""
+
+
+def begin() -> bool:
+    """Repair descriptors, signals and the umask inherited from the caller, so that none ends in a traceback.
+
+    Return whether this process is one of the two programs; in any other, change nothing.
+    """
+    if not program():
+        return False
+    for fd in range(3):  # what is closed would be given to the next file or socket that is opened
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  it stays open
+    os.umask(os.umask(0o077) & ~_OWNER)  # what a program makes, it can open
+    quiet()
+    return True
+
+
+def quiet() -> None:
+    """Make Ctrl-C end the program at once with one line: during imports, and after its work."""
+    if program():
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{program()}: interrupted\n".encode())
+    os._exit(EXIT_INTERRUPTED)
+
+
+def loud() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt, so that commands can clean up."""
+    if program():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def why(error: OSError) -> str:
+    """Return the text of a system error that ends a command."""
+    text = error.strerror or str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{where}{text}; raise `ulimit -n`"
+    if not where and error.errno == errno.EPIPE:
+        return "nobody reads its output any more"
+    if not where and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
+        return f"its output cannot be written: {text}"
+    return f"{where}{text}"
+
+
+def drop_output() -> None:
+    """Discard further output to stdout, which has failed already."""
+    if program():
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)

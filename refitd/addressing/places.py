@@ -1,0 +1,115 @@
+"""Where the tensors of one rank lie, in columns: models have very many tensors, of few shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+PROCESS_MEMORY = -1  # as an arena: the tensor lies at an address of another process
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """Where a local tensor lies: `offset` bytes into `arena`, or at address `offset` of process `pid`."""
+
+    arena: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What tensors of one shape and strides (in bytes) have in common."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Places:
+    """The places of a rank's tensors, a row each. `rows` finds one by the name that plans call it."""
+
+    rows: Mapping[str, int]
+    forms: tuple[Form, ...]
+    form: Int64  # [n] position in `forms`
+    arena: Int64  # [n] arena id or PROCESS_MEMORY
+    offset: Int64  # [n]
+    pid: Int64  # [n] for PROCESS_MEMORY
+
+    def __len__(self) -> int:
+        return len(self.form)
+
+    def __getitem__(self, row: int) -> LocalTensor:
+        form = self.forms[int(self.form[row])]
+        return LocalTensor(int(self.arena[row]), int(self.offset[row]), form.shape, form.strides, int(self.pid[row]))
+
+    def in_arena(self, arena: int) -> Places:
+        """Return the places of the same tensors at the same offsets of another arena."""
+        return replace(self, arena=np.full(len(self), arena, np.int64))
+
+    def at(self, addresses: Sequence[int], pid: int) -> Places:
+        """Return the places of the same tensors at addresses of a process."""
+        n = len(self)
+        offset = np.array(addresses, np.int64)
+        return replace(self, arena=np.full(n, PROCESS_MEMORY, np.int64), offset=offset, pid=np.full(n, pid, np.int64))
+
+    def arenas(self) -> set[int]:
+        """Return the ids of the arenas, PROCESS_MEMORY among them."""
+        return set(np.unique(self.arena).tolist())
+
+
+def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = None) -> Places:
+    """Put places into columns. It takes a microsecond for each: once for a registration, not in every swap."""
+    found = list(tensors)
+    numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    form = [numbers.setdefault((t.shape, t.strides), len(numbers)) for t in found]
+    return Places(
+        rows=rows or {},
+        forms=tuple(Form(shape, strides) for shape, strides in numbers),
+        form=np.array(form, np.int64),
+        arena=np.array([t.arena for t in found], np.int64),
+        offset=np.array([t.offset for t in found], np.int64),
+        pid=np.array([t.pid for t in found], np.int64),
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chosen:
+    """Places of tensors of several ranks, a row each."""
+
+    forms: tuple[Form, ...]
+    form: Int64
+    arena: Int64
+    offset: Int64
+    pid: Int64
+
+
+def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> Chosen:
+    """Return the place of each tensor, by rank (in ascending order) and name.
+
+    Raises:
+        KeyError: one has no place; its rank and name.
+    """
+    columns: dict[str, list[Int64]] = {name: [] for name in ("form", "arena", "offset", "pid")}
+    forms: list[Form] = []
+    found, first = np.unique(ranks, return_index=True)
+    for rank, begin, end in zip(found.tolist(), first.tolist(), np.append(first, len(ranks))[1:].tolist(), strict=True):
+        held = places.get(rank)
+        rows = list(map(held.rows.get, names[begin:end])) if held is not None else [None]
+        if held is None or None in rows:
+            raise KeyError((rank, names[begin + rows.index(None)]))
+        at = np.array(cast("list[int]", rows), np.int64)
+        columns["form"].append(held.form[at] + len(forms))
+        forms += held.forms
+        for name in ("arena", "offset", "pid"):
+            columns[name].append(getattr(held, name)[at])
+    joined = {name: np.concatenate([np.empty(0, np.int64), *parts]) for name, parts in columns.items()}
+    return Chosen(tuple(forms), **joined)

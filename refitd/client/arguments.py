@@ -1,0 +1,88 @@
+"""What callers pass, in the types that messages have: what converts is converted, the rest is refused by its name."""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from refitd.errors import RefusedError
+from refitd.text import shown
+
+MAX_COUNT = 1 << 62
+MAX_SMALL = 1 << 20
+MAX_SECONDS = 1e9
+MAX_NAME = 512
+
+
+def whole(what: str, value: Any, low: int = 0, high: int = MAX_COUNT) -> int:
+    """Return a whole number (of Python, numpy, torch or an enumeration) as an int.
+
+    Raises:
+        RefusedError: it is none, or not in low..high.
+    """
+    try:
+        found = operator.index(value.value if isinstance(value, enum.Enum) else value)
+    except Exception:
+        raise RefusedError(f"{what} is {shown(value)}, expected a whole number in {low}..{high}") from None
+    if not low <= found <= high:
+        raise RefusedError(f"{what} is {found}, expected a whole number in {low}..{high}")
+    return int(found)
+
+
+def seconds(what: str, value: Any) -> float:
+    """Return a number of seconds as a float.
+
+    Raises:
+        RefusedError: it is none, negative, or no end: every wait has one.
+    """
+    found = math.nan
+    if not isinstance(value, str | bytes | bytearray) and value is not None:
+        try:
+            found = float(value)
+        except Exception:
+            found = math.nan
+    if not 0.0 <= found <= MAX_SECONDS:
+        raise RefusedError(f"{what} is {shown(value)}, expected seconds in 0..{MAX_SECONDS:.0e}: every wait has an end")
+    return found
+
+
+def text(what: str, value: Any, *, least: int = 1, most: int = MAX_NAME) -> str:
+    """Return a name or text as a str.
+
+    Raises:
+        RefusedError: it is none, empty where it may not be, too long, or cannot be encoded.
+    """
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if not isinstance(value, str):
+        raise RefusedError(f"{what} is {shown(value)}, expected a text")
+    found = str.__str__(value)
+    if not least <= len(found) <= most:
+        raise RefusedError(f"{what} has {len(found)} characters, expected {least}..{most}")
+    try:
+        found.encode()
+    except UnicodeEncodeError as exc:
+        raise RefusedError(f"{what} is {found[:60]!r}, which is not valid Unicode: {exc.reason}") from None
+    return found
+
+
+def flag(what: str, value: Any) -> bool:
+    """Return a truth value (of Python, numpy or torch) as a bool.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if not isinstance(value, bool):
+        kind, dims = str(getattr(value, "dtype", "")), getattr(value, "ndim", None)
+        if kind.removeprefix("torch.") != "bool" or dims != 0:
+            raise RefusedError(f"{what} is {shown(value)}, expected True or False")
+    return bool(value)
+
+
+def hook(what: str, value: Callable[..., object] | None) -> None:
+    """Raise RefusedError unless it is None or can be called."""
+    if value is not None and not callable(value):
+        raise RefusedError(f"{what} is {shown(value)}, expected a function")

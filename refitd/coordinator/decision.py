@@ -1,0 +1,539 @@
+"""The state machine of one swap: events in, instructions out, no clock and no sockets.
+
+`ROWS` is the code: `step` looks up what an event does in a phase, and to which phases it may lead. docs/states.md shows
+the table; it is drawn from it. Rules:
+- Until the decision is journalled, anything that goes wrong aborts and the old version serves everywhere.
+- After it, nothing aborts: a member that cannot follow is named and the swap ends INCOMPLETE.
+- Members that asked for it have paused before the decision, members written in place before staging. An in-place
+  member whose staging has begun is poisoned unless the swap is decided.
+- An event without a row, or of a node or member that the swap does not know, raises IllegalTransition and changes
+  nothing. Messages that can cross others on the wire have rows that ignore them; each row says why.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from refitd.errors import IllegalTransition
+from refitd.text import brief
+
+# Events of a swap that are kept for reports.
+MAX_EVENTS = 32
+
+
+class Phase(enum.Enum):
+    """The phase of a swap."""
+
+    IDLE = "idle"  # the plan is being made
+    PLANNED = "plan"
+    HALTING = "halt"  # members that are written in place are to stand still before anything is written
+    STAGING = "stage"
+    PAUSING = "pause"  # members that are asked are to stand still before the decision
+    STAGED = "staged"  # the decision is to be journalled
+    COMMITTING = "commit"
+    COMMITTED = "committed"
+    INCOMPLETE = "incomplete"
+    ABORTED = "aborted"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this phase is final."""
+        return self in _OVER
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that each phase may take, and the whole swap up to its decision (None: only phases are limited)."""
+
+    plan_s: float
+    stage_s: float
+    commit_s: float
+    total_s: float | None = None
+    pause_s: float = 60.0
+
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReady:
+    """The plan is proven. `members` maps each target member to its node; `nodes` are all nodes that take part.
+
+    `asked` members pause before the decision, `in_place` members before they are written to.
+    """
+
+    members: Mapping[str, str]
+    nodes: frozenset[str]
+    bytes_total: int
+    asked: frozenset[str] = frozenset()
+    in_place: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"PlanReady({len(self.members)} members on {len(self.nodes)} nodes, {self.bytes_total} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLost:
+    """A node cannot use the plan, or no longer can; `where` names process and rank."""
+
+    node: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoaded:
+    """A node has the plan."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgress:
+    """A node has written this many bytes."""
+
+    node: str
+    bytes_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStaged:
+    """A node has staged and verified everything it receives."""
+
+    node: str
+    copies: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailed:
+    """A node could not stage; `where` names process and rank."""
+
+    node: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberQuiet:
+    """This member has paused until the swap is over."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """A trainer or engine rank of this swap is gone."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionHeld:
+    """The decision must not be written before `until`."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Journalled:
+    """The decision to commit is on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCommitted:
+    """The version is live in this member."""
+
+    member: str
+    paused_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFailed:
+    """This member could not take over the version."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAsked:
+    """Abort was requested."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Look at the deadline."""
+
+
+OfNode: TypeAlias = NodeLoaded | NodeProgress | NodeStaged | NodeFailed | PlanLost
+OfMember: TypeAlias = MemberQuiet | MemberCommitted | MemberFailed | MemberLost
+Event: TypeAlias = PlanReady | OfNode | OfMember | DecisionHeld | Journalled | AbortAsked | TimePassed
+
+
+# --- instructions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Send the plan to this node."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseOn:
+    """Ask these members of this node to pause."""
+
+    node: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOn:
+    """Tell this node to stage."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalDecision:
+    """Write the decision durably, then feed Journalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOn:
+    """Tell this node's members to commit."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOn:
+    """Tell this node to discard the swap."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSources:
+    """Everything is staged: the sources may be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The swap has reached a final phase."""
+
+
+Instruction = LoadPlan | PauseOn | StageOn | JournalDecision | CommitOn | AbortOn | ReleaseSources | Finished
+
+
+# --- state ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """One swap. Made by `begin`, changed only by `step`."""
+
+    swap: str
+    model: str
+    version: int
+    limits: Limits
+    started: float
+    names: Mapping[str, str]  # source and target members -> how people are told about them
+    deadline: float = 0.0
+    phase: Phase = Phase.IDLE
+    failed_phase: Phase | None = None
+    reason: str = ""
+    culprit: str = ""  # the member or node that ended it
+    members: Mapping[str, str] = field(default_factory=dict)  # target member -> node
+    nodes: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()  # members that are to stand still before the decision
+    in_place: frozenset[str] = frozenset()  # members that are written to while staging
+    waiting: frozenset[str] = frozenset()  # nodes or members the phase still waits for
+    progress: Mapping[str, int] = field(default_factory=dict)  # node -> bytes written
+    bytes_total: int = 0
+    copies: int = 0
+    paused: Mapping[str, float] = field(default_factory=dict)  # committed members
+    failed: Mapping[str, str] = field(default_factory=dict)  # members that could not follow, and why
+    entered: Mapping[Phase, float] = field(default_factory=dict)  # when
+    history: tuple[str, ...] = ()  # the last events that changed it, the oldest first
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes written so far."""
+        return sum(self.progress.values())
+
+    @property
+    def poisoned(self) -> frozenset[str]:
+        """The members that would hold parts of two versions if the swap ended here."""
+        begun = Phase.STAGING in self.entered and Phase.COMMITTING not in self.entered
+        return self.in_place if begun else frozenset()
+
+
+def begin(swap: str, model: str, version: int, limits: Limits, names: Mapping[str, str], now: float) -> Swap:
+    """Return a swap in IDLE, waiting for its plan for `limits.plan_s`; `names` are the participants' names."""
+    return _enter(Swap(swap, model, version, limits, now, dict(names)), Phase.IDLE, now)[0]
+
+
+def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]]:
+    """Return the next state and the instructions to carry out.
+
+    Raises:
+        IllegalTransition: `event` has no row in this state; the error says why and lists the swap's last events.
+    """
+    row = ROWS.get((type(event), state.phase))
+    if row is None:
+        raise _refusal(state, event, "it has no row in this phase")
+    if isinstance(event, OfNode) and event.node not in state.nodes:
+        raise _refusal(state, event, f"no node of this swap is called {event.node!r}")
+    if isinstance(event, OfMember) and event.member not in (
+        state.names if isinstance(event, MemberLost) else state.members
+    ):
+        raise _refusal(state, event, f"no member of this swap is called {event.member!r}")
+    after, instructions = row.do(state, event, now)
+    assert after.phase in row.to, f"{event} led from {state.phase} to {after.phase}, which its row does not have"
+    if after is not state and not isinstance(event, NodeProgress):
+        told = f"{now - state.started:.3f} s: {event} -> {after.phase.value}"
+        after = replace(after, history=(*state.history, brief(told))[-MAX_EVENTS:])
+    return after, instructions
+
+
+def _refusal(state: Swap, event: Event, why: str) -> IllegalTransition:
+    return IllegalTransition(
+        f"swap {state.swap} of {state.model} version {state.version}: {event} cannot happen in phase "
+        f"{state.phase.value}: {why}; waiting for {sorted(state.waiting)}; its last events: "
+        f"{'; '.join(state.history) or 'none'}"
+    )
+
+
+# --- what events do ---------------------------------------------------------------------------------------
+
+_Stepped: TypeAlias = tuple[Swap, list[Instruction]]
+
+
+def _ignored(state: Swap, event: Event, now: float) -> _Stepped:
+    return state, []
+
+
+def _planned(state: Swap, event: PlanReady, now: float) -> _Stepped:
+    planned = replace(
+        state,
+        members=dict(event.members),
+        nodes=event.nodes,
+        bytes_total=event.bytes_total,
+        asked=event.asked,
+        in_place=event.in_place,
+    )
+    return _enter(planned, Phase.PLANNED, now)
+
+
+def _loaded(state: Swap, event: NodeLoaded, now: float) -> _Stepped:
+    # not awaited: it may answer an earlier, aborted swap that asked for the same plan
+    return _heard(state, event.node, now) if event.node in state.waiting else (state, [])
+
+
+def _progressed(state: Swap, event: NodeProgress, now: float) -> _Stepped:
+    return replace(state, progress={**state.progress, event.node: event.bytes_done}), []
+
+
+def _staged(state: Swap, event: NodeStaged, now: float) -> _Stepped:
+    if event.node not in state.waiting:
+        raise _refusal(state, event, "it has said so before")
+    progress = {**state.progress, event.node: event.bytes}
+    return _heard(replace(state, progress=progress, copies=state.copies + event.copies), event.node, now)
+
+
+def _quiet(state: Swap, event: MemberQuiet, now: float) -> _Stepped:
+    if event.member not in state.waiting:
+        raise _refusal(state, event, "it was not asked to stand still, or has said so before")
+    return _heard(state, event.member, now)
+
+
+def _held(state: Swap, event: DecisionHeld, now: float) -> _Stepped:
+    return replace(state, deadline=max(state.deadline, event.until + state.limits.commit_s)), []
+
+
+def _journalled(state: Swap, event: Journalled, now: float) -> _Stepped:
+    return _enter(state, Phase.COMMITTING, now)
+
+
+def _committed(state: Swap, event: MemberCommitted, now: float) -> _Stepped:
+    if event.member not in state.waiting:
+        return state, []  # it was evicted, or its node was lost, while this message was on its way
+    return _heard(replace(state, paused={**state.paused, event.member: event.paused_s}), event.member, now)
+
+
+def _missed(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepped:
+    if event.member not in state.waiting:
+        return state, []  # a source, or a target whose outcome is known
+    return _heard(replace(state, failed={**state.failed, event.member: event.reason}), event.member, now)
+
+
+def _node_aborts(state: Swap, event: NodeFailed | PlanLost, now: float) -> _Stepped:
+    return _abort(state, f"{event.where}: {event.reason}", event.where or event.node, now)
+
+
+def _member_aborts(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepped:
+    return _abort(state, f"{state.names.get(event.member, event.member)}: {event.reason}", event.member, now)
+
+
+def _target_aborts(state: Swap, event: MemberLost, now: float) -> _Stepped:
+    # everything is staged: nobody needs the sources any more
+    return _member_aborts(state, event, now) if event.member in state.members else (state, [])
+
+
+def _asked_to_abort(state: Swap, event: AbortAsked, now: float) -> _Stepped:
+    return _abort(state, event.reason, "", now)
+
+
+def _late(state: Swap, event: TimePassed, now: float) -> _Stepped:
+    if now < state.deadline:
+        return state, []
+    spent = now - state.entered[state.phase]
+    if state.phase is Phase.COMMITTING:
+        failed = {m: f"did not take over the version within {spent:.1f} s" for m in state.waiting}
+        return _onward(replace(state, failed={**state.failed, **failed}), now)
+    late = ", ".join(state.names.get(who, who) for who in sorted(state.waiting)) or "the coordinator"
+    reason = f"phase {state.phase.value} ended at its deadline after {spent:.1f} s, still waiting for {late}"
+    return _abort(state, reason, ", ".join(sorted(state.waiting)), now)
+
+
+def _heard(state: Swap, who: str, now: float) -> _Stepped:
+    """Stop waiting for `who`; enter the next phase when nobody else is awaited."""
+    heard = replace(state, waiting=state.waiting - {who})
+    return (heard, []) if heard.waiting else _onward(heard, now)
+
+
+def _onward(state: Swap, now: float) -> _Stepped:
+    if state.phase is Phase.PLANNED and state.in_place:
+        return _enter(state, Phase.HALTING, now)
+    if state.phase in (Phase.PLANNED, Phase.HALTING):
+        return _enter(state, Phase.STAGING, now)
+    if state.phase is Phase.STAGING:
+        after, instructions = _enter(state, Phase.PAUSING if state.asked - state.in_place else Phase.STAGED, now)
+        return after, [ReleaseSources(), *instructions]
+    if state.phase is Phase.PAUSING:
+        return _enter(state, Phase.STAGED, now)
+    if not state.failed:
+        return _enter(state, Phase.COMMITTED, now)
+    who = ", ".join(sorted(state.failed))
+    why = "; ".join(f"{state.names.get(m, m)}: {reason}" for m, reason in sorted(state.failed.items()))
+    return _enter(replace(state, failed_phase=state.phase, culprit=who, reason=why), Phase.INCOMPLETE, now)
+
+
+def _abort(state: Swap, reason: str, culprit: str, now: float) -> _Stepped:
+    ended = replace(state, failed_phase=state.phase, reason=reason, culprit=culprit)
+    return _enter(ended, Phase.ABORTED, now)
+
+
+def _enter(state: Swap, phase: Phase, now: float) -> _Stepped:
+    """Enter a phase: set its deadline, whom it waits for, and what they are told."""
+    limits, nodes, nobody = state.limits, sorted(state.nodes), frozenset[str]()
+    limit_s, waiting, told = 0.0, nobody, list[Instruction]()
+    match phase:
+        case Phase.IDLE:
+            limit_s = limits.plan_s
+        case Phase.PLANNED:
+            limit_s, waiting, told = limits.plan_s, state.nodes, [LoadPlan(node) for node in nodes]
+        case Phase.HALTING | Phase.PAUSING:
+            waiting = state.in_place if phase is Phase.HALTING else state.asked - state.in_place
+            limit_s, told = limits.pause_s, _pauses(state, waiting)
+        case Phase.STAGING:
+            limit_s, waiting, told = limits.stage_s, state.nodes, [StageOn(node) for node in nodes]
+        case Phase.STAGED:
+            limit_s, told = limits.commit_s, [JournalDecision()]
+        case Phase.COMMITTING:
+            limit_s, waiting = limits.commit_s, frozenset(state.members)
+            told = [CommitOn(node) for node in sorted(set(state.members.values()))]
+        case Phase.ABORTED:
+            told = [*(AbortOn(node, state.reason) for node in nodes), Finished()]
+        case Phase.COMMITTED | Phase.INCOMPLETE:
+            told = [Finished()]
+    deadline = now + limit_s
+    if limits.total_s is not None and phase in _BEFORE_STAGED:
+        deadline = min(deadline, state.started + limits.total_s)
+    entered = {**state.entered, phase: now}
+    return replace(state, phase=phase, deadline=deadline, waiting=waiting, entered=entered), told
+
+
+def _pauses(state: Swap, members: Iterable[str]) -> list[Instruction]:
+    nodes: dict[str, list[str]] = {}
+    for member in sorted(members):
+        nodes.setdefault(state.members[member], []).append(member)
+    return [PauseOn(node, tuple(these)) for node, these in sorted(nodes.items())]
+
+
+# --- table ------------------------------------------------------------------------------------------------
+
+
+_Key: TypeAlias = tuple[type[Event], Phase]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What an event does in a phase, and every phase it may lead to."""
+
+    do: Callable[[Swap, Any, float], _Stepped]  # of the event that the row is for
+    to: tuple[Phase, ...]
+
+
+def _aborts(do: Callable[[Swap, Any, float], _Stepped], event: type[Event], phases: Iterable[Phase]) -> dict[_Key, Row]:
+    return {(event, phase): Row(do, (Phase.ABORTED,)) for phase in phases}
+
+
+def _ignores(event: type[Event], *phases: Phase) -> dict[_Key, Row]:
+    return {(event, phase): Row(_ignored, (phase,)) for phase in phases}
+
+
+_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING, _STAGED, _COMMITTING, _COMMITTED, _INCOMPLETE, _ABORTED = Phase
+_BEFORE_STAGED = (_IDLE, _PLANNED, _HALTING, _STAGING, _PAUSING)
+_UNDECIDED = (*_BEFORE_STAGED, _STAGED)
+_OVER = (_COMMITTED, _INCOMPLETE, _ABORTED)
+
+ROWS: Mapping[_Key, Row] = {
+    (PlanReady, _IDLE): Row(_planned, (_PLANNED,)),
+    (NodeLoaded, _PLANNED): Row(_loaded, (_PLANNED, _HALTING, _STAGING)),
+    (MemberQuiet, _HALTING): Row(_quiet, (_HALTING, _STAGING)),
+    (NodeProgress, _STAGING): Row(_progressed, (_STAGING,)),
+    (NodeStaged, _STAGING): Row(_staged, (_STAGING, _PAUSING, _STAGED)),
+    (MemberQuiet, _PAUSING): Row(_quiet, (_PAUSING, _STAGED)),
+    (DecisionHeld, _STAGED): Row(_held, (_STAGED,)),
+    (Journalled, _STAGED): Row(_journalled, (_COMMITTING,)),
+    (MemberCommitted, _COMMITTING): Row(_committed, (_COMMITTING, _COMMITTED, _INCOMPLETE)),
+    (MemberFailed, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
+    (MemberLost, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
+    # what ends it before the decision
+    **_aborts(_asked_to_abort, AbortAsked, _UNDECIDED),
+    **_aborts(_node_aborts, PlanLost, (_PLANNED, _HALTING, _STAGING)),
+    **_aborts(_node_aborts, NodeFailed, (_STAGING, _PAUSING, _STAGED)),  # staged, too: a source can take it back
+    **_aborts(_member_aborts, MemberFailed, (_HALTING, _STAGING, _PAUSING, _STAGED)),  # it stands still no more
+    **_aborts(_member_aborts, MemberLost, (_IDLE, _PLANNED, _HALTING, _STAGING)),
+    (MemberLost, _PAUSING): Row(_target_aborts, (_PAUSING, _ABORTED)),
+    (MemberLost, _STAGED): Row(_target_aborts, (_STAGED, _ABORTED)),
+    # time
+    **{(TimePassed, phase): Row(_late, (phase, _ABORTED)) for phase in _UNDECIDED},
+    (TimePassed, _COMMITTING): Row(_late, (_COMMITTING, _INCOMPLETE)),
+    **_ignores(TimePassed, *_OVER),
+    # answers to an earlier swap that asked for the same plan: this one has gone on with the first
+    **_ignores(NodeLoaded, _HALTING, _STAGING, _PAUSING, _STAGED, _COMMITTING, *_OVER),
+    # everything has arrived: the next swap forms a new epoch
+    **_ignores(PlanLost, _PAUSING, _STAGED, _COMMITTING, *_OVER),
+    # a source took the version back after the decision; the node's members say themselves how they end
+    **_ignores(NodeFailed, _COMMITTING, *_OVER),
+    # sent before the abort had arrived
+    **_ignores(NodeProgress, _ABORTED),
+    **_ignores(NodeStaged, _ABORTED),
+    **_ignores(MemberQuiet, _ABORTED),
+    # sent before it was evicted or given up; or it has left since
+    **_ignores(MemberCommitted, _COMMITTED, _INCOMPLETE),
+    **_ignores(MemberFailed, _INCOMPLETE, _ABORTED),
+    **_ignores(MemberLost, *_OVER),
+}

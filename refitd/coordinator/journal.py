@@ -1,0 +1,496 @@
+"""The journal: each swap's decision and the live versions, on disk before anyone acts on them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import secrets
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refitd.errors import CommitError
+
+_VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS swaps (
+    swap TEXT PRIMARY KEY,
+    model TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    state TEXT NOT NULL,      -- decided, committed, incomplete, aborted
+    plan TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
+    at REAL NOT NULL,         -- seconds since the epoch
+    report BLOB NOT NULL DEFAULT x'',  -- how it ended, or what was decided: a SwapReport as JSON
+    run TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE IF NOT EXISTS live (  -- what was decided last; history pushes nothing out of it
+    model TEXT PRIMARY KEY,
+    version INTEGER NOT NULL,
+    run TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    swap TEXT NOT NULL,
+    at REAL NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS numbers (  -- the highest that was decided, and the highest that a swap was begun to
+    model TEXT PRIMARY KEY,
+    decided INTEGER NOT NULL DEFAULT -1,
+    tried INTEGER NOT NULL DEFAULT -1,
+    tried_run TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE IF NOT EXISTS decided (  -- each version that was live, and when it was decided last
+    model TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    run TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    PRIMARY KEY (model, version)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS journal (  -- one row: which journal this is, and the number of its last decision
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    id TEXT NOT NULL,
+    sequence INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS continued (  -- the journals that were lost, and whose decisions this one has taken over
+    id TEXT PRIMARY KEY
+) STRICT, WITHOUT ROWID;
+"""
+
+_COLUMNS = "swap, model, version, state, plan, reason, at, report, run"
+
+# Swaps that are kept, every one of which is written twice; and versions of a model that a rollback can find.
+KEPT = 10_000
+
+# Peers say sequences too: one beyond this is a mistake, and must not use the numbers up.
+MAX_SEQUENCE = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One swap in the journal."""
+
+    swap: str
+    model: str
+    version: int
+    state: str
+    plan: str
+    reason: str
+    at: float
+    report: bytes = b""
+    run: str = ""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the swap was decided to commit."""
+        return self.state != "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The version of a model that was decided last; number and run identify it.
+
+    `sequence` increases with every decision, also where one journal continues another.
+    """
+
+    version: int
+    run: str = ""
+    sequence: int = 0
+    swap: str = ""
+
+    def is_at(self, version: int | None, run: str) -> bool:
+        """Whether this is the given version of the given run."""
+        return version == self.version and run == self.run
+
+    def __str__(self) -> str:
+        return f"{self.version} (run {self.run})" if self.run else str(self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A live version that daemons know and this journal does not; `continues` is the journal they learned it from."""
+
+    model: str
+    live: Live
+    continues: str
+    at: float
+    highest: int = -1  # of all versions that were ever live
+
+
+class Journal:
+    """A sqlite file, one writer. Every write is on disk (fsync) when the call returns.
+
+    No other process can open it meanwhile. If the file is removed, replaced or changed, every later write fails.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the journal, readable by its owner only.
+
+        Raises:
+            CommitError: the file cannot be written (full disk, read-only), another coordinator has it, a newer
+                refitd wrote it, it is damaged, or it is no journal.
+        """
+        self._path = path
+        self._wal = path.with_name(path.name + "-wal")
+        self._late: list[Record | Recovered] = []
+        self._lock = -1
+        self._place = self._wal_place = _GONE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._own()
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._open()
+        except (OSError, sqlite3.Error) as exc:
+            self._unlock()
+            raise CommitError(f"journal {path}: {exc}{_room(path)}; check coordinator.journal and the disk") from exc
+        except CommitError:
+            self._unlock()
+            raise
+
+    def _own(self) -> None:
+        """Lock the file (the inode, whatever its name) for the life of this process."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise CommitError(
+                f"journal {self._path} is in use by another coordinator{_holder(self._lock)}; end that one, or give "
+                "this one a journal of its own (coordinator.journal)"
+            ) from exc
+
+    def _open(self) -> None:
+        db = self._db
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
+        if schema > _VERSION:
+            raise CommitError(
+                f"journal {self._path}: a newer refitd has written it (schema {schema}, this one knows {_VERSION}); "
+                "start that version again, or name another file (coordinator.journal)"
+            )
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if tables and (schema == 0 or "swaps" not in tables):
+            raise CommitError(
+                f"journal {self._path}: a database of another program (tables {', '.join(sorted(tables)[:5])}); "
+                "name another file (coordinator.journal)"
+            )
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise CommitError(
+                f"journal {self._path}: it is damaged ({found}); move it away: the next one is recovered from what "
+                "the daemons hold"
+            )
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        # written anew at every start: a coordinator that could not write a decision must not begin a swap
+        with self._transaction():
+            if schema == 1:
+                db.execute("ALTER TABLE swaps ADD COLUMN report BLOB NOT NULL DEFAULT x''")
+            if schema in (1, 2):
+                db.execute("ALTER TABLE swaps ADD COLUMN run TEXT NOT NULL DEFAULT ''")
+            for statement in _SCHEMA.split(";\n"):
+                if statement.strip():
+                    db.execute(statement)
+            db.execute("INSERT OR IGNORE INTO journal VALUES (1, ?, 0)", (secrets.token_hex(8),))
+            if schema in (1, 2):
+                self._take_over_history()
+            db.execute(f"PRAGMA user_version={_VERSION}")
+        (self.id,) = db.execute("SELECT id FROM journal").fetchone()
+        self._place = self._stat(self._path)
+        if self._place[:2] != _place(os.fstat(self._lock))[:2]:
+            raise CommitError(f"journal {self._path}: it was replaced while it was opened; start again")
+        self._checkpoint()
+
+    def _take_over_history(self) -> None:
+        """Fill the live table of an earlier schema from the last decided row of its history."""
+        rows = self._db.execute(
+            "SELECT model, version, swap, at, state != 'aborted' FROM swaps ORDER BY rowid"
+        ).fetchall()
+        for model, version, swap, at, was_decided in rows:
+            if was_decided:
+                self._decide(model, version, "", swap, at)
+            else:
+                self._tried(model, version, "")
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def write(self, record: Record) -> None:
+        """Insert or replace a record durably; a decision also updates what is live.
+
+        Raises:
+            CommitError: the disk is full, or the file is gone or was changed by others; do not act on the decision
+                then.
+        """
+        self.flush()
+        self._write(record)
+
+    def note(self, entry: Record | Recovered) -> None:
+        """Write how a swap ended, or what others hold. If that fails, keep it and write it before anything later.
+
+        Raises:
+            CommitError: as in `write`; the entry is kept.
+        """
+        self._late.append(entry)
+        del self._late[:-KEPT]
+        self.flush()
+        with contextlib.suppress(sqlite3.Error):
+            self._checkpoint()
+
+    def flush(self) -> None:
+        """Write the entries that `note` could not write.
+
+        Raises:
+            CommitError: they still cannot be written.
+        """
+        while self._late:
+            entry = self._late[0]
+            if isinstance(entry, Record):
+                self._write(entry)
+            else:
+                self._recover(entry)
+            del self._late[0]
+
+    def _write(self, record: Record) -> None:
+        r = record
+        with self._writing():
+            self._db.execute(
+                f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
+            )
+            if r.state == "decided":
+                self._decide(r.model, r.version, r.run, r.swap, r.at)
+            else:
+                newest = "(SELECT max(rowid) FROM swaps)"
+                self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * KEPT,))
+            if r.state == "aborted":
+                self._tried(r.model, r.version, r.run)
+
+    def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> None:
+        self._db.execute("UPDATE journal SET sequence = sequence + 1")
+        (sequence,) = self._db.execute("SELECT sequence FROM journal").fetchone()
+        self._set_live(model, Live(version, run, sequence, swap), at)
+        self._db.execute(
+            "DELETE FROM decided WHERE model = ?1 AND sequence < "
+            "(SELECT sequence FROM decided WHERE model = ?1 ORDER BY sequence DESC LIMIT 1 OFFSET ?2)",
+            (model, KEPT),
+        )
+
+    def _set_live(self, model: str, live: Live, at: float) -> None:
+        found = (model, live.version, live.run, live.sequence)
+        self._db.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?, ?)", (*found, live.swap, at))
+        self._db.execute("INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?)", found)
+        self._db.execute(
+            "INSERT INTO numbers (model, decided) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET decided = max(decided, ?2)",
+            (model, live.version),
+        )
+
+    def _tried(self, model: str, version: int, run: str) -> None:
+        self._db.execute(
+            "INSERT INTO numbers (model, tried, tried_run) VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET "
+            "tried = CASE WHEN tried_run = ?3 THEN max(tried, ?2) ELSE ?2 END, tried_run = ?3",
+            (model, version, run),
+        )
+
+    def _recover(self, entry: Recovered) -> None:
+        with self._writing():
+            self._db.execute("UPDATE journal SET sequence = max(sequence, ?)", (entry.live.sequence,))
+            if entry.continues not in ("", self.id):
+                self._db.execute("INSERT OR IGNORE INTO continued VALUES (?)", (entry.continues,))
+            self._set_live(entry.model, entry.live, entry.at)
+            self._db.execute(
+                "UPDATE numbers SET decided = max(decided, ?) WHERE model = ?", (entry.highest, entry.model)
+            )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Make one durable change, after checking that the file is the opened one and unchanged by others."""
+        self._check_place()
+        try:
+            with self._transaction():
+                yield
+        except (OSError, sqlite3.Error) as exc:
+            raise CommitError(
+                f"journal {self._path}: {exc}{_room(self._path)}; free disk space, then swap again"
+            ) from exc
+        finally:
+            self._remember_place()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _checkpoint(self) -> None:
+        """Move the -wal's content into the file, so that losing the -wal loses nothing."""
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            self._remember_place()
+
+    # --- whether it is still the file that was opened -----------------------------------------------------
+
+    def _check_place(self) -> None:
+        """Raise CommitError if the files were moved, resized or changed by others."""
+        self._check_head()
+        for path, left in ((self._path, self._place), (self._wal, self._wal_place)):
+            found = self._stat(path)
+            if found == left:
+                continue
+            if found == _GONE:
+                what = "it has been removed"
+            elif found[:2] != left[:2]:
+                what = "another file is in its place"
+            elif found[2] != left[2]:
+                what = f"somebody else has changed it: {left[2]} bytes were left, {found[2]} are found"
+            else:
+                what = "somebody else has written to it"
+            raise CommitError(
+                f"journal {path}: {what}; nothing can be decided with it. Put it back as it was, or start the "
+                "coordinator again: it recovers what is live from what the daemons hold"
+            )
+
+    def _check_head(self) -> None:
+        """Raise CommitError if the file has no database header: an emptied file may have grown again."""
+        try:
+            with self._path.open("rb") as file:
+                head = file.read(len(_HEAD))
+        except OSError:
+            return  # it is gone, or cannot be opened: said below, or by the write itself
+        if head != _HEAD:
+            raise CommitError(
+                f"journal {self._path}: somebody else has changed it: it begins with {head!r}, expected {_HEAD!r}; "
+                "nothing can be decided with it. Start the coordinator again: it recovers what is live from what the "
+                "daemons hold"
+            )
+
+    def _remember_place(self) -> None:
+        # what was replaced or cut short meanwhile must be found out by the next write: neither file shrinks by itself
+        self._place = _grown(self._place, self._stat(self._path))
+        self._wal_place = _grown(self._wal_place, self._stat(self._wal))
+
+    @staticmethod
+    def _stat(path: Path) -> tuple[int, int, int, int]:
+        try:
+            return _place(path.stat())
+        except FileNotFoundError:
+            return _GONE
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def decided(self, swap: str) -> Record | None:
+        """Return the record of a swap that was decided to commit, else None.
+
+        Raises:
+            CommitError: the file cannot be read.
+        """
+        found = self._select(f"SELECT {_COLUMNS} FROM swaps WHERE swap = ? AND state != 'aborted'", swap)
+        return Record(*found[0]) if found else None
+
+    def recent(self, model: str, limit: int) -> list[Record]:
+        """Return the last swaps of a model ("": of all), the newest first; raises CommitError as `decided`."""
+        rows = self._select(
+            f"SELECT {_COLUMNS} FROM swaps WHERE model = ?1 OR ?1 = '' ORDER BY rowid DESC LIMIT ?2", model, limit
+        )
+        return [Record(*row) for row in rows]
+
+    def live(self, model: str) -> Live | None:
+        """Return the version decided last, None before the first decision; raises CommitError as `decided`."""
+        found = self._select("SELECT version, run, sequence, swap FROM live WHERE model = ?", model)
+        return Live(*found[0]) if found else None
+
+    def highest(self, model: str) -> int:
+        """Return the highest version that was ever decided, -1 for none; raises CommitError as `decided`."""
+        found = self._select("SELECT decided FROM numbers WHERE model = ?", model)
+        return int(found[0][0]) if found else -1
+
+    def tried(self, model: str) -> tuple[int, str]:
+        """Return the highest version whose swap was aborted, and its run; (-1, "") for none."""
+        found = self._select("SELECT tried, tried_run FROM numbers WHERE model = ?", model)
+        return (int(found[0][0]), str(found[0][1])) if found else (-1, "")
+
+    def before(self, model: str, version: int) -> Live | None:
+        """Return the last decided version below this one; raises CommitError as `decided`."""
+        found = self._select(
+            "SELECT version, run, sequence FROM decided WHERE model = ? AND version < ? ORDER BY sequence DESC LIMIT 1",
+            model,
+            version,
+        )
+        return Live(*found[0]) if found else None
+
+    def continues(self, journal: str) -> bool:
+        """Whether this is the given journal, or continues it."""
+        return journal == self.id or bool(self._select("SELECT 1 FROM continued WHERE id = ?", journal))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it holds no decision."""
+        return not self._select("SELECT 1 FROM live LIMIT 1")
+
+    def _select(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as exc:
+            raise CommitError(f"journal {self._path}: it cannot be read: {exc}") from exc
+
+    def close(self) -> None:
+        """Write what is pending, close the file and unlock it."""
+        with contextlib.suppress(CommitError):
+            self.flush()
+        self._db.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        # the database is closed before: the file's own locks end with any descriptor of it
+        if self._lock >= 0:
+            with contextlib.suppress(AttributeError):
+                self._db.close()
+            os.close(self._lock)
+            self._lock = -1
+
+
+_GONE = (0, 0, 0, 0)
+_HEAD = b"SQLite format 3\0"
+
+
+def _grown(before: tuple[int, int, int, int], now: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Return a file's present place, size and time if its owner's writes explain them, else the earlier ones."""
+    is_ours = before == _GONE or (now[:2] == before[:2] and now[2] >= before[2])
+    return now if is_ours else before
+
+
+def _place(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _holder(descriptor: int) -> str:
+    """Return which process has locked a file, as far as the kernel says."""
+    found = os.fstat(descriptor)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    try:
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if "FLOCK" in words and place in words:
+                return f" (pid {words[words.index('WRITE') + 1]})"
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
+def _room(path: Path) -> str:
+    """Return free space and file limits for a write error: sqlite says "disk I/O error" for most of them."""
+    try:
+        disk = os.statvfs(path.parent)
+    except OSError:
+        return ""
+    found = f" ({disk.f_bavail * disk.f_frsize} bytes free on its file system"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        found += f", files may grow to {limit} bytes (RLIMIT_FSIZE)"
+    return found + ")"

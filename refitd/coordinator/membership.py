@@ -1,0 +1,399 @@
+"""Registered nodes, models, source ranks and target ranks, and which version may be swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from refitd.coordinator.journal import Live
+from refitd.coordinator.replica_digests import Compared, HeldReplica, ReplicaDigests
+from refitd.coordinator.requirements import offer_problems, shortened
+from refitd.coordinator.rosters import Registered
+from refitd.errors import RefusedError
+from refitd.protocol.cluster import AddShard
+from refitd.protocol.reports import (
+    DescribedMember,
+    ModelDescription,
+    NodeStatus,
+    SourceReport,
+    SourceStatus,
+    TargetStatus,
+)
+from refitd.protocol.roles import ANYONE, Allowed
+from refitd.protocol.shards import Shard
+from refitd.states import ServingState, TransferMode
+
+
+@dataclass(slots=True)
+class Node:
+    """One daemon, and when it was last heard."""
+
+    identity: bytes
+    status: NodeStatus
+    last_heard: float
+    key: str = ""  # that its connection was let in with
+    allowed: Allowed = ANYONE
+
+
+@dataclass(slots=True)
+class Member:
+    """One registered rank, source or target."""
+
+    added: AddShard
+    shard: Shard
+    node: str
+    host: str
+    bytes: int
+    attached: bool = True
+    versions: set[int] = field(default_factory=set)  # source: published and held
+    ways: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is given
+    way: TransferMode = TransferMode.NONE  # source: how the latest version was given, held or not
+    why: str = ""  # source: the measurement that chose it
+    run: str = ""  # source: the incarnation that it is part of; target: that of the version it serves
+    newest: int = -1  # source: the highest version that this rank of its run has published, held or not
+    version: int | None = None  # target: served
+    staged: str | None = None  # target: a decided swap that it has not taken over yet
+    wants: frozenset[tuple[str, str]] = frozenset()  # target: what is to arrive in MXFP8: (tensor, rounding)
+    poisoned: str = ""  # target: why it holds parts of two versions, until a swap has succeeded
+    left_behind: bool = False  # target: it could not be brought to the live version; the next swap tries again
+    tries: int = 0  # target: catch-ups that were aborted since it has registered
+    replicas: ReplicaDigests | None = None  # source: of what other ranks may hold, too
+    again_at: float | None = None  # target: when it is left behind no more, and a catch-up tried again
+    step: str = ""  # target: where it stands, in its daemon's words
+    events: tuple[str, ...] = ()  # target: that brought it there
+
+    @property
+    def id(self) -> str:
+        """The id that the daemon gave it."""
+        return self.added.member
+
+    def describe(self) -> str:
+        """Return its name for people."""
+        kind = self.added.replica if self.added.role == "target" else "source"
+        return f"{kind} rank {self.added.rank} (host {self.host}, pid {self.added.pid})"
+
+
+@dataclass(slots=True)
+class Model:
+    """One model with its sources and targets."""
+
+    name: str
+    auto_swap: bool
+    sources: dict[int, Member] = field(default_factory=dict)
+    targets: dict[tuple[str, int], Member] = field(default_factory=dict)
+    check_replicas: bool = True
+    compared: Compared = field(default_factory=Compared)
+
+    def members(self) -> list[Member]:
+        """Return sources and targets, each in rank order."""
+        return [m for _, m in sorted(self.sources.items())] + [m for _, m in sorted(self.targets.items())]
+
+    def source_world(self) -> int:
+        """Return the world size of the sources; 0 while none is registered."""
+        return next((m.added.world_size for m in self.sources.values()), 0)
+
+    def missing_sources(self) -> list[int]:
+        """Return the source ranks that have not registered."""
+        return [rank for rank in range(self.source_world()) if rank not in self.sources]
+
+    def run(self) -> str | None:
+        """Return the run of all source ranks; None while they belong to several."""
+        runs = {member.run for member in self.sources.values()}
+        return runs.pop() if len(runs) == 1 else None
+
+    def complete_versions(self) -> list[int]:
+        """Return the versions of one run that every source rank holds, ascending."""
+        if not self.sources or self.missing_sources() or self.run() is None:
+            return []
+        held = [member.versions for member in self.sources.values()]
+        return sorted(set.intersection(*held))
+
+    def droppable(self) -> tuple[set[int], int]:
+        """Return the versions that no rank needs to hold, and the newest complete one (-1: none).
+
+        The newest complete version is needed until a newer one is complete. So is every newer version that all ranks
+        hold or can still publish (version numbers only go up).
+        """
+        ranks = list(self.sources.values())
+        complete = max(self.complete_versions(), default=-1)
+        held = {version for member in ranks for version in member.versions}
+        given_up = {v for v in held if any(v <= m.newest and v not in m.versions for m in ranks)}
+        return {version for version in held if version < complete} | given_up, complete
+
+    def lagging_sources(self, member: Member) -> str:
+        """Name the ranks that have published least: the versions this rank holds wait for them."""
+        newest = max(member.versions, default=-1)
+        late = [(m.newest, rank) for rank, m in sorted(self.sources.items()) if m.newest < newest]
+        said = [
+            f"source rank {rank} of {self.source_world()} has not registered" for rank in self.missing_sources()[:5]
+        ]
+        for behind, rank in sorted(late)[:5]:
+            gone = "" if self.sources[rank].attached else ", and its trainer is gone"
+            what = "nothing yet" if behind < 0 or not self.sources[rank].versions else f"{behind} last"
+            said.append(f"{self.sources[rank].describe()} has published {what}{gone}")
+        return "; ".join(said)
+
+    def add(self, member: Member) -> Member | None:
+        """Add a rank; return the detached one that it replaces.
+
+        Raises:
+            RefusedError: the rank is taken, or its pool has another size.
+        """
+        a = member.added
+        pool: dict[int, Member]
+        if a.role == "source":
+            pool, what = self.sources, f"model {self.name!r} source"
+        else:
+            pool = {rank: m for (replica, rank), m in self.targets.items() if replica == a.replica}
+            what = f"model {self.name!r} replica {a.replica!r}"
+        for other in pool.values():
+            if other.added.world_size != a.world_size:
+                raise RefusedError(
+                    f"{what} rank {a.rank} says there are {a.world_size} ranks, rank {other.added.rank} "
+                    f"(host {other.host}, pid {other.added.pid}) said {other.added.world_size}; start all with one size"
+                )
+        old = pool.get(a.rank)
+        if old is not None and old.attached:
+            raise RefusedError(
+                f"{what} rank {a.rank} is already registered by pid {old.added.pid} on {old.host}; "
+                "close that registration first, or use another rank"
+            )
+        if a.role == "source":
+            self.sources[a.rank] = member
+        else:
+            self.targets[(a.replica, a.rank)] = member
+        return old
+
+    def remove(self, member: Member) -> None:
+        """Remove a rank."""
+        a = member.added
+        if a.role == "source" and self.sources.get(a.rank) is member:
+            del self.sources[a.rank]
+        elif a.role == "target" and self.targets.get((a.replica, a.rank)) is member:
+            del self.targets[(a.replica, a.rank)]
+
+    def only(self, replicas: Collection[str]) -> Model:
+        """Return this model with only these replicas; it shares the members."""
+        targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
+        return Model(self.name, self.auto_swap, dict(self.sources), targets, self.check_replicas, self.compared)
+
+    def behind(self, live: Live) -> list[str]:
+        """Return the complete replicas that can be brought to the live version."""
+        found = []
+        for replica in sorted({replica for replica, _ in self.targets}):
+            ranks = [m for (r, _), m in self.targets.items() if r == replica]
+            late = [m for m in ranks if not live.is_at(m.version, m.run)]
+            ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)
+            if late and ready and not any(m.left_behind for m in late):
+                found.append(replica)
+        return found
+
+    def version_to_swap(self, wanted: int | None, *, may_be_older: bool = False) -> int:
+        """Return the version that a swap would make live. It is older than what is served only with `may_be_older`.
+
+        Raises:
+            RefusedError: it cannot be swapped now; the text says what is missing and where.
+        """
+        if not self.sources:
+            raise RefusedError(f"model {self.name!r} has no source; start the trainer and let it register_source")
+        if missing := self.missing_sources():
+            raise RefusedError(
+                f"model {self.name!r}: source ranks {missing} of {self.source_world()} have not registered"
+            )
+        self._check_run()
+        complete = self.complete_versions()
+        held = ", ".join(f"rank {r}: {sorted(m.versions) or 'none'}" for r, m in sorted(self.sources.items()))
+        if wanted is None and not complete:
+            raise RefusedError(
+                f"model {self.name!r} has no version that every source rank has published ({held}); publish one"
+            )
+        version = complete[-1] if wanted is None else wanted
+        if version not in complete:
+            raise RefusedError(
+                f"model {self.name!r}: version {version} is not held by every source rank ({held}); "
+                f"complete versions: {complete or 'none'}"
+            )
+        self._check_targets(version, may_be_older)
+        if self.check_replicas and (problems := self._differing()):
+            raise RefusedError(
+                f"model {self.name!r}: {'; '.join(problems)}, and register again ([models.{self.name}] "
+                "check_replicas = false at the coordinator swaps all the same)"
+            )
+        return version
+
+    def _differing(self) -> Sequence[str]:
+        """Return the tensors whose replicated elements differ between source ranks."""
+        held = [(rank, m.describe(), m.added.digest, m.shard, m.replicas) for rank, m in sorted(self.sources.items())]
+        digested = [HeldReplica(*row[:4], row[4]) for row in held if row[4] is not None]
+        wanted = {m.added.digest: m.shard for m in self.targets.values()}
+        return self.compared.problems(digested, wanted)
+
+    def _check_run(self) -> None:
+        if self.run() is not None:
+            return
+        ranks: dict[str, list[int]] = {}
+        for rank, member in sorted(self.sources.items()):
+            ranks.setdefault(member.run, []).append(rank)
+        sides = "; ".join(f"run {run or '?'}: ranks {found[:8]}" for run, found in sorted(ranks.items()))
+        raise RefusedError(
+            f"model {self.name!r}: its source ranks are of several runs of the trainer ({sides}), whose versions are "
+            "not the same though they have one number; start the ranks of the older run again"
+        )
+
+    def _check_targets(self, version: int, may_be_older: bool) -> None:
+        if not self.targets:
+            raise RefusedError(f"model {self.name!r} has no target; start an engine and let it register_target")
+        for replica in sorted({replica for replica, _ in self.targets}):
+            ranks = {rank: m for (r, rank), m in self.targets.items() if r == replica}
+            world = next(iter(ranks.values())).added.world_size
+            if missing := [rank for rank in range(world) if rank not in ranks]:
+                raise RefusedError(
+                    f"model {self.name!r}: replica {replica!r} lacks ranks {missing} of {world}; "
+                    "wait until they have registered, or stop the others"
+                )
+            for member in ranks.values():
+                if member.staged is not None:
+                    raise RefusedError(
+                        f"model {self.name!r}: {member.describe()} has not yet taken over the version of swap "
+                        f"{member.staged}; it must reach a commit point (poll or wait), or be restarted"
+                    )
+                if member.version is not None and member.version > version and not may_be_older:
+                    raise RefusedError(
+                        f"model {self.name!r}: {member.describe()} serves version {member.version}, which is newer "
+                        f"than {version}; publish a higher version, or `refitctl rollback` to it"
+                    )
+                self._check_held(member)
+
+    def _check_held(self, member: Member) -> None:
+        if member.added.stale:
+            raise RefusedError(
+                f"model {self.name!r}: {member.describe()} has {', '.join(member.added.stale)} derived from its "
+                "weights, and no hook that makes it anew; register it with Derived(..., refresh=...)"
+            )
+        if problems := self._unoffered(member):
+            raise RefusedError(f"model {self.name!r}: {member.describe()}: {shortened(problems)}")
+
+    def unoffered(self) -> list[str]:
+        """Return the tensors that targets want in MXFP8 and no source offers, each with who wants it."""
+        return [f"{m.describe()}: {what}" for m in self.targets.values() for what in self._unoffered(m)]
+
+    def _unoffered(self, member: Member) -> list[str]:
+        shards = {m.added.digest: m.shard for m in self.sources.values()} if member.wants else {}
+        return offer_problems(shards.values(), member.wants)
+
+    def converted_bytes(self) -> int:
+        """Return the bytes that targets read again to convert what has arrived."""
+        return sum(m.added.converted_bytes for m in self.targets.values())
+
+    def ranks(self) -> dict[str, int]:
+        """Return the plan-wide rank of every member: sources first, then replica after replica by name.
+
+        sources 0, 1; engine-a 0, 1 -> 2, 3; engine-b 0 -> 4
+        """
+        found = {m.id: rank for rank, m in self.sources.items()}
+        for replica, offset in self._offsets().items():
+            found |= {m.id: offset + rank for (r, rank), m in self.targets.items() if r == replica}
+        return found
+
+    def pools(self) -> list[list[Registered]]:
+        """Return the planner's input: the sources, then each replica, with ranks numbered as in `ranks`."""
+        offsets = self._offsets()
+        pools = [[_registered(m, rank, f"source rank {rank}") for rank, m in sorted(self.sources.items())]]
+        for replica, offset in offsets.items():
+            members = [(rank, m) for (r, rank), m in sorted(self.targets.items()) if r == replica]
+            pools.append([_registered(m, offset + rank, f"{replica} rank {rank}") for rank, m in members])
+        return pools
+
+    def description(self) -> ModelDescription:
+        """Return what every member holds; equal descriptions appear once."""
+        digests = {m.added.digest: m.shard for m in self.members()}
+        index = {digest: i for i, digest in enumerate(digests)}
+        return ModelDescription(
+            model=self.name,
+            shards=tuple(digests.values()),
+            members=tuple(
+                DescribedMember(
+                    role=m.added.role,
+                    replica=m.added.replica,
+                    rank=m.added.rank,
+                    world_size=m.added.world_size,
+                    node=m.node,
+                    host=m.host,
+                    shard=index[m.added.digest],
+                )
+                for m in self.members()
+            ),
+        )
+
+    def _offsets(self) -> dict[str, int]:
+        offset, found = self.source_world(), {}
+        worlds = {replica: m.added.world_size for (replica, _), m in self.targets.items()}
+        for replica in sorted(worlds):
+            found[replica] = offset
+            offset += worlds[replica]
+        return found
+
+    def source_status(self) -> tuple[SourceStatus, ...]:
+        """Return the report rows of the sources."""
+        return tuple(
+            SourceStatus(
+                rank=rank,
+                node=m.node,
+                host=m.host,
+                pid=m.added.pid,
+                attached=m.attached,
+                tensors=len(m.shard.tensors),
+                bytes=m.bytes,
+                versions=tuple(sorted(m.versions)),
+                way=m.way,
+                why=m.why,
+                run=m.run,
+            )
+            for rank, m in sorted(self.sources.items())
+        )
+
+    def source_reports(self, version: int) -> tuple[SourceReport, ...]:
+        """Return how each source rank provides this version."""
+        return tuple(
+            SourceReport(rank, m.node, m.host, way=m.ways.get(version, TransferMode.NONE), why=m.why)
+            for rank, m in sorted(self.sources.items())
+        )
+
+    def target_status(self, live: Live | None) -> tuple[TargetStatus, ...]:
+        """Return the report rows of the targets; `live` is the version decided last."""
+        return tuple(
+            TargetStatus(
+                replica=replica,
+                rank=rank,
+                world_size=m.added.world_size,
+                node=m.node,
+                host=m.host,
+                pid=m.added.pid,
+                tensors=len(m.shard.tensors),
+                bytes=m.bytes,
+                state=_state(m, live),
+                version=m.version,
+                held_bytes=m.added.held_bytes,
+                staging_bytes=m.added.staging_bytes,
+                run=m.run if m.version is not None else "",
+                step=m.step,
+                events=m.events,
+            )
+            for (replica, rank), m in sorted(self.targets.items())
+        )
+
+
+def _state(member: Member, live: Live | None) -> ServingState:
+    if member.poisoned:
+        return ServingState.POISONED
+    if member.staged is not None:
+        return ServingState.BEHIND
+    if member.version is None:
+        return ServingState.EMPTY if live is None else ServingState.FENCED
+    is_live = live is None or live.is_at(member.version, member.run)
+    return ServingState.SERVING if is_live else ServingState.BEHIND
+
+
+def _registered(member: Member, rank: int, label: str) -> Registered:
+    is_source = member.added.role == "source"
+    return Registered(rank, label, member.node, is_source, member.added.digest, member.shard)

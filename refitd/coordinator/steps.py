@@ -1,0 +1,202 @@
+"""Choose the commit point at which all ranks of a replica flip: between the same two tokens.
+
+Each rank answers a decision with how far it has polled, and does not pass its next poll before it is told where to
+flip. Two things name one point on all ranks of a replica that runs in lock step:
+
+*A count from a common origin*: the caller's own step, or the version that all ranks took over together last. They
+flip in the first poll that no rank has passed:
+
+    rank 0 has polled 41 times, rank 1 42 times -> both flip in their poll 43
+
+*Standing in a poll, all at once.* A new replica has no common origin, nor has a rank that has returned alone; counts
+that lie far apart are no counts of the same steps. No rank can end a step that another one has not begun, so that
+ranks which all stand in a poll stand before the same step: they flip there, and count from there. A rank that was told
+inside a step waits there for one that stands: those that stand are let through one poll, and all meet in the next.
+
+    rank 0 stands in poll 7, rank 1 is in the step after it -> rank 0 passes -> both stand before the next step
+
+Ranks of a replica that serves nothing yet each flip in their own next poll: no step can see two versions. Ranks that
+never meet (they are not in lock step, or one thread polls several of them) also flip each in their own next poll, and
+the log and the swap's report name them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from refitd.coordinator.membership import Member
+from refitd.protocol.local import CALLERS_STEP
+
+# Counts of polls that lie further apart do not count the same steps: pipelines have fewer steps under way.
+LOCKSTEP = 16
+
+# Ranks wait for so long for one that has not answered: a new coordinator may not have heard of it yet.
+MISSING_S = 3.0
+
+# Ranks stand for so long in a poll for those that do not, twice as long in each round after the first.
+PATIENCE_S = 0.1
+ROUNDS = 5  # 3.1 s in all
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a rank has polled."""
+
+    step: int  # its last poll
+    origin: str = ""  # what it counts from
+    stands: str = ""  # "poll": held in its poll number `step`; "wait": computes nothing
+    thread: tuple[str, int, int] | None = None  # what polls it: node, process and thread
+
+    @property
+    def earliest(self) -> int:
+        """The first poll in which the rank can flip."""
+        return self.step if self.stands else self.step + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """The member commits in its poll `step`; all ranks then count from there (`origin`)."""
+
+    swap: str
+    member: Member
+    step: int
+    origin: str = ""
+    apart: str = ""  # why this may not be the poll in which the other ranks flip
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The member leaves the poll in which it waits, with its present version, and waits in the next one."""
+
+    swap: str
+    member: Member
+
+
+@dataclass(slots=True)
+class _Waiting:
+    since: float
+    changed: float  # when a rank has last said something, or was let through
+    said: dict[str, Reached] = field(default_factory=dict)  # by member
+    rounds: int = 0  # how often those that stood were let through
+    flips: dict[str, Flip] | None = None  # what they are told, once that is known
+    asked: set[str] = field(default_factory=set)  # who has said something since
+    due_at: float | None = None
+
+
+class FlipSteps:
+    """How far the ranks of one model's replicas have polled while a decided version waits to be committed."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, str], _Waiting] = {}  # by swap and replica
+
+    def reached(self, swap: str, member: Member, where: Reached, now: float) -> None:
+        """Record how far a rank has polled."""
+        waiting = self._waiting.setdefault((swap, member.added.replica), _Waiting(now, now))
+        waiting.said[member.id] = where
+        waiting.changed = now
+        waiting.asked.add(member.id)
+
+    def next_deadline(self) -> float | None:
+        """Return when `due` must be called again without a new event; None: never."""
+        return min((w.due_at for w in self._waiting.values() if w.due_at is not None), default=None)
+
+    def due(self, targets: Iterable[Member], now: float) -> list[Flip | Pass]:
+        """Return the orders to send to ranks now. `targets` are all target members of the model."""
+        replicas: dict[str, list[Member]] = {}
+        for member in targets if self._waiting else ():
+            replicas.setdefault(member.added.replica, []).append(member)
+        found: list[Flip | Pass] = []
+        for (swap, replica), waiting in list(self._waiting.items()):
+            ranks = replicas.get(replica, [])
+            concerned = {m.id: m for m in ranks if m.staged == swap}
+            said = {id_: where for id_, where in waiting.said.items() if id_ in concerned}
+            waiting.due_at = None
+            if not said:  # they have left, or have taken the version over
+                if now >= waiting.since + MISSING_S:
+                    del self._waiting[(swap, replica)]
+            elif waiting.flips is not None:
+                found += self._again(swap, waiting, concerned, said)
+            elif now < waiting.since + MISSING_S and (
+                len(ranks) < ranks[0].added.world_size or len(said) < len(concerned)
+            ):
+                waiting.due_at = waiting.since + MISSING_S
+            else:
+                found += self._tell(swap, waiting, ranks, concerned, said, now)
+        return found
+
+    def _tell(
+        self,
+        swap: str,
+        waiting: _Waiting,
+        ranks: list[Member],
+        concerned: dict[str, Member],
+        said: dict[str, Reached],
+        now: float,
+    ) -> list[Flip | Pass]:
+        apart = ""
+        if missing := [member for id_, member in concerned.items() if id_ not in said]:
+            apart = f"{_named(missing)} did not say within {MISSING_S:.0f} s in which poll"
+        steps = meeting(said)
+        serves_nothing = all(member.version is None for member in ranks)
+        if steps is None and not missing and not in_turn(said) and not serves_nothing:
+            if not any(where.stands for where in said.values()):
+                return []
+            waiting.due_at = waiting.changed + PATIENCE_S * 2**waiting.rounds
+            if now < waiting.due_at:
+                return []
+            waiting.rounds, waiting.changed = waiting.rounds + 1, now
+            waiting.due_at = now + PATIENCE_S * 2**waiting.rounds
+            if waiting.rounds < ROUNDS:
+                standing = [id_ for id_, where in said.items() if where.stands == "poll"]
+                waiting.said |= {id_: replace(said[id_], stands="") for id_ in standing}
+                return [Pass(swap, concerned[id_]) for id_ in standing]
+        waiting.due_at, is_together = None, steps is not None
+        if steps is None:
+            steps = {id_: where.earliest for id_, where in said.items()}
+        if not is_together and not serves_nothing:
+            counts = ", ".join(f"rank {concerned[id_].added.rank}: {where.step}" for id_, where in said.items())
+            if in_turn(said):
+                apart = apart or f"one thread polls several ranks, whose counts differ ({counts})"
+            others = [concerned[id_] for id_, where in said.items() if not where.stands]
+            apart = apart or f"{_named(others)} stood in no poll while others did, {ROUNDS} times (counts: {counts})"
+        # who has not been told the same poll with all others does not count with them from here on
+        origin = swap if is_together and not apart and len(said) == len(ranks) == ranks[0].added.world_size else ""
+        waiting.flips = {id_: Flip(swap, concerned[id_], step, origin, apart) for id_, step in steps.items()}
+        waiting.asked.clear()
+        return list(waiting.flips.values())
+
+    def _again(
+        self, swap: str, waiting: _Waiting, concerned: dict[str, Member], said: dict[str, Reached]
+    ) -> list[Flip | Pass]:
+        """Answer ranks that reported again, or too late."""
+        assert waiting.flips is not None
+        asked, waiting.asked = waiting.asked & said.keys(), set()
+        found: list[Flip | Pass] = [replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()]
+        for id_ in asked - waiting.flips.keys():
+            late = "it said in which poll it is after the others had been told theirs"
+            waiting.flips[id_] = Flip(swap, concerned[id_], said[id_].earliest, apart=late)
+            found.append(waiting.flips[id_])
+        return found
+
+
+def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
+    """Return the poll in which each rank flips, the same point for all; None if no such point is known."""
+    polls = {who: where.earliest for who, where in said.items()}
+    steps = [where.step for where in said.values()]
+    origins = {where.origin for where in said.values()}
+    is_counted = len(origins) == 1 and ("" not in origins or in_turn(said))
+    if len(said) == 1 or (is_counted and (CALLERS_STEP in origins or max(steps) - min(steps) <= LOCKSTEP)):
+        return dict.fromkeys(said, max(polls.values()))
+    return polls if all(where.stands for where in said.values()) else None
+
+
+def in_turn(said: Mapping[str, Reached]) -> bool:
+    """Whether one thread polls several ranks, which can then never wait in a poll at once."""
+    threads = Counter(where.thread for where in said.values() if where.thread is not None)
+    return any(count > 1 for count in threads.values())
+
+
+def _named(members: Iterable[Member]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(member.added.rank for member in members))

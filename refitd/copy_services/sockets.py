@@ -1,0 +1,67 @@
+"""This process's own TCP sockets, as the kernel lists them: those that a transport opens inside itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+_SO_ATTACH_FILTER = 26
+_RETURN = 0x06  # BPF_RET | BPF_K: how much of a packet is let through
+
+Address = tuple[str, int]
+
+
+def _tcp() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the number of each TCP socket of this process with a second descriptor of it, which is closed again."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type & socket.SOCK_STREAM:
+                    yield int(name), sock
+
+
+def listening() -> dict[int, int]:
+    """Return this process's listening sockets: descriptor -> port."""
+    return {
+        fd: sock.getsockname()[1] for fd, sock in _tcp() if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def connected() -> list[tuple[Address, Address]]:
+    """Return this process's connections: its own address and the peer's of each."""
+    found = []
+    for _, sock in _tcp():
+        with contextlib.suppress(OSError):  # a listening one has no peer, and one whose peer has left has none any more
+            found.append((_plain(sock.getsockname()), _plain(sock.getpeername())))
+    return found
+
+
+def _plain(address: tuple[str, int] | tuple[str, int, int, int]) -> Address:
+    return address[0].removeprefix("::ffff:"), address[1]
+
+
+def shut(fd: int) -> None:
+    """Have a listening socket answer nobody any more, though it stays open; where the kernel refuses, it goes on."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+    wanted = struct.pack("HP", 1, ctypes.addressof(program))
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, wanted)
+
+
+def owner(address: Address) -> str:
+    """Return whose end of a connection this is, for people: the user, where the process is on this host."""
+    host, port = address
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            found, _, found_port = words[1].partition(":")
+            if int(found_port, 16) == port and socket.inet_ntoa(struct.pack("=I", int(found, 16))) == host:
+                return f"{host}:{port}, a process of uid {words[7]} on this host"
+    return f"{host}:{port}"

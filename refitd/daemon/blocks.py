@@ -1,0 +1,80 @@
+"""The blocks of a member's held tensors, in the order of their digests, and the runs in which workers read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+
+from refitd.addressing.places import Int64, Places
+from refitd.buffers.blocks import block_steps, slice_text
+from refitd.buffers.layout import row_major_strides
+from refitd.daemon.finishing import held_of
+from refitd.daemon.members import Member
+from refitd.dtypes import ELEMENT_SIZES
+from refitd.protocol import sidecar
+from refitd.protocol.reports import Difference
+
+# A swap that begins waits for one of these per worker at most: some 10 ms.
+RUN_BYTES = 64 << 20
+# numbers in one run's message, which is a datagram
+RUN_NUMBERS = 2048
+
+
+class Blocks:
+    """Made once for a member; columns, since its tensors may be very many."""
+
+    def __init__(self, member: Member) -> None:
+        self._held = held_of(member.registration)
+        places = member.to_commit
+        elements = np.array([prod(form.shape) for form in places.forms], np.int64)[places.form]
+        self._element_size = np.array([ELEMENT_SIZES[t.dtype] for t in self._held], np.int64)
+        self.steps = block_steps(elements, self._element_size)  # elements in each block of a tensor
+        counts = -(-elements // self.steps)
+        self.tensor = np.repeat(np.arange(len(elements)), counts)
+        self.first = (np.arange(len(self.tensor)) - np.repeat(np.cumsum(counts) - counts, counts)) * np.repeat(
+            self.steps, counts
+        )
+        self.count = np.minimum(self.steps[self.tensor], elements[self.tensor] - self.first)
+        self.nbytes = int((elements * self._element_size).sum())
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def span(self, places: Places, block: int) -> sidecar.Span:
+        """Return where a block lies, the tensors being at these places."""
+        tensor, first, count = int(self.tensor[block]), int(self.first[block]), int(self.count[block])
+        place, element = places[tensor], int(self._element_size[tensor])
+        shape, strides = place.shape, place.strides
+        if strides == row_major_strides(shape, element):
+            shape, strides = (prod(shape),), (element,)  # fewer numbers
+        return sidecar.Span(place.arena, place.offset, shape, strides, element, first, count)
+
+    def batches(self, places: Places) -> Iterator[range]:
+        """Cut all blocks into runs of about RUN_BYTES."""
+        sizes = np.cumsum(self.count * self._element_size[self.tensor])
+        dims = np.array([max(1, len(form.shape)) for form in places.forms], np.int64)
+        numbers = np.cumsum(2 * dims[places.form[self.tensor]] + 5)
+        begin, end = 0, len(self)
+        while begin < end:
+            done = (int(sizes[begin - 1]), int(numbers[begin - 1])) if begin else (0, 0)
+            limits = ((sizes, done[0] + RUN_BYTES), (numbers, done[1] + RUN_NUMBERS))
+            stop = min(int(np.searchsorted(column, limit, side="right")) for column, limit in limits)
+            yield range(begin, max(begin + 1, stop))
+            begin = max(begin + 1, stop)
+
+    def difference(self, block: int, found: tuple[int, int, int] | None) -> Difference:
+        """Return how people are told of a block that differs; `found` are its first, last and number of elements."""
+        tensor = self._held[int(self.tensor[block])]
+        first, last, number = found if found is not None else (0, 0, 0)
+        if not number:
+            first = int(self.first[block])
+            last = first + int(self.count[block]) - 1
+        text = slice_text(tensor.shape, first, last)
+        return Difference(tensor.name, tensor.shape, first, last, text, number)
+
+    def differing(self, one: bytes, other: bytes) -> Int64:
+        """Return the blocks whose digests differ, of two lists of as many."""
+        a, b = (np.frombuffer(digests, "u8") for digests in (one, other))
+        return np.flatnonzero(a != b)

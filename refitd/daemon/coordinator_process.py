@@ -1,0 +1,181 @@
+"""The coordinator that a standalone daemon runs beside itself: started, watched, started again however often."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from refitd.config import Config
+from refitd.errors import RefusedError
+
+_STOP_S = 5.0
+
+# One that ends sooner than this counts as having ended at once, and the next one waits a while longer.
+_QUICK_S = 3.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+
+# One that has not been heard for this long is replaced: sooner if somebody has stopped it (SIGSTOP), since it will say
+# nothing more; later otherwise, since it may have much to do.
+STOPPED_S, SILENT_S = 8.0, 60.0
+
+# What has happened to it is shown for this long.
+_TOLD_S = 600.0
+
+
+class StartFailed(RefusedError):
+    """The daemon cannot work here at all, and has not worked yet."""
+
+
+def pause_s(quick: int) -> float:
+    """Return how long to wait before a process that has ended at once `quick` times in a row is started again."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(quick - 1, 10)) if quick > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One event of the coordinator's process, for the log."""
+
+    event: str
+    fields: dict[str, object]
+
+
+class CoordinatorBeside:
+    """A child process running `refitd.coordinator` with the daemon's own configuration."""
+
+    def __init__(self, config: Config, clock: Callable[[], float]) -> None:
+        """Start it.
+
+        Raises:
+            RefusedError: no process can be started.
+        """
+        self._config = config
+        self._clock = clock
+        self._settled = False  # a daemon that has once had its coordinator never gives up on it
+        self._quick = 0
+        self._restarts = 0
+        self._again_at: float | None = None
+        self._last = ""  # how the last one ended
+        self._last_at = 0.0
+        try:
+            self._process: subprocess.Popen[bytes] | None = self._spawn()
+        except OSError as exc:
+            raise RefusedError(f"no coordinator can be started beside this daemon: {exc.strerror}") from exc
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._started = self._clock()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "refitd.coordinator"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,  # it says there why it cannot start; its log goes to stderr
+            # Ctrl-C at a terminal goes to the whole group; the daemon decides when its coordinator ends
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; `watch` says so
+            process.stdin.write(msgspec.json.encode(self._config))
+            process.stdin.close()
+        return process
+
+    @property
+    def problem(self) -> str:
+        """What status should say of it; "" while all is well."""
+        if not self._last or self._clock() - self._last_at > _TOLD_S:
+            return ""
+        text = f"the coordinator beside this daemon was started again {self._restarts} times; the last one {self._last}"
+        if self._again_at is not None:
+            text += f"; the next one is started in {max(0.0, self._again_at - self._clock()):.0f} s"
+        return text
+
+    def settle(self) -> None:
+        """It has answered: from now on the daemon never ends because of it."""
+        self._settled = True
+
+    def watch(self, silent_s: float) -> Happened | None:
+        """Look after it; `silent_s` is how long nothing has been heard of it (0 while it answers).
+
+        One that has ended is started again, after growing pauses where it ends at once; one that has been stopped, or
+        says nothing for long, is killed. Its journal tells the next one what was decided, and the daemon introduces
+        every member again.
+
+        Raises:
+            StartFailed: the first one has ended before it answered: it cannot run here.
+        """
+        now = self._clock()
+        if self._process is None:
+            if self._again_at is not None and now >= self._again_at:
+                self._start_again()
+            return None
+        status = self._process.poll()
+        if status is not None:
+            return self._ended(status)
+        lives_s = now - self._started
+        if self._settled and min(silent_s, lives_s) > (STOPPED_S if _is_stopped(self._process.pid) else SILENT_S):
+            self._process.kill()
+            return Happened("coordinator-killed", {"pid": self._process.pid, "silent_s": silent_s})
+        return None
+
+    def _ended(self, status: int) -> Happened:
+        assert self._process is not None
+        said = _last_words(self._process)
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self._last, self._last_at = f"{how}{': ' if said else ''}{said}", self._clock()
+        self._process = None
+        if not self._settled:
+            raise StartFailed(
+                f"the coordinator beside this daemon {self._last}; that was as soon as it had started, see its output "
+                "above"
+            )
+        self._quick = self._quick + 1 if self._clock() - self._started < _QUICK_S else 0
+        wait_s = pause_s(self._quick)
+        self._again_at = self._clock() + wait_s
+        if not wait_s:
+            self._start_again()
+        return Happened("coordinator-ended", {"how": how, "said": said, "again_in_s": wait_s})
+
+    def _start_again(self) -> None:
+        self._again_at = None
+        self._restarts += 1
+        try:
+            self._process = self._spawn()
+        except OSError as exc:  # no memory, no more processes: that may pass
+            self._quick += 1
+            self._last, self._last_at = f"could not be started: {exc.strerror}", self._clock()
+            self._again_at = self._clock() + pause_s(self._quick)
+
+    def stop(self) -> None:
+        """End it, by force where it does not end within seconds."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        _last_words(self._process)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> str:
+    """Return what a process that has ended said on its standard output, and close that."""
+    assert process.stdout is not None
+    with process.stdout as end:
+        os.set_blocking(end.fileno(), False)
+        try:
+            return os.read(end.fileno(), 4000).decode(errors="replace").strip()
+        except BlockingIOError:
+            return ""

@@ -1,0 +1,154 @@
+"""What a target's tensors are made of when everything has arrived: declarations checked, and turned into work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import xxhash
+
+from refitd.addressing.conversions import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, Made, swizzled_bytes
+from refitd.addressing.places import LocalTensor, Places, places_of
+from refitd.buffers.layout import row_major_strides
+from refitd.describe.mxfp8 import BLOCK, DATA_DTYPE, SCALE_DTYPE
+from refitd.dtypes import ELEMENT_SIZES
+from refitd.errors import RefusedError
+from refitd.protocol.local import RegisterSource, RegisterTarget
+from refitd.protocol.shards import WireTensor
+from refitd.protocol.target_forms import Conversion, HeldTensor, converted_bytes, held_bytes, staged
+
+
+def held_of(r: RegisterSource | RegisterTarget) -> Sequence[HeldTensor | WireTensor]:
+    """Return the live tensors of a registration; they are what arrives, or leaves, unless it says otherwise."""
+    return r.held if isinstance(r, RegisterTarget) and r.held else r.shard.tensors
+
+
+def wires_of(r: RegisterSource | RegisterTarget) -> Sequence[int | None]:
+    """Return for each live tensor which one of the shard it is; None for one that is converted to."""
+    return [t.wire for t in r.held] if isinstance(r, RegisterTarget) and r.held else range(len(r.shard.tensors))
+
+
+def form_of(r: RegisterSource | RegisterTarget) -> str:
+    """Return a name for what a target holds beside its shard: those of one shard and form hold the same bytes."""
+    said = (r.held, r.conversions) if isinstance(r, RegisterTarget) else ()
+    return xxhash.xxh3_128_hexdigest(repr(said).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the coordinator is told about a target beside its shard: bytes, and derived tensors without a hook."""
+
+    held_bytes: int = 0
+    staging_bytes: int = 0
+    converted_bytes: int = 0
+    stale: tuple[str, ...] = ()
+
+
+def figures_of(r: RegisterSource | RegisterTarget) -> Figures:
+    """Return them; all zeros for a source."""
+    if isinstance(r, RegisterSource):
+        return Figures()
+    return Figures(
+        held_bytes=sum(held_bytes(tensor) for tensor in held_of(r)),
+        staging_bytes=staged(r.shard, r.held).nbytes,
+        converted_bytes=converted_bytes(r.shard, r.conversions),
+        stale=tuple(d.name for d in r.derived if not d.is_refreshed),
+    )
+
+
+def check_held(r: RegisterTarget) -> None:
+    """Check that every held tensor is something that arrives, or is made of it once, and that nothing arrives in vain.
+
+    Raises:
+        RefusedError: it is not so; names the tensor.
+    """
+    if not r.held:
+        if r.conversions:
+            raise RefusedError(f"model {r.model!r} rank {r.rank}: conversions are declared, but no tensors they make")
+        return
+    used, made = [0] * len(r.shard.tensors), [0] * len(r.held)
+    for tensor in r.held:
+        if tensor.dtype not in ELEMENT_SIZES:
+            raise RefusedError(f"{tensor.name}: unknown dtype {tensor.dtype!r}; known: {', '.join(ELEMENT_SIZES)}")
+        if tensor.wire is None:
+            continue
+        if tensor.wire >= len(used):
+            raise RefusedError(f"{tensor.name}: tensor {tensor.wire} is not among the {len(used)} that arrive")
+        found = r.shard.tensors[tensor.wire]
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise RefusedError(
+                f"{tensor.name}: held as {list(tensor.shape)} {tensor.dtype}, it arrives as {list(found.shape)} "
+                f"{found.dtype}; declare how it is converted"
+            )
+        used[tensor.wire] += 1
+    for conversion in r.conversions:
+        _check_conversion(r, conversion)
+        used[conversion.wire] += 1
+        for index in conversion.held:
+            made[index] += 1
+    for arriving, times in zip(r.shard.tensors, used, strict=True):
+        if times != 1:
+            raise RefusedError(f"{arriving.name}: it arrives and is used {times} times, expected once")
+    for held, times in zip(r.held, made, strict=True):
+        if times != (held.wire is None):
+            raise RefusedError(f"{held.name}: {times} conversions write it, expected {int(held.wire is None)}")
+
+
+def _check_conversion(r: RegisterTarget, conversion: Conversion) -> None:
+    wanted = 2 if conversion.kind == "quantize" else 1
+    if conversion.wire >= len(r.shard.tensors) or any(index >= len(r.held) for index in conversion.held):
+        raise RefusedError(f"model {r.model!r} rank {r.rank}: a conversion names tensors that there are not")
+    source, held = r.shard.tensors[conversion.wire], [r.held[index] for index in conversion.held]
+    if len(held) != wanted:
+        raise RefusedError(f"{source.name}: {conversion.kind} makes {wanted} tensors, found {len(held)}")
+    for tensor, (shape, dtype) in zip(held, _made(source, conversion), strict=True):
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            raise RefusedError(
+                f"{tensor.name}: {list(tensor.shape)} {tensor.dtype}, expected {list(shape)} {dtype} from "
+                f"{source.name} {list(source.shape)} {source.dtype}"
+            )
+
+
+def _made(source: WireTensor, conversion: Conversion) -> list[tuple[tuple[int, ...], str]]:
+    """Return (shape, dtype) of what a conversion makes of a tensor."""
+    shape = source.shape
+    if conversion.kind == "swizzle":
+        if source.dtype != SCALE_DTYPE or not shape:
+            raise RefusedError(f"{source.name}: {source.dtype} {list(shape)} are no scales to be swizzled")
+        return [((swizzled_bytes(prod(shape[:-1]), shape[-1]),), SCALE_DTYPE)]
+    if source.dtype != "bfloat16" or not shape or shape[-1] % BLOCK:
+        raise RefusedError(
+            f"{source.name}: {source.dtype} {list(shape)} cannot be made MXFP8; expected bfloat16 with a last "
+            f"dimension of a multiple of {BLOCK}"
+        )
+    blocks = shape[-1] // BLOCK
+    scale = (swizzled_bytes(prod(shape[:-1]), blocks),) if conversion.swizzled else (*shape[:-1], blocks)
+    return [(shape, DATA_DTYPE), (scale, SCALE_DTYPE)]
+
+
+def held_places(r: RegisterTarget) -> Places:
+    """Return where held tensors lie in a staging arena before they are committed, arena still 0."""
+    return places_of(
+        LocalTensor(0, offset, t.shape, row_major_strides(t.shape, ELEMENT_SIZES[t.dtype]))
+        for offset, t in zip(staged(r.shard, r.held).held, held_of(r), strict=True)
+    )
+
+
+def made_in(r: RegisterTarget, arena: int) -> Sequence[Made]:
+    """Return what has to be made in a target's staging arena once everything has arrived."""
+    if not r.conversions:
+        return ()
+    lies = staged(r.shard, r.held)
+    found = []
+    for c in r.conversions:
+        source = r.shard.tensors[c.wire]
+        if c.kind == "swizzle":
+            # the rows and blocks of scales, said as those of the data that they belong to
+            shape = (*source.shape[:-1], source.shape[-1] * BLOCK)
+            found.append(Made(SWIZZLE, shape, arena, lies.wire[c.wire], 0, lies.held[c.held[0]]))
+            continue
+        kind = QUANTIZE_SWIZZLED if c.swizzled else QUANTIZE
+        data, scale = lies.held[c.held[0]], lies.held[c.held[1]]
+        found.append(Made(kind, source.shape, arena, lies.wire[c.wire], data, scale, c.rounding))
+    return found

@@ -1,0 +1,90 @@
+"""Retained targets: staging arenas of engines that died, kept for whoever registers the same rank again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from refitd.daemon.members import Member
+from refitd.daemon.target_state import Step, restoring
+from refitd.protocol.local import RegisterTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What one engine rank has left: its staging arena holds `member.state.holds` whole."""
+
+    member: Member
+    uid: int
+    until: float
+
+
+class RetainedTargets:
+    """Retained targets by model, replica and rank. Their owner frees the arenas that `expire` and `clear` return."""
+
+    def __init__(self, keep_s: float) -> None:
+        """Keep each for `keep_s` seconds."""
+        self._keep_s = keep_s
+        self._kept: dict[tuple[str, str, int], Retained] = {}
+
+    def keep(self, member: Member, uid: int, now: float) -> bool:
+        """Retain a member whose process has died, if its staging arena holds a whole version; return whether."""
+        if not self._keep_s or member.is_source or member.in_place or member.state.holds is None:
+            return False
+        key = _key(member)
+        if key in self._kept:
+            return False
+        self._kept[key] = Retained(member, uid, now + self._keep_s)
+        return True
+
+    def fitting(self, member: Member, uid: int) -> Retained | None:
+        """Return what is retained for this rank, if the same user registers the same tensors in the same form."""
+        found = None if member.is_source else self._kept.get(_key(member))
+        if found is None:
+            return None
+        same = found.uid == uid and found.member.digest == member.digest and _form(found.member) == _form(member)
+        return found if same else None
+
+    def give(self, retained: Retained, member: Member) -> int:
+        """Have a member that registers take a retained target over; return its arena. It is not retained any more."""
+        del self._kept[_key(member)]
+        before = retained.member
+        assert before.state.holds is not None
+        member.staging, member.verifies, member.proof = before.staging, before.verifies, before.proof
+        member.state = restoring(before.state.holds, before.state.run)
+        return before.staging
+
+    def replaced_by(self, member: Member) -> set[int]:
+        """Return the arena retained for a rank that has registered otherwise; it is not retained any more."""
+        found = None if member.is_source else self._kept.pop(_key(member), None)
+        return set() if found is None else {found.member.staging}
+
+    def expire(self, now: float) -> Iterator[int]:
+        """Yield the arenas whose time is over."""
+        for key, retained in list(self._kept.items()):
+            if now >= retained.until:
+                del self._kept[key]
+                yield retained.member.staging
+
+    def arenas(self) -> set[int]:
+        """Return all retained arenas."""
+        return {retained.member.staging for retained in self._kept.values()}
+
+    def clear(self) -> Iterator[int]:
+        """Yield all arenas: their memory is wanted for something else."""
+        yield from self.expire(float("inf"))
+
+
+def is_restoring(member: Member) -> bool:
+    """Whether a member's process still copies what was retained for it, so that no coordinator may know of it."""
+    return member.state.step is Step.RESTORING
+
+
+def _key(member: Member) -> tuple[str, str, int]:
+    return member.registration.model, member.replica, member.registration.rank
+
+
+def _form(member: Member) -> tuple[object, ...]:
+    r = member.registration
+    assert isinstance(r, RegisterTarget)
+    return r.held, r.conversions, r.device, r.world_size, r.in_place

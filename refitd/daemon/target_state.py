@@ -1,0 +1,301 @@
+"""What a target rank holds, what it may serve, and where a swap stands in it: a table of states and events.
+
+A rank is in two states at once, as a connection of h11 is: its `step` says where a swap stands, `live` says what its
+live tensors are good for. An event moves both. The tables below are the code: `step_of` looks the next states up there.
+An event without a row in STEPS raises IllegalTransition and leaves the state as it was. docs/states.md is drawn
+from the tables.
+
+Rules:
+- A rank has one swap at a time. Events that belong to a swap name it; one that names another is illegal.
+- Until `Decided`, a swap can be aborted, and the rank goes on with what it has: nothing has been written to its live
+  tensors, unless it is written in place, which then poisons it.
+- After `Decided`, a swap ends with `Committed` or `Failed`, and in no other way. A rank that has failed serves nothing.
+- `holds` is the version that the staging arena (in place: the live tensors) has whole. Staging anything takes it away.
+- Only a rank that serves, or that has been told of a decision, has a lease (see `may_serve`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from refitd.errors import IllegalTransition
+
+
+class Step(enum.Enum):
+    """Where a swap stands in this rank."""
+
+    RESTORING = "restoring"  # its process copies what a retained staging arena holds; no coordinator knows it yet
+    IDLE = "idle"
+    HALTING = "halting"  # asked to stand still before anything is written (in place)
+    HALTED = "halted"
+    STAGING = "staging"
+    STAGED = "staged"
+    PAUSING = "pausing"  # asked to stand still before the decision
+    PAUSED = "paused"
+    COMMITTING = "committing"  # decided; the rank has been told to take the version over
+    APPLYING = "applying"  # decided; the rank stands still and workers write its live tensors
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a version that was verified waits to be decided or taken over."""
+        return self in _STAGED
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the swap is decided."""
+        return self in (Step.COMMITTING, Step.APPLYING)
+
+
+_STAGED = frozenset({Step.STAGED, Step.PAUSING, Step.PAUSED, Step.COMMITTING, Step.APPLYING})
+
+
+class Live(enum.Enum):
+    """What the live tensors are good for."""
+
+    EMPTY = "empty"  # nothing to serve: before the first version, or after a commit that failed
+    SERVING = "serving"
+    WRITTEN = "written"  # workers write them in place: they hold parts of two versions
+    DOUBTED = "doubted"  # fenced: nobody here knows whether what is staged was decided
+    BEHIND = "behind"  # fenced: another version is live
+    POISONED = "poisoned"  # they hold parts of two versions, and nothing will complete them but another swap
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the rank holds a version that it must not serve."""
+        return self in (Live.DOUBTED, Live.BEHIND)
+
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Its process holds what the retained staging arena held, compared byte for byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedToHalt:
+    """The coordinator wants it to stand still for a swap."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoodStill:
+    """It stands still until the swap is over."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageBegan:
+    """Workers write a version into its staging arena; in place, into its live tensors."""
+
+    swap: str
+    version: int
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    """The version is whole and verified."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The version is to become live."""
+
+    swap: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoodAside:
+    """It has reached its commit point and lets workers write its live tensors."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """It has taken the version over."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It could not take the version over: its live tensors may hold parts of two."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Nothing is written for the swap any more."""
+
+    swap: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Doubted:
+    """The coordinator is out of reach: nobody here knows whether what is staged was decided."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FellBehind:
+    """The coordinator says that another version is live."""
+
+    reason: str
+
+
+OfSwap: TypeAlias = (
+    AskedToHalt | StoodStill | StageBegan | StageDone | Decided | StoodAside | Committed | Failed | Aborted
+)
+Event: TypeAlias = Restored | OfSwap | Doubted | FellBehind
+
+
+# --- state ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TargetState:
+    """One target rank. Made by `fresh` or `restoring`, changed only by `step_of`."""
+
+    in_place: bool = False
+    step: Step = Step.IDLE
+    live: Live = Live.EMPTY
+    swap: str | None = None  # None exactly in RESTORING and IDLE
+    next: int | None = None  # the version that `swap` stages or commits, once staging has begun
+    next_run: str = ""  # number and run are a version's identity
+    version: int | None = None  # what the live tensors hold; None unless SERVING or fenced
+    holds: int | None = None
+    run: str = ""  # of `version` and `holds`, where there is one
+    reason: str = ""  # why it is fenced or poisoned
+
+    @property
+    def staged(self) -> str | None:
+        """The swap whose version is staged and verified, decided or not."""
+        return self.swap if self.step.is_staged else None
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether a lease may be given: it serves the live version, or takes a decided one over at any moment."""
+        return self.step is not Step.RESTORING and (self.live is Live.SERVING or self.step.is_decided)
+
+    def __str__(self) -> str:
+        of = f" swap {self.swap}" if self.swap is not None else ""
+        holds = f" version {self.version}" if self.version is not None else ""
+        return f"{self.step.value}{of}, {self.live.value}{holds}"
+
+
+def fresh(*, in_place: bool, version: int | None = None) -> TargetState:
+    """Return the state of a rank that registers; `version` is what it serves already."""
+    live = Live.EMPTY if version is None else Live.SERVING
+    return TargetState(in_place=in_place, live=live, version=version)
+
+
+def restoring(version: int, run: str = "") -> TargetState:
+    """Return the state of a rank that registers and is given a retained staging arena, which holds `version`."""
+    return TargetState(step=Step.RESTORING, next=version, next_run=run, holds=version, run=run)
+
+
+# --- tables -----------------------------------------------------------------------------------------------
+
+_UNDECIDED = (Step.HALTING, Step.HALTED, Step.STAGING, Step.STAGED, Step.PAUSING, Step.PAUSED)
+
+STEPS: Mapping[tuple[type[Event], Step], Step] = {
+    (Restored, Step.RESTORING): Step.IDLE,
+    (AskedToHalt, Step.IDLE): Step.HALTING,
+    (AskedToHalt, Step.STAGED): Step.PAUSING,
+    (StoodStill, Step.HALTING): Step.HALTED,
+    (StoodStill, Step.PAUSING): Step.PAUSED,
+    (StageBegan, Step.IDLE): Step.STAGING,
+    (StageBegan, Step.HALTED): Step.STAGING,
+    (StageDone, Step.STAGING): Step.STAGED,
+    (Decided, Step.STAGED): Step.COMMITTING,
+    (Decided, Step.PAUSING): Step.COMMITTING,  # its word was on its way when the coordinator that asked was replaced
+    (Decided, Step.PAUSED): Step.COMMITTING,
+    (Decided, Step.COMMITTING): Step.COMMITTING,  # said again by a coordinator that has restarted
+    (Decided, Step.APPLYING): Step.APPLYING,
+    (StoodAside, Step.COMMITTING): Step.APPLYING,
+    (Committed, Step.COMMITTING): Step.IDLE,
+    (Committed, Step.APPLYING): Step.IDLE,
+    (Failed, Step.COMMITTING): Step.IDLE,
+    (Failed, Step.APPLYING): Step.IDLE,
+    **{(Aborted, step): Step.IDLE for step in _UNDECIDED},
+    **{(Doubted, step): step for step in _STAGED},
+    **{(FellBehind, step): step for step in Step if step is not Step.RESTORING},
+}
+
+# What is not here leaves `live` as it is.
+LIVES: Mapping[tuple[type[Event], Live], Live] = {
+    (Restored, Live.EMPTY): Live.SERVING,
+    **{(Committed, live): Live.SERVING for live in Live if live is not Live.POISONED},
+    **{(Failed, live): Live.EMPTY for live in Live if live is not Live.POISONED},
+    (Aborted, Live.DOUBTED): Live.SERVING,
+    (Aborted, Live.WRITTEN): Live.POISONED,
+    (Doubted, Live.SERVING): Live.DOUBTED,
+    (FellBehind, Live.SERVING): Live.BEHIND,
+    (FellBehind, Live.DOUBTED): Live.BEHIND,
+}
+
+# Of a rank that is written in place, before LIVES.
+LIVES_IN_PLACE: Mapping[tuple[type[Event], Live], Live] = {
+    (StageBegan, live): Live.WRITTEN for live in (Live.EMPTY, Live.SERVING, Live.BEHIND, Live.POISONED)
+}
+
+
+def step_of(state: TargetState, event: Event) -> TargetState:
+    """Return the next state.
+
+    Raises:
+        IllegalTransition: `event` cannot happen in this state; the text says what was tried and from where.
+    """
+    to = STEPS.get((type(event), state.step))
+    names = getattr(event, "swap", None)
+    begins = isinstance(event, AskedToHalt | StageBegan) and state.step is Step.IDLE
+    if to is None or (names is not None and names != state.swap and not begins):
+        raise IllegalTransition(f"{event} cannot happen while {state}")
+    if isinstance(event, Decided) and event.version != state.next:
+        raise IllegalTransition(f"{event} cannot happen: version {state.next} is what is staged ({state})")
+    if isinstance(event, StageBegan) and state.in_place != (state.step is Step.HALTED):
+        raise IllegalTransition(
+            f"{event} cannot happen while {state}: a rank in place stands still first, others do not"
+        )
+    lives = {**LIVES, **LIVES_IN_PLACE} if state.in_place else LIVES
+    live = lives.get((type(event), state.live), state.live)
+    return _filled(state, event, replace(state, step=to, live=live, swap=state.swap or names))
+
+
+def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetState:
+    """Return the state that the tables gave with the versions and the reason that go with it."""
+    match event:
+        case StageBegan(_, version, run):
+            moved = replace(moved, next=version, next_run=run, holds=None)
+        case Restored() | Committed():
+            moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)
+        case _:
+            pass
+    if moved.live in (Live.EMPTY, Live.WRITTEN, Live.POISONED):
+        moved = replace(moved, version=None)
+    if moved.version is None and moved.holds is None:
+        moved = replace(moved, run="")
+    if moved.live is not before.live:
+        moved = replace(moved, reason=_reason(event, moved.live))
+    return replace(moved, swap=None, next=None, next_run="") if moved.step is Step.IDLE else moved
+
+
+def _reason(event: Event, live: Live) -> str:
+    """Return why a rank is fenced or poisoned; "" for any other state."""
+    if isinstance(event, Aborted) and live is Live.POISONED:
+        return f"swap {event.swap} ended while it was written in place: {event.reason}"
+    return event.reason if isinstance(event, Doubted | FellBehind) else ""

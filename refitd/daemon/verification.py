@@ -1,0 +1,523 @@
+"""The digests of versions, and whether live tensors still match them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import xxhash
+
+from refitd.addressing.places import Places
+from refitd.buffers.blocks import DIGEST_BYTES
+from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator, ToWorker
+from refitd.daemon.blocks import Blocks
+from refitd.daemon.members import Member, Proof
+from refitd.daemon.target_state import Live
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import clipped
+from refitd.protocol.reports import Difference
+from refitd.states import ProofState
+
+# differences that are located and listed for each rank
+MAX_DIFFERENCES = 16
+# how often work is begun again after a worker has died of something, or a version was taken over meanwhile
+ATTEMPTS = 4
+# checks asked for that may be under way
+MAX_ASKED = 64
+
+
+@dataclass(slots=True)
+class _Work:
+    """Blocks that workers digest, or (with `others`) compare, a batch at a time."""
+
+    member: str
+    what: Literal["stored", "live", "compare"]
+    version: int
+    blocks: Blocks
+    places: Places
+    is_urgent: bool
+    others: Places | None = None
+    left: list[Sequence[int]] = field(default_factory=list)  # batches that no worker has
+    total: int = 0  # blocks
+    home: int | None = None  # the worker of the GPU that they lie on
+    is_due: bool = False  # a tick has passed since it came up
+    results: dict[int, bytes | tuple[tuple[int, int, int], ...]] = field(default_factory=dict)  # by a batch's first
+    finished: int = 0  # blocks
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A batch that a worker has."""
+
+    work: _Work
+    batch: Sequence[int]
+    worker: int
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What the coordinator has asked for, until it is answered."""
+
+    check: str
+    deadline: float
+    timeout_s: float
+    left: set[str]
+
+
+@dataclass(slots=True)
+class _Check:
+    """One member's check. Who asks while it is under way waits for another one that begins after it."""
+
+    member: str
+    number: int
+    version: int
+    asked: list[_Asked]
+    later: list[_Asked] = field(default_factory=list)
+    phase: Literal["stored", "live", "compare"] = "stored"
+    differing: list[int] = field(default_factory=list)  # blocks
+    attempts: int = 1
+
+
+class Proofs:
+    """Takes the digests of committed versions in the background, and checks what is live when asked.
+
+    Digests are taken of what the staging arena holds, which was compared with the sources as it was written, or of
+    tensors that were written in place, at once. Workers do that, and read live tensors in arenas; a process's own are
+    read by its client. Instructions go to `out`.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        workers: int,
+        members: dict[str, Member],
+        out: Callable[[Instruction], None],
+        need: Callable[[int, set[int]], None],
+        homes: Callable[[set[int]], dict[int, int]],
+        is_swapping: Callable[[], bool],
+    ) -> None:
+        self._node = node
+        self._workers = workers
+        self._members = members
+        self._out = out
+        self._need = need
+        self._homes = homes
+        self._is_swapping = is_swapping
+        self._work: list[_Work] = []
+        self._runs: dict[int, _Run] = {}
+        self._checks: dict[str, _Check] = {}
+        self._asked: list[_Asked] = []
+        # by member: they do not change, and making them takes long where tensors are very many
+        self._blocks: dict[str, Blocks] = {}
+        self._later: set[str] = set()  # members whose digests are to be taken, from the next tick on
+        self._numbers = 0
+
+    # --- what happens to members --------------------------------------------------------------------------
+
+    def committed(self, member: Member) -> None:
+        """The member has taken over what its staging arena holds: take its digests once there is time."""
+        member.proof = None
+        self._drop_work(member.id)
+        if member.verifies and member.in_place:
+            # what was written in place is the engine's from now on: the sooner the better
+            self._take_stored(member, is_urgent=True)
+        elif member.verifies:
+            self._later.add(member.id)  # whoever waits for the swap does not wait for the spans of very many tensors
+        check = self._checks.get(member.id)
+        if check is not None and (member.live or check.phase != "live"):
+            self._again(check)  # of tensors that the client reads it says itself that they have changed
+
+    def restored(self, member: Member) -> None:
+        """The member has what its predecessor's staging arena held; digests of that version stay what they are."""
+        if member.proof is None:
+            self.committed(member)
+
+    def left(self, member: Member, reason: str) -> None:
+        """A member is gone."""
+        self._drop_work(member.id)
+        self._blocks.pop(member.id, None)
+        check = self._checks.pop(member.id, None)
+        if check is not None:
+            for asked in [*check.asked, *check.later]:
+                self._tell(
+                    asked, cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason))
+                )
+
+    # --- asked --------------------------------------------------------------------------------------------
+
+    def check(self, message: cluster.CheckMembers, now: float) -> None:
+        """Check members; each answer goes to the coordinator as soon as it is known, the last ones at the deadline."""
+        asked = _Asked(message.check, now + message.timeout_s, message.timeout_s, set(message.members))
+        if len(self._asked) >= MAX_ASKED:
+            self._expire(asked, f"node {self._node} has {MAX_ASKED} checks under way already")
+            return
+        self._asked.append(asked)
+        for member_id in sorted(asked.left):
+            member = self._members.get(member_id)
+            if member is None or member.is_source:
+                gone = f"it is not registered on node {self._node} any more"
+                self._tell(asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, reason=gone))
+            elif (check := self._checks.get(member_id)) is not None:
+                check.later.append(asked)
+            else:
+                self._begin(member, [asked])
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` is needed next, None while nothing is asked."""
+        return min((asked.deadline for asked in self._asked), default=None)
+
+    def expire(self, now: float) -> None:
+        """Answer what has waited long enough, naming whom it waits for."""
+        late = [asked for asked in self._asked if now >= asked.deadline]
+        self._asked = [asked for asked in self._asked if now < asked.deadline]
+        for asked in late:
+            self._expire(asked)
+
+    def tick(self) -> None:
+        """Let work begin that nobody waits for."""
+        for member_id in sorted(self._later):
+            member = self._members.get(member_id)
+            begun = any(w.member == member_id and w.what == "stored" for w in self._work)
+            if member is not None and not begun and member.proof is None and member.state.holds == member.state.version:
+                self._take_stored(member, is_urgent=False)
+        self._later.clear()
+        for work in self._work:
+            work.is_due = True
+
+    def _expire(self, asked: _Asked, reason: str = "") -> None:
+        for member_id in sorted(asked.left):
+            check, member = self._checks.get(member_id), self._members.get(member_id)
+            if check is not None:
+                check.asked = [a for a in check.asked if a is not asked]
+                check.later = [a for a in check.later if a is not asked]
+            late = reason or self._late(check, member, asked.timeout_s)
+            version = member.state.version if member is not None else None
+            self._tell(
+                asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, version=version, reason=late)
+            )
+
+    def _late(self, check: _Check | None, member: Member | None, timeout_s: float) -> str:
+        within = f"within {timeout_s:.1f} s"
+        if check is not None and member is not None and check.phase != "stored" and not member.live:
+            return (
+                f"its process (pid {member.pid} on node {self._node}) has not read its tensors {within}: it is "
+                "stopped, or too busy; look at it"
+            )
+        what = "its staging arena" if check is None or check.phase == "stored" else "its live tensors"
+        return f"the workers of node {self._node} have not read {what} {within}; they are stopped, or busy with a swap"
+
+    def _begin(self, member: Member, asked: list[_Asked]) -> None:
+        check = _Check(member.id, self._next(), -1, asked)
+        self._checks[member.id] = check
+        self._start(check, member)
+
+    def _start(self, check: _Check, member: Member) -> None:
+        if obstacle := self._obstacle(member):
+            self._end(check, ProofState.UNKNOWN, obstacle)
+            return
+        assert member.state.version is not None
+        check.version = member.state.version
+        if member.proof is not None:
+            self._read_live(check, member)
+            return
+        check.phase = "stored"
+        begun = [w for w in self._work if w.member == member.id and w.what == "stored"]
+        for work in begun:
+            work.is_urgent = True
+        if not begun and not member.in_place:
+            self._take_stored(member, is_urgent=True)
+        elif not begun:
+            # a digest of what it holds now would prove nothing
+            reason = f"the digest of version {member.state.version} could not be taken after it was written; swap again"
+            self._end(check, ProofState.UNKNOWN, reason)
+
+    def _obstacle(self, member: Member) -> str:
+        """Return why a member cannot be checked; "" where it can."""
+        if member.state.version is None:
+            return "it serves nothing"
+        if member.state.live.is_fenced:
+            return f"it serves nothing at present: it is fenced ({member.state.reason})"
+        if not member.verifies:
+            model = member.registration.model
+            return f"[models.{model}] verify is false in the coordinator's configuration: no digests are taken"
+        if member.state.live is Live.WRITTEN:
+            return f"swap {member.state.swap} is writing it in place"
+        if member.proof is not None and member.proof.version == member.state.version:
+            return ""
+        if member.state.holds != member.state.version:
+            return (
+                f"the digest of version {member.state.version} was not taken: its staging arena was used again before, "
+                "or it registered with that version; after the next swap there is one"
+            )
+        return ""
+
+    def _again(self, check: _Check) -> None:
+        """Begin a check anew: what it was about has changed."""
+        check.attempts += 1
+        check.number = self._next()
+        check.differing = []
+        self._work = [w for w in self._work if w.member != check.member or w.what == "stored"]
+        member = self._members.get(check.member)
+        if member is None or check.attempts > ATTEMPTS:
+            reason = f"versions were staged or taken over {check.attempts - 1} times while it was read; ask again"
+            self._end(check, ProofState.UNKNOWN, reason)
+        else:
+            self._start(check, member)
+
+    # --- steps of a check ---------------------------------------------------------------------------------
+
+    def _take_stored(self, member: Member, *, is_urgent: bool) -> None:
+        if member.state.holds is None:
+            return
+        blocks, places = self._blocks_of(member), member.decided_places()
+        self._add(_Work(member.id, "stored", member.state.holds, blocks, places, is_urgent))
+
+    def _read_live(self, check: _Check, member: Member) -> None:
+        check.phase = "live"
+        blocks = self._blocks_of(member)
+        if member.live:
+            self._add(_Work(member.id, "live", check.version, blocks, member.live, True))
+        elif member.session is not None:
+            message = local.DigestLive(member=member.id, check=check.number, steps=tuple(blocks.steps.tolist()))
+            self._out(ToClient(member.session, 0, message))
+
+    def _live_read(self, check: _Check, digests: bytes) -> None:
+        member = self._members[check.member]
+        proof, state = member.proof, member.state
+        if proof is None or not proof.version == state.version == check.version or state.live is Live.WRITTEN:
+            self._again(check)
+            return
+        if len(digests) != len(proof.digests):
+            self._end(check, ProofState.UNKNOWN, f"{len(digests)} bytes of digests came, expected {len(proof.digests)}")
+            return
+        check.differing = self._blocks_of(member).differing(digests, proof.digests).tolist()
+        if not check.differing:
+            self._end(check, ProofState.PROVEN)
+        elif member.live and member.state.step.is_decided:
+            self._end(
+                check, ProofState.UNKNOWN, "the workers may be writing another version into its tensors; ask again"
+            )
+        elif member.state.holds != check.version or member.in_place:
+            self._differs(check, [])
+        else:
+            self._locate(check, member)
+
+    def _locate(self, check: _Check, member: Member) -> None:
+        check.phase = "compare"
+        blocks, located = self._blocks_of(member), check.differing[:MAX_DIFFERENCES]
+        if member.live:
+            work = _Work(member.id, "compare", check.version, blocks, member.live, True, member.held_places())
+            self._add(work, located)
+        elif member.session is not None:
+            columns = (column[located].tolist() for column in (blocks.tensor, blocks.first, blocks.count))
+            wanted = tuple(zip(*columns, strict=True))
+            message = local.CompareLive(member=member.id, check=check.number, blocks=wanted)
+            self._out(ToClient(member.session, 0, message))
+
+    def _located(self, check: _Check, found: list[tuple[int, int, int]]) -> None:
+        member = self._members[check.member]
+        # the staging arena may have been written to meanwhile: then it has nothing to say about this version
+        state = member.state
+        valid = state.holds == check.version == state.version and not (member.live and state.step.is_decided)
+        self._differs(check, found if valid else [])
+
+    def _differs(self, check: _Check, found: list[tuple[int, int, int]]) -> None:
+        blocks = self._blocks_of(self._members[check.member])
+        differences = tuple(
+            blocks.difference(block, found[i] if i < len(found) else None)
+            for i, block in enumerate(check.differing[:MAX_DIFFERENCES])
+        )
+        names = len(set(blocks.tensor[check.differing].tolist()))
+        reason = f"{len(check.differing)} blocks of {names} tensors are not those of version {check.version}"
+        self._log("differs", member=check.member, version=check.version, blocks=len(check.differing))
+        self._end(check, ProofState.DIFFERS, reason, differences)
+
+    def _end(
+        self,
+        check: _Check,
+        state: ProofState,
+        reason: str = "",
+        differences: tuple[Difference, ...] = (),
+    ) -> None:
+        member = self._members.get(check.member)
+        known = member is not None and member.proof is not None and state != ProofState.UNKNOWN
+        serves = member.state.version if member is not None and not member.state.live.is_fenced else None
+        report = cluster.MemberChecked(
+            member=check.member,
+            state=state,
+            version=check.version if state != ProofState.UNKNOWN else serves,
+            reason=clipped(reason),
+            bytes=self._blocks_of(member).nbytes if member is not None and known else 0,
+            digest=xxhash.xxh3_128_hexdigest(member.proof.digests) if member and member.proof and known else "",
+            form=member.form if member is not None else "",
+            blocks=len(check.differing) if state == ProofState.DIFFERS else 0,
+            differences=differences,
+            run=member.state.run if member is not None else "",
+        )
+        self._checks.pop(check.member, None)
+        for asked in check.asked if member is not None else [*check.asked, *check.later]:
+            self._tell(asked, report)
+        if check.later and member is not None:
+            self._begin(member, check.later)
+
+    def _tell(self, asked: _Asked, report: cluster.MemberChecked) -> None:
+        asked.left.discard(report.member)
+        if not asked.left:
+            self._asked = [a for a in self._asked if a is not asked]
+        self._out(ToCoordinator(0, cluster.MembersChecked(check=asked.check, members=(report,))))
+
+    # --- clients ------------------------------------------------------------------------------------------
+
+    def client_said(self, member: Member, message: local.LiveDigests | local.LiveCompared) -> None:
+        """Take a client's word about its live tensors."""
+        check = self._checks.get(member.id)
+        if check is None or check.number != message.check:
+            return
+        match message:
+            case local.LiveDigests(_, _, _, _, True):
+                self._again(check)
+            case local.LiveDigests(_, _, _, reason) if reason and check.phase == "live":
+                self._end(check, ProofState.UNKNOWN, reason)
+            case local.LiveDigests(_, _, digests) if check.phase == "live":
+                self._live_read(check, digests)
+            case local.LiveCompared(_, _, found) if check.phase == "compare":
+                self._located(check, list(found))
+            case _:
+                pass
+
+    # --- workers ------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        """Give workers that have none of it something to do: what is asked for first, the rest while no swap runs."""
+        if not self._work:
+            return
+        for work in [w for w in self._work if not self._is_wanted(w)]:
+            self._unwanted(work)
+        taken = {run.worker for run in self._runs.values()}
+        for worker in (w for w in range(self._workers) if w not in taken):
+            mine = [w for w in self._work if w.left and w.home in (None, worker)]
+            due = [w for w in mine if w.is_urgent]
+            if not due and not self._is_swapping() and all(run.work.is_urgent for run in self._runs.values()):
+                due = [w for w in mine if w.is_due]
+            if due:
+                self._send(due[0], worker)
+
+    def _is_wanted(self, work: _Work) -> bool:
+        member = self._members.get(work.member)
+        return member is not None and (work.what == "live" or member.state.holds == work.version)
+
+    def _unwanted(self, work: _Work) -> None:
+        """The staging arena does not hold the version any more that this is about."""
+        self._work = [w for w in self._work if w is not work]
+        check = self._checks.get(work.member)
+        if check is None or check.phase != work.what:
+            return
+        if work.what == "compare":
+            self._differs(check, [])
+        else:
+            self._again(check)
+
+    def _add(self, work: _Work, located: Sequence[int] = ()) -> None:
+        """Have workers digest all blocks, or compare those to be `located`, one at a time."""
+        work.left = [(block,) for block in located] if work.others else list(work.blocks.batches(work.places))
+        work.total = sum(len(batch) for batch in work.left)
+        homes = self._homes(work.places.arenas() | (work.others.arenas() if work.others else set()))
+        work.home = next(iter(homes.values()), None)
+        self._work.append(work)
+        if not work.left:
+            self._done(work)  # all its tensors are empty
+
+    def _send(self, work: _Work, worker: int) -> None:
+        batch, number = work.left.pop(0), self._next()
+        self._runs[number] = _Run(work, batch, worker)
+        spans = tuple(work.blocks.span(work.places, block) for block in batch)
+        others = tuple(work.blocks.span(work.others, block) for block in batch) if work.others else ()
+        self._need(worker, {span.arena for span in (*spans, *others)})
+        message: sidecar.TakeDigests | sidecar.CompareSpans = sidecar.TakeDigests(run=number, spans=spans)
+        if work.others:
+            message = sidecar.CompareSpans(run=number, pairs=tuple(zip(spans, others, strict=True)))
+        self._out(ToWorker(worker, message))
+
+    def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
+        """Take a worker's results."""
+        run = self._runs.pop(message.run, None)
+        if run is None or not any(run.work is work for work in self._work):
+            return
+        work = run.work
+        if message.reason:
+            self._failed(work, message.reason)
+            return
+        taken = isinstance(message, sidecar.DigestsTaken)
+        found = message.digests if isinstance(message, sidecar.DigestsTaken) else message.found
+        if len(found) != len(run.batch) * (DIGEST_BYTES if taken else 1):
+            self._failed(work, f"worker {run.worker} answered for {len(found)}, asked for {len(run.batch)} blocks")
+            return
+        work.results[run.batch[0]] = found
+        work.finished += len(run.batch)
+        if work.finished == work.total:
+            self._done(work)
+
+    def worker_gone(self, worker: int) -> None:
+        """A worker has died or was replaced: others, or the next one, do what it had."""
+        for number, run in list(self._runs.items()):
+            if run.worker == worker:
+                del self._runs[number]
+                run.work.left.append(run.batch)
+                run.work.attempts += 1
+                if run.work.attempts > ATTEMPTS and any(run.work is work for work in self._work):
+                    self._failed(run.work, f"workers of node {self._node} died {ATTEMPTS} times meanwhile")
+
+    def _done(self, work: _Work) -> None:
+        self._work = [w for w in self._work if w is not work]
+        member = self._members.get(work.member)
+        if member is None or not self._is_wanted(work):
+            self._unwanted(work)
+            return
+        check = self._checks.get(work.member)
+        if check is not None and check.phase != work.what:
+            check = None
+        results = [found for _, found in sorted(work.results.items())]
+        if work.what == "compare":
+            if check is not None:
+                self._located(check, [found for each in results if isinstance(each, tuple) for found in each])
+            return
+        digests = b"".join(found for found in results if isinstance(found, bytes))
+        if work.what == "live":
+            if check is not None:
+                self._live_read(check, digests)
+            return
+        member.proof = Proof(work.version, digests)
+        self._log("digests", member=member.id, version=work.version, blocks=work.total)
+        if check is not None:
+            self._start(check, member)
+
+    def _failed(self, work: _Work, reason: str) -> None:
+        self._work = [w for w in self._work if w is not work]
+        self._log("digests-failed", member=work.member, what=work.what, reason=reason)
+        check = self._checks.get(work.member)
+        if check is not None and check.phase == work.what:
+            if work.what == "compare":
+                self._differs(check, [])
+            else:
+                self._end(check, ProofState.UNKNOWN, reason)
+
+    def _drop_work(self, member: str) -> None:
+        self._work = [w for w in self._work if w.member != member]
+
+    # --- details ------------------------------------------------------------------------------------------
+
+    def _blocks_of(self, member: Member) -> Blocks:
+        blocks = self._blocks.get(member.id)
+        if blocks is None:
+            blocks = self._blocks[member.id] = Blocks(member)
+        return blocks
+
+    def _next(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._out(Log(event, fields))

@@ -1,0 +1,213 @@
+"""Where tensors lie in this process: who may be read and written there, and which of them share bytes.
+
+Addresses are only compared, and never followed, so that tensors on GPUs are looked at alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+HOST = -1  # main memory, where a GPU has its number
+
+# Of the search for a byte that two tensors share, and of elements that are looked at one by one.
+_MAX_WORK = 1_000_000
+
+Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # sorted starts, and ends, of memory
+
+
+class Extents(NamedTuple):
+    """The memory between each tensor's first byte and its last; of tensors that have elements. All of shape [n]."""
+
+    tensor: npt.NDArray[np.int64]  # which one
+    device: npt.NDArray[np.int64]  # HOST, the number of a GPU, or below HOST for what is neither
+    start: npt.NDArray[np.uint64]
+    end: npt.NDArray[np.uint64]
+
+
+def gpu_of(tensor: torch.Tensor) -> int:
+    """Return the number of the GPU that a tensor lies on, HOST where it is on none."""
+    return int(tensor.device.index) if tensor.device.type == "cuda" else HOST
+
+
+def extents(tensors: Sequence[torch.Tensor]) -> Extents:
+    """Return where tensors lie."""
+    rows = []
+    for index, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        gpu = gpu_of(tensor)
+        if gpu == HOST and not tensor.is_cpu:
+            gpu = HOST - 1
+        start = tensor.data_ptr()
+        rows.append((index, gpu, start, start + _spanned_bytes(tensor)))
+    if not rows:
+        none = np.zeros(0, np.int64)
+        return Extents(none, none, none.astype(np.uint64), none.astype(np.uint64))
+    index_, device, starts, ends = zip(*rows, strict=True)
+    return Extents(
+        np.array(index_, np.int64), np.array(device, np.int64), np.array(starts, np.uint64), np.array(ends, np.uint64)
+    )
+
+
+def mapped_memory(maps: str = "/proc/self/maps") -> tuple[Ranges, Ranges]:
+    """Return the ranges of this process's memory that can be read, and those that can be written."""
+    found: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for line in Path(maps).read_text().splitlines():
+        span, access = line.split(" ", 2)[:2]
+        start, _, end = span.partition("-")
+        for ranges, is_in in zip(found, (access[0] == "r", access[1] == "w"), strict=True):
+            if not is_in:
+                continue
+            if ranges and ranges[-1][1] == int(start, 16):
+                ranges[-1][1] = int(end, 16)
+            else:
+                ranges.append([int(start, 16), int(end, 16)])
+    readable, writable = (np.array(ranges, dtype=np.uint64).reshape(-1, 2) for ranges in found)
+    return (readable[:, 0], readable[:, 1]), (writable[:, 0], writable[:, 1])
+
+
+def out_of_reach(lie: Extents, *, write: bool) -> list[int]:
+    """Return which tensors in main memory cannot be read (or written) where they lie, by index."""
+    here = lie.device == HOST
+    if not here.any():
+        return []
+    starts, ends = mapped_memory()[1 if write else 0]
+    if not len(ends):
+        return [int(index) for index in lie.tensor[here]]
+    at = np.searchsorted(starts, lie.start[here], side="right").astype(np.int64) - 1
+    outside = (at < 0) | (ends[np.maximum(at, 0)] < lie.end[here])
+    return [int(index) for index in lie.tensor[here][outside]]
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may lie in one place: an expanded tensor, or sliding windows."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    if tensor.numel() == 0:
+        return False
+    if 0 in (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1) or tensor.numel() > _MAX_WORK:
+        return True
+    places = np.zeros((), np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = np.add.outer(places, np.arange(size, dtype=np.int64) * stride)
+    return len(np.unique(places)) < tensor.numel()
+
+
+def overlapping(
+    tensors: Sequence[torch.Tensor], lie: Extents, is_allowed: Callable[[int, int], bool] = lambda a, b: False
+) -> tuple[int, int] | None:
+    """Return two tensors that share a byte, by index, None where none do; `is_allowed(a, b)` says which may.
+
+    Views that lie between one another (column slices of a fused weight) share none. Where that takes too long to
+    find out, they count as sharing. `lie` is `extents(tensors)`.
+    """
+    order = np.lexsort((lie.start, lie.device))
+    device, start, end = lie.device[order], lie.start[order], lie.end[order]
+    reach = end.copy()
+    for number in np.unique(device):
+        reach[device == number] = np.maximum.accumulate(end[device == number])
+    if not ((device[1:] == device[:-1]) & (start[1:] < reach[:-1])).any():
+        return None
+    open_: list[int] = []  # positions in `order` of those that reach as far as the one that is looked at
+    for at in range(len(order)):
+        open_ = [other for other in open_ if device[other] == device[at] and end[other] > start[at]]
+        for other in open_:
+            one, two = sorted((int(lie.tensor[order[other]]), int(lie.tensor[order[at]])))
+            if _share(tensors[one], tensors[two]) and not is_allowed(one, two):
+                return one, two
+        open_.append(at)
+    return None
+
+
+def mapped_twice(lie: Extents, maps: str = "/proc/self/maps") -> tuple[int, int] | None:
+    """Return two tensors in main memory that lie in one place of a file by two mappings of it, None where none do.
+
+    Their addresses differ, and what is written to one changes the other.
+    """
+    spans: dict[tuple[str, str], list[tuple[int, int, int]]] = {}  # start, end, offset
+    for line in Path(maps).read_text().splitlines():
+        span, access, begins, device, inode = line.split(None, 5)[:5]
+        if access[3] == "s" and inode != "0":
+            low, _, high = span.partition("-")
+            spans.setdefault((device, inode), []).append((int(low, 16), int(high, 16), int(begins, 16)))
+    here = lie.device == HOST
+    for mappings in spans.values():
+        if len(mappings) == 1:
+            continue
+        found: list[tuple[int, int, int, int]] = []  # of each tensor there: where in the file, its address, which one
+        for start, end, offset in mappings:
+            for row in np.flatnonzero(here & (lie.start < np.uint64(end)) & (lie.end > np.uint64(start))).tolist():
+                first, last = max(int(lie.start[row]), start), min(int(lie.end[row]), end)
+                at = first - start + offset
+                found.append((at, at + last - first, first, int(lie.tensor[row])))
+        found.sort()
+        open_: list[tuple[int, int, int, int]] = []
+        for at, until, first, tensor in found:
+            open_ = [other for other in open_ if other[1] > at]
+            for other_at, _, other_first, other in open_:
+                if first - at != other_first - other_at and other != tensor:
+                    return min(tensor, other), max(tensor, other)
+            open_.append((at, until, first, tensor))
+    return None
+
+
+def met(one: Extents, other: Extents) -> bool:
+    """Whether memory of one set may lie within that of another: seldom true, and quick."""
+    for number in np.intersect1d(one.device, other.device):
+        a, b = one.device == number, other.device == number
+        order = np.argsort(one.start[a])
+        starts, reach = one.start[a][order], np.maximum.accumulate(one.end[a][order])
+        at = np.searchsorted(starts, other.end[b], side="left").astype(np.int64) - 1
+        if ((at >= 0) & (reach[np.maximum(at, 0)] > other.start[b])).any():
+            return True
+    return False
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same elements in the same places."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element's start to the last one's end, of a tensor that has elements."""
+    count = tensor.numel()
+    if not tensor.is_contiguous():
+        count = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return count * int(tensor.element_size())
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if same_memory(one, other):
+        return True
+    try:
+        return bool(np.shares_memory(_as_array(one), _as_array(other), max_work=_MAX_WORK))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return an array at the tensor's addresses, which are not followed."""
+    element = tensor.element_size()
+    strides = tuple(stride * element for stride in tensor.stride())
+    memory = (ctypes.c_uint8 * _spanned_bytes(tensor)).from_address(tensor.data_ptr())
+    return np.ndarray(tuple(tensor.shape), f"V{element}", memoryview(memory), 0, strides)

@@ -1,0 +1,137 @@
+"""Tied weights: one weight under several names, found from what modules and memory say.
+
+    one Parameter, or one piece of memory, under two names     each is an alias of the other
+    Megatron: share_embeddings_and_output_weights              embedding.word_embeddings.weight is output_layer.weight
+    the same, a stage of a pipeline that has one of the two    its parameter says shared_embedding
+
+A tie says that values are equal, whoever holds them. Only aliases are set; which tensor feeds which is decided by
+`refitd.plan.aliases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from refitd.describe.layout import canonical_name, same_places
+from refitd.describe.metadata import ParameterMetadata
+from refitd.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Aliases = Mapping[str, str | Sequence[str]]
+
+# Megatron's names of the two ends of a language model that may be one weight
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def shared_output_names(module: nn.Module) -> dict[str, str]:
+    """Return the other name of each embedding, and output layer, that Megatron says is shared.
+
+    A language model says so for itself (`share_embeddings_and_output_weights`, its own or its config's). Where none
+    does, a parameter that carries `shared_embedding` is, if it is the only one of the two here: an untied model with
+    MTP marks its embeddings, too.
+    """
+    found: dict[str, str] = {}
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for prefix, child in module.named_modules():
+        here = f"{prefix}." if prefix else ""
+        present = [name for name in (EMBEDDING, OUTPUT) if f"{here}{name}" in names]
+        says = _says_shared(child)
+        if says is None:
+            marked = [_is_marked(module.get_parameter(f"{here}{name}")) for name in present]
+            says = marked in ([True], [True, True])
+        if says:
+            found.update((f"{here}{name}", f"{here}{OUTPUT if name == EMBEDDING else EMBEDDING}") for name in present)
+    return found
+
+
+def _is_marked(param: nn.Parameter) -> bool:
+    return bool(getattr(param, "shared_embedding", False) or getattr(param, "shared", False))
+
+
+def _says_shared(module: nn.Module) -> bool | None:
+    for holder in (module, getattr(module, "config", None)):
+        said = getattr(holder, "share_embeddings_and_output_weights", None)
+        if isinstance(said, bool):
+            return said
+    return None
+
+
+def tie_by_memory(metas: Sequence[ParameterMetadata], tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Make tensors that are the same memory, element for element, aliases of each other. Changes `metas`.
+
+    Returns:
+        the names of each group of tied tensors.
+    """
+    found: list[list[str]] = []
+    groups: dict[Any, list[ParameterMetadata]] = {}
+    for meta in metas:
+        tensor = tensors.get(meta.name)
+        if tensor is None or not tensor.numel() or tensor.device.type == "meta":
+            continue
+        try:
+            address = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):  # a tensor subclass without memory of its own
+            continue
+        if address:
+            place = (tensor.device, address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            groups.setdefault(place, []).append(meta)
+    for group in (same for metas_there in groups.values() for same in _by_places(metas_there)):
+        if len(group) > 1 and not any(len({tile.tensor for tile in meta.tiles or ()}) > 1 for meta in group):
+            names = {name for meta in group for name in (canonical_name(meta), *meta.aliases)}
+            for meta in group:
+                meta.aliases = tuple(sorted(names - {canonical_name(meta)}))
+            found.append([meta.name for meta in group])
+    return found
+
+
+def _by_places(metas: list[ParameterMetadata]) -> list[list[ParameterMetadata]]:
+    """Group tensors of one memory by what they are of their weights: rows 0:4 and rows 4:8 are not one weight."""
+    found: list[list[ParameterMetadata]] = []
+    for meta in metas:
+        group = next((group for group in found if same_places(group[0], meta)), None)
+        if group is None:
+            found.append([meta])
+        else:
+            group.append(meta)
+    return found
+
+
+def declare_aliases(metas: Sequence[ParameterMetadata], aliases: Aliases) -> list[ParameterMetadata]:
+    """Return the descriptions with declared ties: canonical name -> the other canonical names of the same weight.
+
+    Every one of these names gets all the others, so that it does not matter which of them a rank holds.
+
+    Raises:
+        PlanError: a declaration is no name or names.
+    """
+    groups = _groups(aliases)
+    found = []
+    for meta in metas:
+        tied = groups.get(canonical_name(meta))
+        if tied is None:
+            found.append(meta)
+        else:
+            names = {*meta.aliases, *tied} - {canonical_name(meta)}
+            found.append(replace(meta, aliases=tuple(sorted(names))))
+    return found
+
+
+def _groups(aliases: Aliases) -> dict[str, set[str]]:
+    groups: dict[str, set[str]] = {}
+    for name, declared in aliases.items():
+        others: Iterable[Any] = (declared,) if isinstance(declared, str) else declared
+        group = {name, *(others if isinstance(others, Iterable) else (None,))}
+        if not all(isinstance(each, str) and each for each in group) or len(group) == 1:
+            raise PlanError(
+                f"aliases of {name!r} are {declared!r}, expected the other canonical names of the same weight"
+            )
+        for each in tuple(group):
+            group |= groups.get(each, set())
+        for each in group:
+            groups[each] = group
+    return groups

@@ -1,0 +1,122 @@
+"""Agree on one plan: every rank describes what it has, rank 0 plans for all, every rank gets its part.
+
+every rank   describe both modules                        a failure is told, not kept: everyone raises it
+all          compare digests of the descriptions          all have the plan for them: done
+rank 0       gather, plan, scatter                        a PlanError is raised on every rank with one text
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+
+from refitd.copy_services.peers import Deadline, Peers
+from refitd.describe.roster import Roster
+from refitd.errors import PlanError, ProtocolError, RefitdError
+from refitd.inprocess.caches import BoundedCache
+from refitd.inprocess.rank_plan import RankPlan, TwinCheck, rank_plans
+from refitd.inprocess.request import Brought, Request, bring
+from refitd.inprocess.wire import (
+    ANSWERS,
+    DESCRIPTIONS,
+    Described,
+    NoPlan,
+    NotDescribed,
+    part_of,
+    plan_of,
+    texts,
+)
+from refitd.plan.build import plan_copies
+from refitd.plan.replica_digests import twins_of
+from refitd.protocol.codec import encode
+from refitd.protocol.shards import metadata_of
+
+PlanKey = tuple[Any, bytes]  # the group, and the digest of all descriptions
+_RECORD = struct.Struct("<16sq")  # digest and length of a description
+PlanCache = BoundedCache[PlanKey, RankPlan]
+
+
+def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: PlanCache) -> tuple[RankPlan, Brought]:
+    """Return this rank's part of the plan that all ranks' requests lead to, and what it brings. Collective.
+
+    Raises:
+        PlanError: on every rank, with everything that is wrong on any of them.
+        DeadlineExceeded, PeerLost: someone did not take part.
+    """
+    failure: Exception | None = None
+    brought: Brought | None = None
+    try:
+        brought = bring(request, peers.rank)
+        frame = encode(0, brought.described)
+    except Exception as exc:  # whatever it is, the others must not wait for it
+        failure = exc
+        frame = encode(0, NotDescribed(texts(said_of(exc, peers.rank))))
+    peers.meet(deadline, "planning a refit")
+    records = peers.all_gather(_RECORD.pack(xxhash.xxh3_128_digest(frame), len(frame)), deadline, "comparing layouts")
+    key = peers.group, xxhash.xxh3_128_digest(b"".join(records))
+    known = cache.get(key)
+    mine = b"\0" if known is None else b"\1" if known.check.is_due else b"\2"
+    hits = peers.all_gather(mine, deadline, "comparing plans")
+    if known is not None and brought is not None and b"\0" not in hits:
+        known.check.is_due = b"\1" in hits
+        return known, brought
+    lengths = [_RECORD.unpack(record)[1] for record in records]
+    frames = peers.gather(frame, lengths, deadline, "gathering layouts")
+    answers = None
+    if frames is not None:
+        try:
+            answers = _parts(frames, peers.ranks)
+        except Exception as exc:
+            failure = failure or exc
+            answers = [encode(0, NoPlan(texts(said_of(exc, peers.rank))))] * len(peers)
+    _, answer = ANSWERS.decode(peers.scatter(answers, deadline, "scattering the plan"))
+    if isinstance(answer, NoPlan):
+        raise PlanError(answer.violations) from failure
+    if brought is None:
+        raise ProtocolError(f"rank {peers.ranks[0]} has planned for rank {peers.rank}, which could not describe itself")
+    plan = plan_of(answer)
+    cache.put(key, plan)
+    return plan, brought
+
+
+def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
+    """Return the answer to every rank's description."""
+    rosters: list[Roster] = []
+    problems: list[str] = []
+    checks = True
+    for frame, rank in zip(frames, ranks, strict=True):
+        _, said = DESCRIPTIONS.decode(frame)
+        match said:
+            case NotDescribed(found):
+                problems += found
+            case Described(claimed):
+                if claimed != rank:
+                    raise ProtocolError(f"rank {rank} describes itself as rank {claimed}")
+                checks = checks and said.check_replicas
+                rosters.append(
+                    Roster(rank, metadata_of(said.source, rank), metadata_of(said.destination, rank), said.node)
+                )
+    if problems:
+        raise PlanError(problems)
+    plan = plan_copies(rosters)
+    if len(plan.fills) or plan.table.cast.any():
+        raise PlanError("declared fills and cast_from are performed by the service only; here pass `casts` to the call")
+    # twins are compared only where every rank agrees to: all take part, or none
+    twins = twins_of(rosters) if checks else {}
+    parts = (replace(p, twins=tuple(twins.get(p.rank, ()))) for p in rank_plans(plan, rosters))
+    return [encode(0, part_of(replace(part, check=TwinCheck(is_due=bool(twins))))) for part in parts]
+
+
+def said_of(exc: Exception, rank: int) -> tuple[str, ...]:
+    """Return what other ranks are told of what went wrong on this one."""
+    match exc:
+        case PlanError():
+            return exc.violations
+        case RefitdError():
+            return (f"rank {rank}: {exc}",)
+        case _:
+            return (f"rank {rank}: {type(exc).__name__}: {exc}",)

@@ -1,0 +1,142 @@
+"""One rank's part of a plan: its rows, and what it takes to read them as slices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from refitd.describe.roster import Roster
+from refitd.plan.ops import ReshardPlan, TransferOp
+from refitd.plan.replica_digests import Twin
+from refitd.plan.shared import PLACE_BITS, GlobalPlan
+from refitd.plan.table import CopyTable, Int32
+from refitd.plan.views import RowBox, Slices, op_task_id, row_pieces
+
+Shape = tuple[int, ...]
+
+
+class Sliced(NamedTuple):
+    """One piece of a row, as slices of both local tensors."""
+
+    task_id: int
+    src_slices: Slices
+    dst_slices: Slices
+
+
+@dataclass(slots=True)
+class TwinCheck:
+    """Whether the plan's first exchange, which compares twins, is still to come. Changes with every rank's at once."""
+
+    is_due: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank sends and receives.
+
+    Attributes:
+        rank: the rank, as parallel groups number ranks.
+        table: every row that reads or writes its tensors.
+        src_shapes: local shapes of the tensors read, by (rank, local name).
+        dst_shapes: local shapes of the tensors written.
+        digest: of the whole plan, the same on all ranks.
+        unused_sources: canonical names that some rank offers and none wants.
+        twins: pieces of its sources that other ranks hold, too.
+        check: whether they are still to be compared.
+    """
+
+    rank: int
+    table: CopyTable
+    src_shapes: Mapping[tuple[int, str], Shape]
+    dst_shapes: Mapping[tuple[int, str], Shape]
+    digest: str
+    unused_sources: tuple[str, ...]
+    twins: tuple[Twin, ...] = ()
+    check: TwinCheck = field(default_factory=lambda: TwinCheck(is_due=False))
+
+    @functools.cached_property
+    def ops(self) -> ReshardPlan:
+        """The rows as TransferOps, as `plan_reshard` returns them."""
+        table = self.table
+        sends: list[TransferOp] = []
+        receives: list[TransferOp] = []
+        for row in range(len(table)):
+            src, dst = int(table.src_rank[row]), int(table.dst_rank[row])
+            for task_id, src_slices, dst_slices in self.sliced(row):
+                if src == self.rank:
+                    name = table.locals[int(table.src_local[row])]
+                    sends.append(TransferOp(name, dst, True, src_slices, dst_slices, task_id))
+                if dst == self.rank:
+                    name = table.locals[int(table.dst_local[row])]
+                    receives.append(TransferOp(name, src, False, dst_slices, src_slices, task_id))
+        return ReshardPlan(send_ops=sends, recv_ops=receives)
+
+    def sliced(self, row: int) -> Iterator[Sliced]:
+        """Yield the pieces of a row that slices can say, in order; both ends get the same."""
+        table = self.table
+        src, dst = int(table.src_rank[row]), int(table.dst_rank[row])
+        box = RowBox(
+            tuple(table.size[row].tolist()),
+            int(table.src_offset[row]),
+            tuple(table.src_stride[row].tolist()),
+            int(table.dst_offset[row]),
+            tuple(table.dst_stride[row].tolist()),
+        )
+        src_shape = self.src_shapes[src, table.locals[int(table.src_local[row])]]
+        dst_shape = self.dst_shapes[dst, table.locals[int(table.dst_local[row])]]
+        place = int(table.task_id[row]) & (2**PLACE_BITS - 1)
+        for number, (src_slices, dst_slices) in enumerate(row_pieces(box, src_shape, dst_shape)):
+            yield Sliced(op_task_id(dst, place, number), src_slices, dst_slices)
+
+
+def rank_plans(plan: GlobalPlan, rosters: Sequence[Roster]) -> Iterator[RankPlan]:
+    """Yield each roster's part of the plan, in the order of rosters."""
+    table = plan.table
+    src_shapes = {(r.rank, m.name): tuple(m.shape) for r in rosters for m in r.source}
+    dst_shapes = {(r.rank, m.name): tuple(m.shape) for r in rosters for m in r.destination}
+    ranks = [roster.rank for roster in rosters]
+    by_src = _rows_of(table.src_rank, ranks)
+    by_dst = _rows_of(table.dst_rank, ranks)
+    for i, rank in enumerate(ranks):
+        rows = _with_own_names(table.select(np.union1d(by_src[i], by_dst[i])))
+        yield RankPlan(
+            rank=rank,
+            table=rows,
+            src_shapes=_shapes_used(rows, rows.src_rank, rows.src_local, src_shapes),
+            dst_shapes=_shapes_used(rows, rows.dst_rank, rows.dst_local, dst_shapes),
+            digest=plan.digest,
+            unused_sources=plan.unused_sources,
+        )
+
+
+def _rows_of(column: Any, ranks: Sequence[int]) -> list[Any]:
+    order = np.argsort(column, kind="stable")
+    low = np.searchsorted(column[order], ranks, side="left")
+    high = np.searchsorted(column[order], ranks, side="right")
+    return [order[a:b] for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+
+
+def _with_own_names(table: CopyTable) -> CopyTable:
+    """Return the table with only the names that its rows use."""
+    tensors, tensor = np.unique(table.tensor, return_inverse=True)
+    names, local = np.unique(np.concatenate([table.src_local, table.dst_local]), return_inverse=True)
+    local32: Int32 = local.reshape(-1).astype(np.int32)
+    return replace(
+        table,
+        tensors=tuple(table.tensors[i] for i in tensors.tolist()),
+        locals=tuple(table.locals[i] for i in names.tolist()),
+        tensor=tensor.reshape(-1).astype(np.int32),
+        src_local=local32[: len(table)],
+        dst_local=local32[len(table) :],
+    )
+
+
+def _shapes_used(
+    table: CopyTable, ranks: Any, local: Any, shapes: Mapping[tuple[int, str], Shape]
+) -> dict[tuple[int, str], Shape]:
+    pairs = np.unique(np.stack([ranks, local], axis=1), axis=0).tolist()
+    return {(rank, table.locals[name]): shapes[rank, table.locals[name]] for rank, name in pairs}

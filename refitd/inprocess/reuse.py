@@ -1,0 +1,126 @@
+"""A plan that is kept and executed later: the value, and the agreement that it is everyone's and fits the modules."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import xxhash
+
+from refitd.copy_services.peers import Deadline, Peers
+from refitd.describe.metadata import ParameterMetadata
+from refitd.errors import PlanError
+from refitd.inprocess.agree import said_of
+from refitd.inprocess.rank_plan import RankPlan
+from refitd.inprocess.request import Brought, Request, bring
+from refitd.inprocess.wire import Described
+from refitd.plan.ops import ReshardPlan
+from refitd.protocol.shards import Shard, metadata_of
+
+_READY = struct.Struct("<16s??")  # digest of the plan, whether replicas are still to be compared, whether they may be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedPlan(ReshardPlan):
+    """What one rank does in a plan that all ranks of a group have agreed on.
+
+    Attributes:
+        part: the rank's rows of the plan.
+        asked: what the plan was asked for with, without the modules.
+        described: what the rank had then.
+    """
+
+    part: RankPlan = field(repr=False, compare=False)
+    asked: Request = field(repr=False, compare=False)
+    described: Described = field(repr=False, compare=False)
+
+
+def agreed_plan(part: RankPlan, request: Request, described: Described) -> AgreedPlan:
+    """Return the plan as callers keep it; it does not keep the modules."""
+    ops = part.ops
+    asked = replace(request, source=None, destination=None, is_plan_only=False)
+    return AgreedPlan(
+        send_ops=ops.send_ops,
+        recv_ops=ops.recv_ops,
+        transform=request.transform,
+        part=part,
+        asked=asked,
+        described=described,
+    )
+
+
+def bring_to(plan: AgreedPlan, changes: Mapping[str, Any], peers: Peers, deadline: Deadline) -> tuple[Brought, bool]:
+    """Return what this rank brings to a kept plan, once every rank has the same plan and the modules it was made for.
+
+    `changes` are fields of the request that the plan was made for: the modules, and what is to replace the rest. The
+    second value says whether replicas are to be compared first. Collective; nothing has moved.
+
+    Raises:
+        PlanError: on every rank, in the words of the first that cannot execute the plan.
+        DeadlineExceeded, PeerLost: someone did not take part.
+    """
+    failure: Exception | None = None
+    brought: Brought | None = None
+    record, trouble = _READY.pack(b"", False, False), ""
+    try:
+        brought = _brought(plan, changes, peers.rank)
+        digest = xxhash.xxh3_128_digest(plan.part.digest.encode())
+        record = _READY.pack(digest, plan.part.check.is_due, brought.described.check_replicas)
+    except Exception as exc:  # whatever it is, the others must not wait for it
+        failure, trouble = exc, "; ".join(said_of(exc, peers.rank))
+    peers.meet(deadline, "executing a plan")
+    if trouble := peers.first_trouble(trouble, deadline, "comparing modules with the plan"):
+        raise PlanError([trouble]) from failure
+    assert brought is not None  # or this rank's trouble would have been raised
+    records = [_READY.unpack(each) for each in peers.all_gather(record, deadline, "comparing plans")]
+    digests = [digest for digest, _, _ in records]
+    if other := next((i for i, digest in enumerate(digests) if digest != digests[0]), 0):
+        raise PlanError(
+            f"{peers.label(0)} and {peers.label(other)} execute different plans; build the plan again, on every rank"
+        )
+    return brought, all(may for _, _, may in records) and any(due for _, due, _ in records)
+
+
+def _brought(plan: ReshardPlan, changes: Mapping[str, Any], rank: int) -> Brought:
+    if not isinstance(plan, AgreedPlan):
+        raise PlanError(
+            f"rank {rank}: plan is a {type(plan).__name__}, expected what build_centralized_reshard_plan returned: "
+            "no other plan says which modules it is for"
+        )
+    if plan.part.rank != rank:
+        raise PlanError(f"rank {rank}: the plan is rank {plan.part.rank}'s; each rank executes what it was given")
+    brought = bring(replace(plan.asked, **changes), rank)
+    sides = (
+        ("source", plan.described.source, brought.described.source),
+        ("target", plan.described.destination, brought.described.destination),
+    )
+    if found := [text for side, then, now in sides for text in _differences(side, then, now, rank)]:
+        raise PlanError(found)
+    return brought
+
+
+def _differences(side: str, then: Shard, now: Shard, rank: int) -> Iterator[str]:
+    """Yield how a module differs from the one that the plan was made for."""
+    if then == now:
+        return
+    before, after = ({meta.name: meta for meta in metadata_of(shard, rank)} for shard in (then, now))
+    again = "build the plan again"
+    for name in sorted({*before, *after}):
+        where = f"{name} of the {side} on rank {rank}"
+        if name not in after:
+            yield f"{where}: the plan was made with it, the module has none; {again}"
+        elif name not in before:
+            yield f"{where}: the plan was made without it; {again}"
+        elif changed := _changed(before[name], after[name]):
+            yield f"{where}: the plan was made for {changed}; {again}"
+
+
+def _changed(before: ParameterMetadata, after: ParameterMetadata) -> str:
+    found = []
+    for each in fields(ParameterMetadata):
+        old, new = getattr(before, each.name), getattr(after, each.name)
+        if old != new:
+            found.append(f"{each.name} {old}, it is {new}")
+    return ", ".join(found)

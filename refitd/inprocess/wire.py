@@ -1,0 +1,130 @@
+"""What the processes of a group tell each other to agree on a plan."""
+
+from __future__ import annotations
+
+from refitd.errors import ProtocolError
+from refitd.inprocess.rank_plan import RankPlan, TwinCheck
+from refitd.plan.replica_digests import Twin
+from refitd.plan.table import CopyTable
+from refitd.protocol.base import MAX_TEXT_BYTES, Count, Label, Message, Name, Text, Value
+from refitd.protocol.codec import Decoder
+from refitd.protocol.shards import Shard
+
+
+class Described(Message, frozen=True):
+    """One rank's roster."""
+
+    rank: Count
+    node: Label
+    source: Shard
+    destination: Shard
+    check_replicas: bool = True
+
+
+class NotDescribed(Message, frozen=True):
+    """One rank's modules cannot be described."""
+
+    problems: tuple[Text, ...]
+
+
+class LocalShape(Value, frozen=True, array_like=True):
+    """The shape of a local tensor of a rank."""
+
+    rank: Count
+    name: Name
+    shape: tuple[Count, ...]
+
+
+class WireTwin(Value, frozen=True, array_like=True):
+    """`refitd.plan.replica_digests.Twin` on the wire."""
+
+    number: Count
+    local: Name
+    group: Count
+    tensor: Name
+
+
+class RankPart(Message, frozen=True):
+    """One rank's part of a plan. `table` is CopyTable.to_wire()."""
+
+    rank: Count
+    table: dict[str, int | bytes | list[str]]
+    src_shapes: tuple[LocalShape, ...]
+    dst_shapes: tuple[LocalShape, ...]
+    digest: Label
+    unused_sources: tuple[Name, ...]
+    twins: tuple[WireTwin, ...] = ()
+    check_replicas: bool = False
+
+
+class TwinDigests(Message, frozen=True):
+    """The digests of one rank's twins: little-endian uint64."""
+
+    twins: tuple[WireTwin, ...]
+    digests: bytes
+
+
+class TwinsCompared(Message, frozen=True):
+    """What differs; nothing: all twins are equal."""
+
+    problems: tuple[Text, ...] = ()
+
+
+class NoPlan(Message, frozen=True):
+    """There is no plan, and why: the words of the PlanError that every rank raises."""
+
+    violations: tuple[Text, ...]
+
+
+DESCRIPTIONS = Decoder[Described | NotDescribed](Described | NotDescribed)
+ANSWERS = Decoder[RankPart | NoPlan](RankPart | NoPlan)
+TWINS = Decoder[TwinDigests | NotDescribed](TwinDigests | NotDescribed)
+COMPARED = Decoder[TwinsCompared](TwinsCompared)
+
+
+def wire_twins(twins: tuple[Twin, ...]) -> tuple[WireTwin, ...]:
+    """Pack twins."""
+    return tuple(WireTwin(t.number, t.local, t.group, t.tensor) for t in twins)
+
+
+def twins_from(twins: tuple[WireTwin, ...]) -> tuple[Twin, ...]:
+    """Unpack twins."""
+    return tuple(Twin(t.number, t.local, t.group, t.tensor) for t in twins)
+
+
+def part_of(plan: RankPlan) -> RankPart:
+    """Pack a rank's part of a plan."""
+    src, dst = (
+        tuple(LocalShape(rank, name, shape) for (rank, name), shape in shapes.items())
+        for shapes in (plan.src_shapes, plan.dst_shapes)
+    )
+    return RankPart(
+        plan.rank,
+        plan.table.to_wire(),
+        src,
+        dst,
+        plan.digest,
+        plan.unused_sources,
+        wire_twins(plan.twins),
+        plan.check.is_due,
+    )
+
+
+def plan_of(part: RankPart) -> RankPlan:
+    """Unpack a rank's part of a plan.
+
+    Raises:
+        ProtocolError: the table is malformed.
+    """
+    try:
+        table = CopyTable.from_wire(part.table)
+    except ValueError as exc:
+        raise ProtocolError(str(exc)) from exc
+    src, dst = ({(s.rank, s.name): s.shape for s in shapes} for shapes in (part.src_shapes, part.dst_shapes))
+    check = TwinCheck(is_due=part.check_replicas)
+    return RankPlan(part.rank, table, src, dst, part.digest, part.unused_sources, twins_from(part.twins), check)
+
+
+def texts(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """Return lines that fit into messages."""
+    return tuple(line if len(line) <= MAX_TEXT_BYTES else line[: MAX_TEXT_BYTES - 4] + " ..." for line in lines)

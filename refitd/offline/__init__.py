@@ -1,0 +1,59 @@
+"""Manifests: who holds what of a model, in a TOML or JSON file, read and turned into rosters and back.
+
+    kind = "model"    tensors by name pattern: shape, dtype, how each is split
+    kind = "layout"   a model over ranks: tp, pp, ep, etp, dp, fsdp           -> rosters of one side
+    kind = "shards"   every rank with its tensors, for what no pattern says   <-> rosters of one side
+
+docs/manifests.md explains every key. Nothing is built from a manifest before its numbers have been bounded, and
+everything found wrong with it is reported together.
+"""
+
+from refitd.offline.files import load, load_model, parse, read, to_json
+from refitd.offline.layouts import position, stage_layers, world_size
+from refitd.offline.rosters import place, rosters_of, side_rosters
+from refitd.offline.shards import shards_of
+from refitd.offline.values import (
+    Layout,
+    Manifest,
+    Model,
+    Part,
+    Placed,
+    Position,
+    ShardRank,
+    ShardRepeat,
+    Shards,
+    ShardSplit,
+    ShardTensor,
+    ShardTile,
+    Split,
+    TensorSpec,
+)
+
+__all__ = [
+    "Layout",
+    "Manifest",
+    "Model",
+    "Part",
+    "Placed",
+    "Position",
+    "ShardRank",
+    "ShardRepeat",
+    "ShardSplit",
+    "ShardTensor",
+    "ShardTile",
+    "Shards",
+    "Split",
+    "TensorSpec",
+    "load",
+    "load_model",
+    "parse",
+    "place",
+    "position",
+    "read",
+    "rosters_of",
+    "shards_of",
+    "side_rosters",
+    "stage_layers",
+    "to_json",
+    "world_size",
+]

@@ -1,0 +1,510 @@
+"""Read rosters into columns, and collect everything they get wrong.
+
+What a rank gets wrong on its own is found here, and what ranks get wrong together: shapes and dtypes that differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.describe.casts import cast_number
+from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.describe.tiles import Tile
+from refitd.dtypes import dtype_name
+from refitd.plan.aliases import alias_problem, resolve_aliases, tied_name, untied_sources
+from refitd.plan.columns import Ints, offsets_of
+from refitd.plan.completion import completed
+from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Geometries, Layouts, Paddings, Side, named
+from refitd.plan.padding import padding_problems
+from refitd.plan.runs import left_out
+
+SIDES = ("source", "destination")
+MAX_RANK = 2**20 - 1
+
+_FIELDS = attrgetter(
+    "name",
+    "shape",
+    "dtype",
+    "element_size",
+    "is_tp",
+    "partition_dim",
+    "partition_stride",
+    "partition_sizes",
+    "owner_rank",
+    "tensor_parallel_group_ranks",
+    "resolved_name",
+    "tiles",
+    "global_shape",
+    "fill",
+    "aliases",
+    "cast_from",
+)
+
+# sizes along the split dimension of every rank of a group that is split unevenly
+Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
+
+
+class Problems:
+    """Collects what is wrong, and says the same thing about many ranks once."""
+
+    def __init__(self) -> None:
+        self._who: dict[str, list[str]] = {}
+
+    def add(self, who: str, what: str) -> None:
+        """Note that `what` is wrong with `who` (a roster's label and side)."""
+        self._who.setdefault(what, []).append(who)
+
+    def messages(self) -> list[str]:
+        """Return one message for each different problem, in the order they were found."""
+        return [f"{named(who)}: {what}" if any(who) else what for what, who in self._who.items()]
+
+
+def label_of(roster: Roster) -> str:
+    """Return what messages call the roster."""
+    return roster.label or f"rank {roster.rank}"
+
+
+def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
+    """Return the rosters as columns and everything that is wrong with them.
+
+    Tensors that something is wrong with are not in the columns.
+    """
+    problems = Problems()
+    unique: dict[int, Roster] = {}
+    for roster in rosters:
+        if not isinstance(roster.rank, int) or not 0 <= roster.rank <= MAX_RANK:
+            problems.add(label_of(roster), f"rank is {roster.rank!r}, expected 0 to {MAX_RANK}")
+        elif roster.rank in unique:
+            first = label_of(unique[roster.rank])
+            problems.add(label_of(roster), f"rank {roster.rank} is also that of {first}; number ranks across all pools")
+        else:
+            unique[roster.rank] = roster
+    ordered, incomplete = completed([unique[rank] for rank in sorted(unique)])
+    before = problems.messages()
+    reader = _Reader(ordered, {})
+    layouts = reader.layouts()
+    mismatches = _mismatches(layouts)
+    tied = [name for name, other in reader.fed_by.items() if other in mismatches]
+    if mismatches and (uneven := _uneven_sizes(ordered, [*mismatches, *tied])):
+        reader = _Reader(ordered, uneven)
+        layouts = reader.layouts()
+        mismatches = _mismatches(layouts)
+    for name, other in reader.fed_by.items():
+        if other in mismatches:
+            mismatches[other] = [f"{line}; {name} is fed from it as its alias" for line in mismatches[other]]
+    for found in (padding_problems(layouts), reader.untied, incomplete):
+        for name, lines in found.items():
+            mismatches.setdefault(name, []).extend(lines)
+    wrong = before + reader.problems.messages() + [line for lines in mismatches.values() for line in lines]
+    # where ranks are not clear, nothing that follows would be
+    bad = set(layouts.tensors) if before else reader.bad_tensors | mismatches.keys()
+    if bad:
+        keep = np.array([name not in bad for name in layouts.tensors], bool)
+        layouts = replace(layouts, source=_only(layouts.source, keep), destination=_only(layouts.destination, keep))
+    return layouts, wrong
+
+
+def _only(side: Side, keep: npt.NDArray[np.bool_]) -> Side:
+    """Return the side without the entries of tensors that are not to be kept."""
+    rows = keep[side.entry_tensor]
+    entry_class = side.entry_class[rows]
+    return Side(
+        rank_class=side.rank_class,
+        class_start=offsets_of(entry_class, side.classes),
+        entry_class=entry_class,
+        entry_local=side.entry_local[rows],
+        entry_tensor=side.entry_tensor[rows],
+        entry_geometry=side.entry_geometry[rows],
+    )
+
+
+class _Reader:
+    """Gives numbers to names, boxes, geometries and classes as it meets them."""
+
+    def __init__(self, ordered: Sequence[Roster], uneven: Uneven) -> None:
+        self.ordered = ordered
+        self.uneven = uneven
+        self.problems = Problems()
+        self.bad_tensors: set[str] = set()
+        self.tensors: dict[str, int] = {}
+        self.locals: dict[str, int] = {}
+        self.boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self.shapes: dict[tuple[int, ...], int] = {}
+        self.dtypes: dict[str, int] = {}
+        self.geometries: dict[Any, tuple[int, ...] | None] = {}
+        self.tile_rows: list[tuple[int, int, tuple[int, ...]]] = []
+        self.tile_start: list[int] = [0]
+        self.geometry_rows: list[tuple[int, ...]] = []
+        self.fills: dict[str, int] = {}
+        self.ties: dict[tuple[str, ...], str] = {}
+        self.tied_sources: set[tuple[str, ...]] = set()
+        self.fed_by: dict[str, str] = {}
+        self.untied: dict[str, list[str]] = {}
+        self.padding_rows: list[tuple[int, list[int], list[int]]] = []
+        self.padding_start: list[int] = [0]
+
+    def layouts(self) -> Layouts:
+        """Read both sides."""
+        return self._finish(*(self._side(side) for side in SIDES))
+
+    def _side(self, side: str) -> Side:
+        """Read one side of all rosters; a list that several of them share and that names no rank is read once."""
+        classes: dict[tuple[tuple[int, int, int], ...], int] = {}
+        shared: dict[int, int] = {}
+        rank_class = []
+        for roster in self.ordered:
+            metas = getattr(roster, side)
+            number = shared.get(id(metas))
+            if number is None:
+                found, names_no_rank = self._entries(roster, side, metas)
+                entries = tuple(sorted(found))
+                number = classes.setdefault(entries, len(classes)) if entries else -1
+                if names_no_rank:
+                    shared[id(metas)] = number
+            rank_class.append(number)
+        sizes = [len(entries) for entries in classes]
+        rows = np.array([row for entries in classes for row in entries], np.int64).reshape(-1, 3)
+        return Side(
+            rank_class=np.array(rank_class, np.int64),
+            class_start=np.cumsum([0, *sizes]).astype(np.int64),
+            entry_class=np.repeat(np.arange(len(sizes)), sizes),
+            entry_local=rows[:, 0],
+            entry_tensor=rows[:, 1],
+            entry_geometry=rows[:, 2],
+        )
+
+    def _entries(
+        self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]
+    ) -> tuple[list[tuple[int, int, int]], bool]:
+        """Return (local, tensor, geometry) of every tensor of one rank, and whether they would be any rank's.
+
+        Wrong ones are left out and become problems.
+        """
+        found: list[tuple[int, int, int]] = []
+        spots: dict[int, tuple[Any, tuple[int, int]]] = {}
+        seen: set[str] = set()
+        names_no_rank = True
+        tensors, local_names, geometries = self.tensors, self.locals, self.geometries
+        for m in metas:
+            (
+                name, shape, dtype, esize, is_tp, dim, stride, sizes, owner, group, resolved, tiles, whole,
+                fill, aliases, cast,
+            ) = _FIELDS(m)  # fmt: skip
+            names: Sequence[str] = (name if resolved is None else resolved,)
+            key: Any
+            if tiles is not None:
+                names, parts = _nameless(tiles, names)
+                key = (shape, dtype, esize, whole, parts)
+            elif is_tp and group is not None and len(group) > 1:
+                names_no_rank = False
+                spot = spots.get(id(group))
+                if spot is None:
+                    # the group is kept beside its id, so that the id stays its own
+                    spot = spots[id(group)] = (group, _spot(group, roster.rank))
+                key = (shape, dtype, esize, whole, dim, stride, sizes and tuple(sizes), *spot[1])
+                if self.uneven:
+                    key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
+            else:
+                key = (shape, dtype, esize, whole)
+            if fill is not None or cast is not None:
+                key = (*key, repr(fill), cast)  # 0.0 and -0.0 are equal as numbers, and NaN is not
+            names_no_rank = names_no_rank and owner is None
+            if name in seen or (owner is not None and owner != roster.rank):
+                self._report_owner(roster, side, m)
+                continue
+            seen.add(name)
+            if aliases and not self._tie(roster, side, m):
+                continue
+            try:
+                numbers = geometries[key]
+            except (KeyError, TypeError):
+                numbers = self._learn(key, roster, side, m)
+            if numbers is None:
+                self._report(roster, side, m)
+                continue
+            local = local_names.setdefault(name, len(local_names))
+            for tensor, geometry in zip(names, numbers):  # noqa: B905 equal by construction, and strict costs
+                found.append((local, tensors.setdefault(tensor, len(tensors)), geometry))
+        return found, names_no_rank
+
+    def _tie(self, roster: Roster, side: str, m: ParameterMetadata) -> bool:
+        """Note a tensor's aliases; False where they are wrong."""
+        if problem := alias_problem(m):
+            self.problems.add(f"{label_of(roster)} {side}", problem)
+            self._spoil(m)
+        else:
+            names = (tied_name(m), *m.aliases)
+            self.ties.setdefault(names, f"{label_of(roster)} ({side})")
+            if side == "source":
+                self.tied_sources.add(names)
+        return not problem
+
+    def _sizes(self, side: str, m: ParameterMetadata) -> tuple[int, ...] | None:
+        if not self.uneven or not is_sharded(m):
+            return None
+        return self.uneven.get((side, canonical_name(m), tuple(m.tensor_parallel_group_ranks or ())))
+
+    def _learn(self, key: Any, roster: Roster, side: str, m: ParameterMetadata) -> tuple[int, ...] | None:
+        """Return the geometries of a tensor of a kind not met before, one per canonical tensor in it."""
+        owned = replace(m, owner_rank=roster.rank)
+        sizes = self._sizes(side, m)
+        bad = bool(layout_problems(owned, sizes))
+        numbers: tuple[int, ...] | None = None
+        if not bad:
+            tiles: dict[str, list[Tile]] = {canonical_name(m): []} if not m.tiles else {}
+            for tile in m.tiles or ():
+                tiles.setdefault(tile.tensor, [])
+            for tile in tiles_of(owned, sizes):
+                tiles[tile.tensor].append(tile)
+            padding = self._padding(owned, tiles)
+            numbers = tuple(self._add(owned, sizes, part, padding) for part in tiles.values())
+        with suppress(TypeError):  # a description with lists where tuples belong is not remembered
+            self.geometries[key] = numbers
+        return numbers
+
+    def _padding(self, m: ParameterMetadata, tiles: dict[str, list[Tile]]) -> int:
+        """Return the number of what the tiles leave of the local tensor."""
+        total = elements(m.shape)
+        if m.tiles is None or sum(_count(tile) for part in tiles.values() for tile in part) >= total:
+            return NO_PADDING
+        boxes = [
+            (local, tile.size, tile.local_stride)
+            for part in tiles.values()
+            for tile in part
+            for _, local in _occurrences(tile)
+        ]
+        rest = left_out(boxes, total)
+        if rest is None:
+            return UNCLEAR_PADDING
+        self.padding_rows += zip(rest.dst_offset.tolist(), rest.size.tolist(), rest.dst_stride.tolist(), strict=True)
+        self.padding_start.append(len(self.padding_rows))
+        return len(self.padding_start) - 2
+
+    def _add(self, m: ParameterMetadata, sizes: tuple[int, ...] | None, tiles: list[Tile], padding: int) -> int:
+        whole = global_shape_of(m, sizes)
+        shape = whole if m.tiles is None or whole is not None else tiles[0].size if tiles else None
+        dtype = dtype_name(m.dtype)
+        held = dtype if m.cast_from is None else dtype_name(m.cast_from)
+        self.geometry_rows.append(
+            (
+                m.element_size,
+                self.shapes.setdefault(tuple(m.shape), len(self.shapes)),
+                -1 if whole is None else self.shapes.setdefault(whole, len(self.shapes)),
+                -1 if shape is None else len(shape),
+                self.dtypes.setdefault(dtype, len(self.dtypes)),
+                self.dtypes.setdefault(held, len(self.dtypes)),
+                cast_number(held, dtype) or 0,
+                padding,
+                -1 if m.fill is None else self.fills.setdefault(repr(float(m.fill)), len(self.fills)),
+            )
+        )
+        for tile in tiles:
+            for offset, local in _occurrences(tile):
+                box = self.boxes.setdefault((offset, tuple(tile.size)), len(self.boxes))
+                self.tile_rows.append((box, local, tuple(tile.local_stride)))
+        self.tile_start.append(len(self.tile_rows))
+        return len(self.geometry_rows) - 1
+
+    def _report_owner(self, roster: Roster, side: str, m: ParameterMetadata) -> None:
+        if m.owner_rank is not None and m.owner_rank != roster.rank:
+            what = f"{m.name}: owner_rank is {m.owner_rank}, expected {roster.rank}, the rank of its roster"
+        else:
+            what = f"{m.name}: it is listed twice as a {side}; local names must be unique"
+        self.problems.add(label_of(roster), what)
+        self._spoil(m)
+
+    def _spoil(self, m: ParameterMetadata) -> None:
+        """Take a tensor that cannot be described out of everything that follows, so that it is reported once."""
+        self.bad_tensors |= {canonical_name(m), *(tile.tensor for tile in m.tiles or ())}
+
+    def _report(self, roster: Roster, side: str, m: ParameterMetadata) -> None:
+        owned = replace(m, owner_rank=roster.rank)
+        self._spoil(m)
+        for what in layout_problems(owned, self._sizes(side, m)):
+            self.problems.add(f"{label_of(roster)} {side}", what)
+
+    def _finish(self, source: Side, destination: Side) -> Layouts:
+        """Return everything read, with names sorted."""
+        ordered = self.ordered
+        dims = max([1, *(len(offset) for offset, _ in self.boxes)])
+        columns = np.array(self.geometry_rows, np.int64).reshape(-1, 9)
+        padding_dims = max([1, *(len(size) for _, size, _ in self.padding_rows)])
+        tensors, tensor_at = _sorted(self.tensors)
+        local_names, local_at = _sorted(self.locals)
+        nodes = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in ordered if r.node))}
+        geometries = Geometries(
+            tile_start=np.array(self.tile_start, np.int64),
+            tile_box=np.array([row[0] for row in self.tile_rows], np.int64),
+            tile_offset=np.array([row[1] for row in self.tile_rows], np.int64),
+            tile_stride=_padded([row[2] for row in self.tile_rows], dims, 0),
+            box_offset=_padded([offset for offset, _ in self.boxes], dims, 0),
+            box_size=_padded([size for _, size in self.boxes], dims, 1),
+            element_size=columns[:, 0],
+            local_shape=columns[:, 1],
+            global_shape=columns[:, 2],
+            dims=columns[:, 3],
+            dtype=columns[:, 4],
+            held_dtype=columns[:, 5],
+            cast=columns[:, 6],
+            padding=columns[:, 7],
+            fill=columns[:, 8],
+            shapes=tuple(self.shapes),
+            dtypes=tuple(self.dtypes),
+            paddings=Paddings(
+                start=np.array(self.padding_start, np.int64),
+                offset=np.array([row[0] for row in self.padding_rows], np.int64),
+                size=_padded([row[1] for row in self.padding_rows], padding_dims, 1),
+                stride=_padded([row[2] for row in self.padding_rows], padding_dims, 0),
+            ),
+            fills=tuple(float(value) for value in self.fills),
+        )
+        fed_at = tensor_at
+        if self.ties:
+            # what is tied to a tensor that is reported already would only be reported for the same reason
+            for names in self.ties:
+                self.bad_tensors |= set(names) if self.bad_tensors.intersection(names) else set()
+            held, wanted = ({tensors[i] for i in tensor_at[side.entry_tensor]} for side in (source, destination))
+            self.fed_by, untied = resolve_aliases(self.ties, held, wanted)
+            for name, lines in untied_sources(self.ties, self.tied_sources, held).items():
+                untied.setdefault(name, []).extend(lines)
+            self.untied = {name: lines for name, lines in untied.items() if name not in self.bad_tensors}
+            fed_at = tensor_at.copy()
+            for name, other in self.fed_by.items():
+                fed_at[self.tensors[name]] = tensor_at[self.tensors[other]]
+        sides = [
+            replace(side, entry_local=local_at[side.entry_local], entry_tensor=at[side.entry_tensor])
+            for side, at in ((source, tensor_at), (destination, fed_at))
+        ]
+        return Layouts(
+            ranks=np.array([r.rank for r in ordered], np.int64),
+            labels=tuple(label_of(r) for r in ordered),
+            nodes=np.array([nodes.get(r.node, -1) for r in ordered], np.int64),
+            tensors=tensors,
+            locals=local_names,
+            source=sides[0],
+            destination=sides[1],
+            geometries=geometries,
+        )
+
+
+def _count(tile: Tile) -> int:
+    return elements(tile.size) * (tile.repeat.count if tile.repeat else 1)
+
+
+def _occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (canonical offset, local offset) of each occurrence of a tile."""
+    repeat = tile.repeat
+    if repeat is None:
+        yield tuple(tile.offset), tile.local_offset
+        return
+    for i in range(repeat.count):
+        offset = list(tile.offset)
+        offset[repeat.dim] += i * repeat.step
+        yield tuple(offset), tile.local_offset + i * repeat.local_step
+
+
+def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:
+    """Return the tensors that tiles belong to, and the tiles with positions in that list for names."""
+    if len(tiles) == 1:
+        t = tiles[0]
+        return (t.tensor,), (t.offset, t.size, t.local_offset, t.local_stride, t.repeat)
+    number = {tensor: i for i, tensor in enumerate(dict.fromkeys(t.tensor for t in tiles))}
+    parts = tuple((number[t.tensor], t.offset, t.size, t.local_offset, t.local_stride, t.repeat) for t in tiles)
+    return tuple(number) or default, parts
+
+
+def _spot(group: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return (position in the group, its size); a position of -1 makes it a layout problem."""
+    ranks = list(group)
+    valid = rank in ranks and len(set(ranks)) == len(ranks)
+    return (ranks.index(rank) if valid else -1), len(ranks)
+
+
+def _sorted(numbers: dict[str, int]) -> tuple[tuple[str, ...], Ints]:
+    """Return the names sorted, and where each old number went."""
+    names = sorted(numbers)
+    moved = np.empty(len(names), np.int64)
+    moved[[numbers[name] for name in names]] = np.arange(len(names))
+    return tuple(names), moved
+
+
+def _padded(rows: Sequence[Sequence[int]], dims: int, fill: int) -> Ints:
+    found = [[fill] * (dims - len(row)) + list(row) for row in rows]
+    return np.array(found, np.int64).reshape(len(found), dims)
+
+
+def _mismatches(layouts: Layouts) -> dict[str, list[str]]:
+    """Return, by canonical name, what different ranks say differently about one tensor."""
+    geometries = layouts.geometries
+    tensor = np.concatenate([layouts.source.entry_tensor, layouts.destination.entry_tensor])
+    geometry = np.concatenate([layouts.source.entry_geometry, layouts.destination.entry_geometry])
+    # a destination that declares a cast says what its sources must hold
+    dtype = np.concatenate(
+        [
+            geometries.dtype[layouts.source.entry_geometry],
+            geometries.held_dtype[layouts.destination.entry_geometry],
+        ]
+    )
+    found: dict[str, list[str]] = defaultdict(list)
+    checks: list[tuple[str, Ints, Sequence[Any], str]] = [
+        ("global shape", geometries.global_shape[geometry], geometries.shapes, "check the parallel groups"),
+        ("dtype", dtype, geometries.dtypes, "convert one side, or declare cast_from at the destination"),
+        ("number of dimensions", geometries.dims[geometry], range(16), "check the tiles"),
+    ]
+    for what, value, words, advice in checks:
+        known = value >= 0
+        first = np.full(len(layouts.tensors), -1, np.int64)
+        first[tensor[known][::-1]] = value[known][::-1]
+        wrong = np.unique(tensor[known & (value != first[tensor])])
+        for number in wrong.tolist():
+            if layouts.tensors[number] in found:
+                continue
+            rows = np.flatnonzero((tensor == number) & known)
+            said = []
+            for each in dict.fromkeys(value[rows].tolist()):
+                row = int(rows[value[rows] == each][0])
+                said.append(f"{words[each]} on {_entry_ranks(layouts, row)}")
+            found[layouts.tensors[number]].append(
+                f"{layouts.tensors[number]}: {what} is {', '.join(said)}; it must be the same everywhere, {advice}"
+            )
+    return found
+
+
+def _entry_ranks(layouts: Layouts, row: int) -> str:
+    """Name the ranks of an entry, by its row in the two sides' columns laid end to end."""
+    sources = len(layouts.source.entry_tensor)
+    if row < sources:
+        return f"{layouts.members(layouts.source, int(layouts.source.entry_class[row]))} (source)"
+    row -= sources
+    ranks = layouts.members(layouts.destination, int(layouts.destination.entry_class[row]))
+    geometry = layouts.destination.entry_geometry[row]
+    wanted = layouts.geometries.dtypes[int(layouts.geometries.dtype[geometry])]
+    cast = f", cast to {wanted}" if layouts.geometries.cast[geometry] else ""
+    return f"{ranks} (destination{cast})"
+
+
+def _uneven_sizes(ordered: Sequence[Roster], names: Iterable[str]) -> Uneven:
+    """Return the local sizes within every group that splits one of these tensors unevenly and is all there."""
+    wanted = set(names)
+    held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+    for side in SIDES:
+        for roster in ordered:
+            for m in getattr(roster, side):
+                if is_sharded(m) and canonical_name(m) in wanted and m.partition_dim < len(m.shape):
+                    group = tuple(m.tensor_parallel_group_ranks or ())
+                    held[side, canonical_name(m), group][roster.rank] = m.shape[m.partition_dim]
+    return {
+        key: tuple(sizes[rank] for rank in key[2])
+        for key, sizes in held.items()
+        if len(set(sizes.values())) > 1 and all(rank in sizes for rank in key[2])
+    }

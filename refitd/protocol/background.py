@@ -1,0 +1,89 @@
+"""Run work of more than a few milliseconds outside a loop that must answer: on one thread, in order."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, cast
+
+K = TypeVar("K")
+M = TypeVar("M")
+
+# Computing threads release the interpreter to a waiting loop after this long. With Python's default of 5 ms a few
+# system calls of the loop would take a tenth of a second.
+_SWITCH_S = 0.001
+
+# Larger frames are decoded on the thread: some 10 ms of work.
+LARGE_FRAME = 128 << 10
+
+
+class Aside(Generic[K]):
+    """One background thread. Its owning loop calls `submit` and, when told, `collect`."""
+
+    def __init__(self, name: str, tell: Callable[[], None]) -> None:
+        """`tell` is called on the background thread when there is something to collect."""
+        self._name = name
+        self._tell = tell
+        self._todo: queue.SimpleQueue[tuple[K, Callable[[], object]]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[K, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, key: K, work: Callable[[], object]) -> None:
+        """Call `work` on the thread; `collect` returns its result with `key`."""
+        self._todo.put((key, work))
+        if self._thread is None:
+            sys.setswitchinterval(_SWITCH_S)
+            # a daemon thread: the process may end while nobody waits for its work
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def collect(self) -> Iterator[tuple[K, Any]]:
+        """Yield key and result, or exception, of finished work."""
+        while True:
+            try:
+                yield self._done.get_nowait()
+            except queue.Empty:
+                return
+
+    def _work(self) -> None:
+        while True:
+            key, work = self._todo.get()
+            result: object
+            try:
+                result = work()
+            except Exception as exc:
+                result = exc
+            self._done.put((key, result))
+            del work, result  # the frame it was made of
+            self._tell()
+
+
+class InOrder(Generic[M]):
+    """Decodes one peer's large messages on the thread; later messages wait for them, so that order is kept."""
+
+    def __init__(self, name: str, tell: Callable[[], None]) -> None:
+        """`tell` is as in Aside."""
+        self._reader = Aside[None](name, tell)
+        self._waiting: deque[tuple[bool, Any]] = deque()  # whether it is being read, else what it is
+
+    def read(self, work: Callable[[], M]) -> None:
+        """Decode a message on the thread; `collect` yields it, or the exception."""
+        self._waiting.append((True, None))
+        self._reader.submit(None, work)
+
+    def holds(self, message: M) -> bool:
+        """Whether a message must wait for earlier ones; `collect` then yields it."""
+        if self._waiting:
+            self._waiting.append((False, message))
+        return bool(self._waiting)
+
+    def collect(self) -> Iterator[M | Exception]:
+        """Yield decoded messages, and those that waited for them."""
+        for _, read in self._reader.collect():
+            self._waiting.popleft()
+            yield read
+            while self._waiting and not self._waiting[0][0]:
+                yield cast("M", self._waiting.popleft()[1])

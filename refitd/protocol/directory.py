@@ -1,0 +1,81 @@
+"""The runtime directory with the sockets: created, checked, and locked by one daemon at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from refitd.errors import ConfigError, RefusedError
+
+LOCK = "refitd.lock"
+
+
+def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
+    """Create or check the runtime directory: mode 0700 and owned by this user.
+
+    Args:
+        path: the directory.
+        opened: whether other users may enter it (node.allowed_uids): by its mode or an access list, whose mask shows as
+            the mode of the group. Nobody else may write there in any case.
+
+    Raises:
+        ConfigError: it belongs to another user, is open to others, or cannot be created.
+    """
+    try:
+        if not path.is_dir():
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.chmod(0o700)  # whatever the umask has left of it
+        stat = path.lstat()
+    except OSError as exc:
+        raise ConfigError(f"node.runtime_dir {path}: {exc.strerror}; choose a directory this user can make") from exc
+    closed = 0o022 if opened else 0o077
+    if stat.st_uid != os.getuid() or stat.st_mode & closed or path.is_symlink():
+        wanted = "that nobody else may write to" if opened else "with mode 0700"
+        raise ConfigError(
+            f"node.runtime_dir {path} must be a directory of uid {os.getuid()} {wanted} "
+            f"(found uid {stat.st_uid}, mode {stat.st_mode & 0o777:o}); fix it or choose another; "
+            "it may be opened to the users of node.allowed_uids only"
+        )
+
+
+class DirectoryLock:
+    """One daemon's lock on a runtime directory, for the life of its process."""
+
+    def __init__(self, directory: Path) -> None:
+        """Lock the directory.
+
+        Raises:
+            RefusedError: another process holds it; the error names it.
+            ConfigError: files cannot be created there.
+        """
+        self._path = directory / LOCK
+        while True:
+            try:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as exc:
+                raise ConfigError(f"{self._path}: {exc.strerror}; check node.runtime_dir") from exc
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as exc:
+                owner = os.read(fd, 20).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise RefusedError(
+                    f"{directory}: another refitd process (pid {owner}) is already listening here; stop it, or choose "
+                    "another node.runtime_dir"
+                ) from exc
+            # its last owner may have removed the file between the two calls
+            with contextlib.suppress(FileNotFoundError):
+                if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                    break
+            os.close(fd)
+        self._fd = fd
+        os.ftruncate(fd, 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its owner's name is missing
+            os.write(fd, f"{os.getpid()}\n".encode())
+
+    def release(self) -> None:
+        """Unlock the directory and remove the lock file."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)

@@ -1,0 +1,41 @@
+"""Checks of names in messages, before one becomes a file name, a path or a log line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from refitd.errors import RefusedError
+from refitd.protocol.base import Message
+from refitd.protocol.shards import Shard
+from refitd.text import flaw
+
+_NAMES = ("model", "replica", "name", "label", "device", "digest", "member")
+
+
+def check_names(message: Message) -> None:
+    """Refuse a message with an invalid name, in a field or of a tensor that it registers.
+
+    Raises:
+        RefusedError: names the field and the reason.
+    """
+    for field in _NAMES:
+        _check(f"{type(message).__name__}: {field}", (getattr(message, field, ""),))
+    shard = getattr(message, "shard", None)
+    if isinstance(shard, Shard):
+        check_tensor_names(shard)
+
+
+def check_tensor_names(shard: Shard) -> None:
+    """Refuse a description with an invalid tensor name.
+
+    Raises:
+        RefusedError: names the tensor and the reason.
+    """
+    for tensor in shard.tensors:
+        _check("tensor", (tensor.name, *tensor.aliases))
+
+
+def _check(what: str, names: Iterable[object]) -> None:
+    for name in names:
+        if isinstance(name, str) and (found := flaw(name)):
+            raise RefusedError(f"{what} {name!r} {found}; choose another")

@@ -1,0 +1,70 @@
+"""Admit only listed keys: the ZAP handler of a listening CURVE socket.
+
+Without a handler ZeroMQ admits every key. It asks the socket bound to `inproc://zeromq.zap.01` in its context, if any;
+ZAP_ENFORCE_DOMAIN (see channel.py) refuses every peer while there is none. The protocol is ZAP 1.0,
+https://rfc.zeromq.org/spec/27.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+
+DOMAIN = b"refitd"
+_ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """A peer whose key is not on the list."""
+
+    key: str
+    address: str
+
+
+def _described(frames: list[bytes]) -> TurnedAway:
+    match frames:
+        case [_, _, _, address, _, _, key] if len(key) == 32:
+            # our sockets are IPv6 ones, to which an IPv4 peer has a mapped address
+            return TurnedAway(z85.encode(key).decode(), address.decode("ascii", "replace").removeprefix("::ffff:"))
+    return TurnedAway("", "")
+
+
+class Doorkeeper:
+    """Answers ZeroMQ's questions from the loop that polls `socket`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Collection[str]) -> None:
+        self._allowed = {z85.decode(public): public for public in allowed}
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ENDPOINT)
+
+    def answer(self) -> list[TurnedAway]:
+        """Answer all pending questions; return the refused peers."""
+        refused: list[TurnedAway] = []
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return refused
+            request = frames[1] if len(frames) > 1 else b""
+            key = self._key(frames)
+            # the key is what its peer's messages carry as User-Id: a name may stand for several keys
+            verdict = (b"400", b"key not allowed", b"") if key is None else (b"200", b"OK", key.encode())
+            self.socket.send_multipart([_VERSION, request, *verdict, b""])
+            if key is None:
+                refused.append(_described(frames))
+
+    def _key(self, frames: list[bytes]) -> str | None:
+        match frames:
+            case [version, _, domain, _, _, b"CURVE", key] if version == _VERSION and domain == DOMAIN:
+                return self._allowed.get(key)
+        return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()

@@ -1,0 +1,105 @@
+"""What is large is read, described and planned beside the loops of daemon and coordinator, which go on answering."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import refitd
+from tests.support.cluster import RunningDaemon
+from tests.support.hostile import RawPeer, fleet
+
+LARGE = """
+import json, sys, time, torch, refitd
+directory, number, tensors = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+client = refitd.connect(directory, name=f"large{number}")
+model = f"large{number // 2}"
+held = {f"{model}.layers.{i // 100}.mlp.experts.{i}.weight": torch.zeros(4) for i in range(tensors)}
+if number % 2:
+    client.register_target(model, held, replica="r", timeout=300)
+else:
+    client.register_source(model, held, timeout=300)
+print(json.dumps("registered"), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_four_that_register_fifty_thousand_tensors_each_keep_nobody_else_from_swapping(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+    with fleet(daemon) as here:
+        command = [sys.executable, "-c", LARGE, str(daemon.directory)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        large = [subprocess.Popen([*command, str(i), "50000"], **pipes) for i in range(4)]
+        said: list[str] = []
+
+        def wait() -> None:
+            for process in large:
+                assert process.stdout is not None
+                said.append(process.stdout.readline())
+
+        waits = threading.Thread(target=wait)
+        waits.start()
+        try:
+            swaps = 0
+            while waits.is_alive():
+                here.swap()
+                swaps += 1
+            assert swaps > 0 and [json.loads(line) for line in said] == ["registered"] * 4
+            with daemon.connect("operator") as operator:
+                planned = threading.Thread(target=lambda: operator.plan("large0"))
+                planned.start()
+                while planned.is_alive():  # another model swaps, and status is answered, while it is planned
+                    here.swap()
+                assert {m.model for m in operator.status().models} == {"policy", "large0", "large1"}
+        finally:
+            for process in large:
+                process.kill()
+                process.communicate()
+            waits.join(30)
+    log = daemon.log()
+    assert "coordinator-silent" not in log and "node-lost" not in log
+
+
+def test_what_a_client_sends_after_a_large_message_is_taken_after_it(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    from refitd.protocol import local, shards
+    from refitd.protocol.codec import encode
+
+    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+    tensors = tuple(shards.WireTensor(f"layers.{i}.weight", (4,), "float32") for i in range(20_000))
+    register = local.RegisterSource(model="large", rank=0, world_size=1, shard=shards.Shard(tensors), slots=1)
+    with RawPeer(daemon.directory) as peer, RawPeer(daemon.directory) as other:
+        peer.socket.send(encode(3, register))
+        peer.socket.send(encode(4, local.GetDescription(model="large")))
+        peer.socket.send(encode(5, register))  # twice: refused, and by then the first one is there
+        began = time.monotonic()
+        answers: dict[int, object] = {}
+        while len(answers) < 3:
+            assert peer.socket.poll(60_000)
+            number, answer = peer._decoder.decode(peer.socket.recv())
+            answers[number] = answer
+            assert time.monotonic() - began < 120
+        assert list(answers) in ([3, 4, 5], [4, 3, 5])
+        assert isinstance(answers[3], local.SourceRegistered)
+        assert isinstance(answers[5], local.Failure) and "already registered" in answers[5].message
+        # one whose large message makes no sense is told so, and goes on
+        frame = encode(6, register)
+        peer.socket.send(frame[:-12] + b"\xc1" * 12)
+        failure = None
+        while not isinstance(failure, local.Failure):
+            assert peer.socket.poll(60_000)
+            failure = peer._decoder.decode(peer.socket.recv())[1]
+        assert failure.code == refitd.errors.ProtocolError.code
+        assert not isinstance(peer.ask(local.GetStatus()), local.Failure)
+        assert not isinstance(other.ask(local.GetStatus()), local.Failure)

@@ -1,0 +1,288 @@
+"""Whose weights a version is: trainers that start again, journals lost or exchanged, ranks that drift apart."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import refitd
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
+
+Start = Callable[..., RunningDaemon]
+
+
+class Fleet:
+    """A trainer of one rank and replicas a and b that serve version 1; every element of version v is v."""
+
+    def __init__(self, daemon: RunningDaemon) -> None:
+        self.daemon = daemon
+        self.trainer, self.client = daemon.connect("trainer"), daemon.connect("engines")
+        self.tensors = {name: torch.full((64, 48), 0.0) for name in ("x", "y")}
+        self.source = self.trainer.register_source("policy", self.tensors)
+        self.live = {name: shards.zeros_like(self.tensors) for name in ("a", "b")}
+        self.targets = {
+            name: self.client.register_target("policy", live, replica=name) for name, live in self.live.items()
+        }
+        self.publish(1)
+        with Engine(*self.targets.values()):
+            self.trainer.swap("policy", 1, timeout=60)
+
+    def publish(self, version: int) -> None:
+        for tensor in self.tensors.values():
+            tensor.fill_(version)
+        self.source.publish(version)
+
+    def a_alone_takes_over(self, version: int) -> None:
+        """The version is decided, a serves it, b has not come to a commit point yet."""
+        self.publish(version)
+        running = RunningSwap(self.daemon, "policy", version)
+        running.wait_phase("commit")
+        with Engine(self.targets["a"]):
+            assert self.targets["a"].wait(version, timeout=10) == version
+        self.running = running
+
+    def status(self) -> refitd.protocol.reports.ModelStatus | None:  # type: ignore[name-defined]
+        try:
+            return next((m for m in self.trainer.status().models if m.sources and len(m.targets) == 2), None)
+        except refitd.RefitdError:
+            return None
+
+    def serves(self) -> set[int | None]:
+        return {target.version for target in self.targets.values()}
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.client.close()
+
+
+@pytest.fixture
+def alone(start_daemon: Start) -> Iterator[tuple[Fleet, subprocess.Popen[bytes]]]:
+    """A fleet whose coordinator is a process of its own."""
+    daemon = start_daemon("[deadlines]\ncommit_s = 5.0\n", standalone=False)
+    coordinator = daemon.start_coordinator()
+    with daemon.connect("waits") as client:
+        eventually(lambda: answers(client), "a coordinator", 30)
+    fleet = Fleet(daemon)
+    yield fleet, coordinator
+    fleet.close()
+
+
+def answers(client: refitd.Client) -> bool:
+    try:
+        client.status()
+    except refitd.RefitdError:
+        return False
+    return True
+
+
+def journal_files(daemon: RunningDaemon) -> list[Path]:
+    return sorted(daemon.directory.glob("journal.sqlite*"))
+
+
+def killed(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(10)
+
+
+@pytest.mark.parametrize("how", ["lost", "older", "another's"])
+def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
+    alone: tuple[Fleet, subprocess.Popen[bytes]], how: str, tmp_path: Path
+) -> None:
+    fleet, coordinator = alone
+    journal = fleet.daemon.directory / "journal.sqlite"
+    shutil.copy(journal, tmp_path / "older")
+    fleet.a_alone_takes_over(2)
+    killed(coordinator)
+    for path in journal_files(fleet.daemon):
+        path.unlink()
+    if how == "older":
+        shutil.copy(tmp_path / "older", journal)
+    elif how == "another's":
+        code = "import sys; from pathlib import Path; from refitd.coordinator.journal import *\n"
+        code += "j = Journal(Path(sys.argv[1]))\n"
+        code += "for v in range(9): j.write(Record(f's{v}', 'policy', v, 'decided', '', '', 1.0, run='else'))"
+        subprocess.run([sys.executable, "-c", code, journal], check=True, timeout=60)
+    fleet.daemon.start_coordinator()
+    eventually(lambda: (found := fleet.status()) is not None and found.live == 2, "it knows that 2 is live", 30)
+    # b is told again to take over what was decided, or is fenced and caught up: it never goes on with 1
+    with Engine(*fleet.targets.values()):
+        eventually(lambda: fleet.serves() == {2}, "both serve 2", 30)
+        assert all((tensor == 2).all() for live in fleet.live.values() for tensor in live.values())
+        version = 3 if how != "another's" else 9
+        fleet.publish(version)
+        assert fleet.trainer.swap("policy", version, timeout=60).outcome == "committed"
+    assert fleet.serves() == {version}
+
+
+def test_a_second_coordinator_on_a_journal_is_refused_and_the_next_one_after_it_is_killed_is_not(
+    alone: tuple[Fleet, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    fleet, coordinator = alone
+    linked = tmp_path / "linked"
+    os.link(fleet.daemon.directory / "journal.sqlite", linked)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
+    environment["REFITD_NODE__RUNTIME_DIR"] = str(tmp_path / "other")
+    environment["REFITD_COORDINATOR__JOURNAL"] = str(linked)
+    command = [sys.executable, "-m", "refitd_cli.daemon", "coordinator"]
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode != 0
+    assert f"is in use by another coordinator (pid {coordinator.pid})" in second.stdout + second.stderr
+    killed(coordinator)
+    fleet.daemon.start_coordinator()
+    eventually(lambda: (found := fleet.status()) is not None and found.live == 1, "the next one has started", 30)
+
+
+@pytest.mark.parametrize("damage", ["removed", "replaced", "truncated", "garbled"])
+def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon: RunningDaemon, damage: str) -> None:
+    fleet = Fleet(daemon)
+    journal = daemon.directory / "journal.sqlite"
+    if damage == "removed":
+        journal.unlink()
+    elif damage == "replaced":
+        shutil.copy(journal, journal.with_name("journal.copy"))
+        journal.with_name("journal.copy").rename(journal)
+    elif damage == "truncated":
+        os.truncate(journal, 0)
+    else:
+        journal.with_name("journal.sqlite-wal").write_bytes(os.urandom(8192))
+    fleet.publish(2)
+    with Engine(*fleet.targets.values()), pytest.raises(refitd.RefitFailed, match="could not be journalled") as failed:
+        fleet.trainer.swap("policy", 2, timeout=60)
+    assert failed.value.report is not None and failed.value.report.outcome == "aborted"
+    assert fleet.serves() == {1}
+    fleet.close()
+
+
+def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number_that_was_live(
+    daemon: RunningDaemon,
+) -> None:
+    fleet = Fleet(daemon)
+    first = fleet.source.run
+    fleet.trainer.close()
+    with daemon.connect("trainer again") as trainer:
+        source = trainer.register_source("policy", fleet.tensors)
+        assert source.run != first and source.next_version == 2
+        for tensor in fleet.tensors.values():
+            tensor.fill_(7)
+        with pytest.raises(refitd.RefusedError, match="publish 2 or above"):
+            source.publish(1)
+        with pytest.raises(refitd.RefusedError, match="publish 2 or above"), source.lend(1):
+            pass
+        with daemon.connect("late") as client:
+            joining = client.register_target("policy", shards.zeros_like(fleet.tensors), replica="c")
+            source.publish(source.next_version)
+            assert source.next_version == 3
+            with Engine(joining, *fleet.targets.values()):
+                assert trainer.swap("policy", timeout=60).version == 2
+            assert fleet.serves() == {2} and joining.version == 2
+            found = trainer.status().models[0]
+            assert {t.run for t in found.targets} == {source.run} == {found.live_run}
+    fleet.client.close()
+
+
+NAME = "embedding.weight"
+
+
+def ranks_whole() -> dict[str, torch.Tensor]:
+    return {NAME: torch.zeros(64, 48)}
+
+
+class Ranks:
+    """Two source ranks of a model, each with two slots, published to from threads of their own."""
+
+    def __init__(self, daemon: RunningDaemon, versions: int) -> None:
+        self.clients = [daemon.connect(f"rank {rank}") for rank in range(2)]
+        self.sources = []
+        self.tensors = [shards.cut(ranks_whole(), rank, 2)[NAME] for rank in range(2)]
+        for rank, client in enumerate(self.clients):
+            described = shards.describe({NAME: self.tensors[rank]}, rank, 2)
+            self.sources.append(
+                client.register_source(
+                    "policy", {NAME: self.tensors[rank]}, rank=rank, world_size=2, metadata=described
+                )
+            )
+        self.versions = versions
+        self.errors: list[Exception] = []
+
+    def publish(self, rank: int, version: int, timeout: float = 30.0) -> None:
+        self.tensors[rank].fill_(version)
+        self.sources[rank].publish(version, timeout=timeout)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_ranks_that_drift_complete_every_version_with_two_slots(start_daemon: Start, auto: bool) -> None:
+    daemon = start_daemon("[models.policy]\nauto_swap = true\n" if auto else "")
+    ranks = Ranks(daemon, 12)
+    engine = daemon.connect("engine")
+    live = shards.zeros_like(ranks_whole())
+    target = engine.register_target("policy", live, replica="a")
+    published = [0, 0]
+    moved = threading.Condition()
+
+    def slow() -> None:
+        wait = random.Random(1)
+        try:
+            for version in range(1, ranks.versions + 1):
+                # as far behind as this likes, up to two versions: whoever is ahead may have to wait for it, too
+                ahead = min(wait.randrange(3), ranks.versions - version)
+                with moved:
+                    moved.wait_for(lambda at=version + ahead: published[0] >= at, 0.3)
+                ranks.publish(1, version)
+                if not auto:
+                    assert version in ranks.clients[1].status().models[0].complete_versions
+                    assert ranks.clients[1].swap("policy", version, timeout=60).version == version
+        except Exception as exc:
+            ranks.errors.append(exc)
+
+    def fast() -> None:
+        try:
+            for version in range(1, ranks.versions + 1):
+                ranks.publish(0, version)
+                with moved:
+                    published[0] = version
+                    moved.notify_all()
+        except Exception as exc:
+            ranks.errors.append(exc)
+
+    threads = [threading.Thread(target=work) for work in (slow, fast)]
+    with Engine(target):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not ranks.errors, ranks.errors
+        eventually(lambda: target.version == ranks.versions, "the last version is live", 20)
+    assert (live[NAME] == ranks.versions).all()
+    engine.close()
+    ranks.close()
+
+
+def test_a_rank_that_is_too_far_ahead_is_told_whom_it_waits_for(daemon: RunningDaemon) -> None:
+    ranks = Ranks(daemon, 3)
+    for rank in range(2):
+        ranks.publish(rank, 1)
+    ranks.publish(0, 2)
+    with pytest.raises(refitd.DeadlineExceeded, match=r"source rank 1 .* has published 1 last"):
+        ranks.publish(0, 3, timeout=0.5)
+    assert ranks.clients[0].status().models[0].complete_versions == (1,)
+    waiting = threading.Thread(target=ranks.publish, args=(0, 3))
+    waiting.start()
+    ranks.publish(1, 2)
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert ranks.clients[0].status().models[0].complete_versions == (2,)
+    ranks.close()

@@ -1,0 +1,161 @@
+"""Replicas of several ranks: when they flip, polled in lock step, returned alone, or not in lock step at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import refitd
+from refitd.client import Client
+from refitd.client.target import Target
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
+
+
+class Replica:
+    """Two ranks that poll on threads of their own, before every step, and end it together.
+
+    `served[rank]` is the version that the rank served in each step.
+    """
+
+    def __init__(self, daemon: RunningDaemon, *, by_step: bool = False) -> None:
+        self._daemon = daemon
+        self._by_step = by_step
+        self._stop = threading.Event()
+        self._collective = threading.Barrier(2)
+        self._returns = [threading.Event(), threading.Event()]
+        self._clients: list[Client] = []
+        self.targets: list[Target] = []
+        self.served: list[list[int | None]] = [[], []]
+        self.errors: list[Exception] = []
+        for rank in range(2):
+            client, target = self._register(rank)
+            self._clients.append(client)
+            self.targets.append(target)
+        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in self._threads:
+            thread.start()
+
+    def _register(self, rank: int) -> tuple[Client, Target]:
+        client = self._daemon.connect(f"rank {rank}")
+        mine = shards.zeros_like(shards.cut(shards.whole(1), rank, 2))
+        described = shards.describe(mine, rank, 2)
+        return client, client.register_target("policy", mine, replica="r", rank=rank, world_size=2, metadata=described)
+
+    def _run(self, rank: int) -> None:
+        try:
+            while True:
+                if self._stop.is_set():
+                    self._collective.abort()
+                self._collective.wait(20)  # nobody begins a step before all have ended the one before
+                if self._returns[rank].is_set():
+                    self._clients[rank].close()
+                    self._clients[rank], self.targets[rank] = self._register(rank)
+                    self._returns[rank].clear()
+                time.sleep(0.0005 * rank)
+                self.targets[rank].poll(step=len(self.served[rank]) if self._by_step else None)
+                self.served[rank].append(self.targets[rank].version)
+        except threading.BrokenBarrierError:
+            pass
+        except Exception as exc:
+            self.errors.append(exc)
+            self._collective.abort()
+
+    def return_alone(self, rank: int) -> None:
+        """Have one rank end its session and register anew, between two of its steps, and wait until it serves."""
+        self._returns[rank].set()
+        eventually(lambda: not self._returns[rank].is_set(), "it has registered again")
+        eventually(lambda: self.targets[rank].version is not None, "it serves the live version")
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(20)
+        for client in self._clients:
+            client.close()
+
+    def steps(self) -> list[tuple[int, int]]:
+        """What the two served in each step in which both served."""
+        assert not self.errors
+        return [(a, b) for a, b in zip(*self.served, strict=False) if a is not None and b is not None]
+
+
+@pytest.fixture
+def trainer(daemon: RunningDaemon) -> Iterator[Client]:
+    with daemon.connect("trainer") as client:
+        yield client
+
+
+@pytest.mark.parametrize("by_step", [False, True], ids=["counted", "given the step"])
+def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_returns_alone(
+    daemon: RunningDaemon, trainer: Client, by_step: bool
+) -> None:
+    """The second rank is slower; nobody gives `agree`. Each in its turn ends and comes back between two swaps."""
+    tensors = shards.whole(1)
+    source = trainer.register_source("policy", tensors)
+    replica = Replica(daemon, by_step=by_step)
+    for version in range(1, 13):
+        for tensor in tensors.values():
+            tensor.fill_(version)
+        source.publish(version)
+        report = trainer.swap("policy", version, timeout=60)
+        assert report.outcome == "committed" and [member.reason for member in report.members] == ["", ""]
+        if version % 3 == 0:
+            replica.return_alone(version % 2)
+    replica.close()
+    steps = replica.steps()
+    assert [pair for pair in steps if pair[0] != pair[1]] == []
+    assert {*range(1, 13)} <= {version for version, _ in steps}
+
+
+def test_ranks_that_cannot_be_brought_to_one_poll_are_named_in_the_report_and_the_log(
+    daemon: RunningDaemon, trainer: Client
+) -> None:
+    """One thread polls both in turn, and one of them has polled more often."""
+    tensors = shards.whole(1)
+    source = trainer.register_source("policy", tensors)
+    with daemon.connect() as first, daemon.connect() as second:
+        targets = []
+        for rank, client in enumerate((first, second)):
+            mine = shards.zeros_like(shards.cut(tensors, rank, 2))
+            described = shards.describe(mine, rank, 2)
+            targets.append(
+                client.register_target("policy", mine, replica="r", rank=rank, world_size=2, metadata=described)
+            )
+            targets[0].poll()
+        for _ in range(60):
+            targets[0].poll()
+        for version in (1, 2, 3):
+            source.publish(version)
+            with Engine(*targets):
+                report = trainer.swap("policy", version, timeout=60)
+            assert report.outcome == "committed"
+            reason = "flipped in its own next poll, not with its replica: one thread polls several ranks"
+            # before the first version no step has two
+            assert all(member.reason.startswith(reason if version > 1 else "") for member in report.members)
+            assert daemon.log().count("event=apart") == 2 * (version - 1)
+
+
+def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as first:
+        tensors = shards.whole(1)
+        source = trainer.register_source("policy", tensors)
+        second = daemon.connect()
+        targets = []
+        for rank, client in enumerate((first, second)):
+            mine = shards.zeros_like(shards.cut(tensors, rank, 2))
+            targets.append(
+                client.register_target(
+                    "policy", mine, replica="r", rank=rank, world_size=2, metadata=shards.describe(mine, rank, 2)
+                )
+            )
+        source.publish(1)
+        second._connection._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
+        running = RunningSwap(daemon, "policy", 1)
+        running.wait_phase("commit")
+        second.close()
+        with Engine(targets[0]), pytest.raises(refitd.RefitFailed, match="incomplete"):
+            running.result()

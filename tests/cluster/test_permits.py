@@ -1,0 +1,297 @@
+"""An engine serves a version only while somebody who knows vouches for it; what it takes over is whole and wanted."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import refitd
+from refitd.client.mxfp8 import TargetTensors
+from refitd.client.target import Commit, Target
+from tests.cluster.test_recovery import Fleet, crash
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
+
+COORDINATED = "[deadlines]\nlease_s = 2.0\ncommit_s = 5.0\n"
+
+
+@pytest.fixture
+def fleet(daemon: RunningDaemon) -> Iterator[Fleet]:
+    fleet = Fleet(daemon)
+    yield fleet
+    fleet.close()
+
+
+class Served:
+    """Everything that a target says it serves, as often as it can be asked."""
+
+    def __init__(self, target: Target) -> None:
+        self.versions: list[int | None] = []
+        self._target = target
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.002):
+            self.versions.append(self._target.version)
+
+    def end(self) -> list[int | None]:
+        self._stop.set()
+        self._thread.join(10)
+        return self.versions
+
+
+def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    """Its daemon is stopped after version 2 was decided; on waking up, its engine takes 2 over, which is not live."""
+    deadlines = "[deadlines]\ncommit_s = 1.0\n"
+    n0 = start_daemon(f'[node]\nname = "n0"\n{deadlines}')
+    joins = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "ipc://{n0.directory}/coordinator.sock"\n'
+    n1 = start_daemon(joins, standalone=False)
+    eventually(lambda: len(n0.connect().status().nodes) == 2, "both nodes are there")
+    with n0.connect() as here, n1.connect() as there:
+        tensors = shards.whole(1)
+        source = here.register_source("policy", tensors)
+        near = here.register_target("policy", shards.zeros_like(tensors), replica="near")
+        live = shards.zeros_like(tensors)
+        far = there.register_target("policy", live, replica="far")
+        source.publish(1)
+        with Engine(near, far):
+            here.swap("policy", 1, timeout=60)
+        assert far.version == 1
+        source.publish(2)
+        with stopped((n1.process.pid,)):
+            with Engine(near), pytest.raises(refitd.RefitFailed):
+                here.swap("policy", 2, timeout=30)  # aborted, or decided and incomplete: far has not heard of it
+            eventually(lambda: len(here.status().nodes) == 1, "the node is lost", 30)
+            source.publish(3)
+            with Engine(near):
+                assert here.swap("policy", 3, timeout=60).outcome == "committed"
+            assert far.version is None and "permit" in far.fenced
+            served = Served(far)
+        with Engine(near, far):
+            eventually(lambda: far.version == 3, "it has caught up", 30)
+        assert set(served.end()) <= {None, 3}, "it has served a version that is not live"
+        for version in (1, 2, 3):
+            assert (version == 3) == shards.equal(live, tensors if version == 3 else shards.zeros_like(tensors))
+
+
+def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    daemon = start_daemon(COORDINATED, standalone=False)
+    coordinator = daemon.start_coordinator()
+    eventually(lambda: bool(_answers(daemon)), "the coordinator answers", 30)
+    fleet = Fleet(daemon)
+    assert fleet.target.version == 2 and not fleet.target.fenced
+    coordinator.kill()
+    coordinator.wait(10)
+    eventually(lambda: fleet.target.version is None, "nobody vouches for its version")
+    assert "not heard of the coordinator" in fleet.target.fenced
+    assert fleet.target.poll() is None, "its loop goes on"
+    daemon.start_coordinator()
+    eventually(lambda: fleet.target.version == 2, "a coordinator says that it is live", 30)
+    assert not fleet.target.fenced
+    fleet.close()
+
+
+def test_engines_stop_serving_when_their_daemon_is_gone(start_daemon: Callable[..., RunningDaemon]) -> None:
+    daemon = start_daemon(COORDINATED)
+    fleet = Fleet(daemon)
+    daemon.process.kill()
+    daemon.process.wait(10)
+    eventually(lambda: fleet.target.version is None, "nobody vouches for its version")
+    assert "the daemon is gone" in fleet.target.fenced
+    fleet.close()
+
+
+def _answers(daemon: RunningDaemon) -> bool:
+    try:
+        with daemon.connect() as client:
+            client.status()
+    except refitd.RefitdError:
+        return False
+    return True
+
+
+def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(
+    start_daemon: Callable[..., RunningDaemon],
+) -> None:
+    """Its daemon is replaced at once; the engine of the old one has a permit for a while yet."""
+    daemon = start_daemon("[deadlines]\nlease_s = 15.0\ncommit_s = 5.0\n")
+    joins = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "ipc://{daemon.directory}/coordinator.sock"\n'
+    old = start_daemon(joins, standalone=False)
+    fleet = Fleet(daemon)
+    lost = old.connect()
+    engine = lost.register_target("policy", shards.zeros_like(fleet.tensors), replica="b")
+    with Engine(engine):
+        assert engine.wait(2, timeout=60) == 2
+    old.process.kill()
+    old.process.wait(10)
+    start_daemon(joins, standalone=False)
+    eventually(lambda: "b" not in {t.replica for t in fleet.trainer.status().models[0].targets}, "it is lost")
+    fleet.publish(3)
+    served: list[int | None] = []
+    with Engine(fleet.target):
+        running = RunningSwap(daemon, "policy", 3, timeout=90)
+        eventually(lambda: bool(served.append(engine.version)) or fleet.target.version == 3, "version 3 is live", 90)
+        assert engine.version is None, "two versions are served"
+        assert running.result().outcome == "committed"
+    assert "event=held" in daemon.log()
+    lost.close()
+    fleet.close()
+
+
+# --- what a returning engine restores -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["private", "arena"])
+def test_a_returning_engine_is_not_swappable_before_it_holds_its_weights(
+    fleet: Fleet, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(fleet, way)
+    restore = TargetTensors.restore
+    others: list[list[str]] = []
+
+    def slow(self: TargetTensors, arena: object) -> None:
+        fleet.publish(3)
+        others.append([t.replica for t in fleet.trainer.status().models[0].targets])
+        with Engine(fleet.target):
+            fleet.trainer.swap("policy", 3, timeout=60)
+        restore(self, arena)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TargetTensors, "restore", slow)
+    with fleet.daemon.connect("back") as client:
+        live = shards.zeros_like(fleet.tensors)
+        if way == "arena":
+            live = client.allocate({name: (t.shape, t.dtype) for name, t in fleet.tensors.items()})
+        target = client.register_target("policy", live, replica="crashes")
+        assert others == [["a"]], "nobody may stage into an arena that is still being read"
+        # it has restored 2 whole, and 3 is live: it serves nothing before it has that
+        assert target.version in (None, 3)
+        assert shards.equal(live, fleet.full[2]) or target.version == 3
+        assert target.wait(3, timeout=60) == 3 and shards.equal(live, fleet.full[3])
+        assert fleet.trainer.verify("policy", timeout=60).outcome == "proven"
+
+
+def test_a_restore_that_did_not_land_is_refused_and_what_was_kept_is_kept(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(fleet)
+    copy = TargetTensors.read_from
+
+    def loses(self: TargetTensors, arena: object) -> None:
+        copy(self, arena)  # type: ignore[arg-type]
+        self.tensors[0].view(-1)[3] += 1
+
+    monkeypatch.setattr(TargetTensors, "read_from", loses)
+    with fleet.daemon.connect("back") as client, pytest.raises(refitd.CommitError, match="restored"):
+        client.register_target("policy", shards.zeros_like(fleet.tensors), replica="crashes")
+    monkeypatch.undo()
+    assert [t.replica for t in fleet.trainer.status().models[0].targets] == ["a"]
+
+
+def test_an_engine_that_dies_while_it_restores_finds_its_weights_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(fleet)
+    kept = fleet.daemon.node().arenas
+
+    def dies(self: TargetTensors, arena: object) -> None:
+        client._connection._descriptors.shutdown(2)  # as the kernel does when a process dies
+        # the dead say nothing any more
+        eventually(lambda: re.search("session-closed .*name=dies", fleet.daemon.log()) is not None, "it is known")
+        raise refitd.CommitError("it has died")
+
+    monkeypatch.setattr(TargetTensors, "restore", dies)
+    client = fleet.daemon.connect("dies")
+    with pytest.raises(refitd.RefitdError):
+        client.register_target("policy", shards.zeros_like(fleet.tensors), replica="crashes")
+    monkeypatch.undo()
+    client.close()
+    assert fleet.daemon.node().arenas == kept
+    with fleet.daemon.connect("back") as again:
+        live = shards.zeros_like(fleet.tensors)
+        target = again.register_target("policy", live, replica="crashes")
+        assert target.version == 2 and shards.equal(live, fleet.full[2])
+
+
+# --- commits --------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..., RunningDaemon]) -> None:
+    daemon = start_daemon("[models.policy]\ncatch_up = false\n[deadlines]\ncommit_s = 3.0\n")
+    fleet = Fleet(daemon)
+    kept: list[Commit] = []
+    raises = threading.Event()
+
+    def on_commit(commit: Commit) -> None:
+        kept.append(commit)
+        if not raises.is_set():
+            commit.apply()
+
+    with daemon.connect("engine") as client:
+        live = shards.zeros_like(fleet.tensors)
+        target = client.register_target("policy", live, replica="b", on_commit=on_commit)
+        fleet.publish(3)
+        with Engine(fleet.target):
+            fleet.trainer.swap("policy", 3, timeout=60)
+        with pytest.raises(refitd.CommitError, match="is over"):
+            kept[0].apply()
+        assert target.version == 3 and shards.equal(live, fleet.full[3])
+        raises.set()
+        fleet.publish(4)
+        with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="without calling"):
+            fleet.trainer.swap("policy", 4, timeout=60)
+        assert target.version is None, "a failed commit serves nothing"
+        fleet.publish(5)
+        workers = daemon.node().workers
+        with Engine(fleet.target):
+            with stopped(workers[:1]):
+                running = RunningSwap(daemon, "policy", 5, timeout=60)
+                running.wait_phase("stage")
+                with pytest.raises(refitd.CommitError, match="is over"):
+                    kept[1].apply()  # its staging arena is being written to
+                assert shards.equal(live, fleet.full[3])
+                raises.clear()
+            assert running.result().outcome == "committed"
+        assert shards.equal(live, fleet.full[5]) and target.version == 5
+    fleet.close()
+
+
+def test_a_callback_that_raises_leaves_nothing_to_serve(start_daemon: Callable[..., RunningDaemon]) -> None:
+    daemon = start_daemon("[models.policy]\ncatch_up = false\n")
+    fleet = Fleet(daemon)
+
+    def on_commit(commit: Commit) -> None:
+        if commit.version == 4:
+            raise RuntimeError("no")
+        commit.apply()
+
+    with daemon.connect("engine") as client:
+        target = client.register_target("policy", shards.zeros_like(fleet.tensors), replica="b", on_commit=on_commit)
+        for version in (3, 4):
+            fleet.publish(version)
+            with Engine(fleet.target):
+                running = RunningSwap(daemon, "policy", version, timeout=60)
+                if version == 4:
+                    with pytest.raises(refitd.RefitFailed, match="on_commit raised"):
+                        running.result()
+                else:
+                    running.result()
+        assert target.version is None and isinstance(target.error, refitd.CommitError)
+    fleet.close()
+
+
+def test_a_poll_with_nothing_pending_changes_nothing(fleet: Fleet) -> None:
+    before = {name: tensor.clone() for name, tensor in fleet.live.items()}
+    for _ in range(1000):
+        assert fleet.target.poll() is None
+    assert shards.equal(before, fleet.live) and fleet.target.version == 2
+    assert all(isinstance(tensor, torch.Tensor) for tensor in fleet.live.values())

@@ -1,0 +1,140 @@
+"""Source ranks that say they hold the same must hold the same: no swap reads one of two truths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import refitd
+from tests.support.cluster import Engine, RunningDaemon, eventually
+
+UNIT = "experts.linear_fc1.weight0"
+
+
+def experts(rank: int, *, says_it: bool) -> tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]:
+    """One half of an expert over ETP2, which says so or not, beside a norm that both ranks hold."""
+    half = torch.arange(24.0).view(8, 3).chunk(2)[rank].clone()
+    meta = refitd.ParameterMetadata(
+        name=UNIT,
+        shape=(4, 3),
+        dtype=torch.float32,
+        element_size=4,
+        is_tp=says_it,
+        owner_rank=rank,
+        tensor_parallel_group_ranks=[0, 1] if says_it else None,
+    )
+    norm = refitd.ParameterMetadata("norm", (5,), torch.float32, 4, owner_rank=rank)
+    return {UNIT: half, "norm": torch.ones(5)}, [meta, norm]
+
+
+def offer(client: refitd.Client, *, says_it: bool) -> list[tuple[refitd.client.source.Source, dict[str, torch.Tensor]]]:  # type: ignore[name-defined]
+    found = []
+    for rank in range(2):
+        tensors, described = experts(rank, says_it=says_it)
+        found.append((client.register_source("moe", tensors, rank=rank, world_size=2, metadata=described), tensors))
+    return found
+
+
+def want(client: refitd.Client, rank: int, **options: object) -> tuple[object, dict[str, torch.Tensor]]:
+    tensors = {UNIT: torch.zeros(4, 3), "norm": torch.zeros(5)}
+    _, described = experts(rank, says_it=bool(options.pop("says_it", False)))
+    target = client.register_target("moe", tensors, replica="r", rank=rank, world_size=2, metadata=described)
+    return target, tensors
+
+
+def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they_hold(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        sources = offer(trainer, says_it=False)
+        targets = [want(engine, rank) for rank in range(2)]
+        with Engine(*(target for target, _ in targets)):
+            for version in (1, 2):  # digests come with the first version; the description stays wrong
+                for source, _ in sources:
+                    source.publish(version)
+                with pytest.raises(refitd.RefusedError) as caught:
+                    trainer.swap("moe", version, timeout=60)
+                for words in (UNIT, "source rank 0", "source rank 1", "tensor_model_parallel", "check_replicas"):
+                    assert words in str(caught.value)
+                assert "norm" not in str(caught.value)
+        assert not any(tensors[UNIT].any() for _, tensors in targets)
+        for source, _ in sources:
+            source.close()
+        for target, _ in targets:
+            target.close()
+        for source, _ in offer(trainer, says_it=True):
+            source.publish(3)
+        targets = [want(engine, rank, says_it=True) for rank in range(2)]
+        with Engine(*(target for target, _ in targets)):
+            assert trainer.swap("moe", 3, timeout=60).outcome == "committed"
+        for rank, (_, tensors) in enumerate(targets):
+            assert torch.equal(tensors[UNIT], experts(rank, says_it=True)[0][UNIT])
+
+
+def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        tensors = [{"norm": torch.ones(5)}, {"norm": torch.ones(5)}]
+        tensors[1]["norm"][4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+        sources = [trainer.register_source("m", tensors[r], rank=r, world_size=2, pull=True) for r in range(2)]
+        engine.register_target("m", {"norm": torch.zeros(5)}, replica="r")
+        leases = [source.lend(1) for source in sources]
+        with pytest.raises(refitd.RefusedError, match=r"norm: source rank 0 .* and source rank 1 .*drifted apart"):
+            trainer.swap("m", 1, timeout=60)
+        for lease in leases:
+            lease.withdraw()
+
+
+def test_the_check_can_be_switched_off(start_daemon: Callable[..., RunningDaemon]) -> None:
+    daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for rank in range(2):
+            source = trainer.register_source("m", {"w": torch.full((5,), rank + 1.0)}, rank=rank, world_size=2)
+            source.publish(1)
+        target = engine.register_target("m", live := {"w": torch.zeros(5)}, replica="r")
+        with Engine(target):
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        assert float(live["w"][0]) in (1.0, 2.0)
+
+
+def test_what_no_target_wants_may_differ(daemon: RunningDaemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for rank in range(2):
+            held = {"w": torch.ones(5), "steps_here": torch.tensor([rank])}
+            trainer.register_source("m", held, rank=rank, world_size=2).publish(1)
+        target = engine.register_target("m", live := {"w": torch.zeros(5)}, replica="r")
+        with Engine(target):
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        assert torch.equal(live["w"], torch.ones(5))
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
+    start_daemon: Callable[..., RunningDaemon], stays: bool
+) -> None:
+    daemon = start_daemon(standalone=False)
+    coordinator = daemon.start_coordinator()
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        eventually(lambda: answers(trainer), "the coordinator", 30)
+        for source, _ in offer(trainer, says_it=False):
+            source.publish(1)
+            source.publish(2)  # which sends no digests
+        targets = [want(engine, rank) for rank in range(2)]
+        if not stays:
+            trainer.close()  # what it has published stays
+        coordinator.kill()
+        coordinator.wait(10)
+        daemon.start_coordinator()
+        eventually(lambda: answers(engine, members=4), "a coordinator that knows everybody", 30)
+        with Engine(*(target for target, _ in targets)), pytest.raises(refitd.RefusedError) as caught:
+            engine.swap("moe", 2, timeout=60)
+        for words in (UNIT, "source rank 0", "source rank 1"):
+            assert words in str(caught.value)
+        assert not any(tensors[UNIT].any() for _, tensors in targets)
+
+
+def answers(client: refitd.Client, members: int = 0) -> bool:
+    """Whether a coordinator answers, and has been told of so many ranks."""
+    try:
+        return sum(len(m.sources) + len(m.targets) for m in client.status().models) >= members
+    except refitd.RefitdError:
+        return False

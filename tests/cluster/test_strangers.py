@@ -1,0 +1,352 @@
+"""Somebody else connects to the workers' ports while they meet: swaps succeed all the same, or the error says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import refitd
+from refitd.copy_services import gloo, sockets
+from refitd.copy_services.epoch import Epoch, Mailbox
+from refitd.copy_services.peers import Deadline, Peers
+from refitd.copy_services.rendezvous import MailboxStore
+from refitd.errors import DeadlineExceeded
+from tests.cluster.test_nodes import nodes  # noqa: F401
+from tests.support.cluster import Engine, RunningDaemon
+
+Nodes = tuple[RunningDaemon, ...]
+
+# Looks for ports that others listen on, as any user of the host can, and takes every place there that it guesses.
+ATTACKER = """
+import socket, struct, sys, time
+mode, held, known = sys.argv[1], [], {}
+print("ready", flush=True)
+while True:
+    ports = set()
+    for line in open("/proc/net/tcp").read().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and words[1].startswith("0100007F"):
+            ports.add(int(words[1].split(":")[1], 16))
+    known = {port: known.get(port, 0) for port in ports}
+    for port in ports:
+        for _ in range(8):
+            peer = socket.socket()
+            peer.setblocking(False)
+            try:
+                peer.connect(("127.0.0.1", port))
+            except BlockingIOError:
+                pass
+            except OSError:
+                continue
+            peer.setblocking(True)
+            peer.settimeout(0.05)
+            try:
+                peer.sendall(struct.pack("<q", known[port]))
+                if mode == "noise":
+                    peer.sendall(b"\\xff" * 64)
+            except OSError:
+                pass
+            known[port] += 1
+            if mode == "leave":
+                peer.close()
+            else:
+                held.append(peer)
+    for peer in held[:-200]:
+        peer.close()
+    del held[:-200]
+"""
+
+
+@contextlib.contextmanager
+def attack(mode: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", ATTACKER, mode], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        yield
+        assert process.poll() is None, "the attacker has ended"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:  # noqa: F811
+    """Swap so often, in a new epoch each time, and return why swaps failed."""
+    n0, n1 = nodes(
+        2, "[deadlines]\nplan_s = 40.0\nstage_s = 10.0\ncommit_s = 10.0\n[models.policy]\ncatch_up = false\n"
+    )
+    failures = []
+    with n0.connect() as trainer, attack(mode):
+        full = {"w": torch.zeros(300, 1000)}
+        source = trainer.register_source("policy", full)
+        for version in range(1, rounds + 1):
+            with n1.connect() as client:  # another registration: another plan, and an epoch of its own
+                mine = {"w": torch.zeros(300, 1000)}
+                target = client.register_target("policy", mine, replica=f"r{version}")
+                full["w"].fill_(version)
+                source.publish(version)
+                with Engine(target):
+                    try:
+                        assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                    except refitd.RefitFailed as exc:
+                        failures.append(str(exc))
+                    else:
+                        assert torch.equal(mine["w"], full["w"])
+    return failures
+
+
+@pytest.mark.parametrize(
+    "mode", ["hold", pytest.param("noise", marks=pytest.mark.slow), pytest.param("leave", marks=pytest.mark.slow)]
+)
+@pytest.mark.timeout(300)
+def test_swaps_succeed_while_a_stranger_connects_to_every_port_in_a_loop(
+    nodes: Callable[..., Nodes],  # noqa: F811
+    mode: str,
+) -> None:
+    assert swapped(nodes, mode, 20 if mode == "hold" else 5) == []
+
+
+# --- the meeting itself -------------------------------------------------------------------------------------
+
+
+class Board:
+    """What the workers of one epoch leave for each other."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+
+class OnBoard(Mailbox):
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._board.changed:
+            assert key not in self._board.values, f"{key} is left twice"
+            self._board.values[key] = value
+            self._board.changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._board.changed:
+            if not self._board.changed.wait_for(lambda: key in self._board.values, timeout):
+                raise DeadlineExceeded(f"nobody left {key!r}")
+            return self._board.values[key]
+
+
+def meet(
+    board: Board, size: int, timeout: float, put: Callable[[int, str, bytes], None] = lambda index, key, value: None
+) -> list[object]:
+    """Have threads meet; return what each got, a service or an error. `put` is called with what each leaves to meet."""
+    labels = tuple(f"worker 0 on node n{i}" for i in range(size))
+    found: list[object] = [None] * size
+
+    class Watched(OnBoard):
+        def __init__(self, index: int) -> None:
+            super().__init__(board)
+            self._index = index
+
+        def put(self, key: str, value: bytes) -> None:
+            if not key.startswith("here/"):
+                put(self._index, key, value)
+            super().put(key, value)
+
+    def join(index: int) -> None:
+        epoch = Epoch("e", index, labels, "127.0.0.1", 1 << 20, Watched(index), timeout)
+        try:
+            found[index] = gloo.join(epoch)
+        except refitd.RefitdError as exc:
+            found[index] = exc
+
+    threads = [threading.Thread(target=join, args=(index,), daemon=True) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+def test_no_port_is_open_before_all_have_come() -> None:
+    board = Board()
+    epoch = Epoch("e", 0, ("worker 0 on node n0", "worker 0 on node n1"), "127.0.0.1", 1 << 20, OnBoard(board), 0.2)
+    before = sockets.listening()
+    with pytest.raises(DeadlineExceeded, match="worker 0 on node n1 did not come"):
+        gloo.join(epoch)
+    assert list(board.values) == ["here/0"] and sockets.listening() == before
+
+
+def test_a_meeting_ends_with_the_time_of_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "MEET_S", 60.0)
+    timeout, came, deadlines = 30.0, {}, []
+
+    def late(index: int, key: str, value: bytes) -> None:
+        came.setdefault(index, time.monotonic())
+        if index == 1:
+            time.sleep(0.1)  # while the other one waits for its place
+
+    def gathers(peers: Peers, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
+        deadlines.append(deadline.at)
+        return gathered(peers, record, deadline, purpose)
+
+    gathered = Peers.all_gather
+    monkeypatch.setattr(Peers, "all_gather", gathers)
+    for service in meet(Board(), 2, timeout, late):
+        assert isinstance(service, gloo.GlooService)
+        service.close()
+    assert len(deadlines) == 2 and max(deadlines) <= max(came.values()) + timeout
+
+
+TAKER = """
+import contextlib, socket, struct, sys
+held = []
+for line in sys.stdin:
+    port, *places = map(int, line.split())
+    for place in places:
+        with contextlib.suppress(ConnectionError):  # its owner has closed it since it was listed
+            peer = socket.create_connection(("127.0.0.1", port), timeout=10)
+            held.append((peer, peer.getsockname()[1]))
+            peer.sendall(struct.pack("<q", place))
+    print(*(own for _, own in held), flush=True)
+"""
+
+
+class Thief:
+    """Knows the number of every place, as if it had guessed it, and takes it before the worker comes."""
+
+    def __init__(self, meetings: int) -> None:
+        self._meetings = meetings
+        self.ports: set[int] = set()  # its ends of connections
+        self._one = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, index: int, key: str, value: bytes) -> None:
+        number, _, rest = key.partition("/")
+        if int(number) >= self._meetings or rest.startswith("word"):
+            return
+        places = [struct.unpack_from("<q", value, at)[0] for at in range(len(value) - 8 * 3, len(value), 8)]
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        with self._one:
+            for port in {*sockets.listening().values()}:  # the worker's own one is among them
+                process.stdin.write(f"{port} {' '.join(map(str, places))}\n")
+                process.stdin.flush()
+                self.ports |= {*map(int, process.stdout.readline().split())}
+        time.sleep(0.05)  # gloo has read what was sent before the worker itself connects
+
+    def close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        self._process.wait(10)
+
+
+def test_meeting_that_a_stranger_has_taken_a_place_in_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "MEET_S", 1.0)
+    thief, board = Thief(meetings=2), Board()
+    try:
+        found = meet(board, 3, 30.0, thief)
+    finally:
+        thief.close()
+    assert all(isinstance(service, gloo.GlooService) for service in found), found
+    assert {key.partition("/")[0] for key in board.values} == {"here", "0", "1", "2"}
+
+
+def test_stranger_that_disturbs_every_meeting_is_named_and_no_worker_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "MEET_S", 2.0)
+    monkeypatch.setattr(gloo, "MEETINGS", 3)
+    thief = Thief(meetings=100)
+    try:
+        found = meet(Board(), 3, 30.0, thief)
+    finally:
+        thief.close()
+    for error in found:
+        assert isinstance(error, refitd.TransportError)
+        said = str(error)
+        assert said.startswith(
+            "strangers, who are no workers, connected to the workers' ports while these met, 3 times"
+        )
+        assert any(f"127.0.0.1:{port}" in said for port in thief.ports), (said, thief.ports)
+    assert len({str(error).partition(":")[0] for error in found}) == 1
+
+
+def test_ports_are_shut_and_numbers_are_others_once_all_have_met() -> None:
+    before = sockets.listening()
+    numbers = set()
+
+    def look(index: int, key: str, value: bytes) -> None:
+        if key.endswith(f"/{index}") and "word" not in key:
+            numbers.add(struct.unpack_from("<q", value, len(value) - 8)[0])
+
+    for _ in range(8):
+        found = meet(Board(), 2, 20.0, look)
+        assert all(isinstance(service, gloo.GlooService) for service in found), found
+        doors = {fd: port for fd, port in sockets.listening().items() if fd not in before}
+        assert len(doors) >= 2
+        for port in doors.values():
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=0.2)
+        del found
+    assert len(numbers) > 12, "places have the same numbers again and again"
+
+
+def test_worker_that_does_not_come_is_still_named() -> None:
+    labels = ("worker 0 on node n0", "worker 0 on node n1")
+    with pytest.raises(DeadlineExceeded, match=r"worker 0 on node n1 did not come to epoch e within 0\.5 s$"):
+        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5))
+
+
+@pytest.mark.parametrize("others_meet_again", [True, False])
+def test_meetings_share_one_deadline_and_the_first_cause_is_told(
+    monkeypatch: pytest.MonkeyPatch, others_meet_again: bool
+) -> None:
+    labels = ("worker 0 on node n0", "worker 0 on node n1")
+    deadlines, board = [], Board()
+    OnBoard(board).put("here/1", b"1")
+
+    class Disturbed:
+        why = "strangers came"
+
+        def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
+            deadlines.append(deadline)
+            self._store = MailboxStore(epoch, deadline, f"{number}/")
+            self._number = number
+
+        def hold(self) -> bool:
+            if others_meet_again:
+                time.sleep(0.4)
+            elif self._number:
+                self._store.get("0/1")
+            return False
+
+    monkeypatch.setattr(gloo, "_Meeting", Disturbed)
+    with pytest.raises(refitd.TransportError, match="strangers came") as caught:
+        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(board), 1.0))
+    assert len({*deadlines}) == 1 and len(deadlines) < gloo.MEETINGS, "none is held when the time is over"
+    assert ("worker 0 on node n1 did not come to epoch e within 1.0 s; before, " in str(caught.value)) is not (
+        others_meet_again
+    )
+
+
+def test_owner_of_a_connection_on_this_host_is_named_by_its_user() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+        assert sockets.owner(peer.getsockname()) == (
+            f"127.0.0.1:{peer.getsockname()[1]}, a process of uid {os.getuid()} on this host"
+        )
+        assert (peer.getsockname(), peer.getpeername()) in sockets.connected()
+    assert sockets.owner(("10.1.2.3", 1)) == "10.1.2.3:1"
+    assert Path("/proc/net/tcp").exists()

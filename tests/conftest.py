@@ -1,0 +1,26 @@
+"""What runs side by side in a parallel run, and what stays together because it shares processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# each starts a pool of processes, or a cluster, that its tests share
+SHARING = ("tests/spmd/", "tests/conformance/", "tests/faults/test_faults.py")
+# their tests start what they need themselves, and take long: one by one they spread best
+ALONE = ("tests/cluster/", "tests/faults/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal the folders that share something, tests of other folders one by one or by file, in the order they are in."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = next((name for name in SHARING if nodeid.startswith(name)), None)
+            return shared or (nodeid if nodeid.startswith(ALONE) else nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)

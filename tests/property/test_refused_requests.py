@@ -1,0 +1,198 @@
+"""A refused request changes nothing: whatever the state, whoever asks, of the daemon and of the coordinator."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import initialize, rule
+from msgspec import structs
+
+from refitd.coordinator import actions as coordinator_act
+from refitd.coordinator.state import Coordinator
+from refitd.daemon import actions as act
+from refitd.errors import ArenaError
+from refitd.protocol import cluster, local
+from refitd.protocol.reports import NodeStatus
+from refitd.protocol.shards import Place
+from tests.property.test_coordinator_machine import DIGEST, NODES, CoordinatorMachine, Sim
+from tests.property.test_daemon_machine import SESSIONS, DaemonMachine
+from tests.support.snapshots import changes, snapshot
+from tests.unit.test_daemon_state import SOURCE, TARGET, Harness
+
+registered = Harness().ask(TARGET)
+assert isinstance(registered, local.TargetRegistered)
+SHARD_BYTES = registered.nbytes
+
+# What a request that the daemon refuses may change, and why.
+OF_DAEMON = {
+    "Daemon._now": "time passes",
+    "Daemon._coordinator_heard": "a coordinator that refuses is alive",
+    "Daemon._numbers": "it numbers requests and registrations; one that is used up is missed by nobody",
+    "LocalArenas._tickets": "likewise",
+    "Permits._tokens": "likewise: a registration that the coordinator refuses had a permit, of which nobody was told",
+    "Daemon._described": "the coordinator was told of the tensors, and knows them though it refuses the rank",
+}
+# A publish that is refused gives its slot back, to whoever waits for one: nothing is written to it any more.
+OF_PUBLISH = {"Slot.writing", "Member.waiting", "Member.may_drop", "Member.lagging"}
+
+
+class WatchedHarness(Harness):
+    """Compares the daemon before and after every request that it refuses, by itself or for the coordinator."""
+
+    def ask(self, message: local.ClientRequest, session: int = 1) -> object:
+        leave_out = {*OF_DAEMON, *(OF_PUBLISH if isinstance(message, local.Publish) else ())}
+        before, retained = snapshot(self.daemon, leave_out), self.daemon._retained.arenas()
+        others_may_refuse = self.refuse_with is not None or self.no_memory is not None
+        answer = super().ask(message, session)
+        # what is retained makes room for what fits in its place, before the coordinator and the system are asked
+        made_room = others_may_refuse and self.daemon._retained.arenas() != retained
+        if isinstance(answer, local.Failure) and not made_room:
+            assert not changes(before, snapshot(self.daemon, leave_out)), (message, answer)
+        return answer
+
+
+class RefusingDaemon(DaemonMachine):
+    """A daemon with little room, which keeps what an engine that has died has left."""
+
+    def harness(self) -> Harness:
+        h = WatchedHarness(max_arena_bytes=6 * SHARD_BYTES, keep_targets_s=60.0)
+        del h.daemon._permits._free[:-2]
+        return h
+
+    @initialize()
+    def begin(self) -> None:
+        super().begin()
+        h = self.h
+        h.done(h.stage("s0"))
+        h.commit(self.ids[1], "s0")
+        h.feed(act.SessionClosed(1, "died"), act.SessionOpened(1, 100, "again"))
+        assert h.daemon._retained.arenas() and not h.closed
+
+    @rule(session=st.sampled_from(SESSIONS), what=st.integers(0, 11), refuses=st.booleans())
+    def client_asks_for_what_may_be_refused(self, session: int, what: int, refuses: bool) -> None:
+        place = Place(99, 0, (1,))
+        message = (
+            TARGET,
+            SOURCE,
+            structs.replace(TARGET, replica="other"),
+            structs.replace(TARGET, rank=5),
+            structs.replace(TARGET, live=(place,)),
+            structs.replace(SOURCE, slots=9),
+            local.CreateArena(nbytes=2 * SHARD_BYTES),
+            local.CreateArena(nbytes=9 * SHARD_BYTES),
+            local.FreeArena(arena=1),
+            local.GetStatus(),
+            local.Evict(model="m", replica="r"),
+            structs.replace(SOURCE, model="a\nb"),
+        )[what]
+        self.h.refuse_with = local.Failure(code="refused", message="no") if refuses else None
+        self.h.ask(message, session)
+        self.h.refuse_with = None
+
+    @rule(session=st.sampled_from(SESSIONS), short=st.sampled_from([0, SHARD_BYTES, 8 * SHARD_BYTES]))
+    def memory_is_lacking(self, session: int, short: int) -> None:
+        self.h.no_memory = ArenaError("there is no memory", short=short)
+        self.h.ask(local.CreateArena(nbytes=SHARD_BYTES), session)
+        self.h.no_memory = None
+
+    @rule(session=st.sampled_from(SESSIONS), member=st.integers(0, 9), version=st.integers(2, 5), refuses=st.booleans())
+    def client_publishes(self, session: int, member: int, version: int, refuses: bool) -> None:
+        name = self.ids[member % len(self.ids)]
+        granted = self.h.ask(local.BeginPublish(member=name, version=version, timeout_s=5.0), session)
+        slot = granted.slot if isinstance(granted, local.SlotGranted) else 0
+        self.h.refuse_with = local.Failure(code="refused", message="no") if refuses else None
+        self.h.ask(local.Publish(member=name, version=version, slot=slot, why="y", replicas=b"1" * version), session)
+        self.h.ask(local.Publish(member=name, version=version, slot=slot, why="x"), session)
+        self.h.ask(local.Lend(member=name, version=version, addresses=(1,) * version, why="z"), session)
+        self.h.refuse_with = None
+
+    def teardown(self) -> None:
+        pass  # what is kept belongs to nobody
+
+
+TestDaemon = RefusingDaemon.TestCase
+TestDaemon.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestDaemon.pytestmark = [pytest.mark.timeout(600)]
+
+
+# What a request that the coordinator refuses may change, and why.
+OF_COORDINATOR = {
+    "Node.last_heard": "a daemon that is refused something is alive",
+    "Coordinator._numbers": "it numbers checks; one that is used up is missed by nobody",
+    "Swaps._tickets": "likewise of plans",
+    "Swaps._plans": "remembers what was planned, and is asked before it is planned again",
+    "Swaps.reader": "likewise of descriptions",
+    "Model.compared": "likewise of digests of replicas",
+    "Lives.past": "the journal, which no request changes but by Decide and Remember",
+    "Coordinator._config": "never changes",
+    "Swaps._config": "never changes",
+}
+
+
+class WatchedCoordinator(Coordinator):
+    """Compares itself before and after every request that it refuses."""
+
+    def handle(self, event: coordinator_act.Event, now: float) -> list[coordinator_act.Instruction]:
+        if not isinstance(event, coordinator_act.FromNode):
+            return super().handle(event, now)
+        before = snapshot(self, OF_COORDINATOR)
+        done = super().handle(event, now)
+        for one in done:
+            if (
+                isinstance(one, coordinator_act.Send)
+                and (one.identity, one.request) == (event.identity, event.request)
+                and isinstance(one.message, local.Failure)
+            ):
+                assert not changes(before, snapshot(self, OF_COORDINATOR)), (event.message, one.message)
+                assert all(isinstance(other, coordinator_act.Log) for other in done if other is not one), done
+        return done
+
+
+class RefusingCoordinator(CoordinatorMachine):
+    """The same cluster, in which daemons also ask for what cannot be."""
+
+    coordinator = WatchedCoordinator
+
+    def say(self, sim: Sim, message: cluster.NodeMessage, request: int = 0) -> None:
+        if not hasattr(self, "requests"):
+            self.requests = itertools.count(100)
+        super().say(sim, message, next(self.requests))  # each with a number of its own
+
+    @rule(node=st.sampled_from(NODES), number=st.integers(0, 3), what=st.integers(0, 15))
+    def somebody_asks_for_what_cannot_be(self, node: str, number: int, what: int) -> None:
+        status = NodeStatus(node="n9", host="h", pid=9, workers=(), clients=0, arenas=0, arena_bytes=0)
+        source = cluster.AddShard(
+            member=f"more{number}", model="m", role="source", replica="", rank=0, world_size=1, pid=5, digest=DIGEST
+        )
+        other = f"new{number}"
+        message = (
+            structs.replace(source, replicas=b"1"),
+            structs.replace(source, rank=1, world_size=2, replicas=b"1"),
+            structs.replace(source, rank=3, world_size=2),
+            structs.replace(source, model=other, digest="nobody has described it"),
+            structs.replace(source, model=other, role="target", replica="r", digest="nobody has described it"),
+            cluster.ShardPublished(member="src", version=self.version + 1 + number, replicas=b"1"),
+            cluster.ShardPublished(member=other, version=1),
+            cluster.WantsRoom(member=other, version=1, slots=2),
+            cluster.NodeUpdate(status=status),
+            cluster.DescribeShard(digest="another", packed=b"damaged"),
+            local.StartSwap(model="m", version=99 + number),
+            local.StartSwap(model=other),
+            local.Evict(model="m", replica="nobody's"),
+            local.Verify(model=other, timeout_s=1.0),
+            local.GetPlan(model=other),
+            local.GetDescription(model=other),
+        )[what]
+        self.say(self.sims[node], message)
+
+
+TestCoordinator = RefusingCoordinator.TestCase
+TestCoordinator.settings = settings(
+    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCoordinator.pytestmark = [pytest.mark.timeout(600)]

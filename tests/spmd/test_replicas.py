@@ -1,0 +1,26 @@
+"""Source ranks that say they hold the same must hold the same: the in-process API looks before anything moves."""
+
+from __future__ import annotations
+
+from tests.spmd.pool import Pool
+
+
+def test_one_flipped_bit_of_any_replica_is_refused_by_name(pool: Pool) -> None:
+    said = pool.run("replica_cases:any_replica_that_differs_is_named", range(24), timeout=240)
+
+    assert len(said[0]) > 10 and all(each == said[0] for each in said)
+
+
+def test_experts_that_do_not_say_they_are_split_are_refused_with_what_to_check(pool: Pool) -> None:
+    for said in pool.run("replica_cases:experts_without_attributes"):
+        assert "experts.linear_fc1.weight0: rank 0 and rank 1 describe the same elements" in said
+        assert "tensor_model_parallel" in said
+
+
+def test_twins_are_compared_at_the_first_exchange_of_a_plan_only(pool: Pool) -> None:
+    pool.run("replica_cases:later_exchanges_compare_nothing")
+
+
+def test_tied_copies_of_a_pipelines_ends_are_twins(pool: Pool) -> None:
+    for said in pool.run("replica_cases:tied_copies_differ"):
+        assert "rank 0 and rank 1 describe the same elements" in said

@@ -1,0 +1,92 @@
+"""What `refitd` exports can be imported, and type checkers know what it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import refitd
+from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.reports import SwapReport
+
+USER = """\
+from typing import assert_type
+
+from torch import nn
+
+import refitd
+
+
+def trainer(client: refitd.Client, module: nn.Module) -> refitd.Source:
+    return client.register_source("policy", module)
+
+
+def applied(commit: refitd.Commit) -> None:
+    assert_type(commit.version, int)
+
+
+def engine(client: refitd.Client, module: nn.Module) -> refitd.SwapReport:
+    target: refitd.Target = client.register_target("policy", module, replica="a", on_commit=applied)
+    assert_type(target.poll(), int | None)
+    report = client.swap("policy", 3)
+    assert_type(report.outcome, refitd.SwapOutcome)
+    assert_type([member.state for member in report.members], list[refitd.MemberState])
+    return report
+
+
+def refit(trainer: nn.Module, engine: nn.Module, backend: refitd.RefitBackendName) -> refitd.ExchangeResult:
+    plan: refitd.ReshardPlan = refitd.build_centralized_reshard_plan(trainer, engine)
+    refitd.execute_reshard_plan(plan, trainer, engine, refitd.get_or_create_service(backend))  # not agreed on
+    assert_type(refitd.__version__, str)
+    return refitd.swap_model_weights(trainer, engine, "smtp")  # no backend
+
+
+refitd.nothing
+"""
+
+
+@pytest.mark.parametrize("name", refitd.__all__)
+def test_every_exported_name_is_there(name: str) -> None:
+    assert getattr(refitd, name) is not None
+    assert name in dir(refitd)
+
+
+def test_a_name_that_is_not_exported_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = refitd.nothing
+
+
+@pytest.mark.timeout(600)
+def test_mypy_strict_sees_the_types_of_what_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(USER)
+    # torch is no part of this and takes minutes to read
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = true\nfollow_imports = silent\n[mypy-torch.*,numpy.*,zmq.*]\nfollow_imports = skip\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MYPYPATH": str(Path(refitd.__file__).parents[1])},
+    )
+    wrong = {f"user.py:{number}": line for number, line in enumerate(USER.splitlines(), 1)}
+    found = [wrong[place] for place in re.findall(r"^(user\.py:\d+): error", ran.stdout, re.MULTILINE)]
+    expected = [line for line in USER.splitlines() if "# n" in line or line == "refitd.nothing"]
+    assert found == expected, ran.stdout + ran.stderr
+
+
+def test_enums_are_their_strings_in_json_and_on_the_wire() -> None:
+    report = SwapReport("s", "m", 1, refitd.SwapOutcome.DECIDED)
+    assert msgspec.json.decode(msgspec.json.encode(report))["outcome"] == "decided"
+    _, found = Decoder[SwapReport](SwapReport).decode(encode(0, report))
+    assert found == report and found.outcome is refitd.SwapOutcome.DECIDED and f"{found.outcome}" == "decided"
+    assert encode(0, report) == encode(0, SwapReport("s", "m", 1, "decided"))

@@ -1,0 +1,276 @@
+"""At which poll the ranks of a replica flip."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from refitd.client.steps import PollSteps
+from refitd.coordinator.steps import LOCKSTEP, MISSING_S, PATIENCE_S, ROUNDS, Flip, FlipSteps, Pass, Reached, meeting
+from refitd.errors import RefusedError
+from refitd.protocol.local import CALLERS_STEP
+
+COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=2, max_size=8)
+
+
+def rank(number: int, world: int = 2, staged: str | None = "s", replica: str = "r") -> Any:
+    added = SimpleNamespace(replica=replica, rank=number, world_size=world)
+    return SimpleNamespace(id=f"{replica}{number}", added=added, staged=staged, version=1)
+
+
+def polls(told: list[Flip | Pass]) -> dict[int, int]:
+    return {one.member.added.rank: one.step for one in told if isinstance(one, Flip)}
+
+
+@given(COUNTS)
+def test_ranks_that_count_from_one_origin_share_the_poll_and_none_has_passed_it(counts: dict[str, int]) -> None:
+    found = meeting({who: Reached(step, "before") for who, step in counts.items()})
+    if max(counts.values()) - min(counts.values()) <= LOCKSTEP:
+        assert found == dict.fromkeys(counts, max(counts.values()) + 1)
+    else:
+        assert found is None
+    by_caller = meeting({who: Reached(step, CALLERS_STEP) for who, step in counts.items()})
+    assert by_caller == dict.fromkeys(counts, max(counts.values()) + 1)
+
+
+def test_counts_from_two_origins_name_no_poll_however_near_they_are() -> None:
+    assert meeting({"a": Reached(41, "before"), "b": Reached(41)}) is None
+    assert meeting({"a": Reached(41), "b": Reached(41)}) is None
+    assert meeting({"a": Reached(41, "before", "poll"), "b": Reached(3, "", "poll")}) == {"a": 41, "b": 3}
+    assert meeting({"a": Reached(41, "before", "poll"), "b": Reached(3, "", "wait")}) == {"a": 41, "b": 3}
+
+
+def test_ranks_that_one_thread_polls_are_not_held_for_each_other() -> None:
+    one = ("n0", 7, 1)
+    assert meeting({"a": Reached(4, thread=one), "b": Reached(5, "", "poll", one)}) == {"a": 5, "b": 5}
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    steps.reached("s", ranks[0], Reached(400, "before", "poll", one), now=0.0)
+    steps.reached("s", ranks[1], Reached(5, thread=one), now=0.0)
+    told = steps.due(ranks, now=0.0)
+    assert polls(told) == {0: 400, 1: 6}
+    assert all(isinstance(flip, Flip) and not flip.origin and "rank 0: 400, rank 1: 5" in flip.apart for flip in told)
+
+
+def test_ranks_are_told_once_all_of_their_replica_have_said_where_they_are() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    other = [rank(0, world=1, replica="q")]
+    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
+    assert steps.due([*ranks, *other], now=0.1) == []
+    steps.reached("s", ranks[1], Reached(42, "before"), now=0.2)
+    assert steps.due([*ranks, *other], now=0.2) == [Flip("s", ranks[0], 43, "s"), Flip("s", ranks[1], 43, "s")]
+    assert steps.due([*ranks, *other], now=0.2) == []
+    steps.reached(
+        "s", ranks[1], Reached(43, "before", "poll"), now=0.3
+    )  # it had not heard of it, or its daemon has not
+    assert steps.due([*ranks, *other], now=0.3) == [Flip("s", ranks[1], 43, "s")]
+
+
+def test_a_rank_that_has_left_or_taken_the_version_over_is_not_waited_for_and_does_not_count_with_the_others() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    steps.reached("s", ranks[0], Reached(41), now=0.0)
+    ranks[1].staged = None
+    assert steps.due(ranks, now=0.1) == [Flip("s", ranks[0], 42)]
+    ranks[0].staged = "t"
+    steps.reached("t", ranks[0], Reached(50), now=1.0)
+    assert steps.due(ranks[:1], now=1.1) == []  # another coordinator may hear of the second one yet
+    assert steps.next_deadline() == 1.0 + MISSING_S
+    assert steps.due(ranks[:1], now=1.1 + MISSING_S) == [Flip("t", ranks[0], 51)]
+
+
+def test_a_rank_that_does_not_answer_is_named_and_so_is_one_that_answers_late() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
+    (told,) = steps.due(ranks, now=MISSING_S)
+    assert isinstance(told, Flip) and told.step == 42 and not told.origin and "rank 1 did not say" in told.apart
+    steps.reached("s", ranks[1], Reached(40, "before"), now=9.0)
+    (told,) = steps.due(ranks, now=9.0)
+    assert isinstance(told, Flip) and (told.member, told.step) == (ranks[1], 41) and "after the others" in told.apart
+
+
+def test_ranks_that_never_stand_at_once_are_let_through_a_few_times_and_then_told_apart_by_name() -> None:
+    steps, ranks, now, passed = FlipSteps(), [rank(0), rank(1)], 0.0, 0
+    steps.reached("s", ranks[1], Reached(3), now)
+    for poll in range(41, 100):
+        steps.reached("s", ranks[0], Reached(poll, "before", "poll"), now)
+        assert steps.due(ranks, now) == []
+        due_at = steps.next_deadline()
+        assert due_at is not None and due_at == pytest.approx(now + PATIENCE_S * 2**passed)
+        now = due_at
+        told = steps.due(ranks, now)
+        if told != [Pass("s", ranks[0])]:
+            break
+        passed += 1
+    assert passed == ROUNDS - 1 and polls(told) == {0: 45, 1: 4}
+    assert all(isinstance(flip, Flip) and not flip.origin and "rank 1 stood in no poll" in flip.apart for flip in told)
+
+
+def test_a_rank_that_waits_is_not_let_through_and_not_held_for_ever() -> None:
+    steps, ranks, now = FlipSteps(), [rank(0), rank(1)], 0.0
+    steps.reached("s", ranks[0], Reached(0, "before", "wait"), now)
+    steps.reached("s", ranks[1], Reached(3), now)
+    told: list[Flip | Pass] = []
+    for _ in range(ROUNDS):
+        assert told == steps.due(ranks, now) == []
+        now = steps.next_deadline() or 0.0
+        told = steps.due(ranks, now)
+    assert polls(told) == {0: 0, 1: 4}
+
+
+def test_ranks_of_a_replica_that_serves_nothing_flip_at_once_and_have_no_common_origin_from_that() -> None:
+    steps, ranks = FlipSteps(), [rank(0), rank(1)]
+    ranks[0].version = ranks[1].version = None
+    for member, where in zip(ranks, (Reached(7), Reached(0, "", "wait")), strict=True):
+        steps.reached("s", member, where, now=0.0)
+    assert steps.due(ranks, now=0.0) == [Flip("s", ranks[0], 8), Flip("s", ranks[1], 0)]
+
+
+def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
+    steps = FlipSteps()
+    steps.reached("s", rank(0), Reached(1), now=0.0)
+    assert steps.due([], now=MISSING_S + 1) == [] and not steps._waiting
+
+
+def test_a_callers_step_only_goes_up() -> None:
+    steps = PollSteps()
+    steps.count(7)
+    steps.count(7)
+    with pytest.raises(RefusedError, match="step is 6, after 7"):
+        steps.count(6)
+    assert steps.reached("s", "m").step == 7 and steps.reached("s", "m").origin == CALLERS_STEP
+    steps.flip(8, "s")
+    steps.flipped()
+    assert steps.reached("t", "m").step == 7  # its caller goes on counting
+
+
+class Lockstep:
+    """Ranks that poll before every step, none of which ends before all have begun it, and their coordinator.
+
+    Messages arrive in order, at any time. `pick(n)` chooses which of n things happens next.
+    """
+
+    def __init__(self, counts: list[int], pick: Any, *, by_caller: bool, in_time: bool) -> None:
+        world = len(counts)
+        self.pick, self.by_caller, self.in_time = pick, by_caller, in_time
+        self.members = [rank(number, world, None) for number in range(world)]
+        self.counters = [PollSteps() for _ in counts]
+        for number, count in enumerate(counts):
+            self.come_back(number, count)
+        self.steps = FlipSteps()
+        self.now = 0.0
+        self.step = [0] * world  # that the rank is in, or polls before
+        self.where = ["before"] * world
+        self.to_rank: list[deque[Any]] = [deque() for _ in counts]
+        self.to_coordinator: list[deque[Any]] = [deque() for _ in counts]
+        self.is_pending = [False] * world
+
+    def come_back(self, number: int, count: int = 0) -> None:
+        self.counters[number] = PollSteps()
+        for _ in range(0 if self.by_caller else count):
+            self.counters[number].count(None)
+
+    def swap(self, name: str) -> tuple[set[int], bool]:
+        """Return the steps before which ranks flipped, and whether it was said that they may differ."""
+        self.name, self.flipped, self.apart = name, {}, False
+        for number, member in enumerate(self.members):
+            member.staged = name
+            self.to_rank[number].append("decided")
+        while any(member.staged for member in self.members):
+            acts = [act for number in range(len(self.members)) for act in self.enabled(number)]
+            if not acts or (not self.in_time and self.pick(8) == 0):
+                acts = [(self.tick, 0)]
+            act, number = acts[self.pick(len(acts))]
+            act(number)
+        for queue in (*self.to_rank, *self.to_coordinator):
+            queue.clear()
+        return set(self.flipped.values()), self.apart
+
+    def enabled(self, r: int) -> list[tuple[Any, int]]:
+        found = [(self.deliver, r)] if self.to_rank[r] else []
+        found += [(self.hear, r)] if self.to_coordinator[r] else []
+        if self.where[r] == "before":
+            found.append((self.poll, r))
+        elif self.where[r] == "inside" and all(
+            self.step[other] > self.step[r] or (self.step[other] == self.step[r] and self.where[other] == "inside")
+            for other in range(len(self.members))
+        ):
+            found.append((self.end, r))
+        return found
+
+    def poll(self, r: int) -> None:
+        self.counters[r].count(self.step[r] if self.by_caller else None)
+        if self.is_pending[r] and self.counters[r].flip_at is None:
+            self.to_coordinator[r].append(self.counters[r].reached(self.name, "", "poll"))
+            self.where[r] = "held"
+        else:
+            self.go_on(r)
+
+    def go_on(self, r: int) -> None:
+        if self.is_pending[r] and self.counters[r].is_due():
+            self.flipped[r], self.is_pending[r] = self.step[r], False
+            self.counters[r].flipped()
+            self.to_coordinator[r].append(None)
+        self.where[r] = "inside"
+
+    def end(self, r: int) -> None:
+        self.step[r], self.where[r] = self.step[r] + 1, "before"
+
+    def deliver(self, r: int) -> None:
+        message, counter = self.to_rank[r].popleft(), self.counters[r]
+        if message == "decided":
+            self.is_pending[r] = True
+            counter.decided()
+            self.to_coordinator[r].append(counter.reached(self.name, ""))
+        elif self.is_pending[r]:
+            counter.flip(message.step, message.origin) if isinstance(message, Flip) else counter.passed()
+            if self.where[r] == "held":
+                self.go_on(r)
+
+    def hear(self, r: int) -> None:
+        said = self.to_coordinator[r].popleft()
+        if said is None:
+            self.members[r].staged = None
+        elif self.members[r].staged:
+            self.steps.reached(self.name, self.members[r], Reached(said.step, said.origin, said.stands), self.now)
+        self.tell()
+
+    def tick(self, _: int) -> None:
+        self.now = self.now + 0.3 if not self.in_time else (self.steps.next_deadline() or self.now + 1)
+        self.tell()
+
+    def tell(self) -> None:
+        for told in self.steps.due(self.members, self.now):
+            self.apart |= isinstance(told, Flip) and bool(told.apart)
+            self.to_rank[told.member.added.rank].append(told)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=4), st.integers(0, 1 << 32), st.booleans())
+def test_ranks_in_lock_step_flip_before_the_same_step_wherever_their_counts_begin(
+    counts: list[int], seed: int, by_caller: bool
+) -> None:
+    """One of them returns alone before every third swap."""
+    random = Random(seed)
+    run = Lockstep(counts, random.randrange, by_caller=by_caller, in_time=True)
+    for number in range(6):
+        if number % 3 == 2:
+            run.come_back(random.randrange(len(counts)))
+        steps, apart = run.swap(f"s{number}")
+        assert len(steps) == 1 and not apart
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=4), st.integers(0, 1 << 32))
+def test_ranks_that_flip_before_different_steps_because_messages_are_late_are_never_silent(
+    counts: list[int], seed: int
+) -> None:
+    random = Random(seed)
+    run = Lockstep(counts, random.randrange, by_caller=False, in_time=False)
+    for number in range(6):
+        steps, apart = run.swap(f"s{number}")
+        assert len(steps) == 1 or apart

@@ -1,0 +1,162 @@
+"""The state machine of a target rank: its table, what it refuses, and what holds in every state it can reach."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from refitd.daemon import target_state as t
+from refitd.daemon.target_state import Live, Step, TargetState, fresh, restoring, step_of
+from refitd.errors import IllegalTransition
+
+SWAPS = ("s", "u")
+EVENTS: tuple[t.Event, ...] = (
+    t.Restored(),
+    *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageDone, t.StoodAside)),
+    *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.Failed)),
+    *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
+    *(t.Aborted(swap, "why") for swap in SWAPS),
+    t.Doubted("out of reach"),
+    t.FellBehind("2 is live"),
+)
+
+
+def reached(start: TargetState) -> set[TargetState]:
+    """All states that any events lead to."""
+    found, left = {start}, deque([start])
+    while left:
+        state = left.popleft()
+        for event in EVENTS:
+            try:
+                after = step_of(state, event)
+            except IllegalTransition:
+                continue
+            if after not in found:
+                found.add(after)
+                left.append(after)
+    return found
+
+
+ALL = reached(fresh(in_place=False)) | reached(fresh(in_place=True)) | reached(restoring(1))
+
+
+def run(state: TargetState, *events: t.Event) -> TargetState:
+    for event in events:
+        state = step_of(state, event)
+    return state
+
+
+def test_a_shadow_target_takes_versions_over_and_serves_the_old_one_until_then() -> None:
+    first = run(fresh(in_place=False), t.StageBegan("s", 1), t.StageDone("s"), t.Decided("s", 1))
+    assert first.version is None and first.may_serve  # it may take the version over at any moment
+    serving = run(first, t.Committed("s"))
+    assert (serving.step, serving.live, serving.version, serving.holds) == (Step.IDLE, Live.SERVING, 1, 1)
+    staging = run(serving, t.StageBegan("u", 2))
+    assert (staging.version, staging.holds, staging.may_serve) == (1, None, True)
+    asked = run(staging, t.StageDone("u"), t.AskedToHalt("u"), t.StoodStill("u"))
+    assert asked.staged == "u" and asked.version == 1
+    assert run(asked, t.Aborted("u", "x")) == TargetState(live=Live.SERVING, version=1)
+
+
+def test_what_is_written_in_place_serves_nothing_until_it_is_whole() -> None:
+    serving = TargetState(in_place=True, live=Live.SERVING, version=1, holds=1)
+    with pytest.raises(IllegalTransition, match="stands still first"):
+        step_of(serving, t.StageBegan("s", 2))
+    writing = run(serving, t.AskedToHalt("s"), t.StoodStill("s"), t.StageBegan("s", 2))
+    assert writing.live is Live.WRITTEN and writing.version is None and not writing.may_serve
+    poisoned = run(writing, t.Aborted("s", "a worker died"))
+    assert poisoned.live is Live.POISONED and "a worker died" in poisoned.reason and not poisoned.may_serve
+    again = t.AskedToHalt("u"), t.StoodStill("u"), t.StageBegan("u", 2), t.StageDone("u"), t.Decided("u", 2)
+    assert run(poisoned, *again, t.Committed("u")).live is Live.SERVING
+
+
+def test_what_was_asked_to_halt_and_not_written_keeps_what_it_has() -> None:
+    serving = TargetState(in_place=True, live=Live.SERVING, version=1, holds=1)
+    assert run(serving, t.AskedToHalt("s"), t.StoodStill("s"), t.Aborted("s", "x")) == serving
+
+
+def test_a_restoring_rank_can_do_nothing_else() -> None:
+    for event in EVENTS:
+        if not isinstance(event, t.Restored):
+            with pytest.raises(IllegalTransition):
+                step_of(restoring(1), event)
+    back = step_of(restoring(1), t.Restored())
+    assert (back.live, back.version, back.holds) == (Live.SERVING, 1, 1)
+
+
+def test_doubt_ends_with_the_word_about_the_swap_and_being_behind_only_with_another_version() -> None:
+    staged = run(TargetState(live=Live.SERVING, version=1), t.StageBegan("s", 2), t.StageDone("s"))
+    doubted = run(staged, t.Doubted("out of reach"))
+    assert not doubted.may_serve and doubted.live is Live.DOUBTED
+    assert run(doubted, t.Aborted("s", "x")).live is Live.SERVING
+    behind = run(doubted, t.FellBehind("3 is live"), t.Aborted("s", "x"))
+    assert behind.live is Live.BEHIND and not behind.may_serve and behind.reason == "3 is live"
+
+
+def test_a_refusal_names_what_was_tried_and_from_where() -> None:
+    state = run(fresh(in_place=False), t.StageBegan("s", 1))
+    with pytest.raises(IllegalTransition, match=r"Committed\(swap='s'\) cannot happen while staging swap s, empty"):
+        step_of(state, t.Committed("s"))
+    staged = run(state, t.StageDone("s"))
+    with pytest.raises(IllegalTransition, match="version 1 is what is staged"):
+        step_of(staged, t.Decided("s", 2))
+
+
+@pytest.mark.parametrize("state", sorted(ALL, key=str))
+def test_what_holds_in_every_state(state: TargetState) -> None:
+    assert (state.swap is None) == (state.step in (Step.IDLE, Step.RESTORING))
+    assert state.next is None or state.step not in (Step.IDLE, Step.HALTING, Step.HALTED)
+    # a version is what the live tensors hold, and nothing is said of them where that is not one
+    assert (state.version is None) == (state.live in (Live.EMPTY, Live.WRITTEN, Live.POISONED))
+    if state.live in (Live.WRITTEN, Live.POISONED):
+        assert state.in_place
+    assert bool(state.reason) == (state.live in (Live.DOUBTED, Live.BEHIND, Live.POISONED))
+    if state.live.is_fenced and not state.step.is_decided:
+        assert not state.may_serve
+
+
+@pytest.mark.parametrize("state", sorted(ALL, key=str))
+def test_a_swap_that_is_decided_ends_with_its_outcome_alone(state: TargetState) -> None:
+    for event in EVENTS:
+        try:
+            after = step_of(state, event)
+        except IllegalTransition:
+            continue
+        if state.step.is_decided and after.step is Step.IDLE:
+            assert event in (t.Committed(state.swap), t.Failed(state.swap))  # type: ignore[arg-type]
+        if after.version not in (None, state.version):
+            assert isinstance(event, t.Committed | t.Restored) and after.version == state.next
+
+
+def test_every_row_of_the_table_is_used_and_every_state_is_reached() -> None:
+    used, lives = set(), set()
+    for state in ALL:
+        for event in EVENTS:
+            try:
+                after = step_of(state, event)
+            except IllegalTransition:
+                continue
+            used.add((type(event), state.step))
+            lives.add((state.in_place, type(event), state.live, after.live))
+    assert used == set(t.STEPS)
+    table = {(False, *key): to for key, to in t.LIVES.items()}
+    table |= {(True, *key): to for key, to in {**t.LIVES, **t.LIVES_IN_PLACE}.items()}
+    assert lives == {(place, event, live, table.get((place, event, live), live)) for place, event, live, _ in lives}
+    assert set(t.LIVES) <= {(event, live) for _, event, live, _ in lives}
+    assert set(t.LIVES_IN_PLACE) <= {(event, live) for in_place, event, live, _ in lives if in_place}
+    assert {state.step for state in ALL} == set(Step) and {state.live for state in ALL} == set(Live)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.booleans(), st.lists(st.sampled_from(EVENTS), max_size=30))
+def test_an_illegal_event_changes_nothing(in_place: bool, events: list[t.Event]) -> None:
+    state = fresh(in_place=in_place)
+    for event in events:
+        before = state
+        try:
+            state = step_of(state, event)
+        except IllegalTransition:
+            assert state == before
