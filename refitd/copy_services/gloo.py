@@ -133,11 +133,11 @@ class _Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        for own, peer in sockets.connected():
-            if own[1] in self._doors:
-                self._seen[peer] = self._seen.get(peer, (now, now))[0], now
-            else:
+        for own, peer, is_whole in sockets.connected():
+            if own[1] not in self._doors:
                 self.own.add(own)
+            elif is_whole:  # a worker that has closed its end may not have seen it itself
+                self._seen[peer] = self._seen.get(peer, (now, now))[0], now
 
     def stayed(self) -> list[sockets.Address]:
         """Return peers that stayed for so long that a worker whose end it is must have seen it, too."""

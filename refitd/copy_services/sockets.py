@@ -9,11 +9,22 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _SO_ATTACH_FILTER = 26
 _RETURN = 0x06  # BPF_RET | BPF_K: how much of a packet is let through
 
+_ESTABLISHED = 1  # the first byte of struct tcp_info: tcpi_state, TCP_ESTABLISHED
+
 Address = tuple[str, int]
+
+
+class Connection(NamedTuple):
+    """One connection of this process."""
+
+    own: Address
+    peer: Address
+    is_whole: bool  # neither end has closed it
 
 
 def _tcp() -> Iterator[tuple[int, socket.socket]]:
@@ -34,12 +45,13 @@ def listening() -> dict[int, int]:
     }
 
 
-def connected() -> list[tuple[Address, Address]]:
-    """Return this process's connections: its own address and the peer's of each."""
+def connected() -> list[Connection]:
+    """Return this process's connections."""
     found = []
     for _, sock in _tcp():
-        with contextlib.suppress(OSError):  # a listening one has no peer, and one whose peer has left has none any more
-            found.append((_plain(sock.getsockname()), _plain(sock.getpeername())))
+        with contextlib.suppress(OSError):  # a listening one has no peer, and one that was reset has none any more
+            is_whole = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+            found.append(Connection(_plain(sock.getsockname()), _plain(sock.getpeername()), is_whole))
     return found
 
 

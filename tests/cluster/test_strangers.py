@@ -27,17 +27,46 @@ from tests.support.cluster import Engine, RunningDaemon
 
 Nodes = tuple[RunningDaemon, ...]
 
-# Looks for ports that others listen on, as any user of the host can, and takes every place there that it guesses.
+# Looks for ports that the processes of this test listen on, as any user of the host can, and takes every place there
+# that it guesses. Other tests run beside this one: their ports are left alone.
 ATTACKER = """
-import socket, struct, sys, time
-mode, held, known = sys.argv[1], [], {}
+import os, signal, socket, struct, sys, time
+mode, family, held, known, inodes, tried = sys.argv[1], {int(sys.argv[2])}, [], {}, {}, 0
+
+def ours():
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parents[int(name)] = int(open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1])
+        except OSError:
+            pass
+    pids, found = set(family), set()
+    while new := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= new
+    for pid in pids:
+        try:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        except OSError:
+            pass
+    return found
+
+def stop(*_):
+    print(tried, flush=True)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
 while True:
-    ports = set()
+    listed = {}
     for line in open("/proc/net/tcp").read().splitlines()[1:]:
         words = line.split()
         if words[3] == "0A" and words[1].startswith("0100007F"):
-            ports.add(int(words[1].split(":")[1], 16))
+            listed[words[9]] = int(words[1].split(":")[1], 16)
+    if listed.keys() - inodes:
+        mine = ours()
+        inodes.update({inode: f"socket:[{inode}]" in mine for inode in listed.keys() - inodes})
+    ports = {port for inode, port in listed.items() if inodes[inode]}
     known = {port: known.get(port, 0) for port in ports}
     for port in ports:
         for _ in range(8):
@@ -58,6 +87,7 @@ while True:
             except OSError:
                 pass
             known[port] += 1
+            tried += 1
             if mode == "leave":
                 peer.close()
             else:
@@ -70,12 +100,14 @@ while True:
 
 @contextlib.contextmanager
 def attack(mode: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", ATTACKER, mode], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", ATTACKER, mode, str(os.getpid())], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
         yield
         assert process.poll() is None, "the attacker has ended"
+        process.terminate()
+        assert int(process.stdout.readline()) > 0, "the attacker has found no port"
     finally:
         process.kill()
         process.wait()
@@ -347,6 +379,9 @@ def test_owner_of_a_connection_on_this_host_is_named_by_its_user() -> None:
         assert sockets.owner(peer.getsockname()) == (
             f"127.0.0.1:{peer.getsockname()[1]}, a process of uid {os.getuid()} on this host"
         )
-        assert (peer.getsockname(), peer.getpeername()) in sockets.connected()
+        assert (peer.getsockname(), peer.getpeername(), True) in sockets.connected()
+        server.accept()[0].close()
+        assert peer.recv(1) == b""
+        assert (peer.getsockname(), peer.getpeername(), False) in sockets.connected()
     assert sockets.owner(("10.1.2.3", 1)) == "10.1.2.3:1"
     assert Path("/proc/net/tcp").exists()
