@@ -133,13 +133,12 @@ class Model:
             said.append(f"{self.sources[rank].describe()} has published {what}{gone}")
         return "; ".join(said)
 
-    def add(self, member: Member) -> Member | None:
-        """Add a rank; return the detached one that it replaces.
+    def replaced_by(self, a: AddShard) -> Member | None:
+        """Return the detached rank that a new one would replace, if any.
 
         Raises:
             RefusedError: the rank is taken, or its pool has another size.
         """
-        a = member.added
         pool: dict[int, Member]
         if a.role == "source":
             pool, what = self.sources, f"model {self.name!r} source"
@@ -158,6 +157,12 @@ class Model:
                 f"{what} rank {a.rank} is already registered by pid {old.added.pid} on {old.host}; "
                 "close that registration first, or use another rank"
             )
+        return old
+
+    def add(self, member: Member) -> Member | None:
+        """Add a rank; return the detached one that it replaces. Raises as `replaced_by`."""
+        a = member.added
+        old = self.replaced_by(a)
         if a.role == "source":
             self.sources[a.rank] = member
         else:

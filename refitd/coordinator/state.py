@@ -308,7 +308,7 @@ class Coordinator:
         if reply is not None:
             self._send(node.identity, request, reply)
         # only now: a rank must know that it is registered before a swap sends it anything
-        if isinstance(message, cluster.AddShard):
+        if isinstance(message, cluster.AddShard) and not message.is_question:
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished):
             self.swaps.next(self.models[self._member(message.member).added.model], now)
@@ -378,6 +378,9 @@ class Coordinator:
         shard = self._shards.get(added.digest)
         if shard is None:
             raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
+        if added.is_question:
+            state.fleet.replaced_by(added)
+            return local.Done()
         nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
         is_source = added.role == "source"
         run, newest, base = self._run_of(state, added) if is_source else (added.run, -1, None)

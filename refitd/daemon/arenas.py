@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 
-from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, Log, MakeArenas, WriteArena
+from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, Log, MakeArenas
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.members import Arena
+from refitd.daemon.pending import MemberArenas, WantedArenas
 from refitd.daemon.retained import RetainedTargets
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import ArenaError, RefitdError, RefusedError
 from refitd.protocol.reports import GpuStatus
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that waits for arenas."""
-
-    session: int
-    request: int
-    then: Callable[[tuple[int, ...]], None]
-    wanted: tuple[tuple[int, str], ...]
-    device: str
-    within_s: float
-
-
 class LocalArenas(dict[int, Arena]):
-    """The arenas by id. Instructions go to `out`; `fail` tells a client that its request cannot be met."""
+    """The arenas by id. Instructions go to `out`.
+
+    `given(wanted, arenas)` takes the arenas that somebody asked for, or raises RefitdError and takes none;
+    `fail(wanted, error)` tells whoever asked that they cannot be had; `ask_first(wanted, purpose)` asks the coordinator
+    about a rank whose arenas need the memory of retained targets.
+    """
 
     def __init__(
         self,
@@ -38,7 +31,9 @@ class LocalArenas(dict[int, Arena]):
         jobs: JobTable,
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
-        fail: Callable[[int, int, RefitdError], None],
+        given: Callable[[WantedArenas, tuple[int, ...]], None],
+        fail: Callable[[WantedArenas, RefitdError], None],
+        ask_first: Callable[[WantedArenas, MemberArenas], None],
     ) -> None:
         super().__init__()
         self._node = node
@@ -48,33 +43,29 @@ class LocalArenas(dict[int, Arena]):
         self._jobs = jobs
         self._maps = maps
         self._out = out
+        self._given = given
         self._fail = fail
-        self._asked: dict[int, _Asked] = {}  # by ticket
+        self._ask_first = ask_first
+        self._asked: dict[int, WantedArenas] = {}  # by ticket
         self._tickets = 0
 
     # --- made ---------------------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        session: int,
-        request: int,
-        wanted: tuple[tuple[int, str], ...],
-        then: Callable[[tuple[int, ...]], None],
-        device: str = "",
-        within_s: float = 0.0,
-    ) -> None:
-        """Have arenas made of these (bytes, label), on a GPU if `device` names one; `then` gets their ids.
+    def ask(self, wanted: WantedArenas) -> None:
+        """Have arenas made.
 
-        They are refused unless they are there in `within_s` seconds (0: the configured time).
+        They are refused unless they are there in `wanted.within_s` seconds.
 
         Raises:
             ArenaError: the node's limit leaves no room, even without what is kept for engines that have died.
         """
         asked = [(nbytes, waiting.device) for waiting in self._asked.values() for nbytes, _ in waiting.wanted]
         used = sum(arena.nbytes for arena in self.values()) + sum(nbytes for nbytes, _ in asked)
-        more = sum(nbytes for nbytes, _ in wanted)
+        more = sum(nbytes for nbytes, _ in wanted.wanted)
         kept = sum(self[arena].nbytes for arena in self._retained.arenas())
         if more > 0 and self._max_bytes < used + more <= self._max_bytes + kept:
+            if self._is_question(wanted):
+                return
             self._free_retained()
             used -= kept
         if more <= 0 or used + more > self._max_bytes:
@@ -84,53 +75,52 @@ class LocalArenas(dict[int, Arena]):
                 "raise it, register a smaller shard here, lower `slots`, or close registrations"
             )
         self._tickets += 1
-        self._asked[self._tickets] = _Asked(session, request, then, wanted, device, within_s)
+        self._asked[self._tickets] = wanted
         held = tuple(0 if arena.device else arena.nbytes for arena in self.values())
         held += tuple(0 if gpu else nbytes for nbytes, gpu in asked)
-        self._out(MakeArenas(self._tickets, wanted, held, device, within_s))
+        self._out(MakeArenas(self._tickets, wanted.wanted, held, wanted.device, wanted.within_s))
+
+    def _is_question(self, wanted: WantedArenas) -> bool:
+        """Ask the coordinator first where retained targets would go for a rank that it may refuse."""
+        purpose = wanted.purpose
+        if not isinstance(purpose, MemberArenas) or purpose.is_admitted:
+            return False
+        self._ask_first(wanted, purpose)
+        return True
 
     def made(self, event: ArenasMade) -> None:
         """Give arenas to whoever asked for them."""
-        waiting = self._asked.pop(event.ticket)
-        if waiting.session and waiting.session not in self._sessions:
+        wanted = self._asked.pop(event.ticket)
+        if wanted.session and wanted.session not in self._sessions:
             for arena in event.arenas:  # the client died while they were being made
                 self._out(CloseArena(arena))
             return
         try:
-            waiting.then(event.arenas)
-        except RefitdError as exc:  # it has taken none of them
+            self._given(wanted, event.arenas)
+        except RefitdError as exc:
             for arena in event.arenas:
                 self._out(CloseArena(arena))
-            self._fail(waiting.session, waiting.request, exc)
+            self._fail(wanted, exc)
 
     def refused(self, event: ArenasRefused) -> None:
         """They cannot be made, unless what is kept for engines that have died is as much as is lacking."""
-        waiting = self._asked.pop(event.ticket)
+        wanted = self._asked.pop(event.ticket)
         short = event.error.short if isinstance(event.error, ArenaError) else 0
         kept = (self[arena] for arena in self._retained.arenas())
-        if not 0 < short <= sum(arena.nbytes for arena in kept if arena.device == waiting.device):
-            self._fail(waiting.session, waiting.request, event.error)
+        if not 0 < short <= sum(arena.nbytes for arena in kept if arena.device == wanted.device):
+            self._fail(wanted, event.error)
+            return
+        if self._is_question(wanted):
             return
         self._free_retained()
         try:
-            w = waiting
-            self.ask(w.session, w.request, w.wanted, w.then, w.device, w.within_s)
+            self.ask(wanted)
         except RefitdError as exc:
-            self._fail(waiting.session, waiting.request, exc)
+            self._fail(wanted, exc)
 
     def waiting(self, session: int) -> int:
         """Return how many requests of a session wait for arenas."""
         return sum(asked.session == session for asked in self._asked.values())
-
-    def make_constants(self, data: bytes, label: str, then: Callable[[int], None]) -> None:
-        """Put what plans fill paddings with into an arena of the daemon's own, for the workers to read."""
-
-        def made(arenas: tuple[int, ...]) -> None:
-            self.take(arenas[0], len(data), label, None, write=False, workers_write=False)
-            self._out(WriteArena(arenas[0], data))
-            then(arenas[0])
-
-        self.ask(0, 0, ((len(data), label),), made)
 
     # --- held ---------------------------------------------------------------------------------------------
 

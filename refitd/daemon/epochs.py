@@ -22,24 +22,29 @@ class _Joined:
     plan: str
     epoch: cluster.EpochPlan
     waiting: set[int]
-    then: Callable[[], None]
     members: set[int] = field(default_factory=set)
 
 
 class LocalEpochs:
-    """Which epochs the workers of this node are in. Instructions go to `out`."""
+    """Which epochs the workers of this node are in. Instructions go to `out`.
 
-    def __init__(self, node: str, address: str, out: Callable[[Instruction], None]) -> None:
+    `formed(plan, epoch)` is told when the workers of every lane have met their peers.
+    """
+
+    def __init__(
+        self, node: str, address: str, out: Callable[[Instruction], None], formed: Callable[[str, str], None]
+    ) -> None:
         self._node, self._address = node, address
         self._out = out
+        self._formed = formed
         self._epochs: dict[str, _Joined] = {}
         self._warm: set[int] = set()  # workers that have joined an epoch, or failed to
         self._late: dict[tuple[int, str], int] = {}  # workers that were joining an epoch when it was given up: ticks
 
-    def join(self, plan: str, epoch: cluster.EpochPlan, then: Callable[[], None]) -> None:
-        """Have the workers of every lane meet their peers; `then` is called when all have."""
+    def join(self, plan: str, epoch: cluster.EpochPlan) -> None:
+        """Have the workers of every lane meet their peers."""
         lanes = set(range(epoch.lanes))
-        self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), then, lanes)
+        self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), lanes)
         for lane in sorted(lanes):
             labels = tuple(
                 f"worker {lane} on node {node} (host {host})"
@@ -93,7 +98,7 @@ class LocalEpochs:
                     self._out(
                         Log("epoch", {"epoch": joined.epoch.id, "plan": joined.plan, "lanes": joined.epoch.lanes})
                     )
-                    joined.then()
+                    self._formed(joined.plan, joined.epoch.id)
             case sidecar.EpochFailed(epoch, reason):
                 joined.waiting.discard(worker)
                 where = f"worker {worker} on node {self._node}"

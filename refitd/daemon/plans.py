@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
@@ -13,6 +13,7 @@ from refitd.addressing.copies import constant_bytes
 from refitd.daemon.actions import Instruction, Log, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
+from refitd.daemon.pending import Constants, WantedArenas
 from refitd.errors import ArenaError
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
@@ -32,11 +33,22 @@ class Plan:
     outer: Outer | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Loading:
-    """A plan that is being loaded; `epoch` is the one that is being formed for it, if any."""
+    """A plan of which something is not there yet: its epoch, or the arena with what it fills in."""
 
-    epoch: str
+    plan: str
+    members: dict[int, str]
+    table: CopyTable
+    fills: FillTable | None
+    outer: Outer | None
+    constants: int = -1
+    missing: set[str] = field(default_factory=set)
+
+    @property
+    def epoch(self) -> str:
+        """The epoch that is being formed for it; "" for none."""
+        return self.outer.epoch.id if self.outer is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +82,15 @@ class LocalPlans:
         workers: int,
         jobs: JobTable,
         epochs: LocalEpochs,
-        make_constants: Callable[[bytes, str, Callable[[int], None]], None],
+        make_arenas: Callable[[WantedArenas], None],
         out: Callable[[Instruction], None],
     ) -> None:
-        """`make_constants` puts what paddings are filled with into an arena, and calls back with it."""
+        """`make_arenas` has arenas made or raises ArenaError; `constants_made` is told of what came of it."""
         self._node = node
         self._workers = workers
         self._jobs = jobs
         self._epochs = epochs
-        self._make_constants = make_constants
+        self._make_arenas = make_arenas
         self._out = out
         self._plans: dict[str, Plan] = {}
         self._loading: dict[str, _Loading] = {}  # plans of which something is not there yet
@@ -99,37 +111,45 @@ class LocalPlans:
             self._plan_refused(message, str(exc))
             return
         members = dict(zip(message.ranks, message.members, strict=True))
-        missing = {"constants"} if fills is not None else set()
-        missing |= {"epoch"} if outer is not None else set()
-        constants = -1
-        loading = self._loading[message.plan] = _Loading(outer.epoch.id if outer is not None else "")
-
-        def is_dropped() -> bool:
-            return self._loading.get(message.plan) is not loading
-
-        def done(what: str) -> None:
-            missing.discard(what)
-            if not missing and not is_dropped():
-                del self._loading[message.plan]
-                self._plans[message.plan] = Plan(message.plan, members, table, fills, constants, outer)
-                epoch = outer.epoch.id if outer is not None else ""
-                self._say(cluster.PlanLoaded(plan=message.plan, epoch=epoch))
-
-        def made(arena: int) -> None:
-            nonlocal constants
-            constants = arena
-            if is_dropped():
-                self._unneeded.add(arena)
-            done("constants")
-
+        loading = _Loading(message.plan, members, table, fills, outer)
+        self._loading[message.plan] = loading
         if outer is not None:
-            self._epochs.join(message.plan, outer.epoch, lambda: done("epoch"))
+            loading.missing.add("epoch")
+            self._epochs.join(message.plan, outer.epoch)
         if fills is not None:
+            loading.missing.add("constants")
+            data = constant_bytes(fills)
+            wanted = ((len(data), f"fills of plan {message.plan}"),)
             try:
-                self._make_constants(constant_bytes(fills), f"fills of plan {message.plan}", made)
+                self._make_arenas(WantedArenas(0, 0, wanted, Constants(message.plan, loading, data)))
             except ArenaError as exc:
                 self._plan_refused(message, str(exc))
-        done("")
+        self._use_if_whole(loading)
+
+    def epoch_formed(self, plan: str, epoch: str) -> None:
+        """The workers of all nodes have met for a plan."""
+        loading = self._loading.get(plan)
+        if loading is not None and loading.epoch == epoch:
+            loading.missing.discard("epoch")
+            self._use_if_whole(loading)
+
+    def constants_made(self, constants: Constants, arena: int) -> None:
+        """The arena with what a plan fills in is there; unneeded if the plan has been dropped."""
+        loading = self._loading.get(constants.plan)
+        if loading is None or loading is not constants.loading:
+            self._unneeded.add(arena)
+            return
+        loading.constants = arena
+        loading.missing.discard("constants")
+        self._use_if_whole(loading)
+
+    def _use_if_whole(self, loading: _Loading) -> None:
+        if loading.missing:
+            return
+        plan = loading.plan
+        del self._loading[plan]
+        self._plans[plan] = Plan(plan, loading.members, loading.table, loading.fills, loading.constants, loading.outer)
+        self._say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
 
     def _outer(self, message: cluster.LoadPlan) -> Outer | None:
         epoch = message.epoch
@@ -153,13 +173,13 @@ class LocalPlans:
     def drop(self, plan_id: str) -> set[int]:
         """Forget a plan and the jobs made from it; return the arenas that nobody needs any more."""
         plan, loading = self._plans.pop(plan_id, None), self._loading.pop(plan_id, None)
+        self._jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
         if loading is not None and loading.epoch:
             # its workers are still waiting for each other: they are wanted for the next epoch
             self._epochs.leave(loading.epoch)
-        self._jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
         if plan is not None and plan.outer is not None:
             self._epochs.leave(plan.outer.epoch.id)
-        return {plan.constants} if plan is not None and plan.constants >= 0 else set()
+        return {held.constants for held in (plan, loading) if held is not None and held.constants >= 0}
 
     def drop_all(self) -> set[int]:
         """Forget all plans: another coordinator knows nothing of them, and one that lost this node has dropped them."""

@@ -3,59 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
+from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.members import Lease, Member, WaitingPublish, lease_places
+from refitd.daemon.pending import Announced, Before
 from refitd.daemon.swaps import LocalSwaps
 from refitd.describe.replica_pieces import piece_count
 from refitd.errors import DeadlineExceeded, ProtocolError, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
-from refitd.states import TransferMode
 
 # Of each member: slots asked for, versions lent.
 MAX_OPEN = 16
 
 
-class Forward(Protocol):
-    """Sends a client's request on to the coordinator and calls `then` with the reply."""
-
-    def __call__(self, session: int, request: int, message: Message, then: Callable[[Message], None]) -> None:
-        """Forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What a source said of its newest version before the one that is being announced."""
-
-    newest: int
-    way: TransferMode
-    why: str
-    replicas: bytes
-    replicas_of: int
-
-
 class Publishing:
-    """What clients publish, lend and take back.
+    """What clients publish, lend and take back. `reply(session, request, message)` tells a client."""
 
-    `say(0, message)` tells the coordinator, `reply(session, request, message)` a client.
-    """
-
-    def __init__(
-        self,
-        swaps: LocalSwaps,
-        say: Callable[[int, Message], None],
-        reply: Callable[[int, int, Message], None],
-        forward: Forward,
-        check_coordinated: Callable[[], None],
-    ) -> None:
-        """`check_coordinated` raises TransportError where there is no coordinator to tell of a version."""
+    def __init__(self, swaps: LocalSwaps, link: CoordinatorLink, reply: Callable[[int, int, Message], None]) -> None:
         self._swaps = swaps
-        self._say = say
+        self._link = link
         self._reply = reply
-        self._forward = forward
-        self._check_coordinated = check_coordinated
 
     def begin(self, member: Member, session: int, request: int, version: int, deadline: float) -> None:
         """Grant a slot for `version`, at once or when a swap has finished reading one.
@@ -64,7 +32,7 @@ class Publishing:
             RefusedError: the version is not newer, or the source has no slots.
             TransportError: there is no coordinator.
         """
-        self._check_coordinated()
+        self._link.check()
         _check_newer(member, version)
         if not member.slots:
             raise RefusedError(f"{member.id}: its tensors live in an arena and are lent, not copied; use lend()")
@@ -111,7 +79,7 @@ class Publishing:
     def ask_room(self, member: Member) -> None:
         """Ask what may be overwritten for a publish that waits; said again, for a coordinator may have missed it."""
         if member.waiting and member.registration.world_size > 1:
-            self._say(0, cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
+            self._link.say(cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
 
     def may_drop(self, member: Member, versions: Iterable[int], why: str) -> None:
         """The coordinator says what no other rank needs."""
@@ -129,7 +97,7 @@ class Publishing:
         held = next((s for s in member.slots if s.version == version), None)
         if lease is None and held is None:
             return
-        self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
+        self._link.say(cluster.ShardWithdrawn(member=member.id, version=version))
         self._swaps.stop_reading(member, version, reason)
         if lease is not None:
             del member.leases[version]
@@ -176,26 +144,27 @@ class Publishing:
             slot = member.slots[index]
             old, slot.version, slot.writing = slot.version, None, waiting.version
             if old is not None:
-                self._say(0, cluster.ShardWithdrawn(member=member.id, version=old))
+                self._link.say(cluster.ShardWithdrawn(member=member.id, version=old))
             self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
 
     def _announce(self, member: Member, session: int, request: int, version: int, why: str, replicas: bytes) -> None:
-        before = _Before(member.newest, member.way, member.why, member.replicas, member.replicas_of)
+        before = Before(member.newest, member.way, member.why, member.replicas, member.replicas_of)
         member.newest = version
         if replicas:
             member.replicas, member.replicas_of = replicas, version
         member.way, member.why = member.way_of(version), why
 
-        def answer(reply: Message) -> None:
-            # a coordinator that was lost may have heard of it, and the next one is told of it
-            if isinstance(reply, local.Failure) and reply.code != TransportError.code:
-                self._take_back(member, version, before)
-            self._reply(session, request, reply)
-
         published = cluster.ShardPublished(
             member=member.id, version=version, way=member.way, why=why, replicas=replicas
         )
-        self._forward(session, request, published, answer)
+        self._link.ask(session, request, published, Announced(member, version, before))
+
+    def announced(self, session: int, request: int, about: Announced, reply: Message) -> None:
+        """The coordinator has answered for a version; one that it refuses is taken back."""
+        # a coordinator that was lost may have heard of it, and the next one is told of it
+        if isinstance(reply, local.Failure) and reply.code != TransportError.code:
+            self._take_back(about.member, about.version, about.before)
+        self._reply(session, request, reply)
 
     def _check_announced(self, member: Member, replicas: bytes) -> None:
         """Refuse what could not be announced to the coordinator."""
@@ -204,9 +173,9 @@ class Publishing:
             raise ProtocolError(
                 f"{member.id}: {len(replicas)} bytes of replica digests, expected 8 for each of {pieces} pieces"
             )
-        self._check_coordinated()
+        self._link.check()
 
-    def _take_back(self, member: Member, version: int, before: _Before) -> None:
+    def _take_back(self, member: Member, version: int, before: Before) -> None:
         """The coordinator has refused a version; nobody else knows of it, and its number can still be used."""
         if member.newest == version:
             member.newest, member.way, member.why = before.newest, before.way, before.why
@@ -221,7 +190,7 @@ class Publishing:
         if member.leases[version].readers:
             return
         del member.leases[version]
-        self._say(0, cluster.ShardWithdrawn(member=member.id, version=version))
+        self._link.say(cluster.ShardWithdrawn(member=member.id, version=version))
         if member.session is not None:
             self._reply(member.session, 0, local.LeaseEnded(member=member.id, version=version))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES
 from refitd.daemon.actions import (
@@ -27,83 +26,53 @@ from refitd.daemon.actions import (
     SessionOpened,
     Tick,
     ToClient,
-    ToCoordinator,
     Unsent,
     WorkerDied,
     WorkerSaid,
     WorkerStarted,
+    WriteArena,
 )
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.commits import Commits
+from refitd.daemon.coordinator_link import COORDINATOR_SILENCE_S, CoordinatorLink
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
-from refitd.daemon.members import Arena, Member, Slot, new_member
+from refitd.daemon.members import Arena, Member
+from refitd.daemon.pending import (
+    Announced,
+    Asked,
+    ClientArena,
+    Constants,
+    Described,
+    Introduced,
+    MemberArenas,
+    PassedOn,
+    Readmitted,
+    Returned,
+    Waiting,
+    WantedArenas,
+)
 from refitd.daemon.permits import Permits
 from refitd.daemon.plans import LocalPlans
 from refitd.daemon.publishing import Publishing
+from refitd.daemon.registration import PART_OF_TIMEOUT, Registrations
 from refitd.daemon.retained import RetainedTargets, is_restoring
+from refitd.daemon.sessions import Session
 from refitd.daemon.swaps import LocalSwaps
-from refitd.daemon.target_state import Live, Restored, Step
+from refitd.daemon.target_state import Step
 from refitd.daemon.verification import Proofs
 from refitd.daemon.worker_arenas import WorkerArenas
-from refitd.errors import ProtocolError, RefitdError, RefusedError, TransportError
+from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
-from refitd.protocol.reports import NodeStatus, SwapProgress
-from refitd.protocol.roles import ALL_ROLES, check_role
+from refitd.protocol.reports import NodeStatus
+from refitd.protocol.roles import check_role
 from refitd.protocol.texts import check_names
 from refitd.text import brief
-
-# The coordinator answers every update (one a second); this long without a word and it counts as gone.
-COORDINATOR_SILENCE_S = 5.0
 
 # A client has this much read to learn how fast that goes: some milliseconds' worth.
 MAX_MEASURED_BYTES = 64 << 20
 MAX_MEASURED_ROWS = 1 << 19
-
-# What one client may have waiting for the coordinator and for arenas, and how many ranks it may register.
-MAX_WAITING = 128
-MAX_SESSION_MEMBERS = 4096
-
-# Of the time that a client waits for arenas: it hears which ones are late before it gives up.
-_PART_OF_IT = 0.9
-
-# Whoever waits for much may still give things back.
-_ENDINGS = (
-    local.Deregister
-    | local.FreeArena
-    | local.Withdraw
-    | local.StepReached
-    | local.CommitQuiet
-    | local.CommitDone
-    | local.CommitFailed
-    | local.Paused
-    | local.LiveDigests
-    | local.LiveCompared
-)
-
-
-@dataclass(slots=True)
-class Session:
-    """One connected client."""
-
-    id: int
-    pid: int
-    name: str
-    roles: frozenset[str] = ALL_ROLES
-    uid: int = -1
-    leaves: bool = False  # it has said goodbye
-    members: set[str] = field(default_factory=set)
-    arenas: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class _Forwarded:
-    """A request that waits for the coordinator. `then` is called with its reply."""
-
-    session: int
-    request: int
-    then: Callable[[Message], None]
 
 
 class Daemon:
@@ -125,13 +94,7 @@ class Daemon:
         self._workers = workers
         self._sessions: dict[int, Session] = {}
         self.members: dict[str, Member] = {}
-        self._forwarded: dict[int, _Forwarded] = {}
-        self._numbers = 0
-        self._described: set[str] = set()  # digests of the shards that this coordinator has been told
-        self._boot = ""  # of the coordinator; "" while none has welcomed us
         self._live: dict[str, cluster.LiveClaim] = {}  # by model: what coordinators have decided, as far as told
-        self._coordinator_heard = -1e9
-        self._unreachable = ""  # why, as far as is known
         self._problems: tuple[str, ...] = ()
         self._now = 0.0
         self._out: list[Instruction] = []
@@ -139,12 +102,22 @@ class Daemon:
         self._retained = RetainedTargets(keep_targets_s)
         self._maps = WorkerArenas(workers, self._out.append)
         out = self._out.append
+        self._link = CoordinatorLink(node, out, self._answered)
         self._jobs = JobTable(out, self._maps.need)
-        self._epochs = LocalEpochs(node, address, out)
         self.arenas = LocalArenas(
-            node, max_arena_bytes, self._sessions, self._retained, self._jobs, self._maps, out, self._fail
+            node,
+            max_arena_bytes,
+            self._sessions,
+            self._retained,
+            self._jobs,
+            self._maps,
+            out,
+            self._given,
+            self._not_given,
+            self._ask_first,
         )
-        self._plans = LocalPlans(node, workers, self._jobs, self._epochs, self.arenas.make_constants, out)
+        self._epochs = LocalEpochs(node, address, out, self._epoch_formed)
+        self._plans = LocalPlans(node, workers, self._jobs, self._epochs, self.arenas.ask, out)
         self._permits = Permits(self.members, out)
         self._commits = Commits(
             workers,
@@ -167,25 +140,35 @@ class Daemon:
             self._restart,
         )
         self._proofs = Proofs(node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping)
-        self._publishing = Publishing(self._swaps, self._say, self._reply, self._forward, self._check_coordinated)
+        self._publishing = Publishing(self._swaps, self._link, self._reply)
+        self._registrations = Registrations(
+            node,
+            self._sessions,
+            self.members,
+            self.arenas,
+            self._retained,
+            self._permits,
+            self._proofs,
+            self._link,
+            out,
+            self._drop_member,
+        )
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event, return what is to be done. A refused request changes nothing but its reply."""
-        self._now = now
+        self._now = self._link.now = now
         match event:
             case ClientSaid(session, request, message, prepared):
                 if session in self._sessions:
                     self._client(self._sessions[session], request, message, prepared)
             case Busy(seconds):
-                self._coordinator_heard += seconds
+                self._link.was_busy(seconds)
             case CoordinatorSaid(request, message):
                 self._coordinator(request, message)
             case Unsent(request):
-                if (unsent := self._forwarded.pop(request, None)) is not None:
-                    text = f"node {self._node}: too much waits to be sent to the coordinator; try again"
-                    unsent.then(local.Failure(code=RefusedError.code, message=text))
+                self._link.unsent(request)
             case CoordinatorUnreachable(reason):
-                self._unreachable = reason
+                self._link.unreachable(reason)
             case WorkerSaid(worker, message):
                 if isinstance(message, sidecar.WorkerReady):
                     self._worker_pids[worker] = message.pid
@@ -232,12 +215,12 @@ class Daemon:
     @property
     def is_coordinated(self) -> bool:
         """Whether a coordinator has been heard lately."""
-        return bool(self._boot) and self._now - self._coordinator_heard < COORDINATOR_SILENCE_S
+        return self._link.is_up
 
     @property
     def unheard_s(self) -> float:
         """How long no coordinator has been heard; 0 while one answers."""
-        return 0.0 if self.is_coordinated else self._now - self._coordinator_heard
+        return self._link.unheard_s
 
     def may_fetch(self, session: int, arena: int, write: bool) -> Arena:
         """Return the arena whose descriptor this session may have; raises RefusedError if it may not."""
@@ -268,15 +251,7 @@ class Daemon:
     def prepare(self, session: int, message: local.RegisterSource | local.RegisterTarget) -> Callable[[], Prepared]:
         """Return what looks at a registration, beside the loop, as far as nothing that changes is concerned."""
         pid = self._sessions[session].pid if session in self._sessions else 0
-        arenas = {number: arena for number, arena in self.arenas.items() if arena.session == session}
-
-        def look() -> Prepared:
-            try:
-                return new_member(message.model, session, pid, message, arenas)
-            except RefitdError as exc:
-                return exc
-
-        return look
+        return self._registrations.prepare(session, pid, message)
 
     def _client(
         self, session: Session, request: int, message: local.ClientRequest, prepared: Prepared | None = None
@@ -292,7 +267,7 @@ class Daemon:
     ) -> None:
         check_names(message)
         check_role(message, session.roles, f"the user of pid {session.pid}", "node.roles of this daemon")
-        self._check_room(session, message)
+        session.check_room(message, self._link.count(session.id) + self.arenas.waiting(session.id))
         match message:
             case local.CreateArena():
                 self._create_arena(session, request, message)
@@ -300,7 +275,7 @@ class Daemon:
                 self._free_arena(session, arena)
                 self._reply(session.id, request, local.Done())
             case local.RegisterSource() | local.RegisterTarget():
-                self._register(session, request, message, prepared)
+                self._registrations.register(session, request, message, prepared)
             case local.Deregister(member):
                 self._drop_member(self._own(session, member), "its client has closed it")
                 self._reply(session.id, request, local.Done())
@@ -327,7 +302,7 @@ class Daemon:
                 if self._commits.committed(swap, found, paused_s):
                     self._proofs.committed(found)
             case local.Restored(member):
-                self._restored(session, request, self._own(session, member))
+                self._registrations.restored(session, request, self._own(session, member))
             case local.LiveDigests(member) | local.LiveCompared(member):
                 self._proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason):
@@ -342,28 +317,12 @@ class Daemon:
                 | local.GetHistory()
                 | local.GetDescription()
             ):
-                self._check_coordinated()
-
-                def answer(reply: Message) -> None:
-                    self._reply(session.id, request, reply)
-
+                self._link.check()
                 if isinstance(message, local.GetStatus):
-                    self._say(0, self._update())  # the figures of now
-                self._forward(session.id, request, message, answer)
+                    self._link.say(self._update())  # the figures of now
+                self._link.ask(session.id, request, message, PassedOn())
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
-
-    def _check_room(self, session: Session, message: local.ClientRequest) -> None:
-        """Refuse more of a client that has much under way: what waits for others is kept here."""
-        if isinstance(message, _ENDINGS):
-            return
-        waiting = sum(f.session == session.id for f in self._forwarded.values())
-        waiting += self.arenas.waiting(session.id)
-        if waiting >= MAX_WAITING:
-            raise RefusedError(f"this client waits for {waiting} answers already, at most {MAX_WAITING}; wait for them")
-        registers = isinstance(message, local.RegisterSource | local.RegisterTarget)
-        if registers and len(session.members) >= MAX_SESSION_MEMBERS:
-            raise RefusedError(f"this client has {len(session.members)} registrations already; close some first")
 
     def _measure(self, session: Session, request: int, member: Member, spans: tuple[tuple[int, int, int], ...]) -> None:
         nbytes, rows = sum(rows * row for _, rows, row in spans), sum(rows for _, rows, _ in spans)
@@ -395,7 +354,7 @@ class Daemon:
                 for slot in member.slots:
                     slot.writing = None
                     self.arenas[slot.arena].session = None
-                self._say(0, cluster.DetachShard(member=member_id, reason=reason))
+                self._link.say(cluster.DetachShard(member=member_id, reason=reason))
             else:
                 kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))
@@ -403,15 +362,36 @@ class Daemon:
             self.arenas.free({arena})
 
     def _create_arena(self, session: Session, request: int, asked: local.CreateArena) -> None:
-        nbytes, device = asked.nbytes, asked.device
-        label = asked.label or session.name or "client"
+        labels = ((asked.nbytes, asked.label or session.name or "client"),)
+        within_s = PART_OF_TIMEOUT * asked.timeout_s
+        self.arenas.ask(WantedArenas(session.id, request, labels, ClientArena(), asked.device, within_s))
 
-        def made(arenas: tuple[int, ...]) -> None:
-            self.arenas.take(arenas[0], nbytes, label, session.id, write=True, workers_write=True, device=device)
-            session.arenas.add(arenas[0])
-            self._reply(session.id, request, local.ArenaCreated(arena=arenas[0], nbytes=nbytes))
+    def _given(self, wanted: WantedArenas, arenas: tuple[int, ...]) -> None:
+        """Arenas that somebody has waited for are there."""
+        match wanted.purpose:
+            case ClientArena():
+                ((nbytes, label),) = wanted.wanted
+                self.arenas.take(
+                    arenas[0], nbytes, label, wanted.session, write=True, workers_write=True, device=wanted.device
+                )
+                self._sessions[wanted.session].arenas.add(arenas[0])
+                self._reply(wanted.session, wanted.request, local.ArenaCreated(arena=arenas[0], nbytes=nbytes))
+            case MemberArenas():
+                self._registrations.arenas_made(wanted, arenas)
+            case Constants(_, _, data) as constants:
+                ((nbytes, label),) = wanted.wanted
+                self.arenas.take(arenas[0], nbytes, label, None, write=False, workers_write=False)
+                self._out.append(WriteArena(arenas[0], data))
+                self._plans.constants_made(constants, arenas[0])
 
-        self.arenas.ask(session.id, request, ((nbytes, label),), made, device, _PART_OF_IT * asked.timeout_s)
+    def _not_given(self, wanted: WantedArenas, error: RefitdError) -> None:
+        self._fail(wanted.session, wanted.request, error)
+
+    def _ask_first(self, wanted: WantedArenas, purpose: MemberArenas) -> None:
+        self._registrations.ask_first(wanted, purpose)
+
+    def _epoch_formed(self, plan: str, epoch: str) -> None:
+        self._plans.epoch_formed(plan, epoch)
 
     def _free_arena(self, session: Session, arena: int) -> None:
         if arena not in session.arenas:
@@ -423,196 +403,7 @@ class Daemon:
         session.arenas.discard(arena)
         self.arenas.free({arena})
 
-    # --- registration -------------------------------------------------------------------------------------
-
-    def _register(
-        self,
-        session: Session,
-        request: int,
-        message: local.RegisterSource | local.RegisterTarget,
-        prepared: Prepared | None,
-    ) -> None:
-        self._check_coordinated()
-        source = isinstance(message, local.RegisterSource)
-        if prepared is None or not {place.arena for place in message.live} <= self.arenas.keys():
-            prepared = new_member(message.model, session.id, session.pid, message, self.arenas)
-        if isinstance(prepared, RefitdError):
-            raise prepared
-        member, nbytes = prepared
-        if isinstance(message, local.RegisterSource):
-            if not message.live and not 1 <= message.slots <= 16:
-                raise RefusedError(f"model {message.model!r}: slots must be 1..16, found {message.slots}")
-            count = 0 if message.live else message.slots
-        else:
-            count = 0 if message.in_place else 1
-            self._permits.check_free()
-        who = "source" if isinstance(message, local.RegisterSource) else message.replica
-        member_id = member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._next()}"
-        labels = tuple((nbytes, f"{member_id}/{'slot' if source else 'staging'}{i}") for i in range(count))
-
-        def made(arenas: tuple[int, ...]) -> None:
-            self._check_still_possible(member)
-            for arena, (size, label) in zip(arenas, labels, strict=True):
-                self.arenas.take(
-                    arena, size, label, session.id, write=source, workers_write=not source, device=message.device
-                )
-            self._introduce(session, request, member, arenas, nbytes)
-
-        retained = self._retained.fitting(member, session.uid)
-        if retained is not None:
-            self._return(session, request, member, self._retained.give(retained, member), nbytes)
-        elif labels:
-            self.arenas.ask(session.id, request, labels, made, message.device, _PART_OF_IT * message.timeout_s)
-        else:
-            made(())
-
-    def _check_still_possible(self, member: Member) -> None:
-        """Refuse a registration that others have made impossible while its arenas were made."""
-        if not member.is_source:
-            self._permits.check_free()
-        if freed := member.live.arenas() - self.arenas.keys():
-            raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
-
-    def _return(self, session: Session, request: int, member: Member, arena: int, nbytes: int) -> None:
-        """Give an engine the staging arena of its predecessor; the coordinator hears of it once that is copied."""
-        self.arenas[arena].session = session.id
-        self.members[member.id] = member
-        session.members.add(member.id)
-        self._permits.allot(member)
-        self._log("returned", member=member.id, version=member.state.holds)
-        self._reply(session.id, request, self._registered(member, nbytes, member.state.holds))
-
-    def _restored(self, session: Session, request: int, member: Member) -> None:
-        """The engine holds what its predecessor held: from now on it can take part in swaps."""
-        member.move(Restored())
-
-        def answer(reply: Message) -> None:
-            if member.id not in self.members:
-                return
-            if not isinstance(reply, local.Done):
-                kept = self._retained.keep(member, session.uid, self._now)
-                self._drop_member(member, "the coordinator has not taken it in", tell=False, keep=kept)
-            else:
-                self._agreed(member)
-                self._proofs.restored(member)
-            self._reply(session.id, request, reply)
-
-        self._add(session.id, request, member, answer)
-
-    def _agreed(self, member: Member) -> None:
-        """The present coordinator knows this member: it may serve by its word."""
-        member.boot, member.is_told = self._boot, False
-        self._permits.renew(member)
-
-    def _registered(self, member: Member, nbytes: int, version: int | None) -> local.TargetRegistered:
-        assert member.permit is not None
-        return local.TargetRegistered(
-            member=member.id,
-            staging=max(0, member.staging),
-            nbytes=nbytes,
-            version=version,
-            permit_slot=member.permit.slot,
-            permit_token=member.permit.token,
-            restores=is_restoring(member),
-        )
-
-    def _introduce(self, session: Session, request: int, member: Member, arenas: tuple[int, ...], nbytes: int) -> None:
-        """Tell the coordinator of a new member; it exists once the coordinator has agreed."""
-        if member.is_source:
-            member.slots = [Slot(arena) for arena in arenas]
-        else:
-            member.staging = arenas[0] if arenas else -1
-            self._permits.allot(member)
-        self.members[member.id] = member
-        session.members.add(member.id)
-
-        def answer(reply: Message) -> None:
-            if not isinstance(reply, local.Done | cluster.SourceAdmitted):
-                session.members.discard(member.id)
-                self.members.pop(member.id, None)
-                self._permits.withdraw(member)
-                self.arenas.free(set(arenas))
-                self._reply(session.id, request, reply)
-                return
-            if member.id not in self.members:
-                return  # its client has left in the meantime
-            self._agreed(member)
-            self._replace_detached(member)
-            self.arenas.free(self._retained.replaced_by(member))
-            if isinstance(reply, cluster.SourceAdmitted):
-                member.run, member.first, member.newest = reply.run, reply.next_version, reply.next_version - 1
-            done: Message
-            if member.is_source:
-                first = max(1, member.first)
-                done = local.SourceRegistered(member.id, arenas, nbytes, next_version=first, run=member.run)
-            else:
-                done = self._registered(member, nbytes, member.state.version)
-            self._reply(session.id, request, done)
-
-        self._add(session.id, request, member, answer)
-
-    def _add(self, session: int, request: int, member: Member, then: Callable[[Message], None]) -> None:
-        """Tell the coordinator of a member, and of what it holds if that is new to this coordinator."""
-
-        def answer(reply: Message) -> None:
-            if isinstance(reply, local.Failure) and reply.code == "unknown-shard":
-                self._described.discard(member.digest)
-                self._add(session, request, member, then)
-            else:
-                then(reply)
-
-        known = member.digest in self._described
-        if not known and self.is_coordinated:
-            self._described.add(member.digest)
-            self._say(0, cluster.DescribeShard(digest=member.digest, packed=member.described))
-        # asked for once more only when it was left out: a coordinator that keeps forgetting cannot loop us
-        self._forward(session, request, self._add_shard(member), answer if known else then)
-
-    def _replace_detached(self, member: Member) -> None:
-        r = member.registration
-        for other in list(self.members.values()):
-            o = other.registration
-            same = (o.model, o.rank, other.replica) == (r.model, r.rank, member.replica)
-            if other is not member and other.session is None and same:
-                self._drop_member(other, "its rank has registered again", tell=False)
-
-    def _add_shard(self, member: Member) -> cluster.AddShard:
-        r = member.registration
-        figures = member.figures
-        return cluster.AddShard(
-            member=member.id,
-            model=r.model,
-            role="source" if member.is_source else "target",
-            replica=member.replica,
-            rank=r.rank,
-            world_size=r.world_size,
-            pid=member.pid,
-            digest=member.digest,
-            attached=member.session is not None,
-            versions=tuple(member.held()),
-            ways=tuple(member.way_of(version) for version in member.held()),
-            way=member.way,
-            why=member.why,
-            version=member.state.version,
-            staged=member.state.staged,
-            pauses=isinstance(r, local.RegisterTarget) and r.pauses,
-            in_place=member.in_place,
-            lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
-            poisoned=member.state.reason if member.state.live is Live.POISONED else "",
-            held_bytes=figures.held_bytes,
-            staging_bytes=figures.staging_bytes,
-            converted_bytes=figures.converted_bytes,
-            stale=figures.stale,
-            run=member.run if member.is_source else member.state.run,
-            newest=member.newest if member.newest >= 0 else None,
-            staged_version=member.state.next if member.state.step.is_staged else None,
-            staged_run=member.state.next_run if member.state.step.is_staged else "",
-            committing=member.state.step.is_decided,
-            replicas=member.replicas,
-            replicas_of=member.replicas_of,
-        )
-
-    def _drop_member(self, member: Member, reason: str, *, tell: bool = True, keep: bool = False) -> None:
+    def _drop_member(self, member: Member, reason: str, tell: bool = True, keep: bool = False) -> None:
         self.members.pop(member.id, None)
         if member.session in self._sessions:
             self._sessions[member.session].members.discard(member.id)
@@ -622,7 +413,7 @@ class Daemon:
         self._commits.member_left(member)
         self._proofs.left(member, reason)
         if tell:
-            self._say(0, cluster.RemoveShard(member=member.id, reason=reason))
+            self._link.say(cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
             self.arenas.retain(member.staging)
         else:
@@ -631,8 +422,7 @@ class Daemon:
     # --- coordinator --------------------------------------------------------------------------------------
 
     def _coordinator(self, request: int, message: cluster.CoordinatorMessage) -> None:
-        self._coordinator_heard = self._now
-        self._unreachable = ""
+        self._link.heard()
         if isinstance(message, local.Done):
             self._permits.answered(request)
         match message:
@@ -641,14 +431,11 @@ class Daemon:
                 self._welcomed(boot)
                 self._permits.answered(request)
             case local.Failure(code, text) if code == "unknown-node":
-                self._boot = ""
-                self._fail_forwarded(f"the coordinator has restarted: {text}")
+                self._link.boot = ""
+                self._link.fail_all(f"the coordinator has restarted: {text}")
                 self._hello()
-            case _ if request in self._forwarded:
-                waiting = self._forwarded[request]
-                if not isinstance(message, SwapProgress):
-                    del self._forwarded[request]
-                waiting.then(message)
+            case _ if self._link.waits_for(request):
+                self._link.reply(request, message)
             case local.Failure(_, text):
                 self._log("coordinator-refused", reason=text)
             case cluster.LoadPlan():
@@ -697,7 +484,7 @@ class Daemon:
         self._drop_member(member, reason, tell=False)
 
     def _welcomed(self, boot: str) -> None:
-        known, self._boot = self._boot, boot
+        known, self._link.boot = self._link.boot, boot
         if known == boot:
             return
         self._log("coordinator", boot=boot)
@@ -710,20 +497,29 @@ class Daemon:
         for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):
             self._publishing.release(self.members.values(), swap)
         self.arenas.free(self._plans.drop_all())
-        self._described.clear()
-        for member in self.members.values():
-            member.boot = ""  # also where it is the same coordinator: it had given this node up
-            if not is_restoring(member):
-                self._add(0, 0, member, self._readmitted(member))
+        self._registrations.readmit()
 
-    def _readmitted(self, member: Member) -> Callable[[Message], None]:
-        def answer(reply: Message) -> None:
-            if isinstance(reply, local.Failure):
-                self._log("not-readmitted", member=member.id, reason=reply.message)
-            elif member.id in self.members:
-                self._agreed(member)
-
-        return answer
+    def _answered(self, waiting: Waiting, reply: Message) -> None:
+        """A request to the coordinator is answered."""
+        session, request, about = waiting.session, waiting.request, waiting.about
+        if isinstance(about, Described):
+            if isinstance(reply, local.Failure) and reply.code == "unknown-shard":
+                self._registrations.tell_again(session, request, about)
+                return
+            about = about.about
+        match about:
+            case PassedOn():
+                self._reply(session, request, reply)
+            case Asked():
+                self._registrations.asked(about, reply)
+            case Introduced():
+                self._registrations.introduced(session, request, about, reply)
+            case Returned():
+                self._registrations.returned(session, request, about, reply)
+            case Readmitted():
+                self._registrations.readmitted(about, reply)
+            case Announced():
+                self._publishing.announced(session, request, about, reply)
 
     def _abort(self, swap: str, reason: str) -> None:
         self._swaps.abort(swap, reason)
@@ -735,7 +531,7 @@ class Daemon:
 
     def _update(self) -> cluster.NodeUpdate:
         """Return this node's figures, and its targets that have moved since the coordinator was told."""
-        moved = [m for m in self.members.values() if not (m.is_source or m.is_told) and m.boot == self._boot]
+        moved = [m for m in self.members.values() if not (m.is_source or m.is_told) and m.boot == self._link.boot]
         for member in moved:
             member.is_told = True
         states = tuple(cluster.TargetMoved(m.id, brief(str(m.state)), tuple(m.history)) for m in moved)
@@ -743,37 +539,9 @@ class Daemon:
 
     def _beat(self, message: cluster.NodeHello | cluster.NodeUpdate) -> None:
         """Say something whose answer renews this node's permits."""
-        number = self._next()
+        number = self._link.next_number()
         self._permits.sent(number, self._now)
-        self._say(number, message)
-
-    def _fail_forwarded(self, reason: str) -> None:
-        waiting, self._forwarded = self._forwarded, {}
-        failure = local.Failure(code=TransportError.code, message=reason)
-        for forwarded in waiting.values():
-            forwarded.then(failure)
-
-    def _forward(
-        self,
-        session: int,
-        request: int,
-        message: Message,
-        then: Callable[[Message], None],
-    ) -> None:
-        if not self.is_coordinated:
-            then(local.Failure(code=TransportError.code, message=self._no_coordinator()))
-            return
-        number = self._next()
-        self._forwarded[number] = _Forwarded(session, request, then)
-        self._say(number, message)
-
-    def _check_coordinated(self) -> None:
-        if not self.is_coordinated:
-            raise TransportError(self._no_coordinator())
-
-    def _no_coordinator(self) -> str:
-        why = self._unreachable or "check that it runs, then try again"
-        return f"node {self._node} has no coordinator at present; {why}"
+        self._link.say(message, number)
 
     # --- workers and time ---------------------------------------------------------------------------------
 
@@ -797,15 +565,15 @@ class Daemon:
         return bool(self._swaps.staging()) or self._jobs.is_busy
 
     def _tick(self) -> None:
-        if self._boot:
+        if self._link.boot:
             self._beat(self._update())
         else:
             self._hello()
-        if self._boot and not self.is_coordinated:
-            self._log("coordinator-silent", seconds=self._now - self._coordinator_heard)
-            self._boot = ""
+        if self._link.boot and not self._link.is_up:
+            self._log("coordinator-silent", seconds=self._link.unheard_s)
+            self._link.boot = ""
             self._commits.fence("the coordinator is out of reach, and may have decided")
-            self._fail_forwarded(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
+            self._link.fail_all(f"the coordinator has said nothing for {COORDINATOR_SILENCE_S:.0f} s")
         self._swaps.tick()
         self.arenas.free(self._plans.unneeded())
         self._proofs.expire(self._now)
@@ -817,9 +585,6 @@ class Daemon:
 
     # --- output -------------------------------------------------------------------------------------------
 
-    def _say(self, request: int, message: Message) -> None:
-        self._out.append(ToCoordinator(request, message))
-
     def _reply(self, session: int, request: int, message: Message) -> None:
         self._out.append(ToClient(session, request, message))
 
@@ -828,7 +593,3 @@ class Daemon:
 
     def _log(self, event: str, **fields: object) -> None:
         self._out.append(Log(event, fields))
-
-    def _next(self) -> int:
-        self._numbers += 1
-        return self._numbers

@@ -81,7 +81,8 @@ class DescribeShard(Message, frozen=True):
 class AddShard(Message, frozen=True, omit_defaults=True):
     """A client has registered. Reply: Done (SourceAdmitted for a source), or Failure, which undoes the registration.
 
-    A Failure with code "unknown-shard" asks for DescribeShard first. A source without a `run` is a new one.
+    A Failure with code "unknown-shard" asks for DescribeShard first. A source without a `run` is a new one. With
+    `is_question` nothing is registered: the answer is Done where it would be.
     """
 
     member: Name
@@ -114,6 +115,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     committing: bool = False  # target: it was told to take over what is staged, so that this is decided
     replicas: bytes = b""  # source: as in ShardPublished, said again to whoever may not have heard it
     replicas_of: Count = 0  # the version that these were taken of
+    is_question: bool = False  # whether it would be taken in; Done, or Failure
 
 
 class RemoveShard(Message, frozen=True):

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from refitd.daemon import actions as act
 from refitd.daemon.publishing import MAX_OPEN
-from refitd.daemon.state import MAX_WAITING
+from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local, sidecar
 from tests.unit.test_daemon_state import SOURCE, TARGET, Harness
@@ -130,7 +130,7 @@ class DaemonMachine(RuleBasedStateMachine):
                 except RefusedError:
                     continue
                 raise AssertionError(f"arena {arena.id} of session {arena.session} is handed to {session}")
-        assert len(daemon._forwarded) <= MAX_WAITING * len(SESSIONS) * 4
+        assert len(daemon._link._waiting) <= MAX_WAITING * len(SESSIONS) * 4
         assert not set(self.h.closed) & daemon.arenas.keys()
 
     def teardown(self) -> None:

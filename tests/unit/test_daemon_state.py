@@ -34,6 +34,7 @@ class Harness:
         self.to_worker: list[tuple[int, object]] = []
         self.refuse_with: local.Failure | None = None
         self.no_memory: ArenaError | None = None  # for the next arenas
+        self.no_memory_times = 1
         self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
         self.feed(act.SessionOpened(1, 100, "client"))
 
@@ -44,7 +45,9 @@ class Harness:
                 match do:
                     case act.MakeArenas(ticket) if self.no_memory is not None:
                         pending.append(act.ArenasRefused(ticket, self.no_memory))
-                        self.no_memory = None
+                        self.no_memory_times -= 1
+                        if not self.no_memory_times:
+                            self.no_memory, self.no_memory_times = None, 1
                     case act.MakeArenas(ticket, wanted):
                         made = tuple(range(self.arenas + 1, self.arenas + 1 + len(wanted)))
                         self.arenas += len(wanted)
@@ -825,6 +828,57 @@ def test_retained_memory_is_given_up_only_for_as_much_as_it_is(short: int, frees
     made = h.ask(local.CreateArena(nbytes=4096))
     assert isinstance(made, local.ArenaCreated) is frees
     assert bool(h.daemon._retained.arenas()) is not frees and bool(h.closed) is frees
+
+
+@pytest.mark.parametrize("lacking", ["the node's limit", "the system's memory"])
+@pytest.mark.parametrize("refuses", [True, False])
+def test_retained_memory_makes_room_for_a_rank_only_if_the_coordinator_takes_it_in(lacking: str, refuses: bool) -> None:
+    h = Harness(keep_targets_s=60.0)
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.commit(target)
+    h.feed(act.SessionClosed(1, "died"), act.SessionOpened(1, 100, "again"))
+    retained = h.daemon._retained.arenas()
+    if lacking == "the node's limit":
+        h.daemon.arenas._max_bytes = sum(arena.nbytes for arena in h.daemon.arenas.values())
+    else:
+        h.no_memory, h.no_memory_times = ArenaError("there is no memory", short=1), 1 if refuses else 2
+    h.refuse_with = local.Failure(code="refused", message="nobody expects it") if refuses else None
+    h.to_coordinator.clear()
+    answer = h.ask(structs.replace(TARGET, replica="another"))
+    questions = [m.is_question for m in h.said(cluster.AddShard) if isinstance(m, cluster.AddShard)]
+    if refuses:
+        assert answer == h.refuse_with and questions == [True]
+        assert h.daemon._retained.arenas() == retained and not h.closed
+    else:
+        assert isinstance(answer, local.TargetRegistered) and questions == [True, False]
+        assert not h.daemon._retained.arenas() and {*h.closed} == retained
+
+
+def test_a_coordinator_that_has_forgotten_a_description_is_sent_it_again_once() -> None:
+    h = Harness()
+    assert isinstance(h.ask(TARGET), local.TargetRegistered)
+    h.to_coordinator.clear()
+    h.refuse_with = local.Failure(code="unknown-shard", message="which?")
+    refused = h.ask(structs.replace(TARGET, replica="another"))
+    assert refused == h.refuse_with
+    assert [type(m) for m in h.to_coordinator] == [cluster.AddShard, cluster.DescribeShard, cluster.AddShard]
+
+
+def test_an_engine_that_the_coordinator_does_not_take_back_leaves_what_is_retained_for_it() -> None:
+    h = Harness(keep_targets_s=60.0)
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.commit(target)
+    h.feed(act.SessionClosed(1, "died"), act.SessionOpened(1, 100, "again"))
+    retained, members = h.daemon._retained.arenas(), {*h.daemon.members}
+    for _ in range(2):
+        again = h.ask(TARGET)
+        assert isinstance(again, local.TargetRegistered) and again.restores
+        h.refuse_with = local.Failure(code="refused", message="no")
+        assert h.ask(local.Restored(member=again.member)) == h.refuse_with
+        h.refuse_with = None
+        assert h.daemon._retained.arenas() == retained and {*h.daemon.members} == members and not h.closed
 
 
 def test_a_registration_whose_tensors_are_freed_while_its_arenas_are_made_is_refused_and_leaves_none() -> None:

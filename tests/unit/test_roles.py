@@ -12,7 +12,7 @@ from refitd.coordinator import actions as act
 from refitd.coordinator import admission
 from refitd.daemon import actions as daemon_act
 from refitd.daemon.publishing import MAX_OPEN
-from refitd.daemon.state import MAX_WAITING
+from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import NodeStatus
@@ -175,9 +175,9 @@ def test_what_a_client_may_have_waiting_is_bounded():
 def test_request_that_finds_no_room_to_the_coordinator_fails_at_once():
     h = OneNode()
     h.feed(daemon_act.ClientSaid(1, 9, local.StartSwap(model="m")))
-    (number,) = h.daemon._forwarded
+    (number,) = h.daemon._link._waiting
     h.feed(daemon_act.Unsent(number))
-    assert not h.daemon._forwarded
+    assert not h.daemon._link._waiting
     (answer,) = [m for s, r, m in h.to_client if (s, r) == (1, 9)]
     assert isinstance(answer, local.Failure) and answer.code == "refused"
 

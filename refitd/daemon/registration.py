@@ -1,0 +1,332 @@
+"""Ranks that register, return, and are told to coordinators: what is made for them, and what a refusal takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec import structs
+
+from refitd.daemon.actions import Instruction, Log, Prepared, ToClient
+from refitd.daemon.arenas import LocalArenas
+from refitd.daemon.coordinator_link import CoordinatorLink
+from refitd.daemon.members import Member, Slot, new_member
+from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Readmitted, Returned, WantedArenas
+from refitd.daemon.permits import Permits
+from refitd.daemon.retained import RetainedTargets, is_restoring
+from refitd.daemon.sessions import Session
+from refitd.daemon.target_state import Live, Restored
+from refitd.daemon.verification import Proofs
+from refitd.errors import RefitdError, RefusedError
+from refitd.protocol import cluster, local
+from refitd.protocol.base import Message
+
+# Of the time that a client waits for arenas: it hears which ones are late before it gives up.
+PART_OF_TIMEOUT = 0.9
+
+MAX_SLOTS = 16  # snapshots of one source rank
+
+
+class Registrations:
+    """Takes ranks in. Instructions go to `out`; `drop(member, reason, tell, keep)` ends a registration."""
+
+    def __init__(
+        self,
+        node: str,
+        sessions: Mapping[int, Session],
+        members: dict[str, Member],
+        arenas: LocalArenas,
+        retained: RetainedTargets,
+        permits: Permits,
+        proofs: Proofs,
+        link: CoordinatorLink,
+        out: Callable[[Instruction], None],
+        drop: Callable[[Member, str, bool, bool], None],
+    ) -> None:
+        self._node = node
+        self._sessions = sessions
+        self._members = members
+        self._arenas = arenas
+        self._retained = retained
+        self._permits = permits
+        self._proofs = proofs
+        self._link = link
+        self._out = out
+        self._drop = drop
+        self._described: set[str] = set()  # digests of the shards that this coordinator has been told
+
+    def prepare(
+        self, session: int, pid: int, message: local.RegisterSource | local.RegisterTarget
+    ) -> Callable[[], Prepared]:
+        """Return what looks at a registration, beside the loop, as far as nothing that changes is concerned."""
+        arenas = {number: arena for number, arena in self._arenas.items() if arena.session == session}
+
+        def look() -> Prepared:
+            try:
+                return new_member(message.model, session, pid, message, arenas)
+            except RefitdError as exc:
+                return exc
+
+        return look
+
+    # --- a new rank ---------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        session: Session,
+        request: int,
+        message: local.RegisterSource | local.RegisterTarget,
+        prepared: Prepared | None,
+    ) -> None:
+        """Take a rank in: its arenas are made, then the coordinator is told of it, then the client is answered.
+
+        Raises:
+            RefusedError, ProtocolError: the registration is impossible.
+            ArenaError: its arenas exceed the node's limit.
+            TransportError: there is no coordinator.
+        """
+        self._link.check()
+        if prepared is None or not {place.arena for place in message.live} <= self._arenas.keys():
+            prepared = new_member(message.model, session.id, session.pid, message, self._arenas)
+        if isinstance(prepared, RefitdError):
+            raise prepared
+        member, nbytes = prepared
+        if isinstance(message, local.RegisterSource):
+            if not message.live and not 1 <= message.slots <= MAX_SLOTS:
+                raise RefusedError(f"model {message.model!r}: slots must be 1..{MAX_SLOTS}, found {message.slots}")
+            count, who, what = 0 if message.live else message.slots, "source", "slot"
+        else:
+            count, who, what = 0 if message.in_place else 1, message.replica, "staging"
+            self._permits.check_free()
+        member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._link.next_number()}"
+        retained = self._retained.fitting(member, session.uid)
+        if retained is not None:
+            self._return(session, request, member, self._retained.give(retained, member), nbytes)
+            return
+        labels = tuple((nbytes, f"{member.id}/{what}{i}") for i in range(count))
+        wanted = WantedArenas(
+            session.id,
+            request,
+            labels,
+            MemberArenas(member, nbytes),
+            message.device,
+            PART_OF_TIMEOUT * message.timeout_s,
+        )
+        if labels:
+            self._arenas.ask(wanted)
+        else:
+            self.arenas_made(wanted, ())
+
+    def ask_first(self, wanted: WantedArenas, purpose: MemberArenas) -> None:
+        """Ask the coordinator whether it would take a rank in for whose arenas retained targets have to go."""
+        self._tell(wanted.session, wanted.request, purpose.member, Asked(wanted, purpose), is_question=True)
+
+    def asked(self, about: Asked, reply: Message) -> None:
+        """The coordinator has said whether it would take a rank in."""
+        wanted, purpose = about.wanted, about.purpose
+        if isinstance(reply, local.Failure):
+            self._reply(wanted.session, wanted.request, reply)
+        elif wanted.session in self._sessions:
+            admitted = MemberArenas(purpose.member, purpose.nbytes, is_admitted=True)
+            try:
+                self._arenas.ask(
+                    WantedArenas(
+                        wanted.session, wanted.request, wanted.wanted, admitted, wanted.device, wanted.within_s
+                    )
+                )
+            except RefitdError as exc:
+                self._reply(wanted.session, wanted.request, local.Failure(code=exc.code, message=str(exc)))
+
+    def arenas_made(self, wanted: WantedArenas, arenas: tuple[int, ...]) -> None:
+        """The arenas of a new rank exist: it exists, too, once the coordinator has agreed.
+
+        Raises:
+            RefusedError: what others have done meanwhile makes it impossible; the arenas are not taken.
+        """
+        purpose = wanted.purpose
+        assert isinstance(purpose, MemberArenas)
+        member, source = purpose.member, purpose.member.is_source
+        if not source:
+            self._permits.check_free()
+        if freed := member.live.arenas() - self._arenas.keys():
+            raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
+        for arena, (size, label) in zip(arenas, wanted.wanted, strict=True):
+            self._arenas.take(
+                arena, size, label, wanted.session, write=source, workers_write=not source, device=wanted.device
+            )
+        if source:
+            member.slots = [Slot(arena) for arena in arenas]
+        else:
+            member.staging = arenas[0] if arenas else -1
+            self._permits.allot(member)
+        self._enter(self._sessions[wanted.session], member)
+        self._tell(wanted.session, wanted.request, member, Introduced(member, arenas, purpose.nbytes))
+
+    def introduced(self, session: int, request: int, about: Introduced, reply: Message) -> None:
+        """The coordinator has answered for a new rank."""
+        member = about.member
+        if not isinstance(reply, local.Done | cluster.SourceAdmitted):
+            if session in self._sessions:
+                self._sessions[session].members.discard(member.id)
+            self._members.pop(member.id, None)
+            self._permits.withdraw(member)
+            self._arenas.free(set(about.arenas))
+            self._reply(session, request, reply)
+            return
+        if member.id not in self._members:
+            return  # its client has left in the meantime
+        self._agreed(member)
+        self._replace_detached(member)
+        self._arenas.free(self._retained.replaced_by(member))
+        if isinstance(reply, cluster.SourceAdmitted):
+            member.run, member.first, member.newest = reply.run, reply.next_version, reply.next_version - 1
+        done: Message
+        if member.is_source:
+            first = max(1, member.first)
+            done = local.SourceRegistered(member.id, about.arenas, about.nbytes, next_version=first, run=member.run)
+        else:
+            done = self._registered(member, about.nbytes, member.state.version)
+        self._reply(session, request, done)
+
+    def _replace_detached(self, member: Member) -> None:
+        r = member.registration
+        for other in list(self._members.values()):
+            o = other.registration
+            same = (o.model, o.rank, other.replica) == (r.model, r.rank, member.replica)
+            if other is not member and other.session is None and same:
+                self._drop(other, "its rank has registered again", False, False)
+
+    # --- a rank that returns ------------------------------------------------------------------------------
+
+    def _return(self, session: Session, request: int, member: Member, arena: int, nbytes: int) -> None:
+        """Give an engine the staging arena of its predecessor; the coordinator hears of it once that is copied."""
+        self._arenas[arena].session = session.id
+        self._enter(session, member)
+        self._permits.allot(member)
+        self._out(Log("returned", {"member": member.id, "version": member.state.holds}))
+        self._reply(session.id, request, self._registered(member, nbytes, member.state.holds))
+
+    def restored(self, session: Session, request: int, member: Member) -> None:
+        """The engine holds what its predecessor held: from now on it can take part in swaps.
+
+        Raises:
+            IllegalTransition: it had nothing to copy back.
+        """
+        member.move(Restored())
+        self._tell(session.id, request, member, Returned(member, session.uid))
+
+    def returned(self, session: int, request: int, about: Returned, reply: Message) -> None:
+        """The coordinator has answered for a rank that returns; refused, it is retained again."""
+        member = about.member
+        if member.id not in self._members:
+            return
+        if isinstance(reply, local.Done):
+            self._agreed(member)
+            self._proofs.restored(member)
+        else:
+            kept = self._retained.keep(member, about.uid, self._link.now)
+            self._drop(member, "the coordinator has not taken it in", False, kept)
+        self._reply(session, request, reply)
+
+    # --- what the coordinator knows -----------------------------------------------------------------------
+
+    def readmit(self) -> None:
+        """Tell a coordinator of every rank: it does not know this node, or has given it up."""
+        self._described.clear()
+        for member in self._members.values():
+            member.boot = ""  # also where it is the same coordinator
+            if not is_restoring(member):
+                self._tell(0, 0, member, Readmitted(member))
+
+    def readmitted(self, about: Readmitted, reply: Message) -> None:
+        """The coordinator has answered for a rank that another one knew."""
+        if isinstance(reply, local.Failure):
+            self._out(Log("not-readmitted", {"member": about.member.id, "reason": reply.message}))
+        elif about.member.id in self._members:
+            self._agreed(about.member)
+
+    def tell_again(self, session: int, request: int, about: Described) -> None:
+        """Tell of a rank once more, this time with its description, which the coordinator does not know any more."""
+        self._described.discard(about.shard.digest)
+        member = about.about.purpose.member if isinstance(about.about, Asked) else about.about.member
+        self._tell(session, request, member, about.about, is_question=about.shard.is_question)
+
+    def _tell(
+        self,
+        session: int,
+        request: int,
+        member: Member,
+        about: Asked | Introduced | Returned | Readmitted,
+        *,
+        is_question: bool = False,
+    ) -> None:
+        """Tell the coordinator of a rank, and of what it holds if that is new to this coordinator."""
+        shard = structs.replace(_shard_of(member), is_question=is_question)
+        known = member.digest in self._described
+        if not known and self._link.is_up:
+            self._described.add(member.digest)
+            self._link.say(cluster.DescribeShard(digest=member.digest, packed=member.described))
+        # asked for once more only when it was left out: a coordinator that keeps forgetting cannot loop us
+        self._link.ask(session, request, shard, Described(about, shard) if known else about)
+
+    def _agreed(self, member: Member) -> None:
+        """The present coordinator knows this member: it may serve by its word."""
+        member.boot, member.is_told = self._link.boot, False
+        self._permits.renew(member)
+
+    # --- output -------------------------------------------------------------------------------------------
+
+    def _enter(self, session: Session, member: Member) -> None:
+        self._members[member.id] = member
+        session.members.add(member.id)
+
+    def _registered(self, member: Member, nbytes: int, version: int | None) -> local.TargetRegistered:
+        assert member.permit is not None
+        return local.TargetRegistered(
+            member=member.id,
+            staging=max(0, member.staging),
+            nbytes=nbytes,
+            version=version,
+            permit_slot=member.permit.slot,
+            permit_token=member.permit.token,
+            restores=is_restoring(member),
+        )
+
+    def _reply(self, session: int, request: int, message: Message) -> None:
+        self._out(ToClient(session, request, message))
+
+
+def _shard_of(member: Member) -> cluster.AddShard:
+    r = member.registration
+    figures = member.figures
+    return cluster.AddShard(
+        member=member.id,
+        model=r.model,
+        role="source" if member.is_source else "target",
+        replica=member.replica,
+        rank=r.rank,
+        world_size=r.world_size,
+        pid=member.pid,
+        digest=member.digest,
+        attached=member.session is not None,
+        versions=tuple(member.held()),
+        ways=tuple(member.way_of(version) for version in member.held()),
+        way=member.way,
+        why=member.why,
+        version=member.state.version,
+        staged=member.state.staged,
+        pauses=isinstance(r, local.RegisterTarget) and r.pauses,
+        in_place=member.in_place,
+        lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
+        poisoned=member.state.reason if member.state.live is Live.POISONED else "",
+        held_bytes=figures.held_bytes,
+        staging_bytes=figures.staging_bytes,
+        converted_bytes=figures.converted_bytes,
+        stale=figures.stale,
+        run=member.run if member.is_source else member.state.run,
+        newest=member.newest if member.newest >= 0 else None,
+        staged_version=member.state.next if member.state.step.is_staged else None,
+        staged_run=member.state.next_run if member.state.step.is_staged else "",
+        committing=member.state.step.is_decided,
+        replicas=member.replicas,
+        replicas_of=member.replicas_of,
+    )
