@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import pytest
+
+# how long an example takes is the machine's business
+hypothesis.settings.register_profile("refitd", deadline=None)
+hypothesis.settings.load_profile("refitd")
 
 # each starts a pool of processes, or a cluster, that its tests share
 SHARING = ("tests/spmd/", "tests/conformance/", "tests/faults/test_faults.py")

@@ -457,8 +457,9 @@ def test_a_swap_that_waits_its_turn_is_answered_in_time_too(start_daemon) -> Non
     with trainer.client, daemon.connect("engine") as engine:
         target = engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="b")
         trainer.publish()
-        with pytest.raises(refitd.RefitFailed):
-            trainer.client.swap("policy", timeout=1.0)
+        with pytest.raises(refitd.SwapFailed) as late:
+            trainer.client.swap("policy", timeout=4.0)
+        assert late.value.report.outcome == refitd.SwapOutcome.DECIDED
         trainer.publish()
         began = time.monotonic()
         with pytest.raises(refitd.DeadlineExceeded, match="runs for too long"):
