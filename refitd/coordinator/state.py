@@ -155,7 +155,7 @@ class Coordinator:
                 self.swaps.journalled(swap, error, now)
             case Busy(seconds):
                 for node in self.nodes.values():
-                    node.last_heard += seconds
+                    node.last_heard = min(now, node.last_heard + seconds)  # who was heard meanwhile is excused nothing
             case Tick():
                 self._tick(now)
         done = self._out[:]

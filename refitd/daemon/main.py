@@ -50,7 +50,7 @@ MEASURE_S = 10.0
 MAX_HELD_BYTES = 512 << 20
 MAX_HELD = 256
 
-# A turn of the loop that takes this long is told in the log, and nobody is called silent for it.
+# A turn of the loop that takes so much longer than it may is told in the log, and nobody is called silent for it.
 SLOW_TURN_S = 0.5
 
 # Messages that a client may leave unread before more are dropped.
@@ -120,7 +120,8 @@ class DaemonShell:
         self._watch(wakeup, select.POLLIN)
         told = False
         self._feed(act.Tick())
-        next_tick = time.monotonic() + TICK_S
+        awake = time.monotonic()
+        next_tick = awake + TICK_S
         while not stop:
             if not told and (beside is None or self._state.is_coordinated):
                 told = True
@@ -130,18 +131,24 @@ class DaemonShell:
             due = min(next_tick, self._state.next_deadline or next_tick)
             wait_ms = max(0, int((due - time.monotonic()) * 1000) + 1)
             found = self._poller.poll(wait_ms)
-            began = time.monotonic()
+            awake = self._excuse(awake, wait_ms / 1000)
             for ready, events in found:
                 self._serve_one(ready, events)
+            awake = self._excuse(awake, 0.0)  # before the tick, which calls others silent
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._outlive(self._tick)
                 self._outlive(lambda: self._look_after(beside))
             elif time.monotonic() >= due:
                 self._feed(act.Due())
-            if (took_s := time.monotonic() - began) > SLOW_TURN_S:
-                self._feed(act.Busy(took_s))
-                self._log("slow-turn", seconds=took_s)
+
+    def _excuse(self, since: float, expected_s: float) -> float:
+        """Return the time; if more has passed than expected, nobody was silent: this process was busy or stopped."""
+        now = time.monotonic()
+        if (lost_s := now - since - expected_s) > SLOW_TURN_S:
+            self._feed(act.Busy(lost_s))
+            self._log("slow-turn", seconds=lost_s)
+        return now
 
     def _tick(self) -> None:
         self._dealer.retry()

@@ -177,7 +177,7 @@ class Daemon:
                 if session in self._sessions:
                     self._client(self._sessions[session], request, message, prepared)
             case Busy(seconds):
-                self._coordinator_heard += seconds
+                self._coordinator_heard = min(now, self._coordinator_heard + seconds)
             case CoordinatorSaid(request, message):
                 self._coordinator(request, message)
             case Unsent(request):
