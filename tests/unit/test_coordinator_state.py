@@ -255,6 +255,25 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     assert isinstance(failure, local.Failure) and failure.code == "unknown-node"
 
 
+def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answered_is_not_lost() -> None:
+    h = Harness()
+    logged: list[str] = []
+    handle = h.state.handle
+
+    def watched(event: act.Event, now: float) -> list[act.Instruction]:
+        found = handle(event, now)
+        logged.extend(i.event for i in found if isinstance(i, act.Log))
+        return found
+
+    h.state.handle = watched  # type: ignore[method-assign]
+    h.join()
+    h.join()
+    assert "node-lost" not in logged
+    h.add("src")
+    h.join()  # now it has somebody registered, and has forgotten that
+    assert "node-lost" in logged and not h.state.models
+
+
 def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_not() -> None:
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
     h = Harness(journal=journal)
