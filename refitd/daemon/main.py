@@ -33,7 +33,7 @@ from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, Aside, InOrder
 from refitd.protocol.base import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from refitd.protocol.channel import Dealer, Received, Router
+from refitd.protocol.channel import Dealer, Received, Router, local_peer
 from refitd.protocol.codec import HELLO_BYTES, BadMessage, Decoder, request_of
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
@@ -198,7 +198,8 @@ class DaemonShell:
             self._take_clients()
         elif ready is self._dealer.socket:
             while (frame := self._dealer.receive()) is not None:
-                self._from_coordinator(frame)
+                if self._is_trusted():
+                    self._from_coordinator(frame)
         elif ready in self._dealer.doors:
             self._no_handshake()
         elif ready == self._gate.listener_fd:
@@ -220,6 +221,21 @@ class DaemonShell:
             if (received := self._router.receive(self._limit_of)) is None:
                 break
             self._from_client(received)
+
+    def _is_trusted(self) -> bool:
+        """Return whether the last word of the coordinator was one of a user who may be it; over TCP keys say so."""
+        peer = local_peer(self._dealer.peer)
+        if peer is None or peer[0] in (0, *self._users.uids):
+            return True
+        reason = (
+            f"{self._config.coordinator_endpoint}: who listens there (pid {peer[1]}) belongs to uid {peer[0]}; "
+            f"expected uid {os.getuid()}, root or node.allowed_uids. Nothing it says is obeyed: end it, or choose a "
+            "coordinator.endpoint in a directory that nobody else can write to"
+        )
+        self._feed(act.CoordinatorUnreachable(reason))
+        if self._uncoordinated.lets(reason, time.monotonic()):
+            self._log("stranger", reason=reason)
+        return False
 
     def _no_handshake(self) -> None:
         reason = self._dealer.failure()
