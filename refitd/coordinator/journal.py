@@ -68,6 +68,10 @@ KEPT = 10_000
 # Peers say sequences too: one beyond this is a mistake, and must not use the numbers up.
 MAX_SEQUENCE = 1 << 53
 
+# How long a write waits for a lock that another program has taken on the file, which none should: meanwhile nobody is
+# answered, and daemons call a coordinator silent after 5 s.
+_LOCKED_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -142,11 +146,12 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._own()
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_S)
             self._open()
         except (OSError, sqlite3.Error) as exc:
             self._unlock()
-            raise CommitError(f"journal {path}: {exc}{_room(path)}; check coordinator.journal and the disk") from exc
+            advice = _advice(exc) or "check coordinator.journal and the disk"
+            raise CommitError(f"journal {path}: {exc}{_room(path)}; {advice}") from exc
         except CommitError:
             self._unlock()
             raise
@@ -310,9 +315,8 @@ class Journal:
             with self._transaction():
                 yield
         except (OSError, sqlite3.Error) as exc:
-            raise CommitError(
-                f"journal {self._path}: {exc}{_room(self._path)}; free disk space, then swap again"
-            ) from exc
+            advice = _advice(exc) or "free disk space, then swap again"
+            raise CommitError(f"journal {self._path}: {exc}{_room(self._path)}; {advice}") from exc
         finally:
             self._remember_place()
 
@@ -480,6 +484,16 @@ def _holder(descriptor: int) -> str:
                 return f" (pid {words[words.index('WRITE') + 1]})"
     except (OSError, ValueError):
         pass
+    return ""
+
+
+def _advice(error: Exception) -> str:
+    """Return what to do about an error that has nothing to do with room; "" for any other."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "another program has it open (`fuser` says which) and may not write to it; end that one, then swap again"
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return "move it away: the next one is recovered from what the daemons hold"
     return ""
 
 

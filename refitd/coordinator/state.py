@@ -155,7 +155,7 @@ class Coordinator:
                 self.swaps.journalled(swap, error, now)
             case Busy(seconds):
                 for node in self.nodes.values():
-                    node.last_heard += seconds
+                    node.last_heard = min(now, node.last_heard + seconds)  # who was heard meanwhile is excused nothing
             case Tick():
                 self._tick(now)
         done = self._out[:]
@@ -208,8 +208,10 @@ class Coordinator:
             )
             self._send(identity, request, local.Failure(code=RefusedError.code, message=error))
             return
-        if old is not None:
-            same = old.status.pid == message.status.pid
+        same = old is not None and old.status.pid == message.status.pid
+        # a daemon that had nobody to answer it has said this several times
+        repeats = old is not None and same and old.identity == identity
+        if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             self._forget_node(name, f"its daemon has {'introduced itself' if same else 'started'} again", now)
         self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host)

@@ -480,9 +480,12 @@ class Swaps:
             sequence = written.sequence if written is not None and written.swap == swap else 0
             self._lives.decided(model, Live(running.version, running.run, sequence, swap))
             state.live, state.highest = self._lives.of(model), self._lives.highest(model)
-            self.tell_live(
-                model
-            )  # before any node commits, so that every daemon with a committed rank knows what is live
+            # before any node commits: every daemon with a committed rank knows what is live; and who has registered
+            # since the swap began, and takes no part in it, does not serve what it came with
+            self.tell_live(model)
+            for member in state.fleet.targets.values():
+                if member.id not in running.swap.members:
+                    self.fence_unless_live(member)
             self.step(state, decision.Journalled(), now)
 
     def tell_live(self, model: str) -> None:

@@ -131,7 +131,7 @@ class ArenasRefused:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """This process has heard nobody for so long, because it was busy: the others were not silent."""
+    """This process has heard nobody for so long, because it was busy or stopped: the others were not silent."""
 
     seconds: float
 

@@ -51,7 +51,7 @@ class CoordinatorLink:
 
     def was_busy(self, seconds: float) -> None:
         """Count a time in which this process heard nobody as no silence of the coordinator's."""
-        self._heard += seconds
+        self._heard = min(self.now, self._heard + seconds)
 
     def unreachable(self, reason: str) -> None:
         """No connection has come about, for this reason."""

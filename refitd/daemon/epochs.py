@@ -23,6 +23,7 @@ class _Joined:
     epoch: cluster.EpochPlan
     waiting: set[int]
     members: set[int] = field(default_factory=set)
+    left: dict[int, list[sidecar.EpochValue]] = field(default_factory=dict)  # for workers that are not in it yet
 
 
 class LocalEpochs:
@@ -46,20 +47,22 @@ class LocalEpochs:
         lanes = set(range(epoch.lanes))
         self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), lanes)
         for lane in sorted(lanes):
-            labels = tuple(
-                f"worker {lane} on node {node} (host {host})"
-                for node, host in zip(epoch.nodes, epoch.hosts, strict=True)
-            )
-            message = sidecar.JoinEpoch(
-                epoch=epoch.id,
-                service=epoch.service,
-                index=epoch.nodes.index(self._node),
-                labels=labels,
-                address=self._address,
-                staging_bytes=epoch.staging_bytes,
-                timeout_s=epoch.timeout_s,
-            )
-            self._out(ToWorker(lane, message))
+            self._send_in(lane, epoch)
+
+    def _send_in(self, lane: int, epoch: cluster.EpochPlan) -> None:
+        labels = tuple(
+            f"worker {lane} on node {node} (host {host})" for node, host in zip(epoch.nodes, epoch.hosts, strict=True)
+        )
+        message = sidecar.JoinEpoch(
+            epoch=epoch.id,
+            service=epoch.service,
+            index=epoch.nodes.index(self._node),
+            labels=labels,
+            address=self._address,
+            staging_bytes=epoch.staging_bytes,
+            timeout_s=epoch.timeout_s,
+        )
+        self._out(ToWorker(lane, message))
 
     def leave(self, epoch: str) -> None:
         """Have the workers close their connections."""
@@ -94,6 +97,7 @@ class LocalEpochs:
                 self._say(cluster.EpochPut(epoch=epoch, lane=worker, key=key, value=value))
             case sidecar.EpochJoined():
                 joined.waiting.discard(worker)
+                joined.left.pop(worker, None)
                 if not joined.waiting:
                     self._out(
                         Log("epoch", {"epoch": joined.epoch.id, "plan": joined.plan, "lanes": joined.epoch.lanes})
@@ -110,15 +114,26 @@ class LocalEpochs:
         joined = self._epochs.get(message.epoch)
         if joined is not None and message.lane in joined.members:
             value = sidecar.EpochValue(epoch=message.epoch, key=message.key, value=message.value)
+            if message.lane in joined.waiting:
+                joined.left.setdefault(message.lane, []).append(value)
             self._out(ToWorker(message.lane, value))
 
     def worker_gone(self, worker: int, who: str, how: str) -> None:
-        """A worker has died or was replaced: its epochs are over, on every node."""
+        """A worker has died or was replaced: its epochs are over, on every node.
+
+        But not those that it never came to, being stuck in one that was given up: the others still wait for it there,
+        and its successor is sent in.
+        """
         services = set()
+        was_stuck = any(late == worker for late, _ in self._late)
         self._warm.discard(worker)
         self._late = {key: ticks for key, ticks in self._late.items() if key[0] != worker}
         for id_, joined in list(self._epochs.items()):
-            if worker in joined.members:
+            if was_stuck and worker in joined.waiting:
+                self._send_in(worker, joined.epoch)
+                for value in joined.left.get(worker, ()):
+                    self._out(ToWorker(worker, value))
+            elif worker in joined.members:
                 services.add(joined.epoch.service)
                 joined.members.discard(worker)
                 self.leave(id_)

@@ -33,7 +33,7 @@ from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, Aside, InOrder
 from refitd.protocol.base import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from refitd.protocol.channel import Dealer, Received, Router
+from refitd.protocol.channel import Dealer, Received, Router, local_peer
 from refitd.protocol.codec import HELLO_BYTES, BadMessage, Decoder, request_of
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
@@ -50,7 +50,7 @@ MEASURE_S = 10.0
 MAX_HELD_BYTES = 512 << 20
 MAX_HELD = 256
 
-# A turn of the loop that takes this long is told in the log, and nobody is called silent for it.
+# A turn of the loop that takes so much longer than it may is told in the log, and nobody is called silent for it.
 SLOW_TURN_S = 0.5
 
 # Messages that a client may leave unread before more are dropped.
@@ -120,7 +120,8 @@ class DaemonShell:
         self._watch(wakeup, select.POLLIN)
         told = False
         self._feed(act.Tick())
-        next_tick = time.monotonic() + TICK_S
+        awake = time.monotonic()
+        next_tick = awake + TICK_S
         while not stop:
             if not told and (beside is None or self._state.is_coordinated):
                 told = True
@@ -130,18 +131,24 @@ class DaemonShell:
             due = min(next_tick, self._state.next_deadline or next_tick)
             wait_ms = max(0, int((due - time.monotonic()) * 1000) + 1)
             found = self._poller.poll(wait_ms)
-            began = time.monotonic()
+            awake = self._excuse(awake, wait_ms / 1000)
             for ready, events in found:
                 self._serve_one(ready, events)
+            awake = self._excuse(awake, 0.0)  # before the tick, which calls others silent
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._outlive(self._tick)
                 self._outlive(lambda: self._look_after(beside))
             elif time.monotonic() >= due:
                 self._feed(act.Due())
-            if (took_s := time.monotonic() - began) > SLOW_TURN_S:
-                self._feed(act.Busy(took_s))
-                self._log("slow-turn", seconds=took_s)
+
+    def _excuse(self, since: float, expected_s: float) -> float:
+        """Return the time; if more has passed than expected, nobody was silent: this process was busy or stopped."""
+        now = time.monotonic()
+        if (lost_s := now - since - expected_s) > SLOW_TURN_S:
+            self._feed(act.Busy(lost_s))
+            self._log("slow-turn", seconds=lost_s)
+        return now
 
     def _tick(self) -> None:
         self._dealer.retry()
@@ -191,7 +198,8 @@ class DaemonShell:
             self._take_clients()
         elif ready is self._dealer.socket:
             while (frame := self._dealer.receive()) is not None:
-                self._from_coordinator(frame)
+                if self._is_trusted():
+                    self._from_coordinator(frame)
         elif ready in self._dealer.doors:
             self._no_handshake()
         elif ready == self._gate.listener_fd:
@@ -213,6 +221,21 @@ class DaemonShell:
             if (received := self._router.receive(self._limit_of)) is None:
                 break
             self._from_client(received)
+
+    def _is_trusted(self) -> bool:
+        """Return whether the last word of the coordinator was one of a user who may be it; over TCP keys say so."""
+        peer = local_peer(self._dealer.peer)
+        if peer is None or peer[0] in (0, *self._users.uids):
+            return True
+        reason = (
+            f"{self._config.coordinator_endpoint}: who listens there (pid {peer[1]}) belongs to uid {peer[0]}; "
+            f"expected uid {os.getuid()}, root or node.allowed_uids. Nothing it says is obeyed: end it, or choose a "
+            "coordinator.endpoint in a directory that nobody else can write to"
+        )
+        self._feed(act.CoordinatorUnreachable(reason))
+        if self._uncoordinated.lets(reason, time.monotonic()):
+            self._log("stranger", reason=reason)
+        return False
 
     def _no_handshake(self) -> None:
         reason = self._dealer.failure()

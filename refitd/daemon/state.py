@@ -550,7 +550,8 @@ class Daemon:
         self._log("worker-died", worker=worker, pid=pid, how=how)
         self._maps.renewed(worker)
         self._proofs.worker_gone(worker)
-        self._swaps.worker_died(worker, f"worker {worker} (pid {pid}) on node {self._node} (host {self._host})", how)
+        who = f"worker {worker} (pid {pid})" if pid else f"worker {worker}"  # it had not said who it is
+        self._swaps.worker_died(worker, f"{who} on node {self._node} (host {self._host})", how)
 
     def _restart(self, worker: int) -> None:
         """Replace a worker that is in the middle of something nobody wants any more."""

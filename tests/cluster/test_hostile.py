@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -408,3 +409,43 @@ def test_who_is_not_let_in_yet_may_say_one_small_hello_and_nothing_is_built_of_t
         long = local.Hello(protocol=PROTOCOL_VERSION, token=b"x" * 5000)
         stranger.socket.send(encode(0, long))
         assert isinstance(stranger.hello(stranger.token), local.Welcome)
+
+
+# python itself may be out of another user's reach: everything is loaded before
+COORDINATE = """
+import os, sys
+import refitd.coordinator.main
+from refitd.config import load
+
+config, uid = load(sys.argv[1]), int(sys.argv[2])
+os.setgroups([]); os.setgid(uid); os.setuid(uid)
+refitd.coordinator.main.run(config)
+"""
+
+
+def test_a_daemon_obeys_no_coordinator_of_a_user_that_it_was_not_told_of(start_daemon) -> None:  # type: ignore[no-untyped-def]
+    """Somebody else was first at an endpoint in a directory that all may write to."""
+    if os.getuid() != 0:
+        pytest.skip("only root can start processes of other users")
+    other = 64_002
+    with tempfile.TemporaryDirectory(prefix="rfd") as folder:
+        os.chmod(folder, 0o1777)
+        endpoint = f"ipc://{folder}/c.sock"
+        config = Path(folder, "theirs.toml")
+        config.write_text(
+            f'[node]\nruntime_dir = "{folder}/theirs"\nallowed_uids = [0]\n[coordinator]\nendpoint = "{endpoint}"\n'
+        )
+        theirs = subprocess.Popen(
+            [sys.executable, "-c", COORDINATE, str(config), str(other)], stderr=subprocess.DEVNULL
+        )
+        try:
+            eventually(Path(folder, "c.sock").exists, "theirs listens")
+            ours = f'[node]\nname = "n0"\n[coordinator]\nendpoint = "{endpoint}"\n'
+            daemon = start_daemon(ours, standalone=False)
+            eventually(lambda: f"belongs to uid {other}" in daemon.log(), "the daemon has looked at who it is")
+            with daemon.connect() as client, pytest.raises(refitd.TransportError, match=f"belongs to uid {other}"):
+                client.register_source("policy", {"w": torch.zeros(4)})
+            assert "event=coordinator " not in daemon.log()
+        finally:
+            theirs.terminate()
+            theirs.wait(20)

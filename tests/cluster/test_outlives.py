@@ -25,6 +25,13 @@ from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
 Start = Callable[..., RunningDaemon]
 
 
+def answers(client: refitd.Client) -> bool:
+    try:
+        return bool(client.status().nodes)
+    except refitd.RefitdError:
+        return False
+
+
 class Served:
     """A trainer and an engine that has version 1; `swap` brings the next one."""
 
@@ -362,3 +369,26 @@ def test_memory_that_does_not_come_blocks_nobody_else_and_is_named(
         assert "hungry/source:0@n0" in str(failed[0]) and "MemAvailable" in str(failed[0])
         held.unlink()
         hungry.register_source("hungry", weights, timeout=60)
+
+
+def test_a_daemon_that_was_stopped_calls_nobody_silent_for_it(start_daemon: Start) -> None:
+    """It goes on before its coordinator does: that nothing was heard is its own doing, and nothing is begun anew."""
+    daemon = start_daemon(standalone=False)
+    coordinator = daemon.start_coordinator()
+    with daemon.connect() as trainer, daemon.connect() as client:
+        eventually(lambda: answers(trainer), "the coordinator answers")
+        tensors = {"w": torch.full((64,), 1.0)}
+        source = trainer.register_source("policy", tensors)
+        target = client.register_target("policy", {"w": torch.zeros(64)}, replica="a")
+        source.publish(1)
+        with Engine(target):
+            trainer.swap("policy", 1, timeout=60)
+            before = len(daemon.log())
+            with stopped((coordinator.pid,)):
+                with stopped((daemon.process.pid,)):
+                    time.sleep(6.0)
+                time.sleep(0.5)
+            source.publish(2)  # at once
+            assert trainer.swap("policy", 2, timeout=60).outcome == "committed"
+    log = daemon.log()[before:]
+    assert "slow-turn" in log and "coordinator-silent" not in log and "introduced itself" not in log

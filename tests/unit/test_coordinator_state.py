@@ -215,6 +215,23 @@ def test_a_member_that_joins_during_a_swap_leaves_its_plan_alone() -> None:
     assert [m.replica for m in reports(ended)[0].members] == ["a"]
 
 
+def test_who_returns_during_a_swap_that_it_has_no_part_in_serves_nothing_else_once_that_is_decided() -> None:
+    """Its node was lost for a moment, or it has crashed and found its weights again; the swap went on without it."""
+    h = Harness(NO_CATCH_UP)
+    h.ready()
+    h.say("n0", cluster.StageDone(swap=h.until_staging(), copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.MemberCommitted(swap="swap1", member="a", paused_s=0.0))
+    h.join("n1", pid=11)
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    (stage,) = [m for m in h.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.Stage)]
+    assert kinds(h.add("b", "n1", version=1, run="run1")) == ["Done"]  # version 1 is live as yet
+    decided = h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    (fence,) = [m for m in decided if isinstance(m, cluster.FenceMember)]
+    assert fence.member == "b" and "version 1, and 2 is live" in fence.reason
+    (commit,) = [m for m in decided if isinstance(m, cluster.Commit)]
+    assert decided.index(fence) < decided.index(commit)
+
+
 def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
     h = Harness()
     h.ready()
@@ -236,6 +253,25 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     # the node comes back: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
     assert isinstance(failure, local.Failure) and failure.code == "unknown-node"
+
+
+def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answered_is_not_lost() -> None:
+    h = Harness()
+    logged: list[str] = []
+    handle = h.state.handle
+
+    def watched(event: act.Event, now: float) -> list[act.Instruction]:
+        found = handle(event, now)
+        logged.extend(i.event for i in found if isinstance(i, act.Log))
+        return found
+
+    h.state.handle = watched  # type: ignore[method-assign]
+    h.join()
+    h.join()
+    assert "node-lost" not in logged
+    h.add("src")
+    h.join()  # now it has somebody registered, and has forgotten that
+    assert "node-lost" in logged and not h.state.models
 
 
 def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_not() -> None:
@@ -950,7 +986,12 @@ def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
     h.feed(act.Busy(29.0))
     h.feed(act.Tick())
     assert list(h.state.nodes) == ["n0"]
-    h.now = 50.0
+    h.join("n0")
+    h.feed(act.Busy(29.0))  # it has been heard since, and has no more time than anybody for that
+    h.now = 30.0 + NODE_SILENCE_S - 1
+    h.feed(act.Tick())
+    assert h.state.nodes
+    h.now = 30.0 + NODE_SILENCE_S + 1
     h.feed(act.Tick())
     assert not h.state.nodes
 

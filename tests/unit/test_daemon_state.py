@@ -752,11 +752,21 @@ def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() 
     assert isinstance(h.ask(TARGET), local.TargetRegistered)
 
 
+def test_a_worker_that_dies_before_it_has_said_who_it_is_has_no_pid() -> None:
+    h = Harness()
+    h.fleet()
+    h.stage()
+    h.feed(act.WorkerDied(0, "was killed by SIGKILL"))
+    (failed,) = h.said(cluster.StageFailed)
+    assert "pid" not in failed.where and failed.where.startswith("worker 0 on node")
+
+
 def test_a_daemon_that_was_busy_does_not_call_its_coordinator_silent() -> None:
     h = Harness()
     h.now = 6.0
     h.feed(act.Busy(5.5), act.Tick())
     assert h.daemon.is_coordinated
+    h.feed(act.CoordinatorSaid(0, local.Done()), act.Busy(5.5))  # what was heard since is excused nothing
     h.now = 12.0
     h.feed(act.Tick())
     assert not h.daemon.is_coordinated

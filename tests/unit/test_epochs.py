@@ -8,10 +8,11 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 
 from refitd.buffers import handoff
 from refitd.copy_services.registry import installed
-from refitd.daemon.actions import Instruction, ToWorker
+from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
 from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpochs
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
@@ -50,8 +51,8 @@ def stuck_after(
     ticks: int, *said: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed, is_warm: bool = True
 ) -> list[int]:
     out: list[Instruction] = []
-    epochs = LocalEpochs("n0", "127.0.0.1", out.append)
-    epochs.join("plan", EPOCH, lambda: None)
+    epochs = LocalEpochs("n0", "127.0.0.1", out.append, lambda plan, epoch: None)
+    epochs.join("plan", EPOCH)
     epochs.worker_said(0, sidecar.EpochJoined(epoch="e1"))
     if is_warm:
         epochs.worker_said(1, sidecar.EpochPut(epoch="e1", key="0/0", value=b""))
@@ -75,6 +76,28 @@ def test_only_a_worker_that_does_not_come_out_is_stuck() -> None:
 def test_a_worker_that_still_loads_what_its_first_epoch_needs_is_given_longer() -> None:
     assert stuck_after(PATIENCE_TICKS + 1, is_warm=False) == []
     assert stuck_after(COLD_PATIENCE_TICKS + 1, is_warm=False) == [1]
+
+
+def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() -> None:
+    out: list[Instruction] = []
+    joined: list[tuple[str, str]] = []
+    epochs = LocalEpochs("n0", "127.0.0.1", out.append, lambda plan, epoch: joined.append((plan, epoch)))
+    epochs.join("plan", EPOCH)
+    epochs.worker_said(1, sidecar.EpochPut(epoch="e1", key="here/0", value=b""))
+    epochs.leave("e1")
+    epochs.worker_said(0, sidecar.EpochFailed(epoch="e1", reason="given up"))
+    epochs.join("plan", structs.replace(EPOCH, id="e2"))
+    epochs.value(cluster.EpochValue(epoch="e2", lane=1, key="here/1", value=b"there"))
+    out.clear()
+    epochs.worker_gone(1, "worker 1 on node n0", "it did not come out of epoch e1, which was given up")
+    assert [type(i.message) for i in out if isinstance(i, ToWorker)] == [sidecar.JoinEpoch, sidecar.EpochValue]
+    assert not [i for i in out if isinstance(i, ToCoordinator)]  # nothing is lost
+    for worker in (0, 1):
+        epochs.worker_said(worker, sidecar.EpochJoined(epoch="e2"))
+    assert joined == [("plan", "e2")]
+    out.clear()
+    epochs.worker_gone(1, "worker 1 on node n0", "was killed")  # now it was in it
+    assert [type(i.message) for i in out if isinstance(i, ToCoordinator)] == [cluster.EpochLost]
 
 
 def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(

@@ -45,8 +45,18 @@ def test_an_aborted_swap_was_not_decided(tmp_path: Path) -> None:
 def test_a_file_that_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_text("this is not a database, and it is long enough to look like one" * 20)
-    with pytest.raises(CommitError, match=r"journal .*j: file is not a database"):
+    with pytest.raises(CommitError, match=r"journal .*j: file is not a database .*; move it away"):
         Journal(path)
+
+
+def test_a_journal_that_another_program_has_locked_says_so_and_not_that_the_disk_is_full(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    other = sqlite3.connect(tmp_path / "j", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(CommitError, match=r"database is locked .*another program has it open") as refused:
+        journal.write(DECIDED)
+    assert "free disk space" not in str(refused.value)
+    other.close()
 
 
 def test_recent_swaps_come_newest_first_of_one_model_or_all(tmp_path: Path) -> None:
