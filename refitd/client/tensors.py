@@ -244,10 +244,16 @@ class TensorSet:
                 self._cuts = [_copied(_cut(value)) for value in raw.values()]
             return False
         for m in self.metadata:
-            problem = _problem(raw[m.name]) or _mismatch(m, named[m.name])
+            problem = _problem(raw[m.name]) or _difference(m, named[m.name])
             if problem:
-                text = problem.removeprefix(f"{m.name}: ")
-                raise RefusedError(f"{m.name}: {text}; it has changed since registration; register the source again")
+                is_gathered = m.name in self._specs and not is_dtensor(raw[m.name])
+                todo = (
+                    "it was a DTensor, and is none now: where FSDP has gathered it (it keeps the outermost module's "
+                    "parameters so after a forward pass), call reshard() on that module before you publish"
+                    if is_gathered
+                    else "register the source again"
+                )
+                raise RefusedError(f"{m.name}: {problem}; it has changed since registration; {todo}")
         self._check_specs(raw, {**dict.fromkeys(replaced), **self._specs})
         # not for memory alone that has moved: describing 100,000 tensors takes as long as registering them
         if replaced or not self._is_cut_as_before(raw):
@@ -783,18 +789,18 @@ def _is_same_memory(one: Any, other: Any) -> bool:
 
 
 def _mismatch(m: ParameterMetadata, value: Any) -> str:
+    """Return how a description and its tensor differ, and what to do, "" where they do not."""
+    found = _difference(m, value)
+    return f"{m.name}: {found}; correct its ParameterMetadata" if found else ""
+
+
+def _difference(m: ParameterMetadata, value: Any) -> str:
     """Return how a description and its tensor differ, "" where they do not."""
     shape, dtype = _stands_for(m.name, value)
     if m.shape != shape or dtype_name(m.dtype) != dtype_name(dtype):
-        return (
-            f"{m.name}: described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is {shape} "
-            f"{dtype_name(dtype)}; correct its ParameterMetadata"
-        )
+        return f"described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is {shape} {dtype_name(dtype)}"
     if m.element_size != dtype.itemsize:
-        return (
-            f"{m.name}: element_size is {m.element_size}, expected {dtype.itemsize} bytes for {dtype_name(dtype)}; "
-            "correct its ParameterMetadata"
-        )
+        return f"element_size is {m.element_size}, expected {dtype.itemsize} bytes for {dtype_name(dtype)}"
     return ""
 
 
