@@ -196,7 +196,7 @@ class Client:
         """
         from refitd.buffers.permits import Permit
         from refitd.client.mxfp8 import TargetTensors
-        from refitd.client.target import Target, check_apart
+        from refitd.client.target import Target, registering
 
         model, replica, timeout = text("model", model), text("replica", replica), seconds("timeout", timeout)
         rank, world_size, num_experts = _ranks(rank, world_size, num_experts)
@@ -209,48 +209,48 @@ class Client:
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
         tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
-        check_apart(tensors)
-        live = self._live(tensors)
-        message = local.RegisterTarget(
-            model=model,
-            replica=replica,
-            rank=rank,
-            world_size=world_size,
-            shard=shard_of(tensors.wire),
-            live=live,
-            in_place=mode == "in-place",
-            held=tensors.held,
-            conversions=tensors.conversions,
-            derived=tensors.derived,
-            pauses=on_pause is not None,
-            lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None,
-            device=_gpu_name(device, tensors),
-            timeout_s=timeout,
-        )
-        registered = self._connection.request(message, local.TargetRegistered, timeout)
-        with self._given_back(registered.member):
-            permit = Permit(self._connection.permit_page(), registered.permit_slot, registered.permit_token)
-            staging = None
-            if mode == "shadow":
-                staging = self._connection.map_arena(registered.staging, write=False)
-            if staging is not None and registered.restores:
-                # nobody stages into it before it has been copied, and what was copied is what it holds
-                tensors.restore(staging)
-                self._connection.request(local.Restored(member=registered.member), local.Done, timeout)
-        target = Target(
-            self._connection,
-            model,
-            replica,
-            tensors,
-            registered,
-            None if live else staging,
-            permit,
-            on_commit,
-            on_pause,
-            on_resume,
-            agree,
-            self._forget,
-        )
+        with registering(tensors):
+            live = self._live(tensors)
+            message = local.RegisterTarget(
+                model=model,
+                replica=replica,
+                rank=rank,
+                world_size=world_size,
+                shard=shard_of(tensors.wire),
+                live=live,
+                in_place=mode == "in-place",
+                held=tensors.held,
+                conversions=tensors.conversions,
+                derived=tensors.derived,
+                pauses=on_pause is not None,
+                lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None,
+                device=_gpu_name(device, tensors),
+                timeout_s=timeout,
+            )
+            registered = self._connection.request(message, local.TargetRegistered, timeout)
+            with self._given_back(registered.member):
+                permit = Permit(self._connection.permit_page(), registered.permit_slot, registered.permit_token)
+                staging = None
+                if mode == "shadow":
+                    staging = self._connection.map_arena(registered.staging, write=False)
+                if staging is not None and registered.restores:
+                    # nobody stages into it before it has been copied, and what was copied is what it holds
+                    tensors.restore(staging)
+                    self._connection.request(local.Restored(member=registered.member), local.Done, timeout)
+            target = Target(
+                self._connection,
+                model,
+                replica,
+                tensors,
+                registered,
+                None if live else staging,
+                permit,
+                on_commit,
+                on_pause,
+                on_resume,
+                agree,
+                self._forget,
+            )
         self._registered.append(target)
         return target
 

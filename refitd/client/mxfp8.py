@@ -110,6 +110,10 @@ class TargetTensors(TensorSet):
                     f"{found}); write it in place, or register again"
                 )
 
+    def _written(self) -> tuple[list[str], list[torch.Tensor]]:
+        names, tensors = super()._written()
+        return [*names, *self._made], [*tensors, *(one.tensor for one in self._made.values())]
+
     def restore(self, arena: Arena) -> None:
         """Take over what a process before this one has left in the staging arena, and compare it.
 

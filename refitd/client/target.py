@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -74,13 +74,33 @@ class Commit:
 _REGISTERED: weakref.WeakSet[Target] = weakref.WeakSet()
 
 
-def check_apart(tensors: TargetTensors) -> None:
-    """Raise RefusedError where tensors to be registered share memory with those of a target of this process.
+# What threads (of which process) are registering right now, in the order in which they began: whoever began later gives
+# way. It is only appended to and removed from, so that nobody waits for a lock, a signal handler least of all.
+_REGISTERING: list[tuple[int, TargetTensors]] = []
+
+
+@contextlib.contextmanager
+def registering(tensors: TargetTensors) -> Iterator[None]:
+    """Keep tensors apart from those of every other target of this process while they are registered.
 
     The two would be written by swaps of their own. The same weight in the same place may be registered again.
+
+    Raises:
+        RefusedError: they share memory with those of a target, or with what another thread is registering.
     """
-    for target in list(_REGISTERED):
-        target.check_apart(tensors)
+    mine = os.getpid(), tensors
+    _REGISTERING.append(mine)
+    try:
+        for other in list(_REGISTERING):
+            if other is mine:
+                break
+            if other[0] == mine[0]:  # a fork has copied the list, and not the thread
+                other[1].check_apart(tensors, "a target that another thread is registering")
+        for target in list(_REGISTERED):
+            target.check_apart(tensors)
+        yield
+    finally:
+        _REGISTERING.remove(mine)
 
 
 class Target:

@@ -22,7 +22,9 @@ from refitd.describe.layout import canonical_name, same_elements, same_places
 from refitd.describe.memory import (
     HOST,
     extents,
+    files_mapped_twice,
     gpu_of,
+    lie_in,
     mapped_twice,
     met,
     out_of_reach,
@@ -142,7 +144,8 @@ class TensorSet:
         self.names, self.tensors = self._live(named)
         problems = [_mismatch(m, named[m.name]) for m in self.metadata]
         refuse_all(problem for problem in problems if problem)
-        self._lies = extents(self.tensors)
+        self._lies = self._written_at = extents(self.tensors)
+        self._in_file_mapped_twice = False
         self._moves: Moves | None = None  # made when they are first copied, and anew when they have moved
         refuse_all(
             f"{self.names[i]}: its memory cannot be {'written' if self._writes else 'read'} (a file that is mapped for "
@@ -241,10 +244,16 @@ class TensorSet:
                 self._cuts = [_copied(_cut(value)) for value in raw.values()]
             return False
         for m in self.metadata:
-            problem = _problem(raw[m.name]) or _mismatch(m, named[m.name])
+            problem = _problem(raw[m.name]) or _difference(m, named[m.name])
             if problem:
-                text = problem.removeprefix(f"{m.name}: ")
-                raise RefusedError(f"{m.name}: {text}; it has changed since registration; register the source again")
+                is_gathered = m.name in self._specs and not is_dtensor(raw[m.name])
+                todo = (
+                    "it was a DTensor, and is none now: where FSDP has gathered it (it keeps the outermost module's "
+                    "parameters so after a forward pass), call reshard() on that module before you publish"
+                    if is_gathered
+                    else "register the source again"
+                )
+                raise RefusedError(f"{m.name}: {problem}; it has changed since registration; {todo}")
         self._check_specs(raw, {**dict.fromkeys(replaced), **self._specs})
         # not for memory alone that has moved: describing 100,000 tensors takes as long as registering them
         if replaced or not self._is_cut_as_before(raw):
@@ -290,6 +299,9 @@ class TensorSet:
     def _named_again(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank holds of `raw`, from which the further names of tied tensors are taken out.
 
+        What has been taken out and put back under its name stands in another place: `raw` is put in the order of the
+        registration.
+
         Raises:
             RefusedError: the names are not those registered.
         """
@@ -299,12 +311,13 @@ class TensorSet:
                     raise RefusedError(f"{other}: it is no longer the memory of {first}, which it is tied to")
                 raw.pop(other, None)
         if list(raw) != list(self._raw):
-            changed = sorted(set(raw) ^ set(self._raw), key=str)[:10]
-            whose = "dict" if isinstance(self._given, Mapping) else "module"
-            raise RefusedError(
-                f"the {whose}'s tensors are not those registered (changed: {changed or 'their order'}); "
-                "register it again"
-            )
+            if changed := sorted(set(raw) ^ set(self._raw), key=str)[:10]:
+                whose = "dict" if isinstance(self._given, Mapping) else "module"
+                raise RefusedError(
+                    f"the {whose}'s tensors are not those registered (changed: {changed}); register it again"
+                )
+            for name in self._raw:
+                raw[name] = raw.pop(name)
         return {name: _held_here(value) for name, value in raw.items()}
 
     def _first_changed(self, current: Sequence[torch.Tensor]) -> int | None:
@@ -445,14 +458,16 @@ class TensorSet:
                 return False
             return same_memory(tensors[a], tensors[b]) and same_elements(one, other)
 
-        lies = self._lies if more is None else extents(tensors)
+        lies = self._written_at = self._lies if not more else extents(tensors)
         if (found := overlapping(tensors, lies, is_one_weight)) is not None:
             one, other = names[found[0]], names[found[1]]
             raise RefusedError(
                 f"{one} and {other} share memory, so that what is written last would win; register it once (tied "
                 f"weights: as {one}, with the other's canonical name in its ParameterMetadata.aliases), or clone one"
             )
-        if (found := mapped_twice(lies)) is not None:
+        files = files_mapped_twice()
+        self._in_file_mapped_twice = lie_in(files, lies)
+        if (found := mapped_twice(lies, files)) is not None:
             raise RefusedError(
                 f"{names[found[0]]} and {names[found[1]]} lie in one place of a file that is mapped twice, so that "
                 "what is written last would win; register one of them, or clone one"
@@ -463,11 +478,12 @@ class TensorSet:
 
         The same weight in the same place is none of that: two models may be served from one memory in turn.
         """
-        if not met(self._lies, other._lies):
+        has_met, is_twice = met(self._written_at, other._written_at), other._in_file_mapped_twice
+        if not has_met and not is_twice:
             return
-        tensors = [*self.tensors, *other.tensors]
-        count = len(self.tensors)
-        names = [*self.names, *other.names]
+        my_names, my_tensors = self._written()
+        their_names, their_tensors = other._written()
+        names, tensors, count = [*my_names, *their_names], [*my_tensors, *their_tensors], len(my_names)
         mine, theirs = ({m.name: m for m in tensor_set.metadata} for tensor_set in (self, other))
 
         def is_apart(a: int, b: int) -> bool:
@@ -477,12 +493,21 @@ class TensorSet:
             is_one = names[a] == names[b] if one is None or two is None else same_elements(one, two)
             return is_one and same_memory(tensors[a], tensors[b])
 
-        found = overlapping(tensors, extents(tensors), is_apart)
+        lies_at = extents(tensors)
+        how = "shares memory with"
+        found = overlapping(tensors, lies_at, is_apart) if has_met else None
+        if found is None and is_twice:
+            how = "lies, by another mapping of a file, in one place with"
+            found = mapped_twice(lies_at, files_mapped_twice())
         if found is not None:
             raise RefusedError(
-                f"{other.names[found[1] - count]}: it shares memory with {self.names[found[0]]} of {whose}, and both "
+                f"{names[found[1]]}: it {how} {names[found[0]]} of {whose}, and both "
                 "would be written; register it once, or close the other registration first"
             )
+
+    def _written(self) -> tuple[list[str], list[torch.Tensor]]:
+        """Return the names, and the tensors, of all that a commit writes."""
+        return self.names, self.tensors
 
     def _captured(self, named: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors themselves, in the order of `names`; `tensors` are views of their bytes."""
@@ -764,18 +789,18 @@ def _is_same_memory(one: Any, other: Any) -> bool:
 
 
 def _mismatch(m: ParameterMetadata, value: Any) -> str:
+    """Return how a description and its tensor differ, and what to do, "" where they do not."""
+    found = _difference(m, value)
+    return f"{m.name}: {found}; correct its ParameterMetadata" if found else ""
+
+
+def _difference(m: ParameterMetadata, value: Any) -> str:
     """Return how a description and its tensor differ, "" where they do not."""
     shape, dtype = _stands_for(m.name, value)
     if m.shape != shape or dtype_name(m.dtype) != dtype_name(dtype):
-        return (
-            f"{m.name}: described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is {shape} "
-            f"{dtype_name(dtype)}; correct its ParameterMetadata"
-        )
+        return f"described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is {shape} {dtype_name(dtype)}"
     if m.element_size != dtype.itemsize:
-        return (
-            f"{m.name}: element_size is {m.element_size}, expected {dtype.itemsize} bytes for {dtype_name(dtype)}; "
-            "correct its ParameterMetadata"
-        )
+        return f"element_size is {m.element_size}, expected {dtype.itemsize} bytes for {dtype_name(dtype)}"
     return ""
 
 

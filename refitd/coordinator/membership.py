@@ -133,11 +133,11 @@ class Model:
             said.append(f"{self.sources[rank].describe()} has published {what}{gone}")
         return "; ".join(said)
 
-    def replaced_by(self, a: AddShard) -> Member | None:
-        """Return the detached rank that a new one would replace, if any.
+    def replaced_by(self, a: AddShard) -> list[Member]:
+        """Return the detached ranks that a rank replaces once it is added: its own, or a whole pool of another size.
 
         Raises:
-            RefusedError: the rank is taken, or its pool has another size.
+            RefusedError: the rank is taken, or ranks that are there have another size.
         """
         pool: dict[int, Member]
         if a.role == "source":
@@ -145,29 +145,30 @@ class Model:
         else:
             pool = {rank: m for (replica, rank), m in self.targets.items() if replica == a.replica}
             what = f"model {self.name!r} replica {a.replica!r}"
-        for other in pool.values():
-            if other.added.world_size != a.world_size:
+        other_size = [other for other in pool.values() if other.added.world_size != a.world_size]
+        for other in other_size:
+            if other.attached:
                 raise RefusedError(
                     f"{what} rank {a.rank} says there are {a.world_size} ranks, rank {other.added.rank} "
                     f"(host {other.host}, pid {other.added.pid}) said {other.added.world_size}; start all with one size"
                 )
+        if other_size:
+            return other_size  # a trainer that is gone and starts again with more ranks, or with fewer
         old = pool.get(a.rank)
         if old is not None and old.attached:
             raise RefusedError(
                 f"{what} rank {a.rank} is already registered by pid {old.added.pid} on {old.host}; "
                 "close that registration first, or use another rank"
             )
-        return old
+        return [] if old is None else [old]
 
-    def add(self, member: Member) -> Member | None:
-        """Add a rank; return the detached one that it replaces. Raises as `replaced_by`."""
+    def add(self, member: Member) -> None:
+        """Add a rank, in the place of a detached one."""
         a = member.added
-        old = self.replaced_by(a)
         if a.role == "source":
             self.sources[a.rank] = member
         else:
             self.targets[(a.replica, a.rank)] = member
-        return old
 
     def remove(self, member: Member) -> None:
         """Remove a rank."""

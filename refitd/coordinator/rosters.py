@@ -114,7 +114,7 @@ def _said(shard: Shard) -> Said:
     said = Said()
     for t in shard.tensors:
         group = shard.groups[t.tp_group] if t.tp_group is not None and t.tp_group < len(shard.groups) else ()
-        if t.tiles is None and (t.is_tp or group):
+        if t.tiles is None and (t.is_tp or group or t.partition_sizes is not None):
             said.see(t.resolved_name or t.name, t, len(group))
     return said
 

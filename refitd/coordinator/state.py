@@ -406,10 +406,13 @@ class Coordinator:
         )
         if is_source and added.replicas:
             member.replicas = read_digests(member.describe(), shard, added.replicas_of, added.replicas)
-        replaced = state.fleet.add(member)
-        if replaced is not None:
-            self._members.pop(replaced.id, None)
+        replaced = state.fleet.replaced_by(added)
+        for one in replaced:
+            state.fleet.remove(one)
+        state.fleet.add(member)
         self.models[added.model] = state
+        for one in replaced:
+            self._replace(one, member, now)
         self._lives.keep(added.model)
         self._members[member.id] = member
         self._absent.registered(member)
@@ -435,6 +438,19 @@ class Coordinator:
             self.swaps.fence_unless_live(member)
         self.swaps.ended_late(self._unfinished.registered(member))
         return local.Done()
+
+    def _replace(self, old: Member, by: Member, now: float) -> None:
+        """Forget a detached rank, and have its daemon give its memory back.
+
+        The daemon that a rank of the same number registers with does so by itself.
+        """
+        is_same = old.added.rank == by.added.rank and old.added.world_size == by.added.world_size
+        if is_same and old.node == by.node:
+            self._members.pop(old.id, None)
+            return
+        reason = f"its trainer is gone, and {by.describe()} has registered anew"
+        self._remove(old.id, reason, now)  # first: what reads it is aborted
+        self._to_node(old.node, cluster.EvictMember(member=old.id, reason=reason))
 
     def _settle(self, node: Node, member: Member, swap: str, now: float) -> None:
         """Finish or undo a swap that an earlier coordinator left behind."""

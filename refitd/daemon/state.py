@@ -474,9 +474,12 @@ class Daemon:
                 pass  # the reply to a request whose client has gone
 
     def _evict(self, member_id: str, reason: str) -> None:
-        """Forget a target that somebody wanted removed; its client hears of it, and may say no more of it."""
+        """Forget a target that somebody wanted removed, or what a trainer that is gone has left.
+
+        A client hears of it, and may say no more of it.
+        """
         member = self.members.get(member_id)
-        if member is None or member.is_source:
+        if member is None or (member.is_source and member.session is not None):
             return
         self._log("evicted", member=member_id, reason=reason)
         if member.session is not None:

@@ -126,8 +126,8 @@ def layout_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None =
         problems += _tile_problems(meta)
     else:
         problems += _group_problems(meta)
-        if is_sharded(meta) and not problems:
-            problems += _shard_problems(meta, shard_sizes)
+        if not problems:
+            problems += _shard_problems(meta, shard_sizes) if is_sharded(meta) else _block_problems(meta)
         if not problems:
             derived = _derived_global_shape(meta, shard_sizes)
             if problem := _shape_problem(derived):
@@ -229,13 +229,8 @@ def _shard_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None) 
     if not _is_count(parts) or parts < 1:
         return [f"{name}: partition_stride is {parts!r}, expected 1 or more"]
     if blocks is not None:
-        if any(not _is_count(size) for size in blocks):
-            return [f"{name}: partition_sizes {blocks} must be whole numbers, 0 or more"]
-        if sum(blocks) != shape[dim]:
-            return [
-                f"{name}: partition_sizes {blocks} sum to {sum(blocks)}, expected {shape[dim]}, the local size of "
-                f"dim {dim}; they are local sizes, not global ones"
-            ]
+        if problems := _block_problems(meta):
+            return problems
         if parts != 1 and (len(set(blocks)) != 1 or len(blocks) != parts):
             return [f"{name}: partition_sizes {blocks} contradict partition_stride {parts}; give one of them"]
     elif shape[dim] % parts:
@@ -246,6 +241,23 @@ def _shard_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None) 
         return [
             f"{name}: dim {dim} has {list(shard_sizes)} elements on the ranks of its group, which cannot be cut "
             f"into {len(blocks) if blocks else parts} parts each; describe it with explicit tiles"
+        ]
+    return []
+
+
+def _block_problems(meta: ParameterMetadata) -> list[str]:
+    """Return what is wrong with packed blocks, of a tensor that is split or whole."""
+    name, dim, blocks = canonical_name(meta), meta.partition_dim, meta.partition_sizes
+    if blocks is None:
+        return []
+    if not _is_count(dim) or dim >= len(meta.shape):
+        return [f"{name}: partition_sizes {blocks} are those of dim {dim!r}, and its local shape is {meta.shape}"]
+    if any(not _is_count(size) for size in blocks):
+        return [f"{name}: partition_sizes {blocks} must be whole numbers, 0 or more"]
+    if sum(blocks) != meta.shape[dim]:
+        return [
+            f"{name}: partition_sizes {blocks} sum to {sum(blocks)}, expected {meta.shape[dim]}, the local size of "
+            f"dim {dim}; they are local sizes, not global ones"
         ]
     return []
 

@@ -33,6 +33,14 @@ class Extents(NamedTuple):
     end: npt.NDArray[np.uint64]
 
 
+class Mapping(NamedTuple):
+    """A part of a file in this process's memory, shared with whoever else maps it."""
+
+    start: int
+    end: int
+    offset: int  # of its start in the file
+
+
 def gpu_of(tensor: torch.Tensor) -> int:
     """Return the number of the GPU that a tensor lies on, HOST where it is on none."""
     return int(tensor.device.index) if tensor.device.type == "cuda" else HOST
@@ -133,26 +141,33 @@ def overlapping(
     return None
 
 
-def mapped_twice(lie: Extents, maps: str = "/proc/self/maps") -> tuple[int, int] | None:
-    """Return two tensors in main memory that lie in one place of a file by two mappings of it, None where none do.
-
-    Their addresses differ, and what is written to one changes the other.
-    """
-    spans: dict[tuple[str, str], list[tuple[int, int, int]]] = {}  # start, end, offset
+def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[Mapping]]:
+    """Return the shared mappings of each file that this process has more than one of."""
+    found: dict[tuple[str, str], list[Mapping]] = {}
     for line in Path(maps).read_text().splitlines():
         span, access, begins, device, inode = line.split(None, 5)[:5]
         if access[3] == "s" and inode != "0":
             low, _, high = span.partition("-")
-            spans.setdefault((device, inode), []).append((int(low, 16), int(high, 16), int(begins, 16)))
-    here = lie.device == HOST
-    for mappings in spans.values():
-        if len(mappings) == 1:
-            continue
+            found.setdefault((device, inode), []).append(Mapping(int(low, 16), int(high, 16), int(begins, 16)))
+    return [mappings for mappings in found.values() if len(mappings) > 1]
+
+
+def lie_in(files: Sequence[Sequence[Mapping]], lie: Extents) -> bool:
+    """Whether a tensor lies in one of these files."""
+    return any(_within(mapping, lie).any() for mappings in files for mapping in mappings)
+
+
+def mapped_twice(lie: Extents, files: Sequence[Sequence[Mapping]]) -> tuple[int, int] | None:
+    """Return two tensors that lie in one place of a file by two mappings of it, None where none do.
+
+    Their addresses differ, and what is written to one changes the other. `files` is `files_mapped_twice()`.
+    """
+    for mappings in files:
         found: list[tuple[int, int, int, int]] = []  # of each tensor there: where in the file, its address, which one
-        for start, end, offset in mappings:
-            for row in np.flatnonzero(here & (lie.start < np.uint64(end)) & (lie.end > np.uint64(start))).tolist():
-                first, last = max(int(lie.start[row]), start), min(int(lie.end[row]), end)
-                at = first - start + offset
+        for mapping in mappings:
+            for row in np.flatnonzero(_within(mapping, lie)).tolist():
+                first, last = max(int(lie.start[row]), mapping.start), min(int(lie.end[row]), mapping.end)
+                at = first - mapping.start + mapping.offset
                 found.append((at, at + last - first, first, int(lie.tensor[row])))
         found.sort()
         open_: list[tuple[int, int, int, int]] = []
@@ -163,6 +178,13 @@ def mapped_twice(lie: Extents, maps: str = "/proc/self/maps") -> tuple[int, int]
                     return min(tensor, other), max(tensor, other)
             open_.append((at, until, first, tensor))
     return None
+
+
+def _within(mapping: Mapping, lie: Extents) -> npt.NDArray[np.bool_]:
+    """Return which tensors a mapping holds bytes of."""
+    here = lie.device == HOST
+    found: npt.NDArray[np.bool_] = here & (lie.start < np.uint64(mapping.end)) & (lie.end > np.uint64(mapping.start))
+    return found
 
 
 def met(one: Extents, other: Extents) -> bool:

@@ -21,7 +21,7 @@ from refitd.describe.placements import Split, cut_order, split_tiles
 from refitd.describe.ties import shared_output_names, tie_by_memory
 from refitd.describe.tiles import Tile
 from refitd.describe.usable import lazy_problem
-from refitd.describe.wrappers import transparent_names
+from refitd.describe.wrappers import transparent_names, unwrapped
 from refitd.errors import PlanError
 
 if TYPE_CHECKING:
@@ -187,22 +187,24 @@ def extract_param_metadata(
     if is_ep and not is_tp and "expt_tp" in names and _has(pg_collection, "expt_tp"):
         # not split as far as it says; ranks that say otherwise are compared with it
         meta.tensor_parallel_group_ranks = ranks("expt_tp")
+    dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)
+    sizes = getattr(param, "partition_sizes", None)
+    if sizes is not None:  # where it is not split, too: others may not say of which blocks it is made
+        meta.partition_sizes = _whole_numbers(f"{param_name}: partition_sizes", sizes)
+    if is_tp or sizes is not None:
+        meta.partition_dim = _whole_number(f"{param_name}: partition_dim", dim) if known.dim is None else known.dim
     if is_tp:
         if not any(_has(pg_collection, name) for name in names):
             raise PlanError(
                 f"{param_name} on rank {owner_rank}: it is tensor parallel and no group says over which ranks; "
                 f"pass a pg_collection with {' or '.join(names)}"
             )
-        sizes = getattr(param, "partition_sizes", None)
         meta.tensor_parallel_group_ranks = ranks(*names)
         meta.is_tp = True
-        dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)
-        meta.partition_dim = _whole_number(f"{param_name}: partition_dim", dim) if known.dim is None else known.dim
         meta.partition_stride = (
             _whole_number(f"{param_name}: partition_stride", stride) if known.stride is None else known.stride
         )
         meta.stride_is_known = known.stride_is_known
-        meta.partition_sizes = None if sizes is None else _whole_numbers(f"{param_name}: partition_sizes", sizes)
     assign_resolved_name_inplace(meta, layer_module_prefix_map=layer_module_prefix_map)
     return meta
 
@@ -222,8 +224,8 @@ def describe_module(
     Args:
         module_or_chunks: a module, or the chunks of a virtual pipeline stage.
         rank: this rank, as the planner numbers ranks.
-        pg_collection: the process groups; by default the module's own `pg_collection`.
-        num_experts: experts in the whole model; by default the module's `config.num_moe_experts`.
+        pg_collection: the process groups; by default the module's own `pg_collection`, or that of the one it wraps.
+        num_experts: experts in the whole model; by default the `config.num_moe_experts` of these modules.
         rank_offset: added to every rank found in a group.
 
     Raises:
@@ -235,10 +237,11 @@ def describe_module(
     lists: dict[Any, list[int]] = {}
     memory: dict[str, torch.Tensor] = {}
     for prefix, chunk in _chunks(module_or_chunks):
-        groups = getattr(chunk, "pg_collection", None) if pg_collection is None else pg_collection
+        inside = list(unwrapped(chunk))
+        groups = _first(inside, "pg_collection") if pg_collection is None else pg_collection
         experts = num_experts
         if experts is None:
-            experts = getattr(getattr(chunk, "config", None), "num_moe_experts", None)
+            experts = _first([getattr(module, "config", None) for module in inside], "num_moe_experts")
         clean = transparent_names(chunk)
         layers = module_layer_prefix_map(chunk, clean)
         others = _other_names(chunk, layers, clean)
@@ -317,6 +320,11 @@ def _chunks(module: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Modul
 
     chunks = [module] if isinstance(module, nn.Module) else list(module)
     return [(f"chunk{i}." if len(chunks) > 1 else "", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _first(holders: Sequence[object], name: str) -> Any:
+    """Return the first of these attributes that is there."""
+    return next((said for holder in holders if (said := getattr(holder, name, None)) is not None), None)
 
 
 def _has(groups: Any, name: str) -> bool:

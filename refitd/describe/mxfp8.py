@@ -107,7 +107,8 @@ def _part(meta: ParameterMetadata, rounding: str, which: str) -> ParameterMetada
     last = len(meta.shape) - 1
     sizes = meta.partition_sizes
     if sizes is not None and is_scale and meta.partition_dim == last:
-        sizes = [size // BLOCK for size in sizes]
+        # where they end inside a block of scales the tensor is whole (check_blocks), and its scales have no such parts
+        sizes = None if any(size % BLOCK for size in sizes) else [size // BLOCK for size in sizes]
     return replace(
         meta,
         name=named(meta.name),

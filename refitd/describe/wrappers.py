@@ -10,7 +10,7 @@ Such names stay as they are, and both ends must have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +44,17 @@ def transparent_names(module: nn.Module) -> Callable[[str], str]:
         return ".".join(kept)
 
     return clean
+
+
+def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, then the one that it wraps, if it is a wrapper, and so on inwards."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        outer, inner = inner, None
+        yield outer
+        for name, child in outer._modules.items():
+            if child is not None and (name in WRAPPED or (name == "module" and _wraps(outer))):
+                inner = child
 
 
 def unwrapped_name(name: str) -> str:

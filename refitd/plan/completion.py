@@ -71,15 +71,14 @@ class Said:
     _same: dict[frozenset[Cut], frozenset[Cut]] = field(default_factory=dict)  # few, of many tensors
 
     def see(self, name: str, meta: Description, group_size: int) -> None:
-        """Note one description without tiles; a group of one may still know the blocks."""
-        if meta.is_tp and meta.partition_sizes is not None:
+        """Note one description without tiles; one that is not split may still know the blocks."""
+        if meta.partition_sizes is not None:
             self.blocks.add(name)
-        if group_size < 2:
-            if meta.is_tp and meta.partition_sizes is not None:
+        if group_size < 2 or not meta.is_tp:
+            if meta.partition_sizes is not None:
                 self._cut(name, frozenset({_cut_of(meta, 1)}))
-            return
-        if not meta.is_tp:
-            self.unsaid.add(name)
+            if group_size > 1:
+                self.unsaid.add(name)
             return
         self._cut(name, frozenset({_cut_of(meta, group_size)}))
         if meta.partition_sizes is None and meta.partition_stride == 1:
@@ -206,7 +205,7 @@ def _said(rosters: Iterable[Roster]) -> Said:
             read[id(metas)] = metas
             for m in metas:
                 group = m.tensor_parallel_group_ranks
-                if m.tiles is None and (m.is_tp or group is not None):
+                if m.tiles is None and (m.is_tp or group is not None or m.partition_sizes is not None):
                     said.see(canonical_name(m), m, len(group or ()))
     return said
 
@@ -216,7 +215,7 @@ def _is_sound(meta: ParameterMetadata) -> bool:
     return meta.tiles is not None or (
         isinstance(meta.shape, list | tuple)
         and all(isinstance(n, int) for n in meta.shape)
-        and (not meta.is_tp or (isinstance(meta.partition_dim, int) and 0 <= meta.partition_dim < len(meta.shape)))
+        and (not _says_cut(meta) or (isinstance(meta.partition_dim, int) and 0 <= meta.partition_dim < len(meta.shape)))
         and isinstance(meta.partition_stride, int)
         and (
             meta.partition_sizes is None
@@ -226,6 +225,11 @@ def _is_sound(meta: ParameterMetadata) -> bool:
             )
         )
     )
+
+
+def _says_cut(meta: ParameterMetadata) -> bool:
+    """Whether a description says along which dimension the tensor is, or would be, split."""
+    return meta.is_tp or meta.partition_sizes is not None
 
 
 def _find_splits(holders: Sequence[_Holder]) -> None:
@@ -253,7 +257,7 @@ def _fill_blocks(name: str, holders: Sequence[_Holder]) -> str:
     """Give those that are split in one part the blocks that others declare; return what stands in the way, or ""."""
     declared: dict[tuple[int, tuple[int, ...]], _Holder] = {}
     for h in holders:
-        if h.meta.tiles is None and h.meta.is_tp and h.meta.partition_sizes is not None:
+        if h.meta.tiles is None and h.meta.partition_sizes is not None:
             whole = tuple(size * h.size for size in h.meta.partition_sizes)
             declared.setdefault((h.meta.partition_dim, whole), h)
     for holder in holders:
@@ -324,7 +328,7 @@ def _different_parts(name: str, holders: Sequence[_Holder]) -> str:
     has_blocks: set[int] = set()
     for h in holders:
         meta, dim = h.meta, h.meta.partition_dim
-        if meta.tiles is not None or not meta.is_tp:
+        if meta.tiles is not None or not _says_cut(meta):
             continue
         if (blocks := _blocks_of(meta, h.size)) != 1:
             has_blocks.add(dim)

@@ -214,6 +214,8 @@ class _Reader:
                 key = (shape, dtype, esize, whole, dim, stride, sizes and tuple(sizes), *spot[1])
                 if self.uneven:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
+            elif sizes is not None:  # blocks that others go by, and that may contradict the shape
+                key = (shape, dtype, esize, whole, dim, tuple(sizes))
             else:
                 key = (shape, dtype, esize, whole)
             if fill is not None or cast is not None:

@@ -428,7 +428,7 @@ class CheckMembers(Message, frozen=True):
 
 
 class EvictMember(Message, frozen=True):
-    """This member was evicted by an operator: free what is kept for it."""
+    """This member was evicted by an operator, or is what a trainer that is gone has left: free what is kept for it."""
 
     member: Name
     reason: Text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,29 @@ def test_targets_of_two_clients_of_a_process_do_not_share_memory(daemon: Running
         two.register_target("other", {"a": whole[:4]}, replica="two").close()  # one weight, served from one memory
         first.close()
         two.register_target("policy", {"b": whole[3:]}, replica="two")
+
+
+def test_of_targets_that_two_threads_register_at_once_one_gets_the_memory(daemon: RunningDaemon) -> None:
+    whole = torch.zeros(64)
+    with daemon.connect("one") as one, daemon.connect("two") as two:
+        for turn in range(5):
+            together = threading.Barrier(2)
+
+            def registered(client: refitd.Client, name: str, turn: int, together: threading.Barrier) -> object:
+                together.wait(30)
+                try:
+                    return client.register_target("policy", {name: whole}, replica=f"{name}{turn}")
+                except refitd.RefusedError as exc:
+                    return exc
+
+            with ThreadPoolExecutor() as threads:
+                asked = [threads.submit(registered, c, n, turn, together) for c, n in ((one, "a"), (two, "b"))]
+                found = [one_of.result(60) for one_of in asked]
+            (refused,) = [each for each in found if isinstance(each, refitd.RefusedError)]
+            assert "shares memory with" in str(refused)
+            for each in found:
+                if each is not refused:
+                    each.close()  # type: ignore[attr-defined]
 
 
 def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daemon: RunningDaemon) -> None:

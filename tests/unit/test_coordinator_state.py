@@ -1262,3 +1262,26 @@ def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_h
     h.sent.clear()
     h.feed(act.Tick())
     assert "Commit" in kinds([m for _, _, m in h.sent])
+
+
+def test_what_a_trainer_has_left_on_another_node_is_given_back() -> None:
+    h = Harness()
+    h.ready()
+    h.join("n1")
+    h.say("n0", cluster.DetachShard(member="src", reason="its process has ended"))
+    sent = h.add("src2", node="n1")
+    assert [m.member for m in sent if isinstance(m, cluster.EvictMember)] == ["src"]
+    assert [m.next_version for m in sent if isinstance(m, cluster.SourceAdmitted)] == [0]
+
+
+def test_ranks_of_a_trainer_of_another_size_replace_all_that_is_left_and_abort_what_reads_it() -> None:
+    h = Harness()
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.DetachShard(member="src", reason="its process has ended"))
+    sent = h.add("src2", rank=1, world_size=2)
+    assert [m.swap for m in sent if isinstance(m, cluster.Abort)] == [swap]
+    assert [m.member for m in sent if isinstance(m, cluster.EvictMember)] == ["src"]
+    assert kinds(h.add("src3", rank=0, world_size=2)) == ["SourceAdmitted"]
+    failure = h.add("src4", rank=2, world_size=3)[-1]
+    assert isinstance(failure, local.Failure) and "says there are 3 ranks" in failure.message

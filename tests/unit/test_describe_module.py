@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,9 @@ def test_the_number_of_experts_comes_from_the_config_or_is_missed() -> None:
 def test_partition_sizes_are_read() -> None:
     meta = extract_param_metadata(split((6,), 0, partition_sizes=(4, 2)), "in_proj", 0, {"tp": [0, 1]})
     assert meta.partition_sizes == [4, 2]
+    whole = split((6,), 0, partition_sizes=(4, 2))
+    whole.tensor_model_parallel = False
+    assert extract_param_metadata(whole, "in_proj", 0, None).partition_sizes == [4, 2]
 
 
 def test_contradictory_attributes_are_refused_with_the_rank() -> None:
@@ -286,6 +290,27 @@ def test_wrappers_have_no_names_and_layers_inside_them_are_global() -> None:
     # the local names are the module's own
     assert [name for name, _ in found] == [name for name, _ in named_refit_tensors(around)]
     assert any("_checkpoint_wrapped_module" in name for name, _ in found)
+
+
+def test_what_a_model_says_of_its_groups_and_experts_is_found_inside_wrappers() -> None:
+    class Precision(nn.Module):
+        """Holds nothing but what it wraps, like Megatron's Float16Module."""
+
+    class DistributedDataParallel(nn.Module):
+        """Known by its name."""
+
+    module = Experts()
+    module.pg_collection = {"tp": [2, 3], "ep": [1, 3]}  # type: ignore[assignment]
+    module.config = SimpleNamespace(num_moe_experts=4)  # type: ignore[assignment]
+    inner, outer = Precision(), DistributedDataParallel()
+    inner.module, outer.module, outer.other = module, inner, nn.Identity()
+    bare, wrapped = describe_module(module, 3), describe_module(outer, 3)
+    assert [replace(m, name="", resolved_name="") for m in bare] == [
+        replace(m, name="", resolved_name="") for m in wrapped
+    ]
+    assert [m.resolved_name for m in wrapped] == [m.resolved_name or m.name for m in bare]
+    outer.pg_collection = {"tp": [3], "ep": [1, 3]}  # type: ignore[assignment]  # the outermost that says so
+    assert all(m.tensor_parallel_group_ranks in (None, [3]) for m in describe_module(outer, 3))
 
 
 def test_names_that_clash_without_wrappers_are_refused_with_both() -> None:

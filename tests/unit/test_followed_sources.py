@@ -98,7 +98,20 @@ def submodule(model: nn.Module) -> None:
     nn.init.constant_(model[0].weight, 7.0)
 
 
-@pytest.mark.parametrize("change", [assign, data, parameter, transposed, submodule])
+def removed_and_put_back(model: nn.Module) -> None:
+    del model[0].weight
+    model[0].weight = nn.Parameter(torch.full((4, 3), 7.0))
+
+
+def unwrapped(model: nn.Module) -> None:
+    """What removing a parametrization (weight norm, LoRA that is merged) leaves: the name is the last one now."""
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+
+
+@pytest.mark.parametrize("change", [assign, data, parameter, transposed, submodule, removed_and_put_back, unwrapped])
 def test_what_replaces_a_tensor_of_a_module_is_published(model: nn.Module, change: Callable[[nn.Module], None]) -> None:
     trainer = Trainer(model)
     assert torch.equal(trainer.published("0.weight", 1), model[0].weight)
@@ -112,7 +125,8 @@ def test_what_is_bound_anew_in_a_dict_is_published_and_lent(pull: bool) -> None:
     trainer = Trainer(given, pull=pull)
     given["w"] = torch.full((4,), 7.0)
     assert torch.equal(trainer.published("w", 1), given["w"])
-    given["w"] = torch.full((4,), 8.0)
+    del given["w"]
+    given["w"] = torch.full((4,), 8.0)  # the last of them now
     trainer.source.lend(2)
     if pull:
         assert trainer.daemon.said[-1].addresses == (given["w"].data_ptr(), given["v"].data_ptr())  # type: ignore[attr-defined]
@@ -236,6 +250,9 @@ def test_dtensors_are_compared_with_their_placements(tmp_path: Any) -> None:
             trainer.source.publish(2)
         given["w"] = torch.full((2, 3), 7.0)
         with pytest.raises(RefusedError, match="w: it is laid out otherwise"):
+            trainer.source.publish(2)
+        given["w"] = torch.full((4, 3), 7.0)  # as FSDP leaves it after a forward pass
+        with pytest.raises(RefusedError, match=r"w: .*was a DTensor.*call reshard\(\)"):
             trainer.source.publish(2)
     finally:
         torch.distributed.destroy_process_group()

@@ -121,6 +121,16 @@ def test_the_same_memory_under_a_new_name_of_python_is_no_change() -> None:
     tensors.check_unmoved(is_described=True)
 
 
+def test_names_in_another_order_are_no_change_and_do_not_hide_one() -> None:
+    given = {"w": torch.zeros(4), "v": torch.zeros(4)}
+    tensors = TargetTensors(given, 0, None, None, None)
+    given["w"] = given.pop("w")
+    tensors.check_unmoved(is_described=True)
+    given["w"] = torch.zeros(4)
+    with pytest.raises(CommitError, match=r"^w: "):
+        tensors.check_unmoved(is_described=True)
+
+
 def test_buffers_in_mxfp8_and_derived_tensors_are_found_by_name() -> None:
     def buffer() -> MXFP8Buffer:
         return MXFP8Buffer(torch.zeros(32, 32, dtype=torch.float8_e4m3fn), torch.zeros(32, 1, dtype=torch.uint8))

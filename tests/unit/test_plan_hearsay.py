@@ -47,7 +47,10 @@ def test_blocks_declared_on_one_side_are_the_other_sides_too() -> None:
             shape[dim] = sum(blocks) // size
             ranks = list(range(first, first + size))
             local = [block // size for block in blocks]
-            sides.append(tp("w", tuple(shape), ranks, dim, partition_sizes=local))
+            side = tp("w", tuple(shape), ranks, dim, partition_sizes=local)
+            if size == 1 and rng.random() < 0.5:  # whole, and says so: it knows the blocks all the same
+                side = {r: replace(m, is_tp=False, tensor_parallel_group_ranks=None) for r, m in side.items()}
+            sides.append(side)
         whole = [3, 3]
         whole[dim] = sum(blocks)
         full = rosters([sides[0]], [sides[1]])
@@ -57,6 +60,19 @@ def test_blocks_declared_on_one_side_are_the_other_sides_too() -> None:
             found = rosters([said[0]], [said[1]])
             for read in (found, through_the_service(found)):
                 oracle.check(plan_copies(read).table, full, {"w": tuple(whole)})
+
+
+def test_blocks_that_a_whole_tensor_declares_are_checked_and_are_those_of_every_replica() -> None:
+    (whole,) = tp("w", (8,), [8], partition_sizes=[6, 2]).values()
+    whole = replace(whole, is_tp=False, tensor_parallel_group_ranks=None)
+    sides = tp("w", (4,), [0, 1], partition_sizes=[3, 1]), tp("w", (4,), [4, 5], partition_sizes=[3, 1])
+    full = rosters([sides[0]], [sides[1], {8: whole}])
+    found = rosters([silent(sides[0])], [silent(sides[1]), {8: whole}])
+    for read in (found, through_the_service(found)):
+        oracle.check(plan_copies(read).table, full, {"w": (8,)})
+    for wrong in ({"partition_sizes": [6, 3]}, {"partition_dim": 1}):
+        with pytest.raises(PlanError, match="w: partition_sizes"):
+            plan_copies(rosters([{0: replace(whole, owner_rank=0)}], [{8: replace(whole, **wrong)}]))
 
 
 def test_blocks_that_do_not_divide_over_the_other_side_are_refused_by_name() -> None:

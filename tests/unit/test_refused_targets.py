@@ -219,6 +219,39 @@ def test_two_registrations_lie_apart() -> None:
         one.check_apart(target({"b": t[3:]}), "policy/a:0")
 
 
+def test_two_registrations_do_not_meet_in_a_file_that_is_mapped_twice(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(2 * mmap.PAGESIZE))
+    with path.open("r+b") as file:
+        whole, again = (mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE) for _ in range(2))
+        mine = mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
+
+    def rows(mapped: mmap.mmap, offset: int = 0) -> torch.Tensor:
+        return torch.frombuffer(mapped, dtype=torch.float32, count=8, offset=offset)
+
+    one = target({"a": rows(whole)})
+    one.check_apart(target({"a": rows(whole)}), "policy/a:0")  # the same weight in the same place
+    one.check_apart(target({"b": rows(again, 32)}), "policy/a:0")
+    one.check_apart(target({"b": rows(mine)}), "policy/a:0")
+    with pytest.raises(RefusedError, match="b: it lies, by another mapping of a file, in one place with a of policy/a"):
+        one.check_apart(target({"b": rows(again, 28)}), "policy/a:0")
+
+
+def test_derived_tensors_of_one_registration_lie_apart_from_those_of_another() -> None:
+    made, w = torch.zeros(8), torch.zeros(4)
+    derived = {"made": Derived(made, ("w",), print)}
+    one = target({"w": w}, derived=derived)
+    one.check_apart(target({"w": w}, derived=derived), "policy/a:0")  # made of the same weight, in the same place
+    for other in (
+        target({"v": made[6:]}),
+        target({"v": torch.zeros(2)}, derived={"other": Derived(made[:2], ("v",), print)}),
+    ):
+        with pytest.raises(RefusedError, match=r"(v|other): it shares memory with made of policy/a:0"):
+            one.check_apart(other, "policy/a:0")
+    with pytest.raises(RefusedError, match="made: it shares memory with v of policy/b:0"):
+        target({"v": made[6:]}).check_apart(one, "policy/b:0")
+
+
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
