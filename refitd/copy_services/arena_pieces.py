@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from refitd.addressing.between_nodes import Halves
+from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.messages import boxes_between
 from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers.arena import MappedArena
@@ -144,27 +144,27 @@ class ProcessPiece(Piece):
         raise TransportError(f"process {self._pid}: its private memory is read, never written")
 
 
-def piece_of(halves: Halves, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
-    """Return one half of a transfer, checked to stay inside its arena.
+def piece_of(transfers: TransferList, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
+    """Return this end of a transfer, checked to stay inside its arena.
 
     Raises:
         TransportError: it does not, or the arena is not mapped here, or not for writing where it must be.
     """
-    size, stride = halves.size[row].tolist(), halves.stride[row].tolist()
-    element, cast, offset = int(halves.element_size[row]), int(halves.cast[row]), int(halves.offset[row])
+    size, stride = transfers.size[row].tolist(), transfers.stride[row].tolist()
+    element, cast, offset = int(transfers.element_size[row]), int(transfers.cast[row]), int(transfers.offset[row])
     if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
         raise TransportError(f"transfer {row}: there is no conversion {cast} to elements of {element} bytes")
     held = SOURCE_SIZES[cast] or element
-    if int(halves.arena[row]) == PROCESS_MEMORY:
-        return ProcessPiece(int(halves.pid[row]), offset, size, stride, held, cast, element)
-    arena = arenas.get(int(halves.arena[row]))
+    if int(transfers.arena[row]) == PROCESS_MEMORY:
+        return ProcessPiece(int(transfers.pid[row]), offset, size, stride, held, cast, element)
+    arena = arenas.get(int(transfers.arena[row]))
     if arena is None:
-        raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is not mapped here")
+        raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is not mapped here")
     end = offset + extent(size, stride, held)
     if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
         raise TransportError(f"transfer {row}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
-    if not halves.is_send[row] and not arena.writable:
-        raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is mapped for reading only")
+    if not transfers.is_send[row] and not arena.writable:
+        raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is mapped for reading only")
     if not isinstance(arena, MappedArena):
         return DevicePiece(arena, offset, size, stride, held, cast, element)
     # dimensions of one element may have any stride; numpy then still sees that the box is contiguous

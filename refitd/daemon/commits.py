@@ -10,7 +10,7 @@ import numpy as np
 from refitd.addressing.copies import whole_tensors
 from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
 from refitd.daemon.finishing import held_of
-from refitd.daemon.jobs import JobTable, Share, dealt
+from refitd.daemon.jobs import JobTable, Share, shares_of
 from refitd.daemon.members import Member
 from refitd.daemon.target_state import (
     Aborted,
@@ -176,7 +176,7 @@ class Commits:
         def make() -> list[Share]:
             sizes = np.array([ELEMENT_SIZES[tensor.dtype] for tensor in held_of(member.registration)], np.int64)
             copies = whole_tensors(member.held_places(), member.live, sizes)
-            return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
+            return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
 
         purpose = Committing(swap, member.id, attempt)
         self._attempts[member.id] = purpose

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
-from refitd.addressing.between_nodes import Crossing, crossing
+from refitd.addressing.between_nodes import NodeTransfers, node_transfers
 from refitd.addressing.copies import constant_bytes
 from refitd.daemon.actions import Instruction, Log, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
@@ -55,7 +55,7 @@ class _Loading:
 class Outer:
     """What a plan moves between this node and others."""
 
-    rows: Crossing
+    rows: NodeTransfers
     index: int  # this node's position in the epoch
     epoch: cluster.EpochPlan
 
@@ -162,7 +162,7 @@ class LocalPlans:
         used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")
-        return Outer(crossing(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
+        return Outer(node_transfers(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
 
     def _plan_refused(self, message: cluster.LoadPlan, reason: str) -> None:
         self._log("bad-plan", plan=message.plan, reason=reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from refitd.addressing.between_nodes import halves_of
+from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
@@ -15,7 +15,7 @@ from refitd.daemon.actions import Instruction, Log, ToCoordinator
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
-from refitd.daemon.jobs import JobTable, Run, Share, dealt, dealt_conversions
+from refitd.daemon.jobs import JobTable, Run, Share, shares_of
 from refitd.daemon.members import Member
 from refitd.daemon.plans import LocalPlans, Plan
 from refitd.daemon.target_state import StageBegan, StageDone, step_of
@@ -132,13 +132,13 @@ class LocalSwaps:
             if plan.fills is not None:
                 fills = fill_copies(plan.fills, writes, plan.constants, len(plan.table))
                 copies = joined([copies, fills])
-            return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
+            return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
 
         def crossing_shares() -> list[Share]:
             assert outer is not None
             epoch, reads, writes = outer.epoch, sources(), destinations()
             return [
-                Share(lane, halves_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
+                Share(lane, transfers_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
                 for lane in range(epoch.lanes)
             ]
 
@@ -174,7 +174,7 @@ class LocalSwaps:
                 for one in made_in(member.registration, member.staging)
             ]
             homes = self._maps.homes({one.arena for one in made})
-            return dealt_conversions(pieces_of(made, on_gpus=homes), self._workers, homes)
+            return shares_of(pieces_of(made, on_gpus=homes), self._workers, homes)
 
         # it goes with the plan, and with the arenas of its members
         key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))

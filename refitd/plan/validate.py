@@ -15,7 +15,7 @@ are looked at once, and each rank costs one sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -165,7 +165,7 @@ def _traced(
             break
     else:
         complain(rows, "is cut too finely to be checked")
-    return Spans.joined(done), list(wrong.values())
+    return Spans.concatenated(done), list(wrong.values())
 
 
 def _cut(rows: Rows, dim: Ints, count: Ints) -> Rows:
@@ -181,7 +181,7 @@ def _cut(rows: Rows, dim: Ints, count: Ints) -> Rows:
         src_offset=rows.src_offset + count * rows.src_stride[index, dim],
         dst_offset=rows.dst_offset + count * rows.dst_stride[index, dim],
     )
-    return Rows(**{f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)]) for f in fields(Rows)})
+    return Rows.concatenated([first, second])
 
 
 def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:

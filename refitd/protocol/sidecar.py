@@ -59,8 +59,8 @@ class WarmUp(Message, frozen=True):
 class LoadJob(Message, frozen=True):
     """Prepare the job in the memory file that comes along, `nbytes` long.
 
-    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else Halves.to_bytes, to
-    be run together with the epoch's others.
+    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else
+    TransferList.to_bytes, to be run together with the epoch's others.
     """
 
     job: Count

@@ -210,7 +210,7 @@ def swap(seconds: float) -> Outcome:
 
 
 def copies(seconds: float) -> Outcome:
-    from refitd.addressing.copies import split_large
+    from refitd.addressing.copies import cut
     from refitd.addressing.places import LocalTensor
     from refitd.copy_services.cuda import CudaCopyService
     from tests.support.places import copies_of
@@ -228,15 +228,15 @@ def copies(seconds: float) -> Outcome:
     figures: dict[str, object] = {"MiB": nbytes // MIB, "plain GB/s": nbytes / plain / 1e9}
 
     half = columns // 2  # a rank's half of the columns, out of the whole into a tensor of its own
-    cut = LocalTensor(1, 2 * half, (rows, half), (2 * columns, 2)), LocalTensor(2, 0, (rows, half), (2 * half, 2))
+    ends = LocalTensor(1, 2 * half, (rows, half), (2 * columns, 2)), LocalTensor(2, 0, (rows, half), (2 * half, 2))
     packed = b.view(-1)[: rows * half].view(rows, half)
     strided = timed(lambda: packed.copy_(a[:, half:]))
     figures["plain strided GB/s"] = nbytes / 2 / strided / 1e9
     for name, pair, expected, reference in (
         ("whole", (source.place("w"), target.place("w")), lambda: (a, b), plain),
-        ("columns", cut, lambda: (a[:, half:], packed), strided),
+        ("columns", ends, lambda: (a[:, half:], packed), strided),
     ):
-        job = service.prepare(split_large(copies_of([(*pair, 2)])), arenas)
+        job = service.prepare(cut(copies_of([(*pair, 2)]))[0], arenas)
         for verify in (False, True):
             b.zero_()
             torch.cuda.synchronize()

@@ -157,7 +157,7 @@ def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, 
     arena.bytes[at["source"] : at["source"] + words.nbytes] = words.view(np.uint8).reshape(-1)
     pieces = pieces_of([Made(kind, shape, 1, at["source"], at["data"], at["scale"], rounding)], piece=64)
     again = ConversionList.from_bytes(pieces.to_bytes())
-    shares = again.deal(3)
+    shares = again.shared_out(3)
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(pieces)))
     told: list[int] = []
     for share in reversed(shares):
@@ -192,7 +192,7 @@ def test_sizes_agree_with_the_format() -> None:
         ({"scale": 4096}, "leave arena 1"),
         ({"kind": 3}, "no conversion 3"),
         ({"rounding": 2}, "rounding 2"),
-        ({"columns": 40}, r"\[1, 40\]"),
+        ({"size": 40}, r"\[40, 40\]"),
         ({"arena": 2}, "arena 2 is not mapped"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_piece_that_leaves_its_arena_is_refused(changes: dict[str, int], says:
 def test_a_block_of_another_length_is_refused() -> None:
     data = pieces_of([Made(QUANTIZE, (2, 32), 1, 0, 1024, 2048)]).to_bytes()
     for bad in (b"", data[:-8], data + data, data[:7]):
-        with pytest.raises(ValueError, match="does not hold"):
+        with pytest.raises(ValueError, match="do not hold"):
             ConversionList.from_bytes(bad)
 
 
