@@ -22,7 +22,7 @@ import torch
 
 from refitd.copy_services.packed import DIGEST_BYTES, WINDOW, InFlight, PackedExchange, Stream
 from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.waits import Pause
+from refitd.copy_services.waits import Backoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class SlottedExchange(PackedExchange):
         """See PackedExchange._move."""
         left = {id(s): len(s.messages) + verify for s in streams if s.messages}
         waiting = [s for s in self._order(streams) if s.messages]
-        found, arrived, pause = "", 0, Pause()
+        found, arrived, pause = "", 0, Backoff()
         is_first = True
         with self._working(deadline):
             while waiting or is_first:
@@ -141,7 +141,7 @@ class SlottedExchange(PackedExchange):
                     found, is_first = meanwhile() or found, False
                 waiting = [s for s in waiting if left[id(s)]]
                 if moved:
-                    pause = Pause()
+                    pause = Backoff()
                     if on_progress is not None:
                         on_progress(arrived)
                 elif waiting:
