@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from refitd.coordinator.journal import Live
+from refitd.coordinator.journal import LiveVersion
 from refitd.coordinator.replica_digests import Compared, HeldReplica, ReplicaDigests
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
@@ -182,7 +182,7 @@ class Model:
         targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
         return Model(self.name, self.auto_swap, dict(self.sources), targets, self.check_replicas, self.compared)
 
-    def behind(self, live: Live) -> list[str]:
+    def behind(self, live: LiveVersion) -> list[str]:
         """Return the complete replicas that can be brought to the live version."""
         found = []
         for replica in sorted({replica for replica, _ in self.targets}):
@@ -364,7 +364,7 @@ class Model:
             for rank, m in sorted(self.sources.items())
         )
 
-    def target_status(self, live: Live | None) -> tuple[TargetStatus, ...]:
+    def target_status(self, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
         """Return the report rows of the targets; `live` is the version decided last."""
         return tuple(
             TargetStatus(
@@ -388,7 +388,7 @@ class Model:
         )
 
 
-def _state(member: Member, live: Live | None) -> ServingState:
+def _state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.poisoned:
         return ServingState.POISONED
     if member.staged is not None:

@@ -30,7 +30,7 @@ from refitd.coordinator.admission import (
     parts_of,
 )
 from refitd.coordinator.journal import Record
-from refitd.coordinator.live_versions import Lives, NoPast, Past
+from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.membership import Member, Model, Node
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.recovery import Unfinished
@@ -116,7 +116,7 @@ class Coordinator:
         self._shards: dict[str, Shard] = {}  # by digest
         self._checks = Checks()
         self._new_run = new_run
-        self._lives = Lives(
+        self._lives = LiveVersions(
             past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
         )
         self._began = False  # whether swaps may begin and waiting callers were told
@@ -442,7 +442,7 @@ class Coordinator:
         if found is None and self._lives.is_in_doubt and live is not None and live.is_at(*staged):
             found = live.version, live.run  # the journal with the swap is lost, but this version was decided
         if found is not None:
-            self._send(node.identity, 0, cluster.Commit(swap=swap, version=found[0], run=found[1]))
+            self._send(node.identity, 0, cluster.CommitStaged(swap=swap, version=found[0], run=found[1]))
             return
         if not self._lives.is_settled(now):
             self._undone[member.id] = member  # another daemon may know that it was decided

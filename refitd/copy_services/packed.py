@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import xxhash
 
-from refitd.addressing.messages import Message, Span, lay_out
+from refitd.addressing.messages import PackedMessage, PieceSpan, lay_out
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService, Transfers
 from refitd.copy_services.peers import Deadline, Peers
@@ -78,7 +78,7 @@ class Stream:
     is_send: bool
     keys: list[Key]
     pieces: list[Piece]
-    messages: list[Message]
+    messages: list[PackedMessage]
     offer: bytes
     next: int = 0
     digest: Digest = field(default_factory=_HostDigest)
@@ -407,7 +407,7 @@ class PackedExchange(ExchangeService):
             self._give_back(again)
         return ""
 
-    def _direct(self, stream: Stream, message: Message) -> torch.Tensor | None:
+    def _direct(self, stream: Stream, message: PackedMessage) -> torch.Tensor | None:
         """Return the message's bytes in the tensor itself, where one piece has them where this transport reads."""
         if len(message.spans) != 1:
             return None
@@ -470,13 +470,13 @@ def _doing(flight: InFlight) -> str:
     return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
 
 
-def _steps(message: Message, longest: int) -> Iterator[tuple[Span, slice]]:
+def _steps(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
     """Cut a message's spans into steps of at most so many bytes: (part of the piece, where it lies in the message)."""
     for span in message.spans:
         for start in range(span.start, span.end, longest):
             end = min(span.end, start + longest)
             at = span.at + start - span.start
-            yield Span(span.piece, start, end, at), slice(at, at + end - start)
+            yield PieceSpan(span.piece, start, end, at), slice(at, at + end - start)
 
 
 def _offer(keys: Sequence[Key], pieces: Sequence[Piece]) -> bytes:

@@ -208,7 +208,7 @@ class MakeArenas:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasurePull:
+class TimePull:
     """Read these spans of a process, away from the loop; answer the client with PullMeasured."""
 
     session: int
@@ -261,7 +261,7 @@ Instruction = (
     | ToCoordinator
     | ToWorker
     | MakeArenas
-    | MeasurePull
+    | TimePull
     | WriteArena
     | SetPermit
     | CloseArena

@@ -49,7 +49,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Lease:
+class LentVersion:
     """Live tensors lent as a version."""
 
     version: int
@@ -76,7 +76,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
+class PermitSlot:
     """A place in the page of permits (see `refitd.buffers.permits`) and the token that is this member's alone."""
 
     slot: int
@@ -98,7 +98,7 @@ class Member:
     figures: Figures
     form: str  # what it holds beside its shard, as far as digests go
     slots: list[Slot] = field(default_factory=list)
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: dict[int, LentVersion] = field(default_factory=dict)
     waiting: list[WaitingPublish] = field(default_factory=list)
     staging: int = -1
     state: TargetState = field(default_factory=TargetState)  # a source's never changes
@@ -106,7 +106,7 @@ class Member:
     is_told: bool = False  # whether the coordinator has been sent `state` and `history` as they are
     on_move: Callable[[Member], None] = lambda member: None
     boot: str = ""  # of the coordinator that has agreed to it
-    permit: Permit | None = None  # where its process reads until when it may serve
+    permit: PermitSlot | None = None  # where its process reads until when it may serve
     verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once it has been taken
     newest: int = -1  # highest version ever published

@@ -18,7 +18,7 @@ from refitd.daemon.finishing import made_in
 from refitd.daemon.jobs import JobTable, Run, Share, shares_of
 from refitd.daemon.members import Member
 from refitd.daemon.plans import LocalPlans, Plan
-from refitd.daemon.target_state import StageBegan, StageDone, step_of
+from refitd.daemon.target_state import StageBegan, Staged, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import IllegalTransition
 from refitd.plan.table import CopyTable
@@ -193,7 +193,7 @@ class LocalSwaps:
         self._log("swap", swap=local_swap.swap, version=local_swap.version, phase="staged")
         for _, member in self._targets(local_swap.plan):
             if member.state.swap == local_swap.swap:
-                member.move(StageDone(local_swap.swap))
+                member.move(Staged(local_swap.swap))
         plan = local_swap.plan
         rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
         self._say(
@@ -255,7 +255,7 @@ class LocalSwaps:
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_failed(run, reason, copy, worker)
-            case sidecar.EpochPut() | sidecar.EpochJoined() | sidecar.EpochFailed():
+            case sidecar.LanePut() | sidecar.EpochJoined() | sidecar.EpochFailed():
                 self._epochs.worker_said(worker, message)
             case _:
                 pass

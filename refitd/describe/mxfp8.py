@@ -26,7 +26,7 @@ MARK = "|mxfp8."
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MXFP8Part:
     """What the name of a part says: the tensor it is of, how its scales are rounded, "data" or "scale"."""
 
     tensor: str
@@ -39,13 +39,13 @@ def part_name(name: str, rounding: str, which: str) -> str:
     return f"{name}{MARK}{rounding}.{which}"
 
 
-def part_of(name: str) -> Part | None:
+def part_of(name: str) -> MXFP8Part | None:
     """Return what the name of a part says, None for any other tensor's."""
     tensor, mark, rest = name.rpartition(MARK)
     rounding, _, which = rest.partition(".")
     if not mark or rounding not in ROUNDINGS or which not in ("data", "scale"):
         return None
-    return Part(tensor, rounding, which)
+    return MXFP8Part(tensor, rounding, which)
 
 
 def check_blocks(meta: ParameterMetadata) -> None:

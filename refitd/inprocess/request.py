@@ -58,8 +58,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What that comes to.
+class RankTensors:
+    """The tensors that a request comes to on this rank, and their descriptions.
 
     Attributes:
         described: the rank's roster, as others are told.
@@ -74,7 +74,7 @@ class Brought:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
-def bring(request: Request, rank: int) -> Brought:
+def collect_tensors(request: Request, rank: int) -> RankTensors:
     """Describe both modules and collect their tensors.
 
     Raises:
@@ -103,7 +103,7 @@ def bring(request: Request, rank: int) -> Brought:
             meta.element_size = dtype.itemsize
     if (transform := request.transform) is not None:
         _describe_transformed(transform, rank, held, wanted, sources, destinations)
-    return Brought(
+    return RankTensors(
         described=Described(rank, platform.node()[:512], shard_of(held), shard_of(wanted), request.check_replicas),
         sources=sources,
         destinations=destinations,

@@ -34,7 +34,7 @@ class Spans(Columns):
         return self.cut_dim < 0
 
 
-class Places:
+class TileIndex:
     """All tiles of all classes of one side, found by (class, local tensor, canonical tensor)."""
 
     def __init__(self, layouts: Layouts, side: Side) -> None:
@@ -125,7 +125,7 @@ class Places:
         return Spans(size, rows.owner, tile, self.offset[tile] + begin, along, cut_dim, cut_at)
 
 
-def doubly_placed(layouts: Layouts, places: Places, side: Side) -> list[str]:
+def doubly_placed(layouts: Layouts, places: TileIndex, side: Side) -> list[str]:
     """Return the local tensors of a side in which two tiles share a place."""
     low = places.local_offset
     high = low + ((places.size - 1) * places.stride).sum(axis=1)

@@ -23,7 +23,7 @@ from refitd.describe.casts import SOURCE_SIZES
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
-from refitd.plan.coordinates import Places, Spans, doubly_placed
+from refitd.plan.coordinates import Spans, TileIndex, doubly_placed
 from refitd.plan.fills import FillTable
 from refitd.plan.layouts import Layouts
 from refitd.plan.read_rosters import read_rosters
@@ -81,7 +81,7 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
     src, dst = (_positions(layouts.ranks, column) for column in (plan.job_src, plan.job_dst))
     if strangers := _strangers(plan, layouts, src, dst):
         return strangers
-    held, wanted = Places(layouts, layouts.source), Places(layouts, layouts.destination)
+    held, wanted = TileIndex(layouts, layouts.source), TileIndex(layouts, layouts.destination)
     found = doubly_placed(layouts, wanted, layouts.destination)
     found += fill_violations(plan.fills, names[plan.fills.local], layouts)
     uses = _uses(plan, layouts.source.rank_class[src], layouts.destination.rank_class[dst])
@@ -124,7 +124,7 @@ def _uses(plan: SharedPlan, source_class: Ints, destination_class: Ints) -> _Use
 
 
 def _traced(
-    rows: Rows, uses: _Uses, held: Places, wanted: Places, layouts: Layouts, plan: SharedPlan
+    rows: Rows, uses: _Uses, held: TileIndex, wanted: TileIndex, layouts: Layouts, plan: SharedPlan
 ) -> tuple[Spans, list[str]]:
     """Take every row back to canonical boxes at both ends; return the destinations' spans, by use."""
     done: list[Spans] = []
@@ -194,7 +194,7 @@ def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
     return result
 
 
-def _uncovered(spans: Spans, uses: _Uses, wanted: Places, dst: Ints, layouts: Layouts) -> list[str]:
+def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts: Layouts) -> list[str]:
     """Return the destination tensors that a rank would not receive exactly once."""
     side = layouts.destination
     owed = np.zeros(side.classes, np.uint64)

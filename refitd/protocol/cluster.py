@@ -388,7 +388,7 @@ class Stage(Message, frozen=True):
     run: Label = ""  # of the sources, and so of the version
 
 
-class Commit(Message, frozen=True):
+class CommitStaged(Message, frozen=True):
     """The decision is journalled: make the staged version live."""
 
     swap: Name
@@ -485,7 +485,7 @@ CoordinatorMessage = (
     | FenceMember
     | Pause
     | Stage
-    | Commit
+    | CommitStaged
     | FlipMember
     | PassMember
     | Abort

@@ -122,7 +122,7 @@ class Sim:
                     if member in self.members and member != "src"
                 }
                 self.outbox.append(cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-            case cluster.Commit(swap):
+            case cluster.CommitStaged(swap):
                 for member, (staged, version, run) in list(self.staged.items()):
                     if staged != swap:
                         continue
@@ -249,7 +249,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert (swap, node) in self.said_staged, f"{swap} was decided, and {node} has not staged it"
 
     def sent(self, identity: bytes, message: object) -> None:
-        if isinstance(message, cluster.Commit):
+        if isinstance(message, cluster.CommitStaged):
             known = message.swap in (self.decided if self.has_lost_its_journal else self.journalled)
             # who has lost the journal may go by what was decided, whatever swap brings it here
             learned = self.has_lost_its_journal and (message.version, message.run) in self.identities

@@ -81,7 +81,7 @@ class DaemonMachine(RuleBasedStateMachine):
             self.runs = self.h.stage(swap, version)
             return
         message = (
-            cluster.Commit(swap=swap, version=version),
+            cluster.CommitStaged(swap=swap, version=version),
             cluster.Abort(swap=swap, reason="r"),
             cluster.EndSwap(swap=swap),
             cluster.Pause(swap=swap, version=version, members=tuple(self.ids[:2])),

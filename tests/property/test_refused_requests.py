@@ -132,7 +132,7 @@ OF_COORDINATOR = {
     "Swaps._plans": "remembers what was planned, and is asked before it is planned again",
     "Swaps.reader": "likewise of descriptions",
     "Model.compared": "likewise of digests of replicas",
-    "Lives.past": "the journal, which no request changes but by Decide and Remember",
+    "LiveVersions.past": "the journal, which no request changes but by Decide and Remember",
     "Coordinator._config": "never changes",
     "Swaps._config": "never changes",
 }

@@ -11,7 +11,7 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.journal import Live, Record, Recovered
+from refitd.coordinator.journal import LiveVersion, Record, Recovered
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
@@ -43,11 +43,11 @@ class Past:
     def is_new(self) -> bool:
         return not self.records
 
-    def decided(self, model: str) -> list[Live]:
+    def decided(self, model: str) -> list[LiveVersion]:
         found = [r for r in self.records.values() if r.model == model and r.is_decided]
-        return [Live(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
+        return [LiveVersion(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
 
-    def live(self, model: str) -> Live | None:
+    def live(self, model: str) -> LiveVersion | None:
         return self.decided(model)[-1] if self.decided(model) else None
 
     def highest(self, model: str) -> int:
@@ -56,7 +56,7 @@ class Past:
     def tried(self, model: str) -> tuple[int, str]:
         return -1, ""
 
-    def before(self, model: str, version: int) -> Live | None:
+    def before(self, model: str, version: int) -> LiveVersion | None:
         return next((live for live in reversed(self.decided(model)) if live.version < version), None)
 
     def continues(self, journal: str) -> bool:
@@ -173,7 +173,7 @@ def test_a_swap_goes_from_plan_to_report() -> None:
     h.ready()
     swap = h.until_staging()
     staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    assert kinds(staged) == ["EndSwap", "Commit"]
+    assert kinds(staged) == ["EndSwap", "CommitStaged"]
     assert h.journal[swap].state == "decided"
     (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.01)))
     assert (report.outcome, report.version, report.digests, report.bytes) == ("committed", 1, 1, 32)
@@ -221,7 +221,7 @@ def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
     swap = h.until_staging()
     h.journal_error = CommitError("disk full")
     ended = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    assert "Commit" not in kinds(ended) and "Abort" in kinds(ended)
+    assert "CommitStaged" not in kinds(ended) and "Abort" in kinds(ended)
     assert "disk full" in reports(ended)[0].reason
 
 
@@ -242,7 +242,7 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
     h = Harness(journal=journal)
     h.join()
-    assert h.add("a", staged="s1") == [cluster.Commit(swap="s1", version=7), local.Done()]
+    assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     h.say("n0", cluster.MemberCommitted(swap="s1", member="a", paused_s=0.0))
     undone = h.add("b", staged="s2")
     assert kinds(undone) == ["Abort", "Done"]
@@ -336,7 +336,7 @@ def test_a_source_node_takes_part_until_everything_is_staged() -> None:
     stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
     assert kinds(h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))) == []
     done = h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
-    assert kinds(done) == ["EndSwap", "Commit"]
+    assert kinds(done) == ["EndSwap", "CommitStaged"]
 
 
 def test_words_that_others_cross_on_their_way_are_not_refused() -> None:
@@ -383,9 +383,9 @@ def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_l
         (False, True),
     ]
     done = cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1)
-    assert kinds(h.say("n0", done)) == ["EndSwap", "Commit"]
+    assert kinds(h.say("n0", done)) == ["EndSwap", "CommitStaged"]
     (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.1)))
-    assert "MemberCommitted" in report.events[-1]
+    assert "CommitReported" in report.events[-1]
 
 
 def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
@@ -728,8 +728,8 @@ def test_nothing_is_decided_before_engines_that_are_asked_stand_still() -> None:
     swap = h.until_staging()
     staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     assert [m for m in staged if isinstance(m, cluster.Pause)] == [cluster.Pause(swap, 1, ("a",))]
-    assert not h.journal and "Commit" not in kinds(staged)
-    assert "Commit" in kinds(h.say("n0", cluster.MemberQuiet(swap=swap, member="a")))
+    assert not h.journal and "CommitStaged" not in kinds(staged)
+    assert "CommitStaged" in kinds(h.say("n0", cluster.MemberQuiet(swap=swap, member="a")))
     assert h.journal[swap].state == "decided"
 
 
@@ -790,7 +790,7 @@ def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> 
     assert {m.replica: m.state for m in before.report.members} == {"a": "staged", "b": "staged"}
     h.add("a", version=1, run="run1")  # it has taken it over meanwhile
     assert last(h).state == "decided"
-    assert h.add("b", staged=swap)[0] == cluster.Commit(swap=swap, version=1, run="run1")
+    assert h.add("b", staged=swap)[0] == cluster.CommitStaged(swap=swap, version=1, run="run1")
     h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.25))
     entry = last(h)
     assert (entry.state, entry.reason) == ("committed", "the coordinator ended after the decision")
@@ -807,7 +807,7 @@ def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
     h = Harness(NO_CATCH_UP, journal)
     h.join()
-    assert h.add("a", staged="s1") == [cluster.Commit(swap="s1", version=7), local.Done()]
+    assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     assert (last(h).state, last(h).report) == ("decided", None)
 
 
@@ -1085,7 +1085,7 @@ def test_a_swap_that_was_decided_is_finished_though_the_journal_is_lost(how: str
     else:
         lost(h, version=2, swap="a catch-up later on")
         sent = h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
-    assert cluster.Commit(swap="s9", version=2, run="x") in sent
+    assert cluster.CommitStaged(swap="s9", version=2, run="x") in sent
 
 
 def test_a_swap_of_which_nobody_knows_that_it_was_decided_is_undone_once_all_had_the_time_to_say_so() -> None:
@@ -1097,7 +1097,7 @@ def test_a_swap_of_which_nobody_knows_that_it_was_decided_is_undone_once_all_had
     lost(h, version=1, sequence=8, swap="s8")
     h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
     lost(h, version=2, sequence=9, swap="s9", node="n1")  # the one that was told
-    assert cluster.Commit(swap="s9", version=2, run="x") in settled(h)
+    assert cluster.CommitStaged(swap="s9", version=2, run="x") in settled(h)
 
 
 def test_replicas_of_two_versions_that_nobody_can_explain_are_never_both_let_be() -> None:
@@ -1215,9 +1215,9 @@ def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_h
     (load,) = [m for m in settled(h) if isinstance(m, cluster.LoadPlan)]
     (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
     staged = cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1)
-    assert "Commit" not in kinds(h.say("n0", staged))
+    assert "CommitStaged" not in kinds(h.say("n0", staged))
     h.now = Config().deadlines.lease_s + 0.1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
     h.feed(act.Tick())
-    assert "Commit" in kinds([m for _, _, m in h.sent])
+    assert "CommitStaged" in kinds([m for _, _, m in h.sent])

@@ -106,7 +106,7 @@ class Harness:
             self.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=1, bytes=1, seconds=0.1)))
 
     def commit(self, member: str, swap: str = "s", version: int = 1) -> None:
-        self.feed(act.CoordinatorSaid(0, cluster.Commit(swap=swap, version=version)))
+        self.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap=swap, version=version)))
         self.ask(local.CommitDone(swap=swap, member=member, paused_s=0.0))
 
     def said(self, kind: type) -> list[object]:
@@ -372,7 +372,7 @@ def committing(h: Harness) -> str:
     table = plan_copies(rosters).table.to_wire()
     h.feed(act.CoordinatorSaid(0, cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)))
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     assert h.to_client[-1][2] == local.PrepareCommit(swap="s", member=target.member, version=1, by_worker=True)
     h.to_worker.clear()
     h.ask(local.CommitQuiet(swap="s", member=target.member))
@@ -460,7 +460,7 @@ def test_a_client_has_only_its_own_memory_measured() -> None:
     measure = local.MeasurePull(member=source.member, spans=((4096, 2, 100),))
     refused = h.ask(measure, session=2)
     assert isinstance(refused, local.Failure) and "not a registration of this session" in refused.message
-    assert h.daemon.handle(act.ClientSaid(1, 7, measure), 0.0) == [act.MeasurePull(1, 7, 100, ((4096, 2, 100),))]
+    assert h.daemon.handle(act.ClientSaid(1, 7, measure), 0.0) == [act.TimePull(1, 7, 100, ((4096, 2, 100),))]
 
 
 def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.LoadPlan:
@@ -497,10 +497,10 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
         (0, 0, "worker 0 on node n1 (host h1)"),
         (1, 0, "worker 1 on node n1 (host h1)"),
     ]
-    h.feed(act.WorkerSaid(1, sidecar.EpochPut(epoch="e1", key="k", value=b"v")))
+    h.feed(act.WorkerSaid(1, sidecar.LanePut(epoch="e1", key="k", value=b"v")))
     assert h.to_coordinator[-1] == cluster.EpochPut(epoch="e1", lane=1, key="k", value=b"v")
     h.feed(act.CoordinatorSaid(0, cluster.EpochValue(epoch="e1", lane=1, key="q", value=b"w")))
-    assert h.to_worker[-1] == (1, sidecar.EpochValue(epoch="e1", key="q", value=b"w"))
+    assert h.to_worker[-1] == (1, sidecar.LaneValue(epoch="e1", key="q", value=b"w"))
     h.feed(act.WorkerSaid(0, sidecar.EpochJoined(epoch="e1")))
     assert cluster.PlanLoaded(plan="p", epoch="e1") not in h.to_coordinator
     h.feed(act.WorkerSaid(1, sidecar.EpochJoined(epoch="e1")))
@@ -653,7 +653,7 @@ def test_a_swap_that_is_not_verified_compares_nothing_and_leaves_no_digests() ->
         runs = [(worker, m) for worker, m in h.to_worker if isinstance(m, sidecar.RunJob)]
         assert runs and all(m.verify is verify for _, m in runs)
         h.done([(worker, m.run) for worker, m in runs])
-        h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+        h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
         assert h.daemon.members[target].state.holds is None  # it is not committed yet
         h.to_worker.clear()
         h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
@@ -667,7 +667,7 @@ def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they
     h = Harness()
     source, target = h.fleet()
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_worker.clear()
     h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
     h.feed(act.Tick())
@@ -728,7 +728,7 @@ def test_what_a_target_was_told_to_commit_is_said_to_the_next_coordinator() -> N
     h = Harness()
     _, target = h.fleet()
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_coordinator.clear()
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
     told = {m.member: m for m in h.said(cluster.AddShard)}
@@ -739,7 +739,7 @@ def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() 
     h = Harness()
     _, target = h.fleet()
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_client.clear(), h.to_coordinator.clear()
     h.feed(act.CoordinatorSaid(0, cluster.EvictMember(member=target, reason="it hangs")))
     ((_, _, told),) = h.to_client

@@ -16,7 +16,7 @@ from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpoch
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.codec import Decoder, encode
-from refitd.worker.main import Daemon, Worker
+from refitd.worker.main import DaemonLink, Worker
 
 EPOCH = cluster.EpochPlan(
     id="e1", service="gloo", nodes=("n0", "n1"), hosts=("h", "h"), lanes=2, staging_bytes=1 << 20, timeout_s=5.0
@@ -35,7 +35,7 @@ def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
-    worker = Daemon(here)
+    worker = DaemonLink(here)
     for epoch in ("e2", "e1"):
         handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch=epoch)))
     with pytest.raises(PeerLost, match="given up"):
@@ -47,14 +47,14 @@ def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
 
 
 def stuck_after(
-    ticks: int, *said: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed, is_warm: bool = True
+    ticks: int, *said: sidecar.LanePut | sidecar.EpochJoined | sidecar.EpochFailed, is_warm: bool = True
 ) -> list[int]:
     out: list[Instruction] = []
     epochs = LocalEpochs("n0", "127.0.0.1", out.append)
     epochs.join("plan", EPOCH, lambda: None)
     epochs.worker_said(0, sidecar.EpochJoined(epoch="e1"))
     if is_warm:
-        epochs.worker_said(1, sidecar.EpochPut(epoch="e1", key="0/0", value=b""))
+        epochs.worker_said(1, sidecar.LanePut(epoch="e1", key="0/0", value=b""))
     epochs.leave("e1")
     assert [i.worker for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.LeaveEpoch)] == [0, 1]
     for message in said:
@@ -81,9 +81,9 @@ def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
-    handoff.send(there, encode(0, sidecar.EpochValue(epoch="e1", key="0/0", value=b"here")))
+    handoff.send(there, encode(0, sidecar.LaneValue(epoch="e1", key="0/0", value=b"here")))
     values: dict[tuple[str, str], bytes] = {}
-    worker = Daemon(here)
+    worker = DaemonLink(here)
     assert worker.await_value("e1", "0/0", values, 60.0) == b"here"
     handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch="e1")))
     with pytest.raises(PeerLost, match="given up"):
@@ -114,4 +114,4 @@ def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.s
     there.settimeout(1.0)
     decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
     said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(8)]
-    assert [type(message) for message in said] == [sidecar.EpochPut, sidecar.EpochFailed] * 4
+    assert [type(message) for message in said] == [sidecar.LanePut, sidecar.EpochFailed] * 4

@@ -24,7 +24,7 @@ from refitd.coordinator.requirements import offer_problems, wanted_parts
 from refitd.daemon import actions as act
 from refitd.daemon.finishing import check_held, figures_of, held_of, held_places, made_in, wires_of
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.mxfp8 import Part, check_blocks, part_name, part_of, parts_of
+from refitd.describe.mxfp8 import MXFP8Part, check_blocks, part_name, part_of, parts_of
 from refitd.describe.tiles import Repeat, Tile
 from refitd.errors import ProtocolError, RefusedError, TransportError
 from refitd.plan.build import plan_copies
@@ -122,7 +122,7 @@ def test_padding_of_zeros_is_padding_of_both_parts_and_other_is_refused() -> Non
 
 
 def test_names_of_parts_are_read_back_and_no_others() -> None:
-    assert part_of(part_name("a.b", "floor", "scale")) == Part("a.b", "floor", "scale")
+    assert part_of(part_name("a.b", "floor", "scale")) == MXFP8Part("a.b", "floor", "scale")
     for name in ("w", "w|mxfp8.", "w|mxfp8.up.data", "w|mxfp8.rceil.both", "w.rceil.data"):
         assert part_of(name) is None, name
     with pytest.raises(RefusedError, match="another name"):
