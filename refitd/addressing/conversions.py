@@ -17,12 +17,11 @@ import numpy as np
 
 from refitd.addressing.places import Int64
 from refitd.addressing.work import WorkList
-from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
+from refitd.mxfp8 import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
 
 PIECE = 1 << 20  # elements
 GPU_PIECE = 1 << 28  # a GPU has a piece of main memory's size done before the next can be given to it
-TILE_ROWS, TILE_BLOCKS = 128, 4
 QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
 ELEMENT_BYTES = 2  # of bfloat16, what is quantized
 
@@ -37,7 +36,7 @@ class Made:
     source: int
     data: int
     scale: int
-    rounding: str = "rceil"
+    rounding: Rounding = Rounding.RCEIL
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +58,6 @@ class ConversionList(WorkList):
         """Bytes that each piece reads, shape [n]."""
         elements: Int64 = np.prod(self.size, axis=1, dtype=np.int64)
         return np.where(self.kind == SWIZZLE, elements // BLOCK, elements * ELEMENT_BYTES)
-
-
-def swizzled_bytes(rows: int, blocks: int) -> int:
-    """Return the bytes of swizzled scales: whole tiles of 128 rows and 4 blocks."""
-    return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * TILE_ROWS * TILE_BLOCKS
 
 
 def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:

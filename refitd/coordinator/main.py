@@ -24,6 +24,7 @@ from refitd.coordinator.rosters import ShardRead
 from refitd.coordinator.state import Coordinator, unpack_shard
 from refitd.describe.roster import Roster
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
@@ -123,8 +124,8 @@ class CoordinatorShell:
                     self._journal.flush()
                 # whoever was not heard meanwhile was not silent: this process was stopped, or is busy
                 if (late_s := now - deadline) > _SLOW_TURN_S:
-                    self._feed(act.Busy(late_s))
-                self._feed(act.Tick())
+                    self._feed(Busy(late_s))
+                self._feed(Tick())
             if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
                 self._log("slow-turn", seconds=took_s)
 
@@ -254,7 +255,7 @@ class CoordinatorShell:
                     # the decision itself is on disk, and this is written as soon as there is room
                     what = {"swap": record.swap} if isinstance(record, Record) else {"model": record.model}
                     self._log("journal-failed", **what, reason=str(exc))
-            case act.Log(event, fields):
+            case Log(event, fields):
                 noisy = event in _NOISY
                 subject = f"{event} {fields.get('node')} {fields.get('message')}"
                 if not noisy or self._noise.allows(subject, time.monotonic()):

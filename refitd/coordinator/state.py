@@ -9,18 +9,7 @@ from math import prod
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import (
-    Busy,
-    Event,
-    FromNode,
-    Instruction,
-    JournalWritten,
-    Log,
-    Planned,
-    Remember,
-    Send,
-    Tick,
-)
+from refitd.coordinator.actions import Event, FromNode, Instruction, JournalWritten, Planned, Remember, Send
 from refitd.coordinator.admission import (
     MAX_UNUSED_PARTS,
     check_hello,
@@ -43,6 +32,7 @@ from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import unpack

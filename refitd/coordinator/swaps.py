@@ -10,7 +10,7 @@ import msgspec
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Answer, Decide, Instruction, Log, MakePlan, Planned, Remember, Send
+from refitd.coordinator.actions import Answer, Decide, Instruction, MakePlan, Planned, Remember, Send
 from refitd.coordinator.decision import Limits, Phase
 from refitd.coordinator.journal import LiveVersion, Record
 from refitd.coordinator.live_versions import LiveVersions
@@ -40,6 +40,7 @@ from refitd.coordinator.schedule import (
 )
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, PlanError, RefitdError, RefusedError
+from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport

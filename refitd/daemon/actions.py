@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from refitd.daemon.members import Member
 from refitd.errors import RefitdError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ALL_ROLES
@@ -130,20 +131,8 @@ class ArenasRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """This process has heard nobody for so long, because it was busy: the others were not silent."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Due:
     """The time that `Daemon.next_deadline` gave has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Another second has passed."""
 
 
 Event = (
@@ -246,14 +235,6 @@ class RestartWorker:
     """Kill a worker, reap it, start a fresh one. Nothing it was doing goes on after this returns."""
 
     worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Write one line."""
-
-    event: str
-    fields: dict[str, object]
 
 
 Instruction = (

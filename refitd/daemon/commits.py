@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.addressing.copies import whole_tensors
-from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
+from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.finishing import held_of
 from refitd.daemon.jobs import JobTable, Share, shares_of
 from refitd.daemon.members import Member
@@ -28,6 +28,7 @@ from refitd.daemon.target_state import (
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition
+from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from refitd.daemon.actions import Instruction, Log, ToCoordinator, ToWorker
+from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
+from refitd.events import Log
 from refitd.protocol import cluster, sidecar
 
 # Ticks (of a second) for a worker to come out of an epoch that is given up. Calls of transports cannot be ended from

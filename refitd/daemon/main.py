@@ -29,6 +29,7 @@ from refitd.daemon.slow_work import Moved, SlowWork
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread, OrderedDecoder
@@ -119,7 +120,7 @@ class DaemonShell:
         """Work until `stop` holds a signal number; tell `ready_fd` once clients can work."""
         self._watch(wakeup, select.POLLIN)
         told = False
-        self._feed(act.Tick())
+        self._feed(Tick())
         next_tick = time.monotonic() + TICK_S
         while not stop:
             if not told and (beside is None or self._state.is_coordinated):
@@ -140,7 +141,7 @@ class DaemonShell:
             elif time.monotonic() >= due:
                 self._feed(act.Due())
             if (took_s := time.monotonic() - began) > SLOW_TURN_S:
-                self._feed(act.Busy(took_s))
+                self._feed(Busy(took_s))
                 self._log("slow-turn", seconds=took_s)
 
     def _tick(self) -> None:
@@ -149,7 +150,7 @@ class DaemonShell:
         if late := self._gate.expire(time.monotonic()):
             self._log("turned-away", clients=late, reason="they connected and said no Hello")
         self._collect()
-        self._feed(act.Tick())
+        self._feed(Tick())
 
     def _outlive(self, what: Callable[[], object]) -> None:
         """Do something that must not end this process: the arenas and everybody who uses them stay."""
@@ -447,7 +448,7 @@ class DaemonShell:
                 os.close(self._arena_fds.pop(arena))
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
-            case act.Log(event, fields):
+            case Log(event, fields):
                 # clients decide how many requests are refused
                 subject = f"{event} {fields.get('session')} {fields.get('message')}"
                 if event != "refused" or self._noise.allows(subject, time.monotonic()):

@@ -10,11 +10,12 @@ import numpy.ma  # np.unique loads it at its first call, which may be when no fi
 
 from refitd.addressing.between_nodes import NodeTransfers, node_transfers
 from refitd.addressing.copies import constant_bytes
-from refitd.daemon.actions import Instruction, Log, ToCoordinator
+from refitd.daemon.actions import Instruction, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.pending import Constants, WantedArenas
 from refitd.errors import ArenaError
+from refitd.events import Log
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster

@@ -11,7 +11,7 @@ from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
-from refitd.daemon.actions import Instruction, Log, ToCoordinator
+from refitd.daemon.actions import Instruction, ToCoordinator
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
@@ -21,6 +21,7 @@ from refitd.daemon.plans import LocalPlans, Plan
 from refitd.daemon.target_state import StageBegan, Staged, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import IllegalTransition
+from refitd.events import Log
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message, clipped

@@ -10,10 +10,11 @@ import xxhash
 
 from refitd.addressing.places import Places
 from refitd.buffers.blocks import DIGEST_BYTES
-from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator, ToWorker
+from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
 from refitd.daemon.blocks import Blocks
 from refitd.daemon.members import Member, Proof
 from refitd.daemon.target_state import Live
+from refitd.events import Log
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import Difference

@@ -16,9 +16,8 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.dtypes import dtype_name, element_size
 from refitd.errors import RefusedError
+from refitd.mxfp8 import BLOCK, ROUNDINGS
 
-BLOCK = 32
-ROUNDINGS = ("rceil", "floor")
 DATA_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "uint8"
 
 # no parameter of a module has it in its name

@@ -14,10 +14,10 @@ from typing import Any
 
 import xxhash
 
+from refitd.caches import BoundedCache
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError, ProtocolError, RefitdError
-from refitd.inprocess.caches import BoundedCache
 from refitd.inprocess.rank_plan import RankPlan, TwinCheck, rank_plans
 from refitd.inprocess.request import RankTensors, Request, collect_tensors
 from refitd.inprocess.wire import (

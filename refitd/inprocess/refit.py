@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from refitd.caches import BoundedCache
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.registry import installed
 from refitd.errors import ConfigError
 from refitd.inprocess.agree import PlanCache, agree_on_plan
-from refitd.inprocess.caches import BoundedCache
 from refitd.inprocess.execute import execute
 from refitd.inprocess.replica_digests import compare_twins
 from refitd.inprocess.request import Request

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
+from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
-from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
-from refitd.transforms.mxfp8_format import Rounding, Scratch, quantize, swizzle
+from refitd.mxfp8 import BLOCK, ROUNDINGS, Rounding, swizzled_bytes
+from refitd.transforms.mxfp8_format import Scratch, quantize, swizzle
 
 PROGRESS_BYTES = 8 << 20
 
@@ -150,4 +150,4 @@ def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) 
     words = view(source, rows * columns * ELEMENT_BYTES).view(np.uint16).reshape(rows, columns)
     data = view(int(pieces.data[row]), rows * columns).reshape(rows, columns)
     plain = view(scale, rows * blocks).reshape(rows, blocks) if kind == QUANTIZE else None
-    return _ConversionPiece(words.nbytes, Rounding(ROUNDINGS[at]), words, data, plain, swizzled)
+    return _ConversionPiece(words.nbytes, ROUNDINGS[at], words, data, plain, swizzled)

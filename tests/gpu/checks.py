@@ -28,6 +28,7 @@ from refitd.buffers import cuda as memory
 from refitd.buffers.layout import packed_offsets, row_major_strides
 from refitd.copy_services.epoch import Epoch, Mailbox
 from refitd.errors import DeadlineExceeded, RefitdError
+from refitd.mxfp8 import Rounding
 
 MIB = 1 << 20
 AIM = 0.9  # of the plain copy's bandwidth
@@ -285,7 +286,6 @@ def mxfp8(seconds: float) -> Outcome:
     from refitd.transforms import mxfp8_triton
     from refitd.transforms.mxfp8 import MXFP8ReshardTransform
     from refitd.transforms.mxfp8_buffers import MXFP8Buffer
-    from refitd.transforms.mxfp8_format import Rounding
 
     # any bits, so NaNs, infinities and subnormals too; and weights
     torch.manual_seed(3)

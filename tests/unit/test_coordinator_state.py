@@ -16,6 +16,7 @@ from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import (
@@ -111,7 +112,7 @@ class Harness:
                         if self.journal_error is None:
                             self.journal[record.swap] = record
                         pending.append(act.JournalWritten(record.swap, self.journal_error))
-                    case act.Log("illegal", fields):
+                    case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
                     case act.Remember(Recovered() as found):
                         self.recovered.append(found)
@@ -231,7 +232,7 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     h.until_staging()
     h.now = NODE_SILENCE_S + 1
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert not h.state.nodes and not h.state.models
     # the node comes back: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
@@ -271,7 +272,7 @@ def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h.now += Config().deadlines.commit_s + 1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert report.outcome == "incomplete" and "did not take over" in report.reason
     h.say("n0", cluster.ShardPublished(member="src", version=2))
@@ -562,7 +563,7 @@ def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_be
     h.say("n0", local.StartSwap("m", queue=True, timeout_s=2.0), request=11)
     h.now = 3.0
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert [(request, m.code) for _, request, m in h.sent if isinstance(m, local.Failure)] == [(11, "deadline")]
     ended = commit(h, first, "a")
     assert [m.message for m in ended if isinstance(m, local.Failure)] != []
@@ -579,13 +580,13 @@ def test_whoever_asked_is_told_in_time_that_it_is_decided_and_who_is_late_and_it
     assert h.state.next_deadline() == 2.0
     h.now = 2.0
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert report.outcome == "decided" and "b rank 0" in report.reason and "a rank 0" not in report.reason
     assert [(m.replica, m.state) for m in report.members] == [("a", "committed"), ("b", "late")]
     h.now = 3.0
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert h.sent == [], "nobody is told twice"
     assert reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.0))) == []
     assert h.journal[swap].state == "committed" and h.state.models["m"].running is None
@@ -601,7 +602,7 @@ def test_the_time_that_a_swap_waits_for_its_turn_is_its_own() -> None:
     (second,) = stages(commit(h, first, "a"))
     h.now = 5.1
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert (report.swap, report.outcome) == (second.swap, "aborted")
 
@@ -675,7 +676,7 @@ def test_a_catch_up_that_was_aborted_is_tried_again_after_a_pause_and_not_for_ev
             h.now += 1.0
             h.say("n0", local.GetStatus())  # it is not silent
             h.sent.clear()
-            h.feed(act.Tick())
+            h.feed(Tick())
             sent += [message for _, _, message in h.sent]
         load = next((m for m in sent if isinstance(m, cluster.LoadPlan)), None)
     assert tried == 4
@@ -744,7 +745,7 @@ def test_an_engine_that_does_not_stand_still_aborts_the_swap_by_name() -> None:
     h.now = Config().deadlines.pause_s + 1
     h.say("n0", cluster.NodeUpdate(status=h.state.nodes["n0"].status))
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert (report.outcome, report.phase) == ("aborted", "pause") and "a rank 0" in report.reason
     assert [member.state for member in report.members] == ["failed"]
@@ -815,7 +816,7 @@ def test_who_does_not_come_back_after_a_decision_is_named() -> None:
     h, _ = decided_and_died()
     h.add("a", version=1, run="run1")
     h.now = NODE_SILENCE_S + Config().deadlines.commit_s + 1
-    h.feed(act.Tick())
+    h.feed(Tick())
     h.join()  # it has been silent for as long
     entry = last(h)
     assert entry.state == "incomplete" and entry.reason.endswith("not known to serve it: b rank 0 (host h, pid 5)")
@@ -885,7 +886,7 @@ def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_re
     h.now = NODE_SILENCE_S + 1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = [m for _, _, m in h.sent if isinstance(m, VerifyReport)]
     assert [m.state for m in report.members] == ["proven", "unknown"] and "no word" in report.members[1].reason
     (refused,) = h.say("n0", local.Verify("nobody"), request=9)
@@ -947,11 +948,11 @@ def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
     h = Harness()
     h.ready()
     h.now = 30.0  # nothing was heard for so long, because it did not listen
-    h.feed(act.Busy(29.0))
-    h.feed(act.Tick())
+    h.feed(Busy(29.0))
+    h.feed(Tick())
     assert list(h.state.nodes) == ["n0"]
     h.now = 50.0
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert not h.state.nodes
 
 
@@ -999,7 +1000,7 @@ def settled(h: Harness) -> list[object]:
     for node in h.state.nodes.values():
         node.last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     return [m for _, _, m in h.sent]
 
 
@@ -1219,5 +1220,5 @@ def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_h
     h.now = Config().deadlines.lease_s + 0.1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert "CommitStaged" in kinds([m for _, _, m in h.sent])

@@ -10,6 +10,7 @@ from refitd.daemon import actions as act
 from refitd.daemon.state import Daemon
 from refitd.describe.roster import Roster
 from refitd.errors import ArenaError, RefusedError
+from refitd.events import Busy, Tick
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import Place, metadata_of, shard_of
@@ -129,7 +130,7 @@ def test_a_heartbeat_tells_where_targets_stand_that_have_moved_since_the_last_on
 
     def told() -> list[tuple[str, str, int]]:
         h.to_coordinator.clear()
-        h.feed(act.Tick())
+        h.feed(Tick())
         (update,) = h.said(cluster.NodeUpdate)
         assert isinstance(update, cluster.NodeUpdate)
         return [(moved.member, moved.step, len(moved.events)) for moved in update.moved]
@@ -252,7 +253,7 @@ def test_a_publish_that_waits_too_long_is_told_who_reads() -> None:
     h.ask(local.BeginPublish(member=source, version=2, timeout_s=5.0))
     assert h.ask(local.BeginPublish(member=source, version=3, timeout_s=5.0)) is None
     h.now = 6.0
-    h.feed(act.CoordinatorSaid(0, local.Done()), act.Tick())
+    h.feed(act.CoordinatorSaid(0, local.Done()), Tick())
     (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
     assert "no snapshot slot became free for version 3" in failure.message and "['s']" in failure.message
 
@@ -276,7 +277,7 @@ def test_a_coordinator_that_falls_silent_fails_what_waits_for_it() -> None:
     h = Harness()
     assert h.ask(local.StartSwap(model="m")) is None
     h.now = 6.0
-    h.feed(act.Tick())
+    h.feed(Tick())
     (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
     assert "has said nothing for 5 s" in failure.message
     assert isinstance(h.to_coordinator[-1], cluster.NodeUpdate | cluster.NodeHello)
@@ -658,7 +659,7 @@ def test_a_swap_that_is_not_verified_compares_nothing_and_leaves_no_digests() ->
         h.to_worker.clear()
         h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
         assert not h.to_worker  # another swap may be about to begin
-        h.feed(act.Tick())
+        h.feed(Tick())
         taken = [m for _, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
         assert bool(taken) is verify
 
@@ -670,7 +671,7 @@ def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they
     h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_worker.clear()
     h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
-    h.feed(act.Tick())
+    h.feed(Tick())
     ((worker, message),) = [(w, m) for w, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
     h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s")))
     assert h.publish(source, 2) == local.Done()
@@ -755,10 +756,10 @@ def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() 
 def test_a_daemon_that_was_busy_does_not_call_its_coordinator_silent() -> None:
     h = Harness()
     h.now = 6.0
-    h.feed(act.Busy(5.5), act.Tick())
+    h.feed(Busy(5.5), Tick())
     assert h.daemon.is_coordinated
     h.now = 12.0
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert not h.daemon.is_coordinated
 
 

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from refitd import MXFP8Buffer, MXFP8Offer
-from refitd.addressing.conversions import (
-    QUANTIZE,
-    QUANTIZE_SWIZZLED,
-    SWIZZLE,
-    ConversionList,
-    Made,
-    pieces_of,
-    swizzled_bytes,
-)
+from refitd.addressing.conversions import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, ConversionList, Made, pieces_of
 from refitd.buffers.arena import MappedArena, create
 from refitd.client.mxfp8 import SourceTensors, TargetTensors
 from refitd.coordinator.requirements import offer_problems, wanted_parts
@@ -27,11 +19,12 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import MXFP8Part, check_blocks, part_name, part_of, parts_of
 from refitd.describe.tiles import Repeat, Tile
 from refitd.errors import ProtocolError, RefusedError, TransportError
+from refitd.mxfp8 import Rounding, swizzled_bytes
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import metadata_of, shard_of
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
-from refitd.transforms.mxfp8_format import Rounding, quantize, swizzle, swizzled_size
+from refitd.transforms.mxfp8_format import quantize, swizzle
 from refitd.worker.conversions import ConversionJob
 from tests.support.layouts import meta, rosters, tp
 from tests.support.oracle import canonical_tensors, check, local_tensor
@@ -143,7 +136,7 @@ def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, 
     data, scale = np.zeros((rows, columns), np.uint8), np.zeros((rows, blocks), np.uint8)
     quantize(words, data, scale, Rounding(rounding))
     if kind == QUANTIZE_SWIZZLED:
-        flat = np.zeros(swizzled_size(rows, blocks), np.uint8)
+        flat = np.zeros(swizzled_bytes(rows, blocks), np.uint8)
         swizzle(scale, flat)
         scale = flat
     at = {"source": 256, "data": 256 + words.nbytes + 64}
@@ -174,14 +167,9 @@ def test_scales_that_arrive_are_swizzled() -> None:
     ConversionJob(pieces_of([Made(SWIZZLE, (300, 192), 1, 0, 0, 4096)], piece=1), {1: arena}, 1).run(
         verify=True, on_progress=lambda done: None
     )
-    flat = np.zeros(swizzled_size(300, 6), np.uint8)
+    flat = np.zeros(swizzled_bytes(300, 6), np.uint8)
     swizzle(scale, flat)
     np.testing.assert_array_equal(arena.bytes[4096 : 4096 + len(flat)], flat)
-
-
-def test_sizes_agree_with_the_format() -> None:
-    for rows, blocks in ((1, 1), (128, 4), (129, 5), (300, 6)):
-        assert swizzled_bytes(rows, blocks) == swizzled_size(rows, blocks)
 
 
 @pytest.mark.parametrize(

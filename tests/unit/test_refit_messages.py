@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from refitd.addressing.messages import ALIGNMENT, PieceSpan, boxes_between, lay_out
-from refitd.inprocess.caches import BoundedCache
+from refitd.caches import BoundedCache
 
 
 def test_small_pieces_share_a_message_and_large_ones_are_cut() -> None:
