@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from refitd.daemon.coordinator_link import CoordinatorLink
-from refitd.daemon.members import Lease, Member, WaitingPublish, lease_places
+from refitd.daemon.members import LentVersion, Member, WaitingPublish, lease_places
 from refitd.daemon.pending import Announced, Before
 from refitd.daemon.swaps import LocalSwaps
 from refitd.describe.replica_pieces import piece_count
@@ -73,7 +73,7 @@ class Publishing:
         _check_newer(member, version)
         _check_room(member, "versions that are lent", len(member.leases))
         self._check_announced(member, message.replicas)
-        member.leases[version] = Lease(version, lease_places(member, message.addresses))
+        member.leases[version] = LentVersion(version, lease_places(member, message.addresses))
         self._announce(member, session, request, version, message.why, message.replicas)
 
     def ask_room(self, member: Member) -> None:
