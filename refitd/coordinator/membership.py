@@ -388,6 +388,11 @@ class Model:
         )
 
 
+def poison(member: Member, swap: str, reason: str) -> None:
+    """Note that a swap ended while it wrote the member's live tensors: they hold parts of two versions."""
+    member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
+
+
 def _state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.poisoned:
         return ServingState.POISONED

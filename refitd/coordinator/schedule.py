@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.live_versions import Past
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Model, poison
 from refitd.coordinator.models import ModelState, Running, Waiter
 from refitd.errors import RefusedError
 from refitd.protocol import local
@@ -147,7 +147,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
         if member is None:
             continue
         if s.phase is Phase.ABORTED and member_id in s.poisoned:
-            member.version, member.poisoned = None, f"swap {s.swap} ended while it was written in place: {s.reason}"
+            poison(member, s.swap, s.reason)
         member.left_behind |= member_id in s.failed  # it would most likely fail again at once
     if running.kind == "catch-up" and not running.gives_way:
         for member in running.fleet.targets.values():

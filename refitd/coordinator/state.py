@@ -20,7 +20,7 @@ from refitd.coordinator.admission import (
 )
 from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
-from refitd.coordinator.membership import Member, Model, Node
+from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.replica_digests import read_digests
@@ -439,7 +439,7 @@ class Coordinator:
             return
         member.staged, reason = None, "the coordinator restarted before deciding"
         if member.added.in_place:
-            member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
+            poison(member, swap, reason)
         self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
         self.swaps.fence_unless_live(member)
 

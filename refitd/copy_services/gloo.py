@@ -15,9 +15,8 @@ from typing import Any
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from refitd.copy_services import sockets
-from refitd.copy_services.base import Capabilities
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import MAX_MESSAGE_BYTES, STAGING_BYTES, PackedExchange
+from refitd.copy_services.packed import STAGING_BYTES, PackedExchange
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded, TransportError
@@ -40,13 +39,6 @@ class GlooService(PackedExchange):
     """Exchanges tensors over a process group with a gloo backend. See ExchangeService for the promises."""
 
     name = "gloo"
-    capabilities = Capabilities(
-        is_one_sided=False,
-        crosses_nodes=True,
-        devices=frozenset({"cpu", "cuda"}),
-        needs_contiguous=True,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-    )
 
     def __init__(
         self,

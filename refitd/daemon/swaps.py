@@ -17,8 +17,8 @@ from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
 from refitd.daemon.jobs import JobTable, Run, Share, shares_of
 from refitd.daemon.members import Member
-from refitd.daemon.plans import LocalPlans, Plan
-from refitd.daemon.target_state import StageBegan, Staged, step_of
+from refitd.daemon.plans import LocalPlans, NodePlan
+from refitd.daemon.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import IllegalTransition
 from refitd.events import Log
@@ -37,7 +37,7 @@ class _Staging:
 @dataclass(slots=True)
 class _LocalSwap:
     swap: str
-    plan: Plan
+    plan: NodePlan
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
     verify: bool = True
@@ -158,7 +158,7 @@ class LocalSwaps:
         if not runs:
             self._arrived(local_swap)
 
-    def _row_name(self, plan: Plan, table: CopyTable, row: int) -> str:
+    def _row_name(self, plan: NodePlan, table: CopyTable, row: int) -> str:
         src, dst = (plan.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))
         return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
 
@@ -184,7 +184,7 @@ class LocalSwaps:
         if not runs:
             self._staged(local_swap)
 
-    def _targets(self, plan: Plan) -> list[tuple[int, Member]]:
+    def _targets(self, plan: NodePlan) -> list[tuple[int, Member]]:
         """Return this node's targets and their ranks; one that receives nothing (all its shards are empty) too."""
         here = [(rank, self._members.get(member)) for rank, member in plan.members.items()]
         return [(rank, member) for rank, member in here if member is not None and not member.is_source]
@@ -194,7 +194,7 @@ class LocalSwaps:
         self._log("swap", swap=local_swap.swap, version=local_swap.version, phase="staged")
         for _, member in self._targets(local_swap.plan):
             if member.state.swap == local_swap.swap:
-                member.move(Staged(local_swap.swap))
+                member.move(StageFinished(local_swap.swap))
         plan = local_swap.plan
         rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
         self._say(

@@ -100,7 +100,7 @@ class StageBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StageFinished:
     """The version is whole and verified."""
 
     swap: str
@@ -157,7 +157,9 @@ class FellBehind:
     reason: str
 
 
-OfSwap: TypeAlias = AskedToHalt | StoodStill | StageBegan | Staged | Decided | StoodAside | Committed | Failed | Aborted
+OfSwap: TypeAlias = (
+    AskedToHalt | StoodStill | StageBegan | StageFinished | Decided | StoodAside | Committed | Failed | Aborted
+)
 Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind
 
 
@@ -218,7 +220,7 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     (StoodStill, Step.PAUSING): Step.PAUSED,
     (StageBegan, Step.IDLE): Step.STAGING,
     (StageBegan, Step.HALTED): Step.STAGING,
-    (Staged, Step.STAGING): Step.STAGED,
+    (StageFinished, Step.STAGING): Step.STAGED,
     (Decided, Step.STAGED): Step.COMMITTING,
     (Decided, Step.PAUSING): Step.COMMITTING,  # its word was on its way when the coordinator that asked was replaced
     (Decided, Step.PAUSED): Step.COMMITTING,

@@ -23,9 +23,9 @@ from refitd.inprocess.request import RankTensors, Request, collect_tensors
 from refitd.inprocess.wire import (
     ANSWERS,
     DESCRIPTIONS,
-    Described,
     NoPlan,
     NotDescribed,
+    RankDescribed,
     part_of,
     plan_of,
     texts,
@@ -93,7 +93,7 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
         match said:
             case NotDescribed(found):
                 problems += found
-            case Described(claimed):
+            case RankDescribed(claimed):
                 if claimed != rank:
                     raise ProtocolError(f"rank {rank} describes itself as rank {claimed}")
                 checks = checks and said.check_replicas

@@ -18,7 +18,7 @@ from refitd.describe.ties import Aliases, declare_aliases
 from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
-from refitd.inprocess.wire import Described
+from refitd.inprocess.wire import RankDescribed
 from refitd.protocol.shards import shard_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RankTensors:
         casts: what sources' elements are converted to, by local name.
     """
 
-    described: Described
+    described: RankDescribed
     sources: Mapping[str, torch.Tensor] = field(default_factory=dict)
     destinations: Mapping[str, torch.Tensor] = field(default_factory=dict)
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def collect_tensors(request: Request, rank: int) -> RankTensors:
     if (transform := request.transform) is not None:
         _describe_transformed(transform, rank, held, wanted, sources, destinations)
     return RankTensors(
-        described=Described(rank, platform.node()[:512], shard_of(held), shard_of(wanted), request.check_replicas),
+        described=RankDescribed(rank, platform.node()[:512], shard_of(held), shard_of(wanted), request.check_replicas),
         sources=sources,
         destinations=destinations,
         casts=casts,

@@ -15,7 +15,7 @@ from refitd.errors import PlanError
 from refitd.inprocess.agree import said_of
 from refitd.inprocess.rank_plan import RankPlan
 from refitd.inprocess.request import RankTensors, Request, collect_tensors
-from refitd.inprocess.wire import Described
+from refitd.inprocess.wire import RankDescribed
 from refitd.plan.ops import ReshardPlan
 from refitd.protocol.shards import Shard, metadata_of
 
@@ -34,10 +34,10 @@ class AgreedPlan(ReshardPlan):
 
     part: RankPlan = field(repr=False, compare=False)
     asked: Request = field(repr=False, compare=False)
-    described: Described = field(repr=False, compare=False)
+    described: RankDescribed = field(repr=False, compare=False)
 
 
-def agreed_plan(part: RankPlan, request: Request, described: Described) -> AgreedPlan:
+def agreed_plan(part: RankPlan, request: Request, described: RankDescribed) -> AgreedPlan:
     """Return the plan as callers keep it; it does not keep the modules."""
     ops = part.ops
     asked = replace(request, source=None, destination=None, is_plan_only=False)

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from refitd.addressing.between_nodes import TransferList
-from refitd.addressing.copies import PROCESS_MEMORY, CopyList
+from refitd.addressing.copies import CopyList
+from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import Capabilities
