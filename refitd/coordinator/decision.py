@@ -306,10 +306,10 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
     return after, instructions
 
 
-def _refusal(state: Swap, event: Event, why: str) -> IllegalTransition:
+def _refusal(state: Swap, event: Event, reason: str) -> IllegalTransition:
     return IllegalTransition(
         f"swap {state.swap} of {state.model} version {state.version}: {event} cannot happen in phase "
-        f"{state.phase.value}: {why}; waiting for {sorted(state.waiting)}; its last events: "
+        f"{state.phase.value}: {reason}; waiting for {sorted(state.waiting)}; its last events: "
         f"{'; '.join(state.history) or 'none'}"
     )
 

@@ -154,18 +154,18 @@ class LiveVersions:
             known.confirmed = known.confirmed or ours == theirs
             return False
         if is_mine:
-            why = "the journal is older than what this daemon was told"
+            reason = "the journal is older than what this daemon was told"
         elif ours is None:
-            why = "the journal has no decision about it: it was lost, or is a new one"
+            reason = "the journal has no decision about it: it was lost, or is a new one"
         else:
-            why = "this daemon was told so from another journal"
+            reason = "this daemon was told so from another journal"
         if known.decided_here or (known.confirmed and not is_mine):
             # decided again: older claims must rank below it from now on
             assert ours is not None
             if is_mine or ours.sequence <= theirs.sequence:
                 known.live = replace(ours, sequence=theirs.sequence + 1)
                 self._keep(claim.model, known.live, claim.journal)
-            self.log("live-outranked", model=claim.model, node=node, said=str(theirs), live=str(ours), why=why)
+            self.log("live-outranked", model=claim.model, node=node, said=str(theirs), live=str(ours), reason=reason)
             return known.live is not ours
         self._in_doubt = True
         known.highest = max(known.highest, claim.highest, claim.version)
@@ -174,7 +174,7 @@ class LiveVersions:
         known.live = theirs
         self._keep(claim.model, theirs, claim.journal)
         was = "nothing" if ours is None else str(ours)
-        self.log("live-recovered", model=claim.model, node=node, live=str(theirs), was=was, why=why)
+        self.log("live-recovered", model=claim.model, node=node, live=str(theirs), was=was, reason=reason)
         return True
 
     def serves(self, model: str, who: str, version: int, run: str) -> bool:
@@ -187,7 +187,9 @@ class LiveVersions:
         known.live = LiveVersion(version, run)
         self._in_doubt = True
         self._keep(model, known.live, "")
-        self.log("live-recovered", model=model, member=who, live=str(known.live), why="no journal and no daemon knows")
+        self.log(
+            "live-recovered", model=model, member=who, live=str(known.live), reason="no journal and no daemon knows"
+        )
         return True
 
     def _keep(self, model: str, live: LiveVersion, journal: str) -> None:

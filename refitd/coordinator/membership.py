@@ -46,9 +46,9 @@ class Member:
     bytes: int
     attached: bool = True
     versions: set[int] = field(default_factory=set)  # source: published and held
-    ways: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is given
-    way: TransferMode = TransferMode.NONE  # source: how the latest version was given, held or not
-    why: str = ""  # source: the measurement that chose it
+    modes: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is given
+    mode: TransferMode = TransferMode.NONE  # source: how the latest version was given, held or not
+    mode_reason: str = ""  # source: the measurement that chose it
     run: str = ""  # source: the incarnation that it is part of; target: that of the version it serves
     newest: int = -1  # source: the highest version that this rank of its run has published, held or not
     version: int | None = None  # target: served
@@ -350,8 +350,8 @@ class Model:
                 tensors=len(m.shard.tensors),
                 bytes=m.bytes,
                 versions=tuple(sorted(m.versions)),
-                way=m.way,
-                why=m.why,
+                way=m.mode,
+                why=m.mode_reason,
                 run=m.run,
             )
             for rank, m in sorted(self.sources.items())
@@ -360,7 +360,7 @@ class Model:
     def source_reports(self, version: int) -> tuple[SourceReport, ...]:
         """Return how each source rank provides this version."""
         return tuple(
-            SourceReport(rank, m.node, m.host, way=m.ways.get(version, TransferMode.NONE), why=m.why)
+            SourceReport(rank, m.node, m.host, way=m.modes.get(version, TransferMode.NONE), why=m.mode_reason)
             for rank, m in sorted(self.sources.items())
         )
 

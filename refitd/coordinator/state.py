@@ -382,9 +382,9 @@ class Coordinator:
             nbytes,
             attached=added.attached,
             versions=set(added.versions),
-            ways=dict(zip(added.versions, added.ways, strict=False)),
-            way=added.way,
-            why=added.why,
+            modes=dict(zip(added.versions, added.modes, strict=False)),
+            mode=added.mode,
+            mode_reason=added.mode_reason,
             run=run,
             newest=newest,
             version=added.version,
@@ -505,10 +505,10 @@ class Coordinator:
         member.versions.add(version)
         member.newest = max(member.newest, version)
         state.published[member.run, member.added.rank] = member.newest
-        member.ways[version] = member.way = published.way
-        member.why = published.why
+        member.modes[version] = member.mode = published.mode
+        member.mode_reason = published.mode_reason
         self._room_changed(state)
-        self._log("published", model=state.fleet.name, member=member.id, version=version, way=published.way)
+        self._log("published", model=state.fleet.name, member=member.id, version=version, mode=published.mode)
 
     def _wants_room(self, member: Member, slots: int) -> None:
         """Answer a source rank without a free slot: which versions it may overwrite, now and whenever that changes."""
@@ -534,21 +534,21 @@ class Coordinator:
     ) -> None:
         if state.wants_room[member.id] == 1:
             droppable = droppable | {complete}  # it has no slot for the newest complete version and another one
-        versions, why = tuple(sorted(droppable & member.versions)), ""
+        versions, reason = tuple(sorted(droppable & member.versions)), ""
         if versions:
             del state.wants_room[member.id]
         elif asks:
             held = ", ".join(f"{v} (complete)" if v == complete else str(v) for v in sorted(member.versions))
-            why = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
+            reason = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
         if versions or asks:
-            self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, why=why))
+            self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, reason=reason))
 
     def _withdrawn(self, member_id: str, version: int, now: float) -> None:
         member = self._members.get(member_id)
         if member is None:
             return
         member.versions.discard(version)
-        member.ways.pop(version, None)
+        member.modes.pop(version, None)
         state = self.models[member.added.model]
         self._room_changed(state)
         running = state.running

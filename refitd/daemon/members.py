@@ -114,8 +114,8 @@ class Member:
     run: str = ""  # source: the incarnation of its trainer
     may_drop: frozenset[int] = frozenset()  # versions that no other source rank needs
     lagging: str = ""  # whom the versions wait for that it may not drop
-    way: TransferMode = TransferMode.NONE  # how the newest version is given
-    why: str = ""  # the measurement that chose between pulling and copying
+    mode: TransferMode = TransferMode.NONE  # how the newest version is given
+    mode_reason: str = ""  # the measurement that chose between pulling and copying
     described: bytes = b""  # its shard, packed for the coordinator
     replicas: bytes = b""  # source: digests of what other ranks may hold, too (see ShardPublished)
     replicas_of: int = 0  # the version that they were taken of
@@ -169,7 +169,7 @@ class Member:
             return self.leases[version].places
         return self.packed.in_arena(next(slot.arena for slot in self.slots if slot.version == version))
 
-    def way_of(self, version: int) -> TransferMode:
+    def mode_of(self, version: int) -> TransferMode:
         """Return how workers get a version."""
         lease = self.leases.get(version)
         if lease is None:

@@ -444,9 +444,9 @@ class Daemon:
                 self._epochs.value(message)
             case cluster.LiveIs(live):
                 self._live[live.model] = live
-            case cluster.MayDrop(member, versions, why):
+            case cluster.MayDrop(member, versions, reason):
                 if member in self.members:
-                    self._publishing.may_drop(self.members[member], versions, why)
+                    self._publishing.may_drop(self.members[member], versions, reason)
             case cluster.FenceMember(member, reason):
                 if member in self.members:
                     self._commits.fence_behind(self.members[member], reason)

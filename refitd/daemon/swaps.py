@@ -322,34 +322,34 @@ class LocalSwaps:
 
     def tick(self) -> None:
         """Replace workers that are stuck in something nobody wants any more."""
-        for worker, why in self._epochs.tick():
-            self.replace_worker(worker, why)
+        for worker, reason in self._epochs.tick():
+            self.replace_worker(worker, reason)
 
-    def replace_worker(self, worker: int, why: str) -> None:
+    def replace_worker(self, worker: int, reason: str) -> None:
         """Replace a worker that does something nobody wants any more."""
-        self._log("worker-replaced", worker=worker, reason=why)
-        self._replace([worker], why)
+        self._log("worker-replaced", worker=worker, reason=reason)
+        self._replace([worker], reason)
 
-    def _replace(self, workers: Sequence[int], why: str) -> None:
+    def _replace(self, workers: Sequence[int], reason: str) -> None:
         """Replace workers; what they were to do for others is done by those that follow them, where one node can."""
         innocent: list[Run] = []
         for worker in workers:
             innocent += self._jobs.ended_by(worker)
             self._restart(worker)
-            self._epochs.worker_gone(worker, f"worker {worker} on node {self._node}", why)
+            self._epochs.worker_gone(worker, f"worker {worker} on node {self._node}", reason)
         for run in innocent:
             where = f"worker {run.worker} on node {self._node}"
             if isinstance(run.purpose, Committing):
-                self._commits.again(run.purpose, f"{where}: {why}")
+                self._commits.again(run.purpose, f"{where}: {reason}")
             elif isinstance(run.purpose, _Staging) and (found := self._swaps.get(run.purpose.swap)) is not None:
                 if run.crosses:  # other nodes have given up this exchange by now, and nothing here can begin it again
-                    self._stage_failed(found.swap, where, why)
+                    self._stage_failed(found.swap, where, reason)
                 elif not found.failed:
                     # the copies are the same, from versions that this swap still holds, into arenas that only it writes
                     found.outstanding.discard(run.number)
                     found.progress.pop(run.number, None)
                     found.outstanding.add(self._jobs.repeat(run).number)
-                    self._log("repeated", swap=found.swap, worker=run.worker, reason=why)
+                    self._log("repeated", swap=found.swap, worker=run.worker, reason=reason)
 
     # --- output -------------------------------------------------------------------------------------------
 

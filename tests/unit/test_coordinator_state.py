@@ -505,7 +505,7 @@ def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_doe
 def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended() -> None:
     h = Harness()
     h.ready()
-    h.say("n0", cluster.ShardPublished(member="src", version=2, way="pulled", why="it is fast"))
+    h.say("n0", cluster.ShardPublished(member="src", version=2, mode="pulled", mode_reason="it is fast"))
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.say("n0", cluster.ShardWithdrawn(member="src", version=2))
@@ -519,7 +519,7 @@ def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended()
 def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> None:
     h = Harness()
     h.join()
-    h.add("src", versions=(1, 2), ways=("copied", "pulled"), way="pulled", why="it is fast")
+    h.add("src", versions=(1, 2), modes=("copied", "pulled"), mode="pulled", mode_reason="it is fast")
     fleet = h.state.models["m"].fleet
     assert [fleet.source_reports(version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
 
@@ -1175,7 +1175,7 @@ def test_the_newest_complete_version_and_what_others_have_yet_to_publish_are_nev
     for member, version in (("src0", 1), ("src1", 1), ("src0", 2)):
         h.say("n0", cluster.ShardPublished(member=member, version=version))
     (none,) = h.say("n0", cluster.WantsRoom(member="src0", version=3, slots=2))
-    assert none.versions == () and "source rank 1" in none.why and "has published 1 last" in none.why
+    assert none.versions == () and "source rank 1" in none.reason and "has published 1 last" in none.reason
     told = h.say("n0", cluster.ShardPublished(member="src1", version=2))
     assert [m for m in told if isinstance(m, cluster.MayDrop)] == [cluster.MayDrop("src0", (1,))]
     # with one slot there is no room for the complete version beside the next

@@ -441,16 +441,16 @@ def test_the_coordinator_is_told_in_which_way_each_version_is_given() -> None:
     assert isinstance(source, local.SourceRegistered)
     h.publish(source.member, 1)
     addresses = (1 << 20,) * len(SHARD.tensors)
-    assert h.ask(local.Lend(member=source.member, version=2, addresses=addresses, why="it is fast")) == local.Done()
+    assert h.ask(local.Lend(member=source.member, version=2, addresses=addresses, reason="it is fast")) == local.Done()
     assert h.said(cluster.ShardPublished) == [
-        cluster.ShardPublished(member=source.member, version=1, way="copied"),
-        cluster.ShardPublished(member=source.member, version=2, way="pulled", why="it is fast"),
+        cluster.ShardPublished(member=source.member, version=1, mode="copied"),
+        cluster.ShardPublished(member=source.member, version=2, mode="pulled", mode_reason="it is fast"),
     ]
     # a coordinator that starts anew learns the same
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
     added = h.said(cluster.AddShard)[-1]
-    assert (added.versions, added.ways) == ((1, 2), ("copied", "pulled"))
-    assert (added.way, added.why) == ("pulled", "it is fast")
+    assert (added.versions, added.modes) == ((1, 2), ("copied", "pulled"))
+    assert (added.mode, added.mode_reason) == ("pulled", "it is fast")
 
 
 def test_a_client_has_only_its_own_memory_measured() -> None:
@@ -800,11 +800,18 @@ def test_a_version_that_the_coordinator_refuses_leaves_the_source_as_it_was(code
     h = Harness()
     source, _ = h.fleet()
     member = h.daemon.members[source]
-    before = (member.newest, member.way, member.why, member.replicas_of, member.held(), member.where(1))
+    before = (member.newest, member.mode, member.mode_reason, member.replicas_of, member.held(), member.where(1))
     h.refuse_with = local.Failure(code=code, message="no")
-    lent = local.Lend(member=source, version=2, addresses=(1, 2, 3, 4), why="fast")
+    lent = local.Lend(member=source, version=2, addresses=(1, 2, 3, 4), reason="fast")
     assert h.ask(lent) == h.refuse_with
-    assert (member.newest, member.way, member.why, member.replicas_of, member.held(), member.where(1)) == before
+    assert (
+        member.newest,
+        member.mode,
+        member.mode_reason,
+        member.replicas_of,
+        member.held(),
+        member.where(1),
+    ) == before
 
 
 def test_without_a_coordinator_nothing_is_published() -> None:
