@@ -19,7 +19,7 @@ from refitd.describe.names import expert_range
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.offline import (
     Layout,
-    Model,
+    ModelSpec,
     Position,
     TensorSpec,
     load_model,
@@ -133,7 +133,7 @@ def registered(layout: Layout, index: int) -> list[ParameterMetadata]:
     ]
 
 
-def _held(model: Model, layout: Layout, spec: TensorSpec, at: Position) -> Iterator[tuple[int, int]]:
+def _held(model: ModelSpec, layout: Layout, spec: TensorSpec, at: Position) -> Iterator[tuple[int, int]]:
     """Yield (layer, expert) of every tensor of a pattern on a rank."""
     if "{layer}" in spec.name:
         span = spec.layers or (0, model.layers)

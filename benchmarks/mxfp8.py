@@ -80,6 +80,7 @@ def conversion(quick: bool) -> dict[str, Any]:
     import numpy as np
     import torch
 
+    from refitd.mxfp8 import BLOCK, Rounding, swizzled_bytes
     from refitd.transforms import mxfp8_format as fmt
 
     torch.set_num_threads(1)
@@ -88,15 +89,15 @@ def conversion(quick: bool) -> dict[str, Any]:
     values = (torch.randn(rows, columns, generator=generator) * 0.02).to(torch.bfloat16)
     words = values.view(torch.int16).numpy().view(np.uint16)
     copy, data = np.zeros_like(words), np.zeros(words.shape, np.uint8)
-    scales = np.zeros((rows, columns // fmt.BLOCK), np.uint8)
-    tiles, scratch = np.zeros(fmt.swizzled_size(*scales.shape), np.uint8), fmt.Scratch.of(np.uint16)
+    scales = np.zeros((rows, columns // BLOCK), np.uint8)
+    tiles, scratch = np.zeros(swizzled_bytes(*scales.shape), np.uint8), fmt.Scratch.of(np.uint16)
 
-    def swizzled(rounding: fmt.Rounding) -> None:
+    def swizzled(rounding: Rounding) -> None:
         fmt.quantize(words, data, scales, rounding, scratch)
         fmt.swizzle(scales, tiles)
 
     ways: dict[str, Callable[[], object]] = {"memcpy": lambda: np.copyto(copy, words)}
-    for each in fmt.Rounding:
+    for each in Rounding:
         ways[f"{each}, row-major"] = lambda each=each: fmt.quantize(words, data, scales, each, scratch)
         ways[f"{each}, swizzled"] = lambda each=each: swizzled(each)
     theirs = _torchao(values)

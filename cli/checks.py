@@ -150,7 +150,7 @@ def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure
         )
         return Finding(name, "warn", f"lent ones are copied: {str(exc).partition(';')[0]}", advice)
     rows = size(measure.HERE_ROW_BYTES // 2)
-    return Finding(name, "ok", f"{choice.why}, in rows of {rows}: lent ones are {choice.way}")
+    return Finding(name, "ok", f"{choice.reason}, in rows of {rows}: lent ones are {choice.mode}")
 
 
 def descriptors() -> Finding:

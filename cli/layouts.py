@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from refitd.describe.roster import Roster
-from refitd.offline import Manifest, Model, load, load_model, rosters_of
+from refitd.offline import Manifest, ModelSpec, load, load_model, rosters_of
 from refitd.plan.shared import GlobalPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,7 +46,7 @@ def read_manifests(
     source: str, targets: Sequence[str], model_file: str | None
 ) -> tuple[Manifest, tuple[Manifest, ...]]:
     """Read both sides; raises ConfigError with what is wrong with a file."""
-    model: Model | None = load_model(Path(model_file)) if model_file is not None else None
+    model: ModelSpec | None = load_model(Path(model_file)) if model_file is not None else None
     return load(source, model), tuple(load(target, model) for target in targets)
 
 

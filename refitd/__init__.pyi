@@ -56,6 +56,7 @@ from .errors import (
     RefusedError as RefusedError,
     TransportError as TransportError,
 )
+from .mxfp8 import Rounding as Rounding
 from .plan.build import plan_reshard as plan_reshard
 from .plan.ops import (
     ReshardPlan as ReshardPlan,
@@ -90,6 +91,5 @@ from .transforms.base import ReshardTransform as ReshardTransform
 from .transforms.cast import CastTransform as CastTransform
 from .transforms.mxfp8 import MXFP8ReshardTransform as MXFP8ReshardTransform
 from .transforms.mxfp8_buffers import MXFP8Buffer as MXFP8Buffer
-from .transforms.mxfp8_format import Rounding as Rounding
 
 __version__: str

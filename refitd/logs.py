@@ -68,7 +68,7 @@ class Throttle:
         self._since = -period_s
         self._seen: set[str] = set()
 
-    def lets(self, subject: str, now: float) -> bool:
+    def allows(self, subject: str, now: float) -> bool:
         """Return whether a line about `subject` may be written."""
         if now - self._since >= self._period_s:
             self._since = now

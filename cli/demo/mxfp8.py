@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from refitd.transforms.mxfp8_format import BLOCK, quantize
+from refitd.mxfp8 import BLOCK
+from refitd.transforms.mxfp8_format import quantize
 from refitd_cli.demo.layout import Array, Cut, Layout, indices
 
 if TYPE_CHECKING:

@@ -10,20 +10,18 @@ whoever converts them, are what converting it once would give.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
-from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
+from refitd.addressing.places import Int64
+from refitd.addressing.work import WorkList
 from refitd.errors import TransportError
-
-Int64 = npt.NDArray[np.int64]
+from refitd.mxfp8 import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
 
 PIECE = 1 << 20  # elements
 GPU_PIECE = 1 << 28  # a GPU has a piece of main memory's size done before the next can be given to it
-TILE_ROWS, TILE_BLOCKS = 128, 4
 QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
 ELEMENT_BYTES = 2  # of bfloat16, what is quantized
 
@@ -38,14 +36,14 @@ class Made:
     source: int
     data: int
     scale: int
-    rounding: str = "rceil"
+    rounding: Rounding = Rounding.RCEIL
 
 
 @dataclass(frozen=True, eq=False)
-class ConversionList:
-    """Pieces of conversions, one row each; all columns are int64.
+class ConversionList(WorkList):
+    """Pieces of conversions, one row each.
 
-    A row-major piece is one row of `columns` elements, a swizzled one `rows` whole rows of the tensor.
+    `size` is [rows, columns] of the piece: a row-major one is one row, a swizzled one whole rows of the tensor.
     """
 
     kind: Int64
@@ -54,53 +52,12 @@ class ConversionList:
     source: Int64  # bytes from the arena's start
     data: Int64
     scale: Int64
-    rows: Int64
-    columns: Int64  # elements
-
-    def __len__(self) -> int:
-        return len(self.kind)
 
     @property
     def row_bytes(self) -> Int64:
-        """Bytes that each piece reads."""
-        elements = self.rows * self.columns
+        """Bytes that each piece reads, shape [n]."""
+        elements: Int64 = np.prod(self.size, axis=1, dtype=np.int64)
         return np.where(self.kind == SWIZZLE, elements // BLOCK, elements * ELEMENT_BYTES)
-
-    def select(self, rows: Int64) -> ConversionList:
-        """Return these pieces only."""
-        return ConversionList(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
-
-    def arenas(self) -> set[int]:
-        """Return the ids of all arenas the pieces touch."""
-        return set(np.unique(self.arena).tolist())
-
-    def deal(self, workers: int) -> list[Int64]:
-        """Return which pieces each worker converts: neighbours stay together, equal bytes each."""
-        done = np.cumsum(self.row_bytes)
-        total = int(done[-1]) if len(done) else 0
-        middle = done - self.row_bytes / 2
-        worker = np.minimum((middle * workers / max(1, total)).astype(np.int64), workers - 1)
-        return [np.flatnonzero(worker == w) for w in range(workers)]
-
-    def to_bytes(self) -> bytes:
-        """Return the pieces as one block: how many, then the columns, little-endian int64."""
-        columns = [np.ascontiguousarray(getattr(self, f.name), dtype="<i8").tobytes() for f in fields(self)]
-        return b"".join([np.array([len(self)], dtype="<i8").tobytes(), *columns])
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ConversionList:
-        """Rebuild the pieces; raises ValueError when the block has another length than its head says."""
-        rows = int(np.frombuffer(data[:8], dtype="<i8")[0]) if len(data) >= 8 else -1
-        names = [f.name for f in fields(cls)]
-        if rows < 0 or len(data) != 8 * (1 + rows * len(names)):
-            raise ValueError(f"conversion list of {len(data)} bytes does not hold {rows} rows")
-        block = np.frombuffer(data, dtype="<i8", offset=8).reshape(len(names), rows)
-        return cls(**{name: block[i].astype(np.int64) for i, name in enumerate(names)})
-
-
-def swizzled_bytes(rows: int, blocks: int) -> int:
-    """Return the bytes of swizzled scales: whole tiles of 128 rows and 4 blocks."""
-    return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * TILE_ROWS * TILE_BLOCKS
 
 
 def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:
@@ -110,7 +67,7 @@ def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:
         TransportError: there is no such conversion.
     """
     kind, rounding = int(pieces.kind[row]), int(pieces.rounding[row])
-    rows, columns = int(pieces.rows[row]), int(pieces.columns[row])
+    rows, columns = pieces.size[row].tolist()
     fits = QUANTIZE <= kind <= SWIZZLE and 0 <= rounding < len(ROUNDINGS) and rows > 0 and columns >= BLOCK
     if not fits or columns % BLOCK:
         raise TransportError(
@@ -141,5 +98,5 @@ def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int]
             source = one.source + row * (blocks if one.kind == SWIZZLE else columns * ELEMENT_BYTES)
             places = source, one.data + row * columns, one.scale + swizzled_bytes(row, blocks)
             found.append((*head, *places, min(high, rows - row), columns))
-    table = np.array(found, dtype=np.int64).reshape(len(found), len(fields(ConversionList)))
-    return ConversionList(**{f.name: table[:, i].copy() for i, f in enumerate(fields(ConversionList))})
+    table = np.array(found, np.int64).reshape(len(found), 8)
+    return ConversionList(table[:, 6:], *table[:, :6].T)

@@ -1,17 +1,20 @@
-"""From a plan and the places of tensors to addressed copies, and how they are dealt to workers."""
+"""From a plan and the places of tensors to addressed copies, large ones cut."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.places import PROCESS_MEMORY, Form, Int64, Places, choose
+from refitd.addressing.places import Form, Int64, Places, choose
+from refitd.addressing.work import WorkList
 from refitd.buffers.layout import row_major_strides
+from refitd.plan.columns import ranges
 from refitd.plan.fills import FillTable
-from refitd.plan.table import Columns, CopyTable
+from refitd.plan.table import CopyTable, PlanTable
 
 # A copy longer than this is cut, so that several workers can share one large tensor.
 SPLIT_BYTES = 32 << 20
@@ -19,15 +22,18 @@ SPLIT_BYTES = 32 << 20
 # room for one element of any dtype in the arena that fills are read from
 CONSTANT_BYTES = 16
 
+Cuttable = TypeVar("Cuttable", CopyTable, "CopyList")
+
 
 @dataclass(frozen=True, eq=False)
-class CopyList:
-    """Addressed copies, one row each; offsets and strides in bytes, sizes in elements. All columns are int64.
+class CopyList(WorkList):
+    """Addressed copies, one row each; offsets and strides in bytes.
 
     Where elements are converted, `element_size` and `row_bytes` are those of the destination.
     """
 
-    size: Int64  # [n, D]
+    ARENAS: ClassVar = ("src_arena", "dst_arena")
+
     element_size: Int64  # [n] of the destination
     cast: Int64  # [n] number of the conversion (refitd.describe.casts), 0 for none
     src_arena: Int64  # [n] arena id or PROCESS_MEMORY
@@ -39,44 +45,15 @@ class CopyList:
     dst_stride: Int64  # [n, D]
     origin: Int64  # [n] row of the table this copy was cut from
 
-    def __len__(self) -> int:
-        return len(self.origin)
-
     @property
     def row_bytes(self) -> Int64:
-        """Bytes of each copy, shape [n]."""
-        elements: Int64 = np.prod(self.size, axis=1, dtype=np.int64)
-        return elements * self.element_size
+        """Bytes that each copy writes, shape [n]."""
+        nbytes: Int64 = np.prod(self.size, axis=1, dtype=np.int64) * self.element_size
+        return nbytes
 
-    def select(self, rows: npt.NDArray[np.int64]) -> CopyList:
-        """Return these copies only."""
-        return CopyList(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
-
-    def arenas(self) -> set[int]:
-        """Return the ids of all arenas the copies touch."""
-        found = set(np.unique(self.src_arena).tolist()) | set(np.unique(self.dst_arena).tolist())
-        return found - {PROCESS_MEMORY}
-
-    def to_bytes(self) -> bytes:
-        """Return the copies as one block: rows, dims, then the columns, little-endian int64."""
-        parts = [np.array(self.size.shape, dtype="<i8").tobytes()]
-        parts += [np.ascontiguousarray(getattr(self, f.name), dtype="<i8").tobytes() for f in fields(self)]
-        return b"".join(parts)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> CopyList:
-        """Rebuild the copies; raises ValueError when the block has another length than its head says."""
-        head = np.frombuffer(data[:16], dtype="<i8")
-        rows, dims = (int(head[0]), int(head[1])) if len(head) == 2 else (-1, -1)
-        widths = {f.name: dims if f.name in ("size", "src_stride", "dst_stride") else 1 for f in fields(cls)}
-        if rows < 0 or not 0 < dims <= 16 or len(data) != 16 + 8 * rows * sum(widths.values()):
-            raise ValueError(f"copy list of {len(data)} bytes does not hold {rows} rows of {dims} dimensions")
-        at, columns = 16, {}
-        for name, width in widths.items():
-            column = np.frombuffer(data, dtype="<i8", count=rows * width, offset=at)
-            columns[name] = column.reshape(rows, dims) if name in ("size", "src_stride", "dst_stride") else column
-            at += column.nbytes
-        return cls(**columns)
+    def in_memory_order(self) -> Int64:
+        """See WorkList: by destination."""
+        return np.lexsort((self.dst_offset, self.dst_arena))
 
 
 def address(
@@ -93,13 +70,9 @@ def address(
 
     Raises:
         KeyError: a tensor that the plan names has no place.
+        ValueError: a box cannot be addressed in its tensor.
     """
-    src = side(
-        table, table.src_element_size, table.src_rank, table.src_local, table.src_offset, table.src_stride, sources
-    )
-    dst = side(
-        table, table.element_size, table.dst_rank, table.dst_local, table.dst_offset, table.dst_stride, destinations
-    )
+    src, dst = source_addresses(table, sources), destination_addresses(table, destinations)
     copies = CopyList(
         size=table.size.astype(np.int64),
         element_size=table.element_size.astype(np.int64),
@@ -113,7 +86,7 @@ def address(
         dst_stride=dst.stride,
         origin=np.arange(len(table), dtype=np.int64),
     )
-    return split_large(copies)
+    return cut(copies)[0]
 
 
 def fill_copies(
@@ -133,7 +106,7 @@ def fill_copies(
     Raises:
         KeyError: a tensor that the fills name has no place.
     """
-    dst = side(fills, fills.element_size, fills.rank, fills.local, fills.offset, fills.stride, destinations)
+    dst = _addresses(fills, fills.element_size, fills.rank, fills.local, fills.offset, fills.stride, destinations)
     _, slot = np.unique(fills.pattern, return_inverse=True)
     n = len(fills)
     copies = CopyList(
@@ -149,7 +122,7 @@ def fill_copies(
         dst_stride=dst.stride,
         origin=np.arange(first_origin, first_origin + n, dtype=np.int64),
     )
-    return split_large(copies)
+    return cut(copies)[0]
 
 
 def constant_bytes(fills: FillTable) -> bytes:
@@ -164,14 +137,16 @@ def joined(parts: Sequence[CopyList]) -> CopyList:
     """Put copies end to end; boxes of fewer dimensions are padded in front."""
     dims = max(part.size.shape[1] for part in parts)
 
-    def column(part: CopyList, name: str) -> Int64:
-        values: Int64 = getattr(part, name)
-        if values.ndim == 1:
-            return values
-        lead = np.full((len(part), dims - values.shape[1]), name == "size", dtype=np.int64)
-        return np.concatenate([lead, values], axis=1)
+    def padded(part: CopyList) -> CopyList:
+        lead = np.zeros((len(part), dims - part.size.shape[1]), np.int64)
+        return replace(
+            part,
+            size=np.concatenate([lead + 1, part.size], axis=1),
+            src_stride=np.concatenate([lead, part.src_stride], axis=1),
+            dst_stride=np.concatenate([lead, part.dst_stride], axis=1),
+        )
 
-    return CopyList(**{f.name: np.concatenate([column(part, f.name) for part in parts]) for f in fields(CopyList)})
+    return CopyList.concatenated([padded(part) for part in parts])
 
 
 def whole_tensors(sources: Places, destinations: Places, element_size: Int64) -> CopyList:
@@ -196,49 +171,33 @@ def whole_tensors(sources: Places, destinations: Places, element_size: Int64) ->
         dst_stride=padded(destinations, "strides", 0),
         origin=np.arange(n, dtype=np.int64),
     )
-    return split_large(copies.select(np.flatnonzero(np.prod(copies.size, axis=1) > 0)))
+    return cut(copies.select(np.flatnonzero(np.prod(copies.size, axis=1) > 0)))[0]
 
 
-def split_large(copies: CopyList, limit: int = SPLIT_BYTES) -> CopyList:
-    """Cut copies of more than `limit` bytes along their outermost dimension of more than one element."""
-    large = np.flatnonzero(copies.row_bytes > limit)
-    if not len(large):
-        return copies
-    columns: dict[str, list[Int64]] = {f.name: [] for f in fields(copies)}
-    kept = np.setdiff1d(np.arange(len(copies)), large)
-    for name, column in columns.items():
-        column.append(getattr(copies, name)[kept])
-    for row in large.tolist():
-        size = copies.size[row]
-        dim = int(np.argmax(size > 1))
-        total = int(copies.row_bytes[row])
-        step = max(1, int(size[dim]) * limit // total)
-        starts = np.arange(0, int(size[dim]), step, dtype=np.int64)
-        piece = copies.select(np.full(len(starts), row, dtype=np.int64))
-        piece.size[:, dim] = np.minimum(step, size[dim] - starts)
-        piece.src_offset[:] += starts * copies.src_stride[row, dim]
-        piece.dst_offset[:] += starts * copies.dst_stride[row, dim]
-        for name, column in columns.items():
-            column.append(getattr(piece, name))
-    return CopyList(**{name: np.concatenate(column) for name, column in columns.items()})
+def cut(rows: Cuttable, limit: int = SPLIT_BYTES) -> tuple[Cuttable, Int64, Int64]:
+    """Cut rows of more than `limit` bytes along their outermost dimension of more than one element.
 
-
-def deal(copies: CopyList, workers: int) -> list[Int64]:
-    """Return which copies each worker performs: contiguous runs in destination order, equal bytes each.
-
-    Neighbours in memory stay with one worker; a run is never empty unless there are fewer copies than workers.
+    Returns:
+        The rows, each one's number within the row it was cut from, and that row.
     """
-    order = np.lexsort((copies.dst_offset, copies.dst_arena))
-    done = np.cumsum(copies.row_bytes[order])
-    total = int(done[-1]) if len(done) else 0
-    # copy i goes to the worker in whose share of the bytes its middle lies
-    middle = done - copies.row_bytes[order] / 2
-    worker = np.minimum((middle * workers / max(1, total)).astype(np.int64), workers - 1)
-    return [order[worker == w] for w in range(workers)]
+    nbytes, size, every = rows.row_bytes, rows.size, np.arange(len(rows))
+    if not (nbytes > limit).any():
+        return rows, np.zeros_like(every), every
+    dim = np.argmax(size > 1, axis=1)
+    length = size[every, dim]
+    step = np.where(nbytes > limit, np.maximum(1, length * limit // np.maximum(nbytes, 1)), length)
+    owner, part = ranges(np.zeros_like(every), -(-length // np.maximum(step, 1)))
+    found = rows.select(owner)
+    start = part * step[owner]
+    at = np.arange(len(owner)), dim[owner]
+    found.size[at] = np.minimum(step[owner], length[owner] - start)
+    found.src_offset[:] += start * found.src_stride[at]
+    found.dst_offset[:] += start * found.dst_stride[at]
+    return found, part, owner
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class Addresses:
     """One end of addressed copies, a value per row."""
 
     arena: Int64
@@ -247,21 +206,28 @@ class Side:
     stride: Int64
 
 
-def side(
-    table: Columns,
+def source_addresses(table: CopyTable, places: Mapping[int, Places]) -> Addresses:
+    """Return where in memory each row reads; raises as `address` does."""
+    t = table
+    return _addresses(t, t.src_element_size, t.src_rank, t.src_local, t.src_offset, t.src_stride, places)
+
+
+def destination_addresses(table: CopyTable, places: Mapping[int, Places]) -> Addresses:
+    """Return where in memory each row writes; raises as `address` does."""
+    t = table
+    return _addresses(t, t.element_size, t.dst_rank, t.dst_local, t.dst_offset, t.dst_stride, places)
+
+
+def _addresses(
+    table: PlanTable,
     element_size: npt.NDArray[np.int32],
     ranks: npt.NDArray[np.int32],
     local: npt.NDArray[np.int32],
     offsets: Int64,
     strides: Int64,
     places: Mapping[int, Places],
-) -> Side:
-    """Turn one end's row-major element addresses into byte addresses in memory.
-
-    Raises:
-        KeyError: a tensor has no place.
-        ValueError: a box cannot be addressed in its tensor.
-    """
+) -> Addresses:
+    """Turn one end's row-major element addresses into byte addresses in memory."""
     names = len(table.locals) + 1
     keys, which = np.unique(ranks.astype(np.int64) * names + local.astype(np.int64), return_inverse=True)
     found = choose(places, keys // names, [table.locals[key] for key in (keys % names).tolist()])
@@ -279,7 +245,7 @@ def side(
         rows = order[begin:end]
         place, stride[rows] = _in_memory(forms[i][0], offsets[rows], strides[rows], table.size[rows])
         offset[rows] = found.offset[which[rows]] + place
-    return Side(arena=found.arena[which], pid=found.pid[which], offset=offset, stride=stride)
+    return Addresses(arena=found.arena[which], pid=found.pid[which], offset=offset, stride=stride)
 
 
 def _is_row_major(form: Form, es: int) -> bool:

@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PieceSpan:
     """Bytes start:end of piece `piece` lie in a message from byte `at` on."""
 
     piece: int
@@ -27,11 +27,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PackedMessage:
     """One send and its receive."""
 
     nbytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[PieceSpan, ...]
 
     @property
     def payload(self) -> int:
@@ -39,19 +39,19 @@ class Message:
         return sum(span.end - span.start for span in self.spans)
 
 
-def lay_out(sizes: Sequence[int], limit: int) -> list[Message]:
+def lay_out(sizes: Sequence[int], limit: int) -> list[PackedMessage]:
     """Return the messages for pieces of these many bytes; empty pieces are in none.
 
     `limit` is the most bytes of one message, a multiple of ALIGNMENT.
     """
-    messages: list[Message] = []
-    spans: list[Span] = []
+    messages: list[PackedMessage] = []
+    spans: list[PieceSpan] = []
     used = 0
 
     def flush() -> None:
         nonlocal spans, used
         if spans:
-            messages.append(Message(spans[-1].at + spans[-1].end - spans[-1].start, tuple(spans)))
+            messages.append(PackedMessage(spans[-1].at + spans[-1].end - spans[-1].start, tuple(spans)))
         spans, used = [], 0
 
     for piece, size in enumerate(sizes):
@@ -59,11 +59,11 @@ def lay_out(sizes: Sequence[int], limit: int) -> list[Message]:
             flush()
             for start in range(0, size, limit):
                 end = min(size, start + limit)
-                messages.append(Message(end - start, (Span(piece, start, end, 0),)))
+                messages.append(PackedMessage(end - start, (PieceSpan(piece, start, end, 0),)))
         elif size:
             if used + size > limit:
                 flush()
-            spans.append(Span(piece, 0, size, used))
+            spans.append(PieceSpan(piece, 0, size, used))
             used += -(-size // ALIGNMENT) * ALIGNMENT
     flush()
     return messages

@@ -372,12 +372,12 @@ def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = N
     """Return device memory of this process as uint8; the tensor keeps `owner`, if it is given, alive."""
     import torch
 
-    tensor: torch.Tensor = torch.as_tensor(_Memory(address, nbytes, owner), device=device)
+    tensor: torch.Tensor = torch.as_tensor(_DeviceMemory(address, nbytes, owner), device=device)
     return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class _DeviceMemory:
     """Device memory as torch and other libraries take it; they keep this object while they use it."""
 
     address: int

@@ -21,7 +21,6 @@ class Peer:
 
     pid: int
     uid: int
-    gid: int
 
 
 def refuse_if_listening(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
@@ -63,7 +62,7 @@ def listen(path: Path) -> socket.socket:
 def peer_of(connection: socket.socket) -> Peer:
     """Return the credentials of the process at the other end (SO_PEERCRED)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return Peer(*struct.unpack("3i", raw))
+    return Peer(*struct.unpack("3i", raw)[:2])
 
 
 # Not in every Python's socket module; the number is the kernel's (asm-generic/socket.h).

@@ -113,7 +113,7 @@ class Connection:
         self._small: Decoder[sidecar.DescriptorReply] = Decoder(sidecar.DescriptorReply, handoff.MAX_DATAGRAM)
         try:
             greeting = self._receive_descriptor()[0]
-            if not isinstance(greeting, sidecar.Session):
+            if not isinstance(greeting, sidecar.Greeting):
                 raise ProtocolError(f"the daemon in {directory} greeted with {type(greeting).__name__}")
             endpoint = daemon_identity.message_socket(self.directory, greeting.endpoint, self.daemon)
         except BaseException:

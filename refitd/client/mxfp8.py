@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,16 +15,17 @@ from refitd.client.devices import Arena
 from refitd.client.tensors import Tensors, TensorSet, fingerprint, refuse_all
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.mxfp8 import BLOCK, DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
+from refitd.describe.mxfp8 import DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
 from refitd.describe.ties import tie_by_memory
 from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
 from refitd.errors import CommitError, RefusedError
+from refitd.mxfp8 import BLOCK, Rounding
 from refitd.protocol.shards import shard_of
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
 from refitd.text import shown
 from refitd.transforms.mxfp8_buffers import Held, held_of, holds_columns, quantize
-from refitd.transforms.mxfp8_format import Rounding, Scratch
+from refitd.transforms.mxfp8_format import Scratch
 
 # elements that are brought to bfloat16 at once where they are not
 _CHUNK = 1 << 20
@@ -166,7 +167,7 @@ class TargetTensors(TensorSet):
             scale = found.swizzled if found.swizzled is not None else found.scale
             assert scale is not None
             at, made = len(wire), len(held)
-            rounding: Literal["rceil", "floor"] = (found.rounding or Rounding.RCEIL).value
+            rounding = found.rounding or Rounding.RCEIL
             names, shapes = (f"{m.name}.data", f"{m.name}.scale"), (tuple(m.shape), tuple(scale.shape))
             if not convert_on_send:
                 wire.append(m)

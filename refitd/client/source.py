@@ -113,11 +113,11 @@ class Source:
         if choice is None:
             choice = self._lending = self._measured(timeout)
             self._is_measured = True
-        if choice.way == TransferMode.COPIED:
-            self._copy(version, timeout, choice.why)
+        if choice.mode == TransferMode.COPIED:
+            self._copy(version, timeout, choice.reason)
             return Lease(self, version, copied=True)
         addresses: tuple[int, ...] = ()
-        if choice.way == TransferMode.PULLED:
+        if choice.mode == TransferMode.PULLED:
             addresses = self._tensors.addresses()
             allow_reader(self._connection.daemon.pid)
         self._tensors.settle()
@@ -130,7 +130,7 @@ class Source:
                 member=self.member,
                 version=version,
                 addresses=addresses,
-                why=choice.why,
+                reason=choice.reason,
                 replicas=self._replicas(),
             )
             self._connection.request(message, local.Done, timeout)
@@ -167,13 +167,13 @@ class Source:
     @property
     def lending(self) -> TransferMode:
         """How lent versions travel; NONE until the first lend has measured it."""
-        return TransferMode.NONE if self._lending is None else self._lending.way
+        return TransferMode.NONE if self._lending is None else self._lending.mode
 
-    def _copy(self, version: int, timeout: float, why: str) -> None:
+    def _copy(self, version: int, timeout: float, reason: str) -> None:
         with self._turn.taken(timeout):
-            self._copy_now(version, timeout, why)
+            self._copy_now(version, timeout, reason)
 
-    def _copy_now(self, version: int, timeout: float, why: str) -> None:
+    def _copy_now(self, version: int, timeout: float, reason: str) -> None:
         deadline = time.monotonic() + timeout
         self._tensors.follow()  # before a slot is asked for, which lets go of an old version
         self._check_ties()
@@ -189,7 +189,9 @@ class Source:
             with contextlib.suppress(RefitdError):
                 self._withdraw(version)  # gives the slot back
             raise
-        done = local.Publish(member=self.member, version=version, slot=granted.slot, why=why, replicas=self._replicas())
+        done = local.Publish(
+            member=self.member, version=version, slot=granted.slot, reason=reason, replicas=self._replicas()
+        )
         self._next_version = max(self._next_version, version + 1)  # also where nobody says in time that it is published
         self._connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
         self._is_first = False

@@ -10,6 +10,7 @@ from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.rosters import ShardRead
 from refitd.describe.roster import Roster
 from refitd.errors import RefitdError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ANYONE, Allowed
@@ -44,18 +45,6 @@ class JournalWritten:
 
     swap: str
     error: RefitdError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """This process was busy or stopped for so long: do not count that time as silence of the others."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
 
 
 Event = FromNode | Planned | JournalWritten | Busy | Tick
@@ -102,14 +91,6 @@ class Remember:
     """Journal how a swap ended, with its report, or a live version that only the daemons knew."""
 
     record: Record | Recovered
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Write one line."""
-
-    event: str
-    fields: dict[str, object]
 
 
 Instruction = Send | Answer | MakePlan | Decide | Remember | Log

@@ -118,7 +118,7 @@ class NodeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberQuiet:
+class QuietReported:
     """This member has paused until the swap is over."""
 
     member: str
@@ -145,7 +145,7 @@ class Journalled:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberCommitted:
+class CommitReported:
     """The version is live in this member."""
 
     member: str
@@ -173,7 +173,7 @@ class TimePassed:
 
 
 OfNode: TypeAlias = NodeLoaded | NodeProgress | NodeStaged | NodeFailed | PlanLost
-OfMember: TypeAlias = MemberQuiet | MemberCommitted | MemberFailed | MemberLost
+OfMember: TypeAlias = QuietReported | CommitReported | MemberFailed | MemberLost
 Event: TypeAlias = PlanReady | OfNode | OfMember | DecisionHeld | Journalled | AbortAsked | TimePassed
 
 
@@ -181,7 +181,7 @@ Event: TypeAlias = PlanReady | OfNode | OfMember | DecisionHeld | Journalled | A
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
+class SendPlan:
     """Send the plan to this node."""
 
     node: str
@@ -232,7 +232,7 @@ class Finished:
     """The swap has reached a final phase."""
 
 
-Instruction = LoadPlan | PauseOn | StageOn | JournalDecision | CommitOn | AbortOn | ReleaseSources | Finished
+Instruction = SendPlan | PauseOn | StageOn | JournalDecision | CommitOn | AbortOn | ReleaseSources | Finished
 
 
 # --- state ------------------------------------------------------------------------------------------------
@@ -306,10 +306,10 @@ def step(state: Swap, event: Event, now: float) -> tuple[Swap, list[Instruction]
     return after, instructions
 
 
-def _refusal(state: Swap, event: Event, why: str) -> IllegalTransition:
+def _refusal(state: Swap, event: Event, reason: str) -> IllegalTransition:
     return IllegalTransition(
         f"swap {state.swap} of {state.model} version {state.version}: {event} cannot happen in phase "
-        f"{state.phase.value}: {why}; waiting for {sorted(state.waiting)}; its last events: "
+        f"{state.phase.value}: {reason}; waiting for {sorted(state.waiting)}; its last events: "
         f"{'; '.join(state.history) or 'none'}"
     )
 
@@ -351,7 +351,7 @@ def _staged(state: Swap, event: NodeStaged, now: float) -> _Stepped:
     return _heard(replace(state, progress=progress, copies=state.copies + event.copies), event.node, now)
 
 
-def _quiet(state: Swap, event: MemberQuiet, now: float) -> _Stepped:
+def _quiet(state: Swap, event: QuietReported, now: float) -> _Stepped:
     if event.member not in state.waiting:
         raise _refusal(state, event, "it was not asked to stand still, or has said so before")
     return _heard(state, event.member, now)
@@ -365,7 +365,7 @@ def _journalled(state: Swap, event: Journalled, now: float) -> _Stepped:
     return _enter(state, Phase.COMMITTING, now)
 
 
-def _committed(state: Swap, event: MemberCommitted, now: float) -> _Stepped:
+def _committed(state: Swap, event: CommitReported, now: float) -> _Stepped:
     if event.member not in state.waiting:
         return state, []  # it was evicted, or its node was lost, while this message was on its way
     return _heard(replace(state, paused={**state.paused, event.member: event.paused_s}), event.member, now)
@@ -442,7 +442,7 @@ def _enter(state: Swap, phase: Phase, now: float) -> _Stepped:
         case Phase.IDLE:
             limit_s = limits.plan_s
         case Phase.PLANNED:
-            limit_s, waiting, told = limits.plan_s, state.nodes, [LoadPlan(node) for node in nodes]
+            limit_s, waiting, told = limits.plan_s, state.nodes, [SendPlan(node) for node in nodes]
         case Phase.HALTING | Phase.PAUSING:
             waiting = state.in_place if phase is Phase.HALTING else state.asked - state.in_place
             limit_s, told = limits.pause_s, _pauses(state, waiting)
@@ -501,13 +501,13 @@ _OVER = (_COMMITTED, _INCOMPLETE, _ABORTED)
 ROWS: Mapping[_Key, Row] = {
     (PlanReady, _IDLE): Row(_planned, (_PLANNED,)),
     (NodeLoaded, _PLANNED): Row(_loaded, (_PLANNED, _HALTING, _STAGING)),
-    (MemberQuiet, _HALTING): Row(_quiet, (_HALTING, _STAGING)),
+    (QuietReported, _HALTING): Row(_quiet, (_HALTING, _STAGING)),
     (NodeProgress, _STAGING): Row(_progressed, (_STAGING,)),
     (NodeStaged, _STAGING): Row(_staged, (_STAGING, _PAUSING, _STAGED)),
-    (MemberQuiet, _PAUSING): Row(_quiet, (_PAUSING, _STAGED)),
+    (QuietReported, _PAUSING): Row(_quiet, (_PAUSING, _STAGED)),
     (DecisionHeld, _STAGED): Row(_held, (_STAGED,)),
     (Journalled, _STAGED): Row(_journalled, (_COMMITTING,)),
-    (MemberCommitted, _COMMITTING): Row(_committed, (_COMMITTING, _COMMITTED, _INCOMPLETE)),
+    (CommitReported, _COMMITTING): Row(_committed, (_COMMITTING, _COMMITTED, _INCOMPLETE)),
     (MemberFailed, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
     (MemberLost, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
     # what ends it before the decision
@@ -531,9 +531,9 @@ ROWS: Mapping[_Key, Row] = {
     # sent before the abort had arrived
     **_ignores(NodeProgress, _ABORTED),
     **_ignores(NodeStaged, _ABORTED),
-    **_ignores(MemberQuiet, _ABORTED),
+    **_ignores(QuietReported, _ABORTED),
     # sent before it was evicted or given up; or it has left since
-    **_ignores(MemberCommitted, _COMMITTED, _INCOMPLETE),
+    **_ignores(CommitReported, _COMMITTED, _INCOMPLETE),
     **_ignores(MemberFailed, _INCOMPLETE, _ABORTED),
     **_ignores(MemberLost, *_OVER),
 }

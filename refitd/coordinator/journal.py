@@ -94,7 +94,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveVersion:
     """The version of a model that was decided last; number and run identify it.
 
     `sequence` increases with every decision, also where one journal continues another.
@@ -118,7 +118,7 @@ class Recovered:
     """A live version that daemons know and this journal does not; `continues` is the journal they learned it from."""
 
     model: str
-    live: Live
+    live: LiveVersion
     continues: str
     at: float
     highest: int = -1  # of all versions that were ever live
@@ -274,14 +274,14 @@ class Journal:
     def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> None:
         self._db.execute("UPDATE journal SET sequence = sequence + 1")
         (sequence,) = self._db.execute("SELECT sequence FROM journal").fetchone()
-        self._set_live(model, Live(version, run, sequence, swap), at)
+        self._set_live(model, LiveVersion(version, run, sequence, swap), at)
         self._db.execute(
             "DELETE FROM decided WHERE model = ?1 AND sequence < "
             "(SELECT sequence FROM decided WHERE model = ?1 ORDER BY sequence DESC LIMIT 1 OFFSET ?2)",
             (model, KEPT),
         )
 
-    def _set_live(self, model: str, live: Live, at: float) -> None:
+    def _set_live(self, model: str, live: LiveVersion, at: float) -> None:
         found = (model, live.version, live.run, live.sequence)
         self._db.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?, ?)", (*found, live.swap, at))
         self._db.execute("INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?)", found)
@@ -404,10 +404,10 @@ class Journal:
         )
         return [Record(*row) for row in rows]
 
-    def live(self, model: str) -> Live | None:
+    def live(self, model: str) -> LiveVersion | None:
         """Return the version decided last, None before the first decision; raises CommitError as `decided`."""
         found = self._select("SELECT version, run, sequence, swap FROM live WHERE model = ?", model)
-        return Live(*found[0]) if found else None
+        return LiveVersion(*found[0]) if found else None
 
     def highest(self, model: str) -> int:
         """Return the highest version that was ever decided, -1 for none; raises CommitError as `decided`."""
@@ -419,14 +419,14 @@ class Journal:
         found = self._select("SELECT tried, tried_run FROM numbers WHERE model = ?", model)
         return (int(found[0][0]), str(found[0][1])) if found else (-1, "")
 
-    def before(self, model: str, version: int) -> Live | None:
+    def before(self, model: str, version: int) -> LiveVersion | None:
         """Return the last decided version below this one; raises CommitError as `decided`."""
         found = self._select(
             "SELECT version, run, sequence FROM decided WHERE model = ? AND version < ? ORDER BY sequence DESC LIMIT 1",
             model,
             version,
         )
-        return Live(*found[0]) if found else None
+        return LiveVersion(*found[0]) if found else None
 
     def continues(self, journal: str) -> bool:
         """Whether this is the given journal, or continues it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from refitd.coordinator.journal import MAX_SEQUENCE, Live, Recovered
+from refitd.coordinator.journal import MAX_SEQUENCE, LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
 # Living daemons introduce themselves within about a second of a coordinator's start. It waits this long for them
@@ -26,7 +26,7 @@ class Past(Protocol):
     def is_new(self) -> bool:
         """Whether it holds no decision."""
 
-    def live(self, model: str) -> Live | None:
+    def live(self, model: str) -> LiveVersion | None:
         """Return what was decided last."""
 
     def highest(self, model: str) -> int:
@@ -35,7 +35,7 @@ class Past(Protocol):
     def tried(self, model: str) -> tuple[int, str]:
         """Return the highest version whose swap was aborted, and its run."""
 
-    def before(self, model: str, version: int) -> Live | None:
+    def before(self, model: str, version: int) -> LiveVersion | None:
         """Return the last decided version below this one."""
 
     def continues(self, journal: str) -> bool:
@@ -48,7 +48,7 @@ class NoPast:
     id = ""
     is_new = False
 
-    def live(self, model: str) -> Live | None:
+    def live(self, model: str) -> LiveVersion | None:
         """Return None: nothing was decided."""
         return None
 
@@ -60,7 +60,7 @@ class NoPast:
         """Return no version."""
         return -1, ""
 
-    def before(self, model: str, version: int) -> Live | None:
+    def before(self, model: str, version: int) -> LiveVersion | None:
         """Return None: there is none."""
         return None
 
@@ -71,14 +71,14 @@ class NoPast:
 
 @dataclass(slots=True)
 class _Known:
-    live: Live | None
+    live: LiveVersion | None
     decided_here: bool = False  # decided by this coordinator: no earlier decision outranks it
     confirmed: bool = False  # a daemon learned it from this journal
     highest: int = -1  # of all versions that were ever live
 
 
 @dataclass(slots=True)
-class Lives:
+class LiveVersions:
     """The live versions. `recover` writes what only daemons knew into the journal."""
 
     past: Past
@@ -95,7 +95,7 @@ class Lives:
     _settled: bool = False
     _in_doubt: bool = False  # daemons contradict the journal or know more
 
-    def of(self, model: str) -> Live | None:
+    def of(self, model: str) -> LiveVersion | None:
         """Return what is live of a model."""
         return self._found(model).live
 
@@ -118,7 +118,7 @@ class Lives:
         known = self._found(model)
         return max(known.highest, -1 if known.live is None else known.live.version)
 
-    def decided(self, model: str, live: Live) -> None:
+    def decided(self, model: str, live: LiveVersion) -> None:
         """Note a decision of this coordinator."""
         known = self._of(model)
         known.live, known.decided_here = live, True
@@ -148,24 +148,24 @@ class Lives:
 
     def _said(self, node: str, claim: LiveClaim) -> bool:
         known = self._of(claim.model)
-        ours, theirs = known.live, Live(claim.version, claim.run, claim.sequence, claim.swap)
+        ours, theirs = known.live, LiveVersion(claim.version, claim.run, claim.sequence, claim.swap)
         is_mine = claim.journal in self._continued or self.past.continues(claim.journal)
         if ours == theirs or (is_mine and ours is not None and ours.sequence >= theirs.sequence):
             known.confirmed = known.confirmed or ours == theirs
             return False
         if is_mine:
-            why = "the journal is older than what this daemon was told"
+            reason = "the journal is older than what this daemon was told"
         elif ours is None:
-            why = "the journal has no decision about it: it was lost, or is a new one"
+            reason = "the journal has no decision about it: it was lost, or is a new one"
         else:
-            why = "this daemon was told so from another journal"
+            reason = "this daemon was told so from another journal"
         if known.decided_here or (known.confirmed and not is_mine):
             # decided again: older claims must rank below it from now on
             assert ours is not None
             if is_mine or ours.sequence <= theirs.sequence:
                 known.live = replace(ours, sequence=theirs.sequence + 1)
                 self._keep(claim.model, known.live, claim.journal)
-            self.log("live-outranked", model=claim.model, node=node, said=str(theirs), live=str(ours), why=why)
+            self.log("live-outranked", model=claim.model, node=node, said=str(theirs), live=str(ours), reason=reason)
             return known.live is not ours
         self._in_doubt = True
         known.highest = max(known.highest, claim.highest, claim.version)
@@ -174,7 +174,7 @@ class Lives:
         known.live = theirs
         self._keep(claim.model, theirs, claim.journal)
         was = "nothing" if ours is None else str(ours)
-        self.log("live-recovered", model=claim.model, node=node, live=str(theirs), was=was, why=why)
+        self.log("live-recovered", model=claim.model, node=node, live=str(theirs), was=was, reason=reason)
         return True
 
     def serves(self, model: str, who: str, version: int, run: str) -> bool:
@@ -184,13 +184,15 @@ class Lives:
         unsure = ours is None or (not ours.sequence and version > ours.version)
         if known.decided_here or not unsure:
             return False
-        known.live = Live(version, run)
+        known.live = LiveVersion(version, run)
         self._in_doubt = True
         self._keep(model, known.live, "")
-        self.log("live-recovered", model=model, member=who, live=str(known.live), why="no journal and no daemon knows")
+        self.log(
+            "live-recovered", model=model, member=who, live=str(known.live), reason="no journal and no daemon knows"
+        )
         return True
 
-    def _keep(self, model: str, live: Live, journal: str) -> None:
+    def _keep(self, model: str, live: LiveVersion, journal: str) -> None:
         self._continued.add(journal)
         self.recover(Recovered(model, live, journal, self.wall_clock(), self.highest(model)))
 

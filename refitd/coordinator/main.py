@@ -24,9 +24,10 @@ from refitd.coordinator.rosters import ShardRead
 from refitd.coordinator.state import Coordinator, unpack_shard
 from refitd.describe.roster import Roster
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster
-from refitd.protocol.background import LARGE_FRAME, Aside
+from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
 from refitd.protocol.channel import Received, Router, framed
 from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, request_of
@@ -74,9 +75,9 @@ class CoordinatorShell:
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
         self._strangers: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeHello, NODE_HELLO_BYTES)
         self._told_r, self._told_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._reader = Aside[Received]("refitd-reader", self._told)
-        self._planner = Aside[int]("refitd-planner", self._told)
-        self._answers = Aside[tuple[bytes, int]]("refitd-answers", self._told)
+        self._reader = BackgroundThread[Received]("refitd-reader", self._told)
+        self._planner = BackgroundThread[int]("refitd-planner", self._told)
+        self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
         # of nodes of which a large message is being read: what they have sent after it
         self._held: dict[bytes, deque[Received]] = {}
         self._state = Coordinator(
@@ -111,7 +112,7 @@ class CoordinatorShell:
             began = time.monotonic()
             self._collect()
             for fields in self._router.turned_away():
-                if self._turned_away.lets(str(fields), time.monotonic()):
+                if self._turned_away.allows(str(fields), time.monotonic()):
                     self._log.write("turned-away", fields)
             for _ in range(_BATCH):
                 if (received := self._router.receive(self._limit_of)) is None:
@@ -123,8 +124,8 @@ class CoordinatorShell:
                     self._journal.flush()
                 # whoever was not heard meanwhile was not silent: this process was stopped, or is busy
                 if (late_s := now - deadline) > _SLOW_TURN_S:
-                    self._feed(act.Busy(late_s))
-                self._feed(act.Tick())
+                    self._feed(Busy(late_s))
+                self._feed(Tick())
             if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
                 self._log("slow-turn", seconds=took_s)
 
@@ -148,7 +149,7 @@ class CoordinatorShell:
                 return
             request, message = decoder.decode(received.frame)
         except ProtocolError as exc:
-            if self._noise.lets(received.address, time.monotonic()):
+            if self._noise.allows(received.address, time.monotonic()):
                 self._log("bad-message", peer=allowed.name or received.address, reason=str(exc))
             number = exc.request_id if isinstance(exc, BadMessage) else 0
             self._router.send(identity, number, Failure(code=exc.code, message=str(exc)))
@@ -209,7 +210,7 @@ class CoordinatorShell:
             self._feed(act.FromNode(identity, request, message, received.key, allowed, read))
         except Exception as exc:
             # a mistake of ours that one daemon's message brings out must not end everybody's coordinator
-            if self._noise.lets(f"internal {type(message).__name__}", time.monotonic()):
+            if self._noise.allows(f"internal {type(message).__name__}", time.monotonic()):
                 self._log.failed(
                     "internal-error", peer=allowed.name or received.address, message=type(message).__name__
                 )
@@ -254,10 +255,10 @@ class CoordinatorShell:
                     # the decision itself is on disk, and this is written as soon as there is room
                     what = {"swap": record.swap} if isinstance(record, Record) else {"model": record.model}
                     self._log("journal-failed", **what, reason=str(exc))
-            case act.Log(event, fields):
+            case Log(event, fields):
                 noisy = event in _NOISY
                 subject = f"{event} {fields.get('node')} {fields.get('message')}"
-                if not noisy or self._noise.lets(subject, time.monotonic()):
+                if not noisy or self._noise.allows(subject, time.monotonic()):
                     self._log.write(event, fields)
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from refitd.coordinator.journal import Live
+from refitd.coordinator.journal import LiveVersion
 from refitd.coordinator.replica_digests import Compared, HeldReplica, ReplicaDigests
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
@@ -46,9 +46,9 @@ class Member:
     bytes: int
     attached: bool = True
     versions: set[int] = field(default_factory=set)  # source: published and held
-    ways: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is given
-    way: TransferMode = TransferMode.NONE  # source: how the latest version was given, held or not
-    why: str = ""  # source: the measurement that chose it
+    modes: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is given
+    mode: TransferMode = TransferMode.NONE  # source: how the latest version was given, held or not
+    mode_reason: str = ""  # source: the measurement that chose it
     run: str = ""  # source: the incarnation that it is part of; target: that of the version it serves
     newest: int = -1  # source: the highest version that this rank of its run has published, held or not
     version: int | None = None  # target: served
@@ -183,7 +183,7 @@ class Model:
         targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
         return Model(self.name, self.auto_swap, dict(self.sources), targets, self.check_replicas, self.compared)
 
-    def behind(self, live: Live) -> list[str]:
+    def behind(self, live: LiveVersion) -> list[str]:
         """Return the complete replicas that can be brought to the live version."""
         found = []
         for replica in sorted({replica for replica, _ in self.targets}):
@@ -351,8 +351,8 @@ class Model:
                 tensors=len(m.shard.tensors),
                 bytes=m.bytes,
                 versions=tuple(sorted(m.versions)),
-                way=m.way,
-                why=m.why,
+                way=m.mode,
+                why=m.mode_reason,
                 run=m.run,
             )
             for rank, m in sorted(self.sources.items())
@@ -361,11 +361,11 @@ class Model:
     def source_reports(self, version: int) -> tuple[SourceReport, ...]:
         """Return how each source rank provides this version."""
         return tuple(
-            SourceReport(rank, m.node, m.host, way=m.ways.get(version, TransferMode.NONE), why=m.why)
+            SourceReport(rank, m.node, m.host, way=m.modes.get(version, TransferMode.NONE), why=m.mode_reason)
             for rank, m in sorted(self.sources.items())
         )
 
-    def target_status(self, live: Live | None) -> tuple[TargetStatus, ...]:
+    def target_status(self, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
         """Return the report rows of the targets; `live` is the version decided last."""
         return tuple(
             TargetStatus(
@@ -389,7 +389,12 @@ class Model:
         )
 
 
-def _state(member: Member, live: Live | None) -> ServingState:
+def poison(member: Member, swap: str, reason: str) -> None:
+    """Note that a swap ended while it wrote the member's live tensors: they hold parts of two versions."""
+    member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
+
+
+def _state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.poisoned:
         return ServingState.POISONED
     if member.staged is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from refitd.coordinator.decision import Phase, Swap
-from refitd.coordinator.journal import Live, Record
+from refitd.coordinator.journal import LiveVersion, Record
 from refitd.coordinator.membership import Member, Model
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.steps import FlipSteps
@@ -42,7 +42,7 @@ class Running:
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may not have flipped with the others
     gives_way: bool = False  # a catch-up that was ended for the sake of a swap that somebody asked for
 
-    def is_live(self, live: Live | None) -> bool:
+    def is_live(self, live: LiveVersion | None) -> bool:
         """Whether its version is already live."""
         return live is not None and live.is_at(self.version, self.run)
 
@@ -67,7 +67,7 @@ class ModelState:
     """One model."""
 
     fleet: Model
-    live: Live | None = None  # the version that was decided last
+    live: LiveVersion | None = None  # the version that was decided last
     highest: int = -1  # the highest version that was ever decided
     tried: tuple[int, str] = (-1, "")  # the highest version of the last run that a swap was begun to
     bases: dict[str, int] = field(default_factory=dict)  # run -> the highest number that others had used up before it

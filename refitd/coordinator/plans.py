@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from refitd.caches import BoundedCache
 from refitd.coordinator.membership import Model
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
@@ -88,23 +89,18 @@ class PlanCache:
     """
 
     def __init__(self, capacity: int = 16) -> None:
-        self._capacity = capacity
-        self._plans: dict[str, LoadedPlan] = {}  # in order of last use
+        self._plans: BoundedCache[str, LoadedPlan] = BoundedCache(capacity)
 
     def get(self, pools: Sequence[Sequence[Registered]]) -> LoadedPlan | None:
         """Return a kept plan of these pools, not yet loaded on any node; None if none is kept."""
-        key = self._key(pools)
-        plan = self._plans.pop(key, None)
+        plan = self._plans.get(self._key(pools))
         if plan is None:
             return None
-        self._plans[key] = plan
         return replace(plan, members={}, loaded_on=set(), plan_s=0.0, epoch=None, crossing_s={})
 
     def put(self, pools: Sequence[Sequence[Registered]], plan: LoadedPlan) -> None:
         """Keep a plan; evict the least recently used one."""
-        self._plans[self._key(pools)] = plan
-        while len(self._plans) > self._capacity:
-            del self._plans[next(iter(self._plans))]
+        self._plans.put(self._key(pools), plan)
 
     @staticmethod
     def _key(pools: Sequence[Sequence[Registered]]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.live_versions import Past
-from refitd.coordinator.membership import Model
+from refitd.coordinator.membership import Model, poison
 from refitd.coordinator.models import ModelState, Running, Waiter
 from refitd.errors import RefusedError
 from refitd.protocol import local
@@ -24,7 +24,7 @@ SHORTEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueSwap:
     """A swap that can begin."""
 
     kind: str  # "asked", "rollback", "auto", "catch-up"
@@ -35,7 +35,7 @@ class Due:
     waiters: tuple[Waiter, ...] = ()
 
 
-def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: Past, waited_s: float = 0.0) -> Due:
+def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: Past, waited_s: float = 0.0) -> DueSwap:
     """Return the requested swap; `waited_s` of its timeout have passed.
 
     Raises:
@@ -49,7 +49,7 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
     if text := used_up(state, version, run):
         raise RefusedError(f"model {state.fleet.name!r}: {text}")
     timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
-    return Due(kind, version, run, state.fleet, timeout_s, (waiter,))
+    return DueSwap(kind, version, run, state.fleet, timeout_s, (waiter,))
 
 
 def _version_before(state: ModelState, past: Past) -> int:
@@ -103,7 +103,7 @@ def gives_way(running: Running) -> bool:
     return running.kind == "catch-up" and running.swap.phase not in (Phase.STAGED, Phase.COMMITTING)
 
 
-def newer(state: ModelState) -> Due | None:
+def newer(state: ModelState) -> DueSwap | None:
     """Return the swap to a complete version newer than every live one and every one this run tried.
 
     Raises:
@@ -115,10 +115,10 @@ def newer(state: ModelState) -> Due | None:
     run, (tried, tried_run) = state.fleet.run() or "", state.tried
     if run == tried_run and complete[-1] <= tried:
         return None
-    return Due("auto", state.fleet.version_to_swap(None), run, state.fleet)
+    return DueSwap("auto", state.fleet.version_to_swap(None), run, state.fleet)
 
 
-def lagging(state: ModelState) -> Due | None:
+def lagging(state: ModelState) -> DueSwap | None:
     """Return the catch-up of replicas that joined, returned or failed, if sources still hold the live version.
 
     Raises:
@@ -133,7 +133,7 @@ def lagging(state: ModelState) -> Due | None:
     fleet = state.fleet.only(replicas)
     whole = len(fleet.targets) == len(state.fleet.targets)
     version = fleet.version_to_swap(live.version, may_be_older=True)
-    return Due("catch-up", version, live.run, state.fleet if whole else fleet)
+    return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
 
 
 def left_behind(state: ModelState, running: Running, now: float) -> None:
@@ -147,7 +147,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
         if member is None:
             continue
         if s.phase is Phase.ABORTED and member_id in s.poisoned:
-            member.version, member.poisoned = None, f"swap {s.swap} ended while it was written in place: {s.reason}"
+            poison(member, s.swap, s.reason)
         member.left_behind |= member_id in s.failed  # it would most likely fail again at once
     if running.kind == "catch-up" and not running.gives_way:
         for member in running.fleet.targets.values():

@@ -9,18 +9,7 @@ from math import prod
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import (
-    Busy,
-    Event,
-    FromNode,
-    Instruction,
-    JournalWritten,
-    Log,
-    Planned,
-    Remember,
-    Send,
-    Tick,
-)
+from refitd.coordinator.actions import Event, FromNode, Instruction, JournalWritten, Planned, Remember, Send
 from refitd.coordinator.admission import (
     MAX_UNUSED_PARTS,
     check_hello,
@@ -30,8 +19,8 @@ from refitd.coordinator.admission import (
     parts_of,
 )
 from refitd.coordinator.journal import Record
-from refitd.coordinator.live_versions import Lives, NoPast, Past
-from refitd.coordinator.membership import Member, Model, Node
+from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
+from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.replica_digests import read_digests
@@ -43,6 +32,7 @@ from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import unpack
@@ -116,7 +106,7 @@ class Coordinator:
         self._shards: dict[str, Shard] = {}  # by digest
         self._checks = Checks()
         self._new_run = new_run
-        self._lives = Lives(
+        self._lives = LiveVersions(
             past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
         )
         self._began = False  # whether swaps may begin and waiting callers were told
@@ -394,9 +384,9 @@ class Coordinator:
             nbytes,
             attached=added.attached,
             versions=set(added.versions),
-            ways=dict(zip(added.versions, added.ways, strict=False)),
-            way=added.way,
-            why=added.why,
+            modes=dict(zip(added.versions, added.modes, strict=False)),
+            mode=added.mode,
+            mode_reason=added.mode_reason,
             run=run,
             newest=newest,
             version=added.version,
@@ -460,14 +450,14 @@ class Coordinator:
         if found is None and self._lives.is_in_doubt and live is not None and live.is_at(*staged):
             found = live.version, live.run  # the journal with the swap is lost, but this version was decided
         if found is not None:
-            self._send(node.identity, 0, cluster.Commit(swap=swap, version=found[0], run=found[1]))
+            self._send(node.identity, 0, cluster.CommitStaged(swap=swap, version=found[0], run=found[1]))
             return
         if not self._lives.is_settled(now):
             self._undone[member.id] = member  # another daemon may know that it was decided
             return
         member.staged, reason = None, "the coordinator restarted before deciding"
         if member.added.in_place:
-            member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
+            poison(member, swap, reason)
         self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
         self.swaps.fence_unless_live(member)
 
@@ -533,10 +523,10 @@ class Coordinator:
         member.versions.add(version)
         member.newest = max(member.newest, version)
         state.published[member.run, member.added.rank] = member.newest
-        member.ways[version] = member.way = published.way
-        member.why = published.why
+        member.modes[version] = member.mode = published.mode
+        member.mode_reason = published.mode_reason
         self._room_changed(state)
-        self._log("published", model=state.fleet.name, member=member.id, version=version, way=published.way)
+        self._log("published", model=state.fleet.name, member=member.id, version=version, mode=published.mode)
 
     def _wants_room(self, member: Member, slots: int) -> None:
         """Answer a source rank without a free slot: which versions it may overwrite, now and whenever that changes."""
@@ -562,21 +552,21 @@ class Coordinator:
     ) -> None:
         if state.wants_room[member.id] == 1:
             droppable = droppable | {complete}  # it has no slot for the newest complete version and another one
-        versions, why = tuple(sorted(droppable & member.versions)), ""
+        versions, reason = tuple(sorted(droppable & member.versions)), ""
         if versions:
             del state.wants_room[member.id]
         elif asks:
             held = ", ".join(f"{v} (complete)" if v == complete else str(v) for v in sorted(member.versions))
-            why = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
+            reason = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
         if versions or asks:
-            self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, why=why))
+            self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, reason=reason))
 
     def _withdrawn(self, member_id: str, version: int, now: float) -> None:
         member = self._members.get(member_id)
         if member is None:
             return
         member.versions.discard(version)
-        member.ways.pop(version, None)
+        member.modes.pop(version, None)
         state = self.models[member.added.model]
         self._room_changed(state)
         running = state.running

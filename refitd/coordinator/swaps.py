@@ -10,10 +10,10 @@ import msgspec
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Answer, Decide, Instruction, Log, MakePlan, Planned, Remember, Send
+from refitd.coordinator.actions import Answer, Decide, Instruction, MakePlan, Planned, Remember, Send
 from refitd.coordinator.decision import Limits, Phase
-from refitd.coordinator.journal import Live, Record
-from refitd.coordinator.live_versions import Lives
+from refitd.coordinator.journal import LiveVersion, Record
+from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.membership import Member, Model, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
@@ -28,7 +28,7 @@ from refitd.coordinator.report import (
 )
 from refitd.coordinator.rosters import ShardReader
 from refitd.coordinator.schedule import (
-    Due,
+    DueSwap,
     asked_for,
     gives_way,
     lagging,
@@ -40,6 +40,7 @@ from refitd.coordinator.schedule import (
 )
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, PlanError, RefitdError, RefusedError
+from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
@@ -67,7 +68,7 @@ class Swaps:
         new_swap_id: Callable[[], str],
         wall_clock: Callable[[], float],
         decided: Callable[[str], Record | None],
-        lives: Lives,
+        lives: LiveVersions,
         unfinished: Unfinished,
         absent: AbsentRanks,
         out: Callable[[Instruction], None],
@@ -129,7 +130,9 @@ class Swaps:
         if self._model_config(state).catch_up:
             self._begin_if_due(state, "catch-up", lagging, now)
 
-    def _begin_if_due(self, state: ModelState, what: str, find: Callable[[ModelState], Due | None], now: float) -> None:
+    def _begin_if_due(
+        self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
+    ) -> None:
         try:
             due = find(state)
         except RefusedError as exc:
@@ -138,7 +141,7 @@ class Swaps:
             if due is not None:
                 self._begin(state, due, now)
 
-    def _begin(self, state: ModelState, due: Due, now: float) -> None:
+    def _begin(self, state: ModelState, due: DueSwap, now: float) -> None:
         self.ended_late(self._unfinished.replaced(state.fleet.name))
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
@@ -313,7 +316,7 @@ class Swaps:
             case cluster.StageFailed(swap, where, reason):
                 self.step_swap(swap, decision.NodeFailed(name, where, reason), now)
             case cluster.MemberQuiet(swap, member):
-                self.step_swap(swap, decision.MemberQuiet(member), now)
+                self.step_swap(swap, decision.QuietReported(member), now)
             case cluster.MemberStep(swap, member, step, origin, stands, thread):
                 found_member = self._members.get(member)
                 if found_member is not None and found_member.staged == swap:
@@ -356,7 +359,7 @@ class Swaps:
                 self.ended_late(self._unfinished.committed(swap, member, paused_s))
                 self.fence_unless_live(member)
                 self.next(self._models[member.added.model], now)
-        self.step_swap(swap, decision.MemberCommitted(member_id, paused_s), now)
+        self.step_swap(swap, decision.CommitReported(member_id, paused_s), now)
 
     def identity_of(self, swap: str) -> tuple[int, str] | None:
         """Return version and run of a decided swap; None if it is not known to be decided."""
@@ -413,7 +416,7 @@ class Swaps:
     def _perform(self, state: ModelState, running: Running, instruction: decision.Instruction, now: float) -> None:
         s, plan = running.swap, running.plan
         match instruction:
-            case decision.LoadPlan(node):
+            case decision.SendPlan(node):
                 assert plan is not None
                 if node in plan.loaded_on:
                     self.step(state, decision.NodeLoaded(node), now)
@@ -437,7 +440,7 @@ class Swaps:
                 for member in running.fleet.targets.values():
                     if member.node == node and member.id in s.members:
                         member.staged = s.swap
-                self._to_node(node, cluster.Commit(swap=s.swap, version=s.version, run=running.run))
+                self._to_node(node, cluster.CommitStaged(swap=s.swap, version=s.version, run=running.run))
             case decision.AbortOn(node, reason):
                 self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
             case decision.Finished():
@@ -478,7 +481,7 @@ class Swaps:
             running, model = state.running, state.fleet.name
             written = self._lives.past.live(model)
             sequence = written.sequence if written is not None and written.swap == swap else 0
-            self._lives.decided(model, Live(running.version, running.run, sequence, swap))
+            self._lives.decided(model, LiveVersion(running.version, running.run, sequence, swap))
             state.live, state.highest = self._lives.of(model), self._lives.highest(model)
             # before any node commits: every daemon with a committed rank knows what is live; and who has registered
             # since the swap began, and takes no part in it, does not serve what it came with

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from refitd.addressing.between_nodes import Halves
+from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.messages import boxes_between
 from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers.arena import MappedArena
@@ -18,7 +18,7 @@ from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import extent
 from refitd.copy_services.conversions import converted
 from refitd.copy_services.device_pieces import DevicePiece
-from refitd.copy_services.pieces import Piece
+from refitd.copy_services.pieces import BoxPiece, Piece
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
@@ -33,34 +33,19 @@ _UNSIGNED: dict[int, type[np.generic]] = {
 Words = npt.NDArray[Any]
 
 
-class ArenaPiece(Piece):
+class ArenaPiece(BoxPiece):
     """A strided box of an arena."""
 
     def __init__(self, words: Words, cast: int, element: int) -> None:
         """`words` are the elements as they lie there; `element` is the size they have on the way."""
+        super().__init__(words.size, cast, element)
         self._words = words
-        self._cast = cast
-        self._element = element
         self._flat: torch.Tensor | None = None
         if not cast and words.flags.c_contiguous:
             with warnings.catch_warnings():
                 # an arena that is mapped for reading only is only read
                 warnings.filterwarnings("ignore", message=".*not writable.*")
                 self._flat = torch.from_numpy(words.reshape(-1).view(np.uint8))
-
-    @property
-    def nbytes(self) -> int:
-        """See Piece.nbytes."""
-        return self._words.size * self._element
-
-    @property
-    def itemsize(self) -> int:
-        """See Piece.itemsize."""
-        return self._element
-
-    def describe(self) -> str:
-        """See Piece.describe."""
-        return f"{self._words.size} elements of {self._element} bytes"
 
     def direct(self, start: int, end: int) -> torch.Tensor | None:
         """See Piece.direct."""
@@ -89,31 +74,17 @@ class ArenaPiece(Piece):
             at += count
 
 
-class ProcessPiece(Piece):
+class ProcessPiece(BoxPiece):
     """A strided box at an address of another process; it can only be sent."""
 
     def __init__(
         self, pid: int, address: int, size: list[int], stride: list[int], held: int, cast: int, element: int
     ) -> None:
         """`held` is the bytes of an element there, `element` on the way."""
+        super().__init__(int(np.prod(size)), cast, element, f" in process {pid}")
         self._pid, self._address = pid, address
         self._size, self._stride = size, stride
-        self._held, self._cast, self._element = held, cast, element
-        self._count = int(np.prod(size))
-
-    @property
-    def nbytes(self) -> int:
-        """See Piece.nbytes."""
-        return self._count * self._element
-
-    @property
-    def itemsize(self) -> int:
-        """See Piece.itemsize."""
-        return self._element
-
-    def describe(self) -> str:
-        """See Piece.describe."""
-        return f"{self._count} elements of {self._element} bytes in process {self._pid}"
+        self._held = held
 
     def direct(self, start: int, end: int) -> torch.Tensor | None:
         """See Piece.direct: never."""
@@ -144,27 +115,27 @@ class ProcessPiece(Piece):
         raise TransportError(f"process {self._pid}: its private memory is read, never written")
 
 
-def piece_of(halves: Halves, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
-    """Return one half of a transfer, checked to stay inside its arena.
+def piece_of(transfers: TransferList, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
+    """Return this end of a transfer, checked to stay inside its arena.
 
     Raises:
         TransportError: it does not, or the arena is not mapped here, or not for writing where it must be.
     """
-    size, stride = halves.size[row].tolist(), halves.stride[row].tolist()
-    element, cast, offset = int(halves.element_size[row]), int(halves.cast[row]), int(halves.offset[row])
+    size, stride = transfers.size[row].tolist(), transfers.stride[row].tolist()
+    element, cast, offset = int(transfers.element_size[row]), int(transfers.cast[row]), int(transfers.offset[row])
     if not 0 <= cast < len(SOURCE_SIZES) or (cast and element != DESTINATION_SIZES[cast]) or element not in _UNSIGNED:
         raise TransportError(f"transfer {row}: there is no conversion {cast} to elements of {element} bytes")
     held = SOURCE_SIZES[cast] or element
-    if int(halves.arena[row]) == PROCESS_MEMORY:
-        return ProcessPiece(int(halves.pid[row]), offset, size, stride, held, cast, element)
-    arena = arenas.get(int(halves.arena[row]))
+    if int(transfers.arena[row]) == PROCESS_MEMORY:
+        return ProcessPiece(int(transfers.pid[row]), offset, size, stride, held, cast, element)
+    arena = arenas.get(int(transfers.arena[row]))
     if arena is None:
-        raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is not mapped here")
+        raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is not mapped here")
     end = offset + extent(size, stride, held)
     if offset < 0 or min(stride) < 0 or min(size) < 1 or end > arena.nbytes:
         raise TransportError(f"transfer {row}: bytes {offset}..{end} leave an arena of {arena.nbytes} bytes")
-    if not halves.is_send[row] and not arena.writable:
-        raise TransportError(f"transfer {row}: arena {int(halves.arena[row])} is mapped for reading only")
+    if not transfers.is_send[row] and not arena.writable:
+        raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is mapped for reading only")
     if not isinstance(arena, MappedArena):
         return DevicePiece(arena, offset, size, stride, held, cast, element)
     # dimensions of one element may have any stride; numpy then still sees that the box is contiguous

@@ -41,6 +41,17 @@ class Capabilities:
     max_message_bytes: int | None = None
 
 
+# Of the services over packed.py, which load torch: what they have in common, and the longest message.
+MAX_MESSAGE_BYTES = 8 << 20
+PACKED = Capabilities(
+    is_one_sided=False,
+    crosses_nodes=True,
+    devices=frozenset({"cpu", "cuda"}),
+    needs_contiguous=True,
+    max_message_bytes=MAX_MESSAGE_BYTES,
+)
+
+
 class CopyService(ABC):
     """One way to move bytes. Whoever made it closes it.
 

@@ -7,14 +7,14 @@ import torch
 from refitd.addressing.messages import boxes_between
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services.conversions import converted
-from refitd.copy_services.pieces import Piece
+from refitd.copy_services.pieces import BoxPiece
 from refitd.errors import TransportError
 
 # whole words, which every copy leaves bit for bit
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class DevicePiece(Piece):
+class DevicePiece(BoxPiece):
     """A strided box of an arena on a GPU. Conversions are made in main memory, on the way out.
 
     What is queued runs on the current stream of the GPU; whoever runs the transfer waits for it.
@@ -49,21 +49,7 @@ class DevicePiece(Piece):
             raise TransportError(f"elements of {held} bytes at byte {offset}, {stride} apart, cannot be read by a GPU")
         words = arena.tensor[: arena.nbytes // held * held].view(dtype)
         self._words = words.as_strided(size, [step // held for step in stride], offset // held)
-        self._cast, self._element = cast, element
-
-    @property
-    def nbytes(self) -> int:
-        """See Piece.nbytes."""
-        return self._words.numel() * self._element
-
-    @property
-    def itemsize(self) -> int:
-        """See Piece.itemsize."""
-        return self._element
-
-    def describe(self) -> str:
-        """See Piece.describe."""
-        return f"{self._words.numel()} elements of {self._element} bytes on {self._words.device}"
+        super().__init__(self._words.numel(), cast, element, f" on {self._words.device}")
 
     def direct(self, start: int, end: int) -> torch.Tensor | None:
         """See Piece.direct."""

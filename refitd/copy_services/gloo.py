@@ -15,9 +15,8 @@ from typing import Any
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from refitd.copy_services import sockets
-from refitd.copy_services.base import Capabilities
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import MAX_MESSAGE_BYTES, STAGING_BYTES, PackedExchange
+from refitd.copy_services.packed import STAGING_BYTES, PackedExchange
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded, TransportError
@@ -40,13 +39,6 @@ class GlooService(PackedExchange):
     """Exchanges tensors over a process group with a gloo backend. See ExchangeService for the promises."""
 
     name = "gloo"
-    capabilities = Capabilities(
-        is_one_sided=False,
-        crosses_nodes=True,
-        devices=frozenset({"cpu", "cuda"}),
-        needs_contiguous=True,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-    )
 
     def __init__(
         self,
@@ -79,14 +71,14 @@ def join(epoch: Epoch) -> GlooService:
         DeadlineExceeded, PeerLost: somebody did not come, by label.
         TransportError: the address cannot be used, or every meeting has failed; strangers are named as such.
     """
-    deadline, why = Deadline.after(epoch.timeout), ""
+    deadline, reason = Deadline.after(epoch.timeout), ""
     # who still loads torch is waited for here, where an epoch that is given up is left at once
     here = MailboxStore(epoch, deadline)
     here.set(f"here/{epoch.index}", b"1")
     here.wait([f"here/{index}" for index in range(epoch.size)])
     for number in range(MEETINGS):
         left = deadline.at - time.monotonic()
-        if why and left <= 0:
+        if reason and left <= 0:
             break
         meeting = _Meeting(epoch, deadline, number, min(MEET_S * 2**number, max(0.1, left)))
         try:
@@ -94,11 +86,11 @@ def join(epoch: Epoch) -> GlooService:
                 assert meeting.group is not None
                 return GlooService(meeting.group, labels=epoch.labels, staging_bytes=epoch.staging_bytes)
         except DeadlineExceeded as exc:
-            if why:  # others had no time left to meet again
-                raise DeadlineExceeded(f"{exc}; before, {why}") from exc
+            if reason:  # others had no time left to meet again
+                raise DeadlineExceeded(f"{exc}; before, {reason}") from exc
             raise
-        why = meeting.why
-    raise TransportError(why)
+        reason = meeting.reason
+    raise TransportError(reason)
 
 
 gloo: Any = ProcessGroupGloo  # whose stubs leave most of it out
@@ -154,7 +146,7 @@ class _Watch:
 
 
 class _Meeting:
-    """One try to meet. `group` is None unless it went well, `why` says what was wrong."""
+    """One try to meet. `group` is None unless it went well, `reason` says what was wrong."""
 
     def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
         self._epoch, self._number, self._seconds = epoch, number, seconds
@@ -162,7 +154,7 @@ class _Meeting:
         self._places = _Places(self._store)
         self._doors: dict[int, int] = {}  # what gloo listens on: descriptor -> port
         self.group: Any = None
-        self.why = ""
+        self.reason = ""
 
     def hold(self) -> bool:
         """Return whether all have met, which is the same for all of them."""
@@ -180,7 +172,7 @@ class _Meeting:
         if not failures:
             return True
         self.group = None
-        self.why = self._explained(failures, strangers)
+        self.reason = self._explained(failures, strangers)
         return False
 
     def _listen(self) -> Any:

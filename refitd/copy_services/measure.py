@@ -39,8 +39,8 @@ Span = tuple[int, int, int]  # address, rows, bytes from one row to the next
 class Choice:
     """How lent tensors reach the workers, and why."""
 
-    way: TransferMode
-    why: str
+    mode: TransferMode
+    reason: str
 
 
 def sample(tensors: Iterable[Span]) -> tuple[Span, ...]:
@@ -108,8 +108,8 @@ def copy_seconds(spans: Sequence[Span]) -> float:
 def choose(spans: Sequence[Span], pulled_s: float, copied_s: float) -> Choice:
     """Decide between two measurements of the same spans."""
     nbytes = payload(spans)
-    why = f"pulled at {_rate(nbytes, pulled_s)}, copied at {_rate(nbytes, copied_s)}"
-    return Choice(TransferMode.COPIED if pulled_s > CLEARLY_SLOWER * copied_s else TransferMode.PULLED, why)
+    reason = f"pulled at {_rate(nbytes, pulled_s)}, copied at {_rate(nbytes, copied_s)}"
+    return Choice(TransferMode.COPIED if pulled_s > CLEARLY_SLOWER * copied_s else TransferMode.PULLED, reason)
 
 
 def measure_here() -> Choice:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend
 
-from refitd.copy_services.base import Capabilities
+from refitd.copy_services.base import MAX_MESSAGE_BYTES
 from refitd.copy_services.device_digest import DeviceDigests
 from refitd.copy_services.device_stream import DeviceStream
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import MAX_MESSAGE_BYTES, STAGING_BYTES, Digest, InFlight
+from refitd.copy_services.packed import STAGING_BYTES, Digest, InFlight
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.copy_services.rounds import RoundsExchange
@@ -35,13 +35,6 @@ class NcclService(RoundsExchange):
     """Exchanges tensors over a process group with an nccl backend. See ExchangeService for the promises."""
 
     name = "nccl"
-    capabilities = Capabilities(
-        is_one_sided=False,
-        crosses_nodes=True,
-        devices=frozenset({"cpu", "cuda"}),
-        needs_contiguous=True,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-    )
     # no cache to fit: the fewer kernels, the better
     step_bytes = MAX_MESSAGE_BYTES
 

@@ -24,11 +24,11 @@ import torch
 
 from refitd.buffers.cuda import tensor_at
 from refitd.copy_services import gloo
-from refitd.copy_services.base import Capabilities
+from refitd.copy_services.base import MAX_MESSAGE_BYTES
 from refitd.copy_services.device_digest import DeviceDigests
 from refitd.copy_services.device_stream import DeviceStream
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import MAX_MESSAGE_BYTES, Digest
+from refitd.copy_services.packed import Digest
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.slots import SlottedExchange
 from refitd.copy_services.waits import bounded
@@ -86,13 +86,6 @@ class NvshmemService(SlottedExchange):
     """Exchanges tensors through slots in symmetric memory. See ExchangeService for the promises."""
 
     name = "nvshmem"
-    capabilities = Capabilities(
-        is_one_sided=False,
-        crosses_nodes=True,
-        devices=frozenset({"cpu", "cuda"}),
-        needs_contiguous=True,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-    )
     step_bytes = MAX_MESSAGE_BYTES
 
     def __init__(

@@ -24,15 +24,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 import xxhash
 
-from refitd.addressing.messages import Message, Span, lay_out
-from refitd.copy_services.base import DigestMismatch
+from refitd.addressing.messages import PackedMessage, PieceSpan, lay_out
+from refitd.copy_services.base import MAX_MESSAGE_BYTES, PACKED, DigestMismatch
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService, Transfers
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.pieces import Piece, TensorPiece
 from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
 
 WINDOW = 2
-MAX_MESSAGE_BYTES = 8 << 20
 MIN_MESSAGE_BYTES = 64 << 10
 # staging for all streams of a rank together, where the group is so large that messages must shrink
 STAGING_BYTES = 256 << 20
@@ -78,7 +77,7 @@ class Stream:
     is_send: bool
     keys: list[Key]
     pieces: list[Piece]
-    messages: list[Message]
+    messages: list[PackedMessage]
     offer: bytes
     next: int = 0
     digest: Digest = field(default_factory=_HostDigest)
@@ -106,6 +105,17 @@ class InFlight:
         return messages[self.number].payload if self.number < len(messages) else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What one run moves. `meanwhile` is called while the first messages are on their way; it returns what is wrong."""
+
+    streams: Sequence[Stream]
+    meanwhile: Callable[[], str]
+    verify: bool
+    deadline: Deadline
+    on_progress: Callable[[int], None] | None
+
+
 @dataclass(frozen=True)
 class _Held(Transfers):
     outgoing: Mapping[int, Stream]
@@ -123,6 +133,7 @@ class PackedExchange(ExchangeService):
         device: where messages lie.
     """
 
+    capabilities = PACKED
     #: most bytes that are packed and digested at once
     step_bytes: ClassVar[int] = STEP_BYTES
 
@@ -217,9 +228,8 @@ class PackedExchange(ExchangeService):
         try:
             self._agree(held, trouble, verify, deadline)
             with torch.no_grad():
-                trouble = self._move(
-                    streams, lambda: self._copy_local(*held.local, verify), verify, deadline, on_progress
-                )
+                move = Move(streams, lambda: self._copy_local(*held.local, verify), verify, deadline, on_progress)
+                trouble = self._move(move)
             self._conclude(trouble, finish, deadline)
         except _Agreed as exc:
             raise exc.error from exc.__cause__
@@ -288,54 +298,36 @@ class PackedExchange(ExchangeService):
         if found:
             raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
 
-    def _move(
-        self,
-        streams: Sequence[Stream],
-        meanwhile: Callable[[], str],
-        verify: bool,
-        deadline: Deadline,
-        on_progress: Callable[[int], None] | None,
-    ) -> str:
-        """Post, wait and replace until every stream is at its end; `meanwhile` runs while the first are moving.
-
-        Returns what `meanwhile` or a comparison of digests has found wrong, or "".
-        """
+    def _move(self, move: Move) -> str:
+        """Post, wait and replace until every stream is at its end; return what has been found wrong, or ""."""
         flying: deque[InFlight] = deque()
         try:
-            return self._pass(flying, streams, meanwhile, verify, deadline, on_progress)
+            return self._pass(flying, move)
         except BaseException:
             # what the others still send must not be written any more
             for flight in flying:
                 flight.posted.abandon()
             raise
 
-    def _pass(
-        self,
-        flying: deque[InFlight],
-        streams: Sequence[Stream],
-        meanwhile: Callable[[], str],
-        verify: bool,
-        deadline: Deadline,
-        on_progress: Callable[[int], None] | None,
-    ) -> str:
+    def _pass(self, flying: deque[InFlight], move: Move) -> str:
         """Do as `_move` says; `flying` are the messages that are posted and not yet known to be over."""
         arrived = 0
-        order = self._order(streams)
+        order = self._order(move.streams)
         for _ in range(WINDOW):
-            flying.extend(flight for stream in order if (flight := self._post(stream, verify)))
-        trouble = meanwhile()
+            flying.extend(flight for stream in order if (flight := self._post(stream, move.verify)))
+        trouble = move.meanwhile()
         while flying:
             done = flying[0]
-            self.peers.wait(done.posted, done.stream.position, deadline, _doing(done))
+            self.peers.wait(done.posted, done.stream.position, move.deadline, _doing(done))
             flying.popleft()
             if not done.stream.is_send:
-                trouble = self._land(done, verify) or trouble
+                trouble = self._land(done, move.verify) or trouble
                 arrived += done.payload
             if done.is_staged:
                 self._give_back(done.buffer)
-            if on_progress is not None:
-                on_progress(arrived)
-            if flight := self._post(done.stream, verify):
+            if move.on_progress is not None:
+                move.on_progress(arrived)
+            if flight := self._post(done.stream, move.verify):
                 flying.append(flight)
         return trouble
 
@@ -407,7 +399,7 @@ class PackedExchange(ExchangeService):
             self._give_back(again)
         return ""
 
-    def _direct(self, stream: Stream, message: Message) -> torch.Tensor | None:
+    def _direct(self, stream: Stream, message: PackedMessage) -> torch.Tensor | None:
         """Return the message's bytes in the tensor itself, where one piece has them where this transport reads."""
         if len(message.spans) != 1:
             return None
@@ -470,13 +462,13 @@ def _doing(flight: InFlight) -> str:
     return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
 
 
-def _steps(message: Message, longest: int) -> Iterator[tuple[Span, slice]]:
+def _steps(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
     """Cut a message's spans into steps of at most so many bytes: (part of the piece, where it lies in the message)."""
     for span in message.spans:
         for start in range(span.start, span.end, longest):
             end = min(span.end, start + longest)
             at = span.at + start - span.start
-            yield Span(span.piece, start, end, at), slice(at, at + end - start)
+            yield PieceSpan(span.piece, start, end, at), slice(at, at + end - start)
 
 
 def _offer(keys: Sequence[Key], pieces: Sequence[Piece]) -> bytes:

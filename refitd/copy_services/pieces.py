@@ -42,6 +42,28 @@ class Piece(ABC):
         """Write `found`, uint8 of end - start bytes, to the part."""
 
 
+class BoxPiece(Piece):
+    """What pieces of arenas and of other processes have in common: a strided box whose elements may be converted."""
+
+    def __init__(self, count: int, cast: int, element: int, where: str = "") -> None:
+        """Note the number of elements, their conversion (0 for none), and the bytes each has on the way."""
+        self._count, self._cast, self._element, self._where = count, cast, element, where
+
+    @property
+    def nbytes(self) -> int:
+        """See Piece.nbytes."""
+        return self._count * self._element
+
+    @property
+    def itemsize(self) -> int:
+        """See Piece.itemsize."""
+        return self._element
+
+    def describe(self) -> str:
+        """See Piece.describe."""
+        return f"{self._count} elements of {self._element} bytes{self._where}"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPiece(Piece):
     """A tensor of this process, on any device; its elements travel as `dtype`."""

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refitd.copy_services.base import Capabilities
+from refitd.copy_services.base import PACKED, Capabilities
 from refitd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from refitd.copy_services.base import MappedCopyService
+    from refitd.copy_services.base import PACKED, MappedCopyService
     from refitd.copy_services.epoch import Epoch
     from refitd.copy_services.exchange import ExchangeService
 
@@ -112,28 +112,18 @@ def offers() -> Iterator[Offer]:
         yield Offer(point.name, package, partial(_load, point, package))
 
 
-# what the services over packed.py have in common
-_PACKED = Capabilities(
-    is_one_sided=False,
-    crosses_nodes=True,
-    devices=frozenset({"cpu", "cuda"}),
-    needs_contiguous=True,
-    max_message_bytes=8 << 20,
-)
-
-
 def _own() -> list[Backend]:
     return [
         Backend("shm", Capabilities(is_one_sided=True, crosses_nodes=False), lambda: "", mapped=_shm),
         Backend(
             "gloo",
-            _PACKED,
+            PACKED,
             lambda: _lacks("torch", "pip install torch"),
             over_group=_gloo,
             join=_join_gloo,
         ),
-        Backend("nccl", _PACKED, _lacks_gpu, over_group=_nccl, join=_join_nccl),
-        Backend("nvshmem", _PACKED, _lacks_nvshmem, join=_join_nvshmem),
+        Backend("nccl", PACKED, _lacks_gpu, over_group=_nccl, join=_join_nccl),
+        Backend("nvshmem", PACKED, _lacks_nvshmem, join=_join_nvshmem),
         Backend(
             "cuda",
             Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"})),

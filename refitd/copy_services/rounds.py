@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from refitd.copy_services.packed import WINDOW, InFlight, PackedExchange, Stream
+from refitd.copy_services.packed import WINDOW, InFlight, Move, PackedExchange
 from refitd.copy_services.peers import Deadline
 from refitd.copy_services.waits import poll
 
@@ -75,17 +75,10 @@ class RoundsExchange(PackedExchange):
         """Return what surrounds packing and unpacking; when it ends, both have been done."""
         return nullcontext()
 
-    def _move(
-        self,
-        streams: Sequence[Stream],
-        meanwhile: Callable[[], str],
-        verify: bool,
-        deadline: Deadline,
-        on_progress: Callable[[int], None] | None,
-    ) -> str:
+    def _move(self, move: Move) -> str:
         """See PackedExchange._move."""
-        by_turn = {(stream.position, stream.is_send): stream for stream in streams}
-        counts = {turn: len(s.messages) + verify for turn, s in by_turn.items() if s.messages}
+        by_turn = {(stream.position, stream.is_send): stream for stream in move.streams}
+        counts = {turn: len(s.messages) + move.verify for turn, s in by_turn.items() if s.messages}
         calls = rounds(
             self.peers.index,
             len(self.peers),
@@ -98,31 +91,31 @@ class RoundsExchange(PackedExchange):
             turns = next(calls, ())
             flights = []
             for turn in turns:
-                made = self._next_buffer(by_turn[turn], verify)
+                made = self._next_buffer(by_turn[turn], move.verify)
                 assert made is not None  # as many turns as messages
                 number, buffer, is_staged = made
                 flights.append(InFlight(by_turn[turn], number, None, buffer, is_staged))
             if flights:
                 subject = self._subject(flights)
-                flying.append((flights, subject, self._issue(flights, deadline, subject)))
+                flying.append((flights, subject, self._issue(flights, move.deadline, subject)))
 
         arrived = 0
-        with self._working(deadline):
+        with self._working(move.deadline):
             for _ in range(WINDOW):
                 launch()
-            trouble = meanwhile()
+            trouble = move.meanwhile()
             while flying:
                 flights, subject, issued = flying.popleft()
-                poll(partial(self._is_over, issued), deadline, subject)
-                self._finish(issued, deadline, subject)
+                poll(partial(self._is_over, issued), move.deadline, subject)
+                self._finish(issued, move.deadline, subject)
                 for flight in flights:
                     if not flight.stream.is_send:
-                        trouble = self._land(flight, verify) or trouble
+                        trouble = self._land(flight, move.verify) or trouble
                         arrived += flight.payload
                     if flight.is_staged:
                         self._give_back(flight.buffer)
-                if on_progress is not None:
-                    on_progress(arrived)
+                if move.on_progress is not None:
+                    move.on_progress(arrived)
                 launch()
         return trouble
 

@@ -14,15 +14,15 @@ order in which puts arrive. Slots are found by the distance from sender to recei
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from refitd.copy_services.packed import DIGEST_BYTES, WINDOW, InFlight, PackedExchange, Stream
+from refitd.copy_services.packed import DIGEST_BYTES, WINDOW, InFlight, Move, PackedExchange, Stream
 from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.waits import Pause
+from refitd.copy_services.waits import Backoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +111,19 @@ class SlottedExchange(PackedExchange):
         """Return what surrounds packing and unpacking; when it ends, both have been done."""
         return nullcontext()
 
-    def _move(
-        self,
-        streams: Sequence[Stream],
-        meanwhile: Callable[[], str],
-        verify: bool,
-        deadline: Deadline,
-        on_progress: Callable[[int], None] | None,
-    ) -> str:
+    def _move(self, move: Move) -> str:
         """See PackedExchange._move."""
-        left = {id(s): len(s.messages) + verify for s in streams if s.messages}
-        waiting = [s for s in self._order(streams) if s.messages]
-        found, arrived, pause = "", 0, Pause()
+        left = {id(s): len(s.messages) + move.verify for s in move.streams if s.messages}
+        waiting = [s for s in self._order(move.streams) if s.messages]
+        found, arrived, pause = "", 0, Backoff()
         is_first = True
-        with self._working(deadline):
+        with self._working(move.deadline):
             while waiting or is_first:
                 words, moved = self._look(), False
                 for stream in waiting:
                     step = self._leave if stream.is_send else self._take
                     for _ in range(WINDOW):
-                        if not left[id(stream)] or (done := step(stream, words, verify)) is None:
+                        if not left[id(stream)] or (done := step(stream, words, move.verify)) is None:
                             break
                         nbytes, trouble = done
                         left[id(stream)] -= 1
@@ -138,14 +131,14 @@ class SlottedExchange(PackedExchange):
                         found = trouble or found
                         moved = True
                 if is_first:
-                    found, is_first = meanwhile() or found, False
+                    found, is_first = move.meanwhile() or found, False
                 waiting = [s for s in waiting if left[id(s)]]
                 if moved:
-                    pause = Pause()
-                    if on_progress is not None:
-                        on_progress(arrived)
+                    pause = Backoff()
+                    if move.on_progress is not None:
+                        move.on_progress(arrived)
                 elif waiting:
-                    pause.take(deadline, self._subject(waiting))
+                    pause.take(move.deadline, self._subject(waiting))
         return found
 
     def _leave(self, stream: Stream, words: Sequence[int], verify: bool) -> tuple[int, str] | None:

@@ -19,7 +19,7 @@ _ESTABLISHED = 1  # the first byte of struct tcp_info: tcpi_state, TCP_ESTABLISH
 Address = tuple[str, int]
 
 
-class Connection(NamedTuple):
+class TcpConnection(NamedTuple):
     """One connection of this process."""
 
     own: Address
@@ -45,13 +45,13 @@ def listening() -> dict[int, int]:
     }
 
 
-def connected() -> list[Connection]:
+def connected() -> list[TcpConnection]:
     """Return this process's connections."""
     found = []
     for _, sock in _tcp():
         with contextlib.suppress(OSError):  # a listening one has no peer, and one that was reset has none any more
             is_whole = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
-            found.append(Connection(_plain(sock.getsockname()), _plain(sock.getpeername()), is_whole))
+            found.append(TcpConnection(_plain(sock.getsockname()), _plain(sock.getpeername()), is_whole))
     return found
 
 

@@ -18,7 +18,7 @@ _AWAKE_S = 0.001
 _LONGEST_PAUSE_S = 0.0005
 
 
-class Pause:
+class Backoff:
     """Time passed between two looks at something that has not happened yet, longer each time."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def poll(is_over: Callable[[], bool], deadline: Deadline, subject: str) -> None:
     Raises:
         DeadlineExceeded: it did not in time; `subject` tells who has done nothing.
     """
-    pause = Pause()
+    pause = Backoff()
     while not is_over():
         pause.take(deadline, subject)
 

@@ -13,7 +13,7 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
     import time
 
     from refitd.buffers import capacity
-    from refitd.daemon.coordinator_process import CoordinatorBeside
+    from refitd.daemon.coordinator_process import CoordinatorProcess
     from refitd.protocol.directory import DirectoryLock, make_runtime_dir
     from refitd.security import daemon_keys
 
@@ -24,7 +24,7 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
     lock = DirectoryLock(config.runtime_dir)
     try:
         # before anything heavy is imported here: both processes then start at the same time
-        beside = CoordinatorBeside(config, time.monotonic) if standalone else None
+        beside = CoordinatorProcess(config, time.monotonic) if standalone else None
         try:
             from refitd.daemon.main import run as run_daemon
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from refitd.daemon.members import Member
 from refitd.errors import RefitdError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ALL_ROLES
@@ -130,20 +131,8 @@ class ArenasRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """This process has heard nobody for so long, because it was busy or stopped: the others were not silent."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Due:
     """The time that `Daemon.next_deadline` gave has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Another second has passed."""
 
 
 Event = (
@@ -208,7 +197,7 @@ class MakeArenas:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasurePull:
+class TimePull:
     """Read these spans of a process, away from the loop; answer the client with PullMeasured."""
 
     session: int
@@ -248,20 +237,12 @@ class RestartWorker:
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Write one line."""
-
-    event: str
-    fields: dict[str, object]
-
-
 Instruction = (
     ToClient
     | ToCoordinator
     | ToWorker
     | MakeArenas
-    | MeasurePull
+    | TimePull
     | WriteArena
     | SetPermit
     | CloseArena

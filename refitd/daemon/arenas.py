@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
-from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, Log, MakeArenas
+from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, MakeArenas
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.members import Arena
 from refitd.daemon.pending import MemberArenas, WantedArenas
 from refitd.daemon.retained import RetainedTargets
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import ArenaError, RefitdError, RefusedError
+from refitd.events import Log
 from refitd.protocol.reports import GpuStatus
 
 

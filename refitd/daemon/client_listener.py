@@ -36,7 +36,7 @@ CLIENT_RESERVE = 16
 
 
 @dataclass(slots=True)
-class _Visitor:
+class _PendingClient:
     socket: socket.socket
     peer: handoff.Peer
     token: bytes
@@ -48,7 +48,7 @@ class _Visitor:
     deadline: float | None = None  # to say hello
 
 
-class Gate:
+class ClientListener:
     """Accepts clients on the descriptor socket and ties their ZeroMQ identities to what the kernel says of them."""
 
     def __init__(
@@ -71,9 +71,9 @@ class Gate:
         self._on_change = on_change
         self._on_goodbye = on_goodbye
         self._on_told = on_told
-        self._visitors: dict[int, _Visitor] = {}  # by descriptor
+        self._visitors: dict[int, _PendingClient] = {}  # by descriptor
         self._processes: dict[int, int] = {}  # pidfd -> descriptor
-        self._by_identity: dict[bytes, _Visitor] = {}
+        self._by_identity: dict[bytes, _PendingClient] = {}
         self._sessions = 0
         self._decoder: Decoder[sidecar.FetchArena | sidecar.Goodbye | Told] = Decoder(
             sidecar.DescriptorRequest, handoff.MAX_DATAGRAM
@@ -115,8 +115,8 @@ class Gate:
                 connection.close()
                 return refusal
             self._sessions += 1
-            visitor = _Visitor(connection, peer, secrets.token_bytes(16), self._sessions)
-            handoff.send(connection, encode(0, sidecar.Session(token=visitor.token, endpoint=self._endpoint)))
+            visitor = _PendingClient(connection, peer, secrets.token_bytes(16), self._sessions)
+            handoff.send(connection, encode(0, sidecar.Greeting(token=visitor.token, endpoint=self._endpoint)))
             visitor.process = handoff.process_of(connection, peer)
         except PeerLost:
             connection.close()
@@ -200,7 +200,9 @@ class Gate:
             if visitor.session == session:
                 self._leave(fd)
 
-    def _hear(self, visitor: _Visitor, fetch: Callable[[int, int, bool], tuple[int, int, str]], most: int) -> bool:
+    def _hear(
+        self, visitor: _PendingClient, fetch: Callable[[int, int, bool], tuple[int, int, str]], most: int
+    ) -> bool:
         """Take at most so many datagrams of a visitor's; return False where there is nothing more to come.
 
         Raises:
@@ -220,7 +222,9 @@ class Gate:
                 return False
         return True
 
-    def _answer(self, visitor: _Visitor, data: bytes, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> None:
+    def _answer(
+        self, visitor: _PendingClient, data: bytes, fetch: Callable[[int, int, bool], tuple[int, int, str]]
+    ) -> None:
         request, message = self._decoder.decode(data)
         if isinstance(message, sidecar.Goodbye):
             self._on_goodbye(visitor.session)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.addressing.copies import whole_tensors
-from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator
+from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.finishing import held_of
-from refitd.daemon.jobs import JobTable, Share, dealt
+from refitd.daemon.jobs import JobTable, Share, shares_of
 from refitd.daemon.members import Member
 from refitd.daemon.target_state import (
     Aborted,
@@ -28,6 +28,7 @@ from refitd.daemon.target_state import (
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition
+from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
 
@@ -176,7 +177,7 @@ class Commits:
         def make() -> list[Share]:
             sizes = np.array([ELEMENT_SIZES[tensor.dtype] for tensor in held_of(member.registration)], np.int64)
             copies = whole_tensors(member.held_places(), member.live, sizes)
-            return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
+            return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
 
         purpose = Committing(swap, member.id, attempt)
         self._attempts[member.id] = purpose

@@ -113,8 +113,8 @@ class CoordinatorLink:
         return len(self._waiting)
 
     def _absence(self) -> str:
-        why = self._unreachable or "check that it runs, then try again"
-        return f"node {self._node} has no coordinator at present; {why}"
+        reason = self._unreachable or "check that it runs, then try again"
+        return f"node {self._node} has no coordinator at present; {reason}"
 
 
 def _failed(reason: str) -> local.Failure:

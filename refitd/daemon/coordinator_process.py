@@ -47,7 +47,7 @@ class Happened:
     fields: dict[str, object]
 
 
-class CoordinatorBeside:
+class CoordinatorProcess:
     """A child process running `refitd.coordinator` with the daemon's own configuration."""
 
     def __init__(self, config: Config, clock: Callable[[], float]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from refitd.daemon.actions import Instruction, Log, ToCoordinator, ToWorker
+from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
+from refitd.events import Log
 from refitd.protocol import cluster, sidecar
 
 # Ticks (of a second) for a worker to come out of an epoch that is given up. Calls of transports cannot be ended from
@@ -23,7 +24,7 @@ class _Joined:
     epoch: cluster.EpochPlan
     waiting: set[int]
     members: set[int] = field(default_factory=set)
-    left: dict[int, list[sidecar.EpochValue]] = field(default_factory=dict)  # for workers that are not in it yet
+    left: dict[int, list[sidecar.LaneValue]] = field(default_factory=dict)  # for workers that are not in it yet
 
 
 class LocalEpochs:
@@ -82,18 +83,18 @@ class LocalEpochs:
                 stuck[worker] = f"it did not come out of epoch {epoch}, which was given up"
         return sorted(stuck.items())
 
-    def worker_said(self, worker: int, message: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed) -> None:
+    def worker_said(self, worker: int, message: sidecar.LanePut | sidecar.EpochJoined | sidecar.EpochFailed) -> None:
         """Take a worker's word about an epoch."""
         if worker not in self._warm:
             self._warm.add(worker)
             self._late |= dict.fromkeys([key for key in self._late if key[0] == worker], 0)
-        if not isinstance(message, sidecar.EpochPut):
+        if not isinstance(message, sidecar.LanePut):
             self._late.pop((worker, message.epoch), None)
         joined = self._epochs.get(message.epoch)
         if joined is None:
             return
         match message:
-            case sidecar.EpochPut(epoch, key, value):
+            case sidecar.LanePut(epoch, key, value):
                 self._say(cluster.EpochPut(epoch=epoch, lane=worker, key=key, value=value))
             case sidecar.EpochJoined():
                 joined.waiting.discard(worker)
@@ -113,7 +114,7 @@ class LocalEpochs:
         """Give a worker what one of its peers has left for it."""
         joined = self._epochs.get(message.epoch)
         if joined is not None and message.lane in joined.members:
-            value = sidecar.EpochValue(epoch=message.epoch, key=message.key, value=message.value)
+            value = sidecar.LaneValue(epoch=message.epoch, key=message.key, value=message.value)
             if message.lane in joined.waiting:
                 joined.left.setdefault(message.lane, []).append(value)
             self._out(ToWorker(message.lane, value))

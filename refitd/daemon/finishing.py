@@ -8,12 +8,13 @@ from math import prod
 
 import xxhash
 
-from refitd.addressing.conversions import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, Made, swizzled_bytes
+from refitd.addressing.conversions import QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE, Made
 from refitd.addressing.places import LocalTensor, Places, places_of
 from refitd.buffers.layout import row_major_strides
-from refitd.describe.mxfp8 import BLOCK, DATA_DTYPE, SCALE_DTYPE
+from refitd.describe.mxfp8 import DATA_DTYPE, SCALE_DTYPE
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import RefusedError
+from refitd.mxfp8 import BLOCK, swizzled_bytes
 from refitd.protocol.local import RegisterSource, RegisterTarget
 from refitd.protocol.shards import WireTensor
 from refitd.protocol.target_forms import Conversion, HeldTensor, converted_bytes, held_bytes, staged

@@ -1,15 +1,13 @@
-"""Copy jobs of this node: addressed once, dealt to the workers, run as often as needed."""
+"""Copy jobs of this node: addressed once, shared out to the workers, run as often as needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from refitd.addressing.between_nodes import Halves
+from refitd.addressing.between_nodes import TransferList
 from refitd.addressing.conversions import ConversionList
-from refitd.addressing.copies import CopyList, deal
+from refitd.addressing.copies import CopyList
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.protocol import sidecar
 
@@ -19,44 +17,17 @@ MAX_JOBS = 32
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Share:
-    """One worker's part of a job: copies within the node, halves of an epoch's transfers, or conversions of both."""
+    """One worker's part of a job: copies within the node, an epoch's transfers, or conversions of both."""
 
     worker: int
-    rows: CopyList | Halves | ConversionList
+    rows: CopyList | TransferList | ConversionList
     epoch: str | None = None
 
 
-def dealt(copies: CopyList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
-    """Deal copies to workers; those that get none have no share.
-
-    `homes` are the arenas on GPUs, each with the worker that works for its GPU: it does what it writes there, or,
-    where that is main memory, what it reads there.
-    """
-    home = np.full(len(copies), -1, dtype=np.int64)
-    for end in (copies.src_arena, copies.dst_arena):
-        for arena, worker in (homes or {}).items():
-            home[end == arena] = worker
-    rest = np.flatnonzero(home < 0)
-    found = []
-    for worker, rows in enumerate(deal(copies.select(rest), workers)):
-        mine = np.concatenate([rest[rows], np.flatnonzero(home == worker)])
-        if len(mine):
-            found.append(Share(worker, copies.select(mine)))
-    return found
-
-
-def dealt_conversions(pieces: ConversionList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
-    """Deal conversions to workers likewise."""
-    home = np.full(len(pieces), -1, dtype=np.int64)
-    for arena, worker in (homes or {}).items():
-        home[pieces.arena == arena] = worker
-    rest = np.flatnonzero(home < 0)
-    found = []
-    for worker, rows in enumerate(pieces.select(rest).deal(workers)):
-        mine = np.concatenate([rest[rows], np.flatnonzero(home == worker)])
-        if len(mine):
-            found.append(Share(worker, pieces.select(mine)))
-    return found
+def shares_of(rows: CopyList | ConversionList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
+    """Return the workers' shares, see WorkList.shared_out; workers that get nothing have none."""
+    numbers = rows.shared_out(workers, homes)
+    return [Share(worker, rows.select(mine)) for worker, mine in enumerate(numbers) if len(mine)]
 
 
 @dataclass(slots=True)

@@ -23,15 +23,16 @@ from refitd.copy_services.measure import pull_seconds
 from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
 from refitd.daemon.address import reachable_address
-from refitd.daemon.client_listener import Gate
-from refitd.daemon.coordinator_process import CoordinatorBeside, StartFailed
-from refitd.daemon.slow_work import Maker, Moved
+from refitd.daemon.client_listener import ClientListener
+from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
+from refitd.daemon.slow_work import Moved, SlowWork
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.background import LARGE_FRAME, Aside, InOrder
+from refitd.protocol.background import LARGE_FRAME, BackgroundThread, OrderedDecoder
 from refitd.protocol.base import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from refitd.protocol.channel import Dealer, Received, Router, local_peer
 from refitd.protocol.codec import HELLO_BYTES, BadMessage, Decoder, request_of
@@ -82,7 +83,7 @@ class DaemonShell:
         self._users = node_users(config)
         self._noise = Throttle(period_s=5.0)
         self._dealer = Dealer(context, config.coordinator_endpoint, keys)
-        self._gate = Gate(
+        self._gate = ClientListener(
             directory / "refitd.fds", endpoint, self._users.uids, self._watch, self._goodbye, self._said_of_commit
         )
         self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
@@ -96,9 +97,9 @@ class DaemonShell:
         self._arena_numbers = 0
         self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._watch(self._made_r, select.POLLIN)
-        self._maker = Maker(time.monotonic, self._told)
-        self._aside = Aside[tuple[int, Received]]("refitd-reader", self._told)
-        self._plans = InOrder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
+        self._maker = SlowWork(time.monotonic, self._told)
+        self._aside = BackgroundThread[tuple[int, Received]]("refitd-reader", self._told)
+        self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
         # of clients of whom a large frame is being read: what they have sent after it
         self._held: dict[bytes, deque[Received]] = {}
         self._held_bytes = 0
@@ -115,11 +116,11 @@ class DaemonShell:
             config.node.keep_targets_s,
         )
 
-    def serve(self, stop: list[int], wakeup: int, beside: CoordinatorBeside | None, ready_fd: int | None) -> None:
+    def serve(self, stop: list[int], wakeup: int, beside: CoordinatorProcess | None, ready_fd: int | None) -> None:
         """Work until `stop` holds a signal number; tell `ready_fd` once clients can work."""
         self._watch(wakeup, select.POLLIN)
         told = False
-        self._feed(act.Tick())
+        self._feed(Tick())
         awake = time.monotonic()
         next_tick = awake + TICK_S
         while not stop:
@@ -146,7 +147,7 @@ class DaemonShell:
         """Return the time; if more has passed than expected, nobody was silent: this process was busy or stopped."""
         now = time.monotonic()
         if (lost_s := now - since - expected_s) > SLOW_TURN_S:
-            self._feed(act.Busy(lost_s))
+            self._feed(Busy(lost_s))
             self._log("slow-turn", seconds=lost_s)
         return now
 
@@ -156,7 +157,7 @@ class DaemonShell:
         if late := self._gate.expire(time.monotonic()):
             self._log("turned-away", clients=late, reason="they connected and said no Hello")
         self._collect()
-        self._feed(act.Tick())
+        self._feed(Tick())
 
     def _outlive(self, what: Callable[[], object]) -> None:
         """Do something that must not end this process: the arenas and everybody who uses them stay."""
@@ -165,10 +166,10 @@ class DaemonShell:
         except StartFailed:
             raise
         except Exception:  # a mistake of ours, or a limit of this process
-            if self._noise.lets("internal", time.monotonic()):
+            if self._noise.allows("internal", time.monotonic()):
                 self._log.failed("internal-error")
 
-    def _look_after(self, beside: CoordinatorBeside | None) -> None:
+    def _look_after(self, beside: CoordinatorProcess | None) -> None:
         """Start again what has ended beside this daemon, and have status say what is wrong."""
         for worker in self._workers.start_due(time.monotonic()):
             self._feed(act.WorkerStarted(worker))
@@ -204,7 +205,7 @@ class DaemonShell:
             self._no_handshake()
         elif ready == self._gate.listener_fd:
             refusal = self._gate.accept()
-            if refusal and self._noise.lets(refusal, time.monotonic()):
+            if refusal and self._noise.allows(refusal, time.monotonic()):
                 self._log("turned-away", reason=refusal)
         elif ready == self._made_r:
             self._collect()
@@ -233,7 +234,7 @@ class DaemonShell:
             "coordinator.endpoint in a directory that nobody else can write to"
         )
         self._feed(act.CoordinatorUnreachable(reason))
-        if self._uncoordinated.lets(reason, time.monotonic()):
+        if self._uncoordinated.allows(reason, time.monotonic()):
             self._log("stranger", reason=reason)
         return False
 
@@ -242,14 +243,14 @@ class DaemonShell:
         if reason is None:
             return
         self._feed(act.CoordinatorUnreachable(reason))
-        if self._uncoordinated.lets(reason, time.monotonic()):
+        if self._uncoordinated.allows(reason, time.monotonic()):
             self._log("handshake-failed", reason=reason)
 
     def _tell_if_alone(self, now: float) -> None:
         waited_s = now - self._started
         if self._state.is_coordinated or waited_s < self._config.deadlines.connect_s:
             return
-        if self._uncoordinated.lets("alone", now):
+        if self._uncoordinated.allows("alone", now):
             reason = "no coordinator answers; check that it runs, its endpoint, firewalls and keys"
             self._log("no-coordinator", endpoint=self._config.coordinator_endpoint, reason=reason)
 
@@ -287,7 +288,7 @@ class DaemonShell:
         self._router.send(identity, request, reply)
 
     def _tell_bad(self, received: Received, error: RefitdError) -> None:
-        if self._noise.lets(f"bad {received.address}", time.monotonic()):
+        if self._noise.allows(f"bad {received.address}", time.monotonic()):
             session = self._gate.session_of(received)
             self._log("bad-message", session=session, peer=received.address, reason=str(error))
 
@@ -364,7 +365,7 @@ class DaemonShell:
             self._feed(act.ClientSaid(session, request, message, prepared))
         except Exception as exc:
             # a mistake of ours that one client's message brings out must not end everybody's daemon
-            if self._noise.lets(f"internal {session} {type(message).__name__}", time.monotonic()):
+            if self._noise.allows(f"internal {session} {type(message).__name__}", time.monotonic()):
                 self._log.failed("internal-error", session=session, message=type(message).__name__)
             text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
             self._perform(act.ToClient(session, request, local.Failure(code="internal", message=text)))
@@ -453,7 +454,7 @@ class DaemonShell:
                     _close_all,
                     in_turn=True,
                 )
-            case act.MeasurePull(session, request, pid, spans):
+            case act.TimePull(session, request, pid, spans):
                 if any(isinstance(key, tuple) and key[0] == session for key in self._maker.waiting()):
                     text = "this client has a measurement under way; wait for its end"
                     failure = local.Failure(code=RefusedError.code, message=text)
@@ -470,10 +471,10 @@ class DaemonShell:
                 os.close(self._arena_fds.pop(arena))
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
-            case act.Log(event, fields):
+            case Log(event, fields):
                 # clients decide how many requests are refused
                 subject = f"{event} {fields.get('session')} {fields.get('message')}"
-                if event != "refused" or self._noise.lets(subject, time.monotonic()):
+                if event != "refused" or self._noise.allows(subject, time.monotonic()):
                     self._log.write(event, fields)
 
     def _told(self) -> None:
@@ -581,7 +582,7 @@ def _measure(pid: int, spans: tuple[tuple[int, int, int], ...]) -> local.PullMea
         return local.PullMeasured(seconds=0.0, reason=str(exc).partition(";")[0])
 
 
-def run(config: Config, beside: CoordinatorBeside | None, ready_fd: int | None) -> int:
+def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None) -> int:
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:

@@ -49,7 +49,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Lease:
+class LentVersion:
     """Live tensors lent as a version."""
 
     version: int
@@ -76,7 +76,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
+class PermitSlot:
     """A place in the page of permits (see `refitd.buffers.permits`) and the token that is this member's alone."""
 
     slot: int
@@ -98,7 +98,7 @@ class Member:
     figures: Figures
     form: str  # what it holds beside its shard, as far as digests go
     slots: list[Slot] = field(default_factory=list)
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: dict[int, LentVersion] = field(default_factory=dict)
     waiting: list[WaitingPublish] = field(default_factory=list)
     staging: int = -1
     state: TargetState = field(default_factory=TargetState)  # a source's never changes
@@ -106,7 +106,7 @@ class Member:
     is_told: bool = False  # whether the coordinator has been sent `state` and `history` as they are
     on_move: Callable[[Member], None] = lambda member: None
     boot: str = ""  # of the coordinator that has agreed to it
-    permit: Permit | None = None  # where its process reads until when it may serve
+    permit: PermitSlot | None = None  # where its process reads until when it may serve
     verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once it has been taken
     newest: int = -1  # highest version ever published
@@ -114,8 +114,8 @@ class Member:
     run: str = ""  # source: the incarnation of its trainer
     may_drop: frozenset[int] = frozenset()  # versions that no other source rank needs
     lagging: str = ""  # whom the versions wait for that it may not drop
-    way: TransferMode = TransferMode.NONE  # how the newest version is given
-    why: str = ""  # the measurement that chose between pulling and copying
+    mode: TransferMode = TransferMode.NONE  # how the newest version is given
+    mode_reason: str = ""  # the measurement that chose between pulling and copying
     described: bytes = b""  # its shard, packed for the coordinator
     replicas: bytes = b""  # source: digests of what other ranks may hold, too (see ShardPublished)
     replicas_of: int = 0  # the version that they were taken of
@@ -169,7 +169,7 @@ class Member:
             return self.leases[version].places
         return self.packed.in_arena(next(slot.arena for slot in self.slots if slot.version == version))
 
-    def way_of(self, version: int) -> TransferMode:
+    def mode_of(self, version: int) -> TransferMode:
         """Return how workers get a version."""
         lease = self.leases.get(version)
         if lease is None:

@@ -102,8 +102,8 @@ class Before:
     """What a source said of its newest version before the one that is being announced."""
 
     newest: int
-    way: TransferMode
-    why: str
+    mode: TransferMode
+    mode_reason: str
     replicas: bytes
     replicas_of: int
 

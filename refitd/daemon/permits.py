@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from refitd.buffers.permits import SLOTS
 from refitd.daemon.actions import Instruction, SetPermit
-from refitd.daemon.members import Member, Permit
+from refitd.daemon.members import Member, PermitSlot
 from refitd.errors import RefusedError
 
 # Heartbeats whose answers are waited for; older ones say nothing any more.
@@ -61,7 +61,7 @@ class Permits:
     def allot(self, member: Member) -> None:
         """Give a target rank a slot, of which there is one (`check_free`); it may not serve yet."""
         self._tokens += 1
-        member.permit = Permit(self._free.pop(), self._tokens)
+        member.permit = PermitSlot(self._free.pop(), self._tokens)
         member.on_move = self.renew
         self._write(member, 0.0)
 

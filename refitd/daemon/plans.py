@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
 
-from refitd.addressing.between_nodes import Crossing, crossing
+from refitd.addressing.between_nodes import NodeTransfers, node_transfers
 from refitd.addressing.copies import constant_bytes
-from refitd.daemon.actions import Instruction, Log, ToCoordinator
+from refitd.daemon.actions import Instruction, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.pending import Constants, WantedArenas
 from refitd.errors import ArenaError
+from refitd.events import Log
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster
@@ -22,7 +23,7 @@ from refitd.protocol.base import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NodePlan:
     """What one node performs of a plan."""
 
     id: str
@@ -30,7 +31,7 @@ class Plan:
     table: CopyTable
     fills: FillTable | None
     constants: int  # arena of what is filled in; -1 where nothing is
-    outer: Outer | None = None
+    outer: OuterTransfers | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +42,7 @@ class _Loading:
     members: dict[int, str]
     table: CopyTable
     fills: FillTable | None
-    outer: Outer | None
+    outer: OuterTransfers | None
     constants: int = -1
     missing: set[str] = field(default_factory=set)
 
@@ -52,10 +53,10 @@ class _Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class OuterTransfers:
     """What a plan moves between this node and others."""
 
-    rows: Crossing
+    rows: NodeTransfers
     index: int  # this node's position in the epoch
     epoch: cluster.EpochPlan
 
@@ -92,11 +93,11 @@ class LocalPlans:
         self._epochs = epochs
         self._make_arenas = make_arenas
         self._out = out
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, NodePlan] = {}
         self._loading: dict[str, _Loading] = {}  # plans of which something is not there yet
         self._unneeded: set[int] = set()  # arenas that came too late for the plan they were made for
 
-    def get(self, plan: str) -> Plan | None:
+    def get(self, plan: str) -> NodePlan | None:
         """Return a plan that can be used."""
         return self._plans.get(plan)
 
@@ -148,10 +149,12 @@ class LocalPlans:
             return
         plan = loading.plan
         del self._loading[plan]
-        self._plans[plan] = Plan(plan, loading.members, loading.table, loading.fills, loading.constants, loading.outer)
+        self._plans[plan] = NodePlan(
+            plan, loading.members, loading.table, loading.fills, loading.constants, loading.outer
+        )
         self._say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
 
-    def _outer(self, message: cluster.LoadPlan) -> Outer | None:
+    def _outer(self, message: cluster.LoadPlan) -> OuterTransfers | None:
         epoch = message.epoch
         if epoch is None:
             return None
@@ -162,7 +165,7 @@ class LocalPlans:
         used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")
-        return Outer(crossing(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
+        return OuterTransfers(node_transfers(table, node_of, epoch.lanes), epoch.nodes.index(self._node), epoch)
 
     def _plan_refused(self, message: cluster.LoadPlan, reason: str) -> None:
         self._log("bad-plan", plan=message.plan, reason=reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from refitd.daemon.coordinator_link import CoordinatorLink
-from refitd.daemon.members import Lease, Member, WaitingPublish, lease_places
+from refitd.daemon.members import LentVersion, Member, WaitingPublish, lease_places
 from refitd.daemon.pending import Announced, Before
 from refitd.daemon.swaps import LocalSwaps
 from refitd.describe.replica_pieces import piece_count
@@ -60,7 +60,7 @@ class Publishing:
             self._grant(member)
             raise
         slot.version = version
-        self._announce(member, session, request, version, message.why, message.replicas)
+        self._announce(member, session, request, version, message.reason, message.replicas)
 
     def lend(self, member: Member, session: int, request: int, message: local.Lend) -> None:
         """Take live tensors as a version.
@@ -73,17 +73,17 @@ class Publishing:
         _check_newer(member, version)
         _check_room(member, "versions that are lent", len(member.leases))
         self._check_announced(member, message.replicas)
-        member.leases[version] = Lease(version, lease_places(member, message.addresses))
-        self._announce(member, session, request, version, message.why, message.replicas)
+        member.leases[version] = LentVersion(version, lease_places(member, message.addresses))
+        self._announce(member, session, request, version, message.reason, message.replicas)
 
     def ask_room(self, member: Member) -> None:
         """Ask what may be overwritten for a publish that waits; said again, for a coordinator may have missed it."""
         if member.waiting and member.registration.world_size > 1:
             self._link.say(cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
 
-    def may_drop(self, member: Member, versions: Iterable[int], why: str) -> None:
+    def may_drop(self, member: Member, versions: Iterable[int], reason: str) -> None:
         """The coordinator says what no other rank needs."""
-        member.may_drop, member.lagging = frozenset(versions), why
+        member.may_drop, member.lagging = frozenset(versions), reason
         self._grant(member)
 
     def withdraw(self, member: Member, version: int, reason: str) -> None:
@@ -147,15 +147,15 @@ class Publishing:
                 self._link.say(cluster.ShardWithdrawn(member=member.id, version=old))
             self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
 
-    def _announce(self, member: Member, session: int, request: int, version: int, why: str, replicas: bytes) -> None:
-        before = Before(member.newest, member.way, member.why, member.replicas, member.replicas_of)
+    def _announce(self, member: Member, session: int, request: int, version: int, reason: str, replicas: bytes) -> None:
+        before = Before(member.newest, member.mode, member.mode_reason, member.replicas, member.replicas_of)
         member.newest = version
         if replicas:
             member.replicas, member.replicas_of = replicas, version
-        member.way, member.why = member.way_of(version), why
+        member.mode, member.mode_reason = member.mode_of(version), reason
 
         published = cluster.ShardPublished(
-            member=member.id, version=version, way=member.way, why=why, replicas=replicas
+            member=member.id, version=version, mode=member.mode, mode_reason=reason, replicas=replicas
         )
         self._link.ask(session, request, published, Announced(member, version, before))
 
@@ -178,7 +178,7 @@ class Publishing:
     def _take_back(self, member: Member, version: int, before: Before) -> None:
         """The coordinator has refused a version; nobody else knows of it, and its number can still be used."""
         if member.newest == version:
-            member.newest, member.way, member.why = before.newest, before.way, before.why
+            member.newest, member.mode, member.mode_reason = before.newest, before.mode, before.mode_reason
         if member.replicas_of == version:
             member.replicas, member.replicas_of = before.replicas, before.replicas_of
         member.leases.pop(version, None)
@@ -201,7 +201,7 @@ def _check_room(member: Member, what: str, count: int) -> None:
 
 
 def _why_not(member: Member) -> str:
-    """Say why no slot of a member could be overwritten."""
+    """Say reason no slot of a member could be overwritten."""
     found = []
     if reading := sorted({s for slot in member.slots for s in slot.readers}):
         found.append(f"swaps {reading} are still reading")

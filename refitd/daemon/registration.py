@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
-from refitd.daemon.actions import Instruction, Log, Prepared, ToClient
+from refitd.daemon.actions import Instruction, Prepared, ToClient
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.members import Member, Slot, new_member
@@ -14,9 +14,10 @@ from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Re
 from refitd.daemon.permits import Permits
 from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
-from refitd.daemon.target_state import Live, Restored
+from refitd.daemon.target_state import ContentRestored, Live
 from refitd.daemon.verification import Proofs
 from refitd.errors import RefitdError, RefusedError
+from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 
@@ -211,7 +212,7 @@ class Registrations:
         Raises:
             IllegalTransition: it had nothing to copy back.
         """
-        member.move(Restored())
+        member.move(ContentRestored())
         self._tell(session.id, request, member, Returned(member, session.uid))
 
     def returned(self, session: int, request: int, about: Returned, reply: Message) -> None:
@@ -309,9 +310,9 @@ def _shard_of(member: Member) -> cluster.AddShard:
         digest=member.digest,
         attached=member.session is not None,
         versions=tuple(member.held()),
-        ways=tuple(member.way_of(version) for version in member.held()),
-        way=member.way,
-        why=member.why,
+        modes=tuple(member.mode_of(version) for version in member.held()),
+        mode=member.mode,
+        mode_reason=member.mode_reason,
         version=member.state.version,
         staged=member.state.staged,
         pauses=isinstance(r, local.RegisterTarget) and r.pauses,

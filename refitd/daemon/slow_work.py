@@ -24,7 +24,7 @@ Moved = Callable[[], None]  # to be called between two steps; raises Abandoned
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Task:
     key: Hashable
     what: str
     run: Callable[[Moved], object]
@@ -40,15 +40,15 @@ class _Piece:
     is_done: bool = False
 
 
-class Maker:
+class SlowWork:
     """Owned by one loop, which calls `submit` and, when it is told or time has passed, `collect`."""
 
     def __init__(self, clock: Callable[[], float], tell: Callable[[], None]) -> None:
         """`tell` is called on other threads, when there is something to collect."""
         self._clock = clock
         self._tell = tell
-        self._pieces: list[_Piece] = []
-        self._stuck: list[_Piece] = []
+        self._pieces: list[_Task] = []
+        self._stuck: list[_Task] = []
 
     def submit(
         self,
@@ -71,7 +71,7 @@ class Maker:
             in_turn: whether it waits until those submitted before it have ended, or do not move.
         """
         now = self._clock()
-        self._pieces.append(_Piece(key, what, run, give_back, now + within_s, in_turn))
+        self._pieces.append(_Task(key, what, run, give_back, now + within_s, in_turn))
         self._start(now)
 
     def waiting(self) -> list[Hashable]:
@@ -116,7 +116,7 @@ class Maker:
             piece.thread = threading.Thread(target=self._work, args=(piece,), name="refitd-maker", daemon=True)
             piece.thread.start()
 
-    def _work(self, piece: _Piece) -> None:
+    def _work(self, piece: _Task) -> None:
         def moved() -> None:
             piece.moved = self._clock()
             if piece.is_abandoned:

@@ -8,15 +8,12 @@ from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES
 from refitd.daemon.actions import (
     ArenasMade,
     ArenasRefused,
-    Busy,
     ClientSaid,
     CoordinatorSaid,
     CoordinatorUnreachable,
     Due,
     Event,
     Instruction,
-    Log,
-    MeasurePull,
     NotSent,
     Prepared,
     Problems,
@@ -24,7 +21,7 @@ from refitd.daemon.actions import (
     SessionClosed,
     SessionLeaves,
     SessionOpened,
-    Tick,
+    TimePull,
     ToClient,
     Unsent,
     WorkerDied,
@@ -63,6 +60,7 @@ from refitd.daemon.target_state import Step
 from refitd.daemon.verification import Proofs
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import ProtocolError, RefitdError, RefusedError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
 from refitd.protocol.reports import NodeStatus
@@ -331,7 +329,7 @@ class Daemon:
                 f"{member.id}: {nbytes} bytes in {rows} rows to measure, the limits are {MAX_MEASURED_BYTES} bytes "
                 f"and {MAX_MEASURED_ROWS} rows"
             )
-        self._out.append(MeasurePull(session.id, request, member.pid, spans))
+        self._out.append(TimePull(session.id, request, member.pid, spans))
 
     def _own(self, session: Session, member_id: str) -> Member:
         member = self.members.get(member_id)
@@ -446,9 +444,9 @@ class Daemon:
                 self._epochs.value(message)
             case cluster.LiveIs(live):
                 self._live[live.model] = live
-            case cluster.MayDrop(member, versions, why):
+            case cluster.MayDrop(member, versions, reason):
                 if member in self.members:
-                    self._publishing.may_drop(self.members[member], versions, why)
+                    self._publishing.may_drop(self.members[member], versions, reason)
             case cluster.FenceMember(member, reason):
                 if member in self.members:
                     self._commits.fence_behind(self.members[member], reason)
@@ -458,7 +456,7 @@ class Daemon:
                 self._swaps.stage(swap, plan, version, timeout_s, verify, run)
             case cluster.CheckMembers():
                 self._proofs.check(message, self._now)
-            case cluster.Commit(swap, version):
+            case cluster.CommitStaged(swap, version):
                 self._commits.begin(swap, version)
             case cluster.FlipMember(swap, member, step, origin):
                 self._commits.in_step(member, local.FlipAt(swap, member, step, origin))

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from refitd.addressing.between_nodes import halves_of
+from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
-from refitd.daemon.actions import Instruction, Log, ToCoordinator
+from refitd.daemon.actions import Instruction, ToCoordinator
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
-from refitd.daemon.jobs import JobTable, Run, Share, dealt, dealt_conversions
+from refitd.daemon.jobs import JobTable, Run, Share, shares_of
 from refitd.daemon.members import Member
-from refitd.daemon.plans import LocalPlans, Plan
-from refitd.daemon.target_state import StageBegan, StageDone, step_of
+from refitd.daemon.plans import LocalPlans, NodePlan
+from refitd.daemon.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import IllegalTransition
+from refitd.events import Log
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message, clipped
@@ -36,7 +37,7 @@ class _Staging:
 @dataclass(slots=True)
 class _LocalSwap:
     swap: str
-    plan: Plan
+    plan: NodePlan
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
     verify: bool = True
@@ -132,13 +133,13 @@ class LocalSwaps:
             if plan.fills is not None:
                 fills = fill_copies(plan.fills, writes, plan.constants, len(plan.table))
                 copies = joined([copies, fills])
-            return dealt(copies, self._workers, self._maps.homes(copies.arenas()))
+            return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
 
         def crossing_shares() -> list[Share]:
             assert outer is not None
             epoch, reads, writes = outer.epoch, sources(), destinations()
             return [
-                Share(lane, halves_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
+                Share(lane, transfers_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
                 for lane in range(epoch.lanes)
             ]
 
@@ -157,7 +158,7 @@ class LocalSwaps:
         if not runs:
             self._arrived(local_swap)
 
-    def _row_name(self, plan: Plan, table: CopyTable, row: int) -> str:
+    def _row_name(self, plan: NodePlan, table: CopyTable, row: int) -> str:
         src, dst = (plan.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))
         return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
 
@@ -174,7 +175,7 @@ class LocalSwaps:
                 for one in made_in(member.registration, member.staging)
             ]
             homes = self._maps.homes({one.arena for one in made})
-            return dealt_conversions(pieces_of(made, on_gpus=homes), self._workers, homes)
+            return shares_of(pieces_of(made, on_gpus=homes), self._workers, homes)
 
         # it goes with the plan, and with the arenas of its members
         key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))
@@ -183,7 +184,7 @@ class LocalSwaps:
         if not runs:
             self._staged(local_swap)
 
-    def _targets(self, plan: Plan) -> list[tuple[int, Member]]:
+    def _targets(self, plan: NodePlan) -> list[tuple[int, Member]]:
         """Return this node's targets and their ranks; one that receives nothing (all its shards are empty) too."""
         here = [(rank, self._members.get(member)) for rank, member in plan.members.items()]
         return [(rank, member) for rank, member in here if member is not None and not member.is_source]
@@ -193,7 +194,7 @@ class LocalSwaps:
         self._log("swap", swap=local_swap.swap, version=local_swap.version, phase="staged")
         for _, member in self._targets(local_swap.plan):
             if member.state.swap == local_swap.swap:
-                member.move(StageDone(local_swap.swap))
+                member.move(StageFinished(local_swap.swap))
         plan = local_swap.plan
         rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
         self._say(
@@ -255,7 +256,7 @@ class LocalSwaps:
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_failed(run, reason, copy, worker)
-            case sidecar.EpochPut() | sidecar.EpochJoined() | sidecar.EpochFailed():
+            case sidecar.LanePut() | sidecar.EpochJoined() | sidecar.EpochFailed():
                 self._epochs.worker_said(worker, message)
             case _:
                 pass
@@ -321,34 +322,34 @@ class LocalSwaps:
 
     def tick(self) -> None:
         """Replace workers that are stuck in something nobody wants any more."""
-        for worker, why in self._epochs.tick():
-            self.replace_worker(worker, why)
+        for worker, reason in self._epochs.tick():
+            self.replace_worker(worker, reason)
 
-    def replace_worker(self, worker: int, why: str) -> None:
+    def replace_worker(self, worker: int, reason: str) -> None:
         """Replace a worker that does something nobody wants any more."""
-        self._log("worker-replaced", worker=worker, reason=why)
-        self._replace([worker], why)
+        self._log("worker-replaced", worker=worker, reason=reason)
+        self._replace([worker], reason)
 
-    def _replace(self, workers: Sequence[int], why: str) -> None:
+    def _replace(self, workers: Sequence[int], reason: str) -> None:
         """Replace workers; what they were to do for others is done by those that follow them, where one node can."""
         innocent: list[Run] = []
         for worker in workers:
             innocent += self._jobs.ended_by(worker)
             self._restart(worker)
-            self._epochs.worker_gone(worker, f"worker {worker} on node {self._node}", why)
+            self._epochs.worker_gone(worker, f"worker {worker} on node {self._node}", reason)
         for run in innocent:
             where = f"worker {run.worker} on node {self._node}"
             if isinstance(run.purpose, Committing):
-                self._commits.again(run.purpose, f"{where}: {why}")
+                self._commits.again(run.purpose, f"{where}: {reason}")
             elif isinstance(run.purpose, _Staging) and (found := self._swaps.get(run.purpose.swap)) is not None:
                 if run.crosses:  # other nodes have given up this exchange by now, and nothing here can begin it again
-                    self._stage_failed(found.swap, where, why)
+                    self._stage_failed(found.swap, where, reason)
                 elif not found.failed:
                     # the copies are the same, from versions that this swap still holds, into arenas that only it writes
                     found.outstanding.discard(run.number)
                     found.progress.pop(run.number, None)
                     found.outstanding.add(self._jobs.repeat(run).number)
-                    self._log("repeated", swap=found.swap, worker=run.worker, reason=why)
+                    self._log("repeated", swap=found.swap, worker=run.worker, reason=reason)
 
     # --- output -------------------------------------------------------------------------------------------
 

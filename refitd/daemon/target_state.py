@@ -72,7 +72,7 @@ class Live(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class ContentRestored:
     """Its process holds what the retained staging arena held, compared byte for byte."""
 
 
@@ -100,7 +100,7 @@ class StageBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class StageDone:
+class StageFinished:
     """The version is whole and verified."""
 
     swap: str
@@ -158,9 +158,9 @@ class FellBehind:
 
 
 OfSwap: TypeAlias = (
-    AskedToHalt | StoodStill | StageBegan | StageDone | Decided | StoodAside | Committed | Failed | Aborted
+    AskedToHalt | StoodStill | StageBegan | StageFinished | Decided | StoodAside | Committed | Failed | Aborted
 )
-Event: TypeAlias = Restored | OfSwap | Doubted | FellBehind
+Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind
 
 
 # --- state ------------------------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ def restoring(version: int, run: str = "") -> TargetState:
 _UNDECIDED = (Step.HALTING, Step.HALTED, Step.STAGING, Step.STAGED, Step.PAUSING, Step.PAUSED)
 
 STEPS: Mapping[tuple[type[Event], Step], Step] = {
-    (Restored, Step.RESTORING): Step.IDLE,
+    (ContentRestored, Step.RESTORING): Step.IDLE,
     (AskedToHalt, Step.IDLE): Step.HALTING,
     (AskedToHalt, Step.STAGED): Step.PAUSING,
     (StoodStill, Step.HALTING): Step.HALTED,
     (StoodStill, Step.PAUSING): Step.PAUSED,
     (StageBegan, Step.IDLE): Step.STAGING,
     (StageBegan, Step.HALTED): Step.STAGING,
-    (StageDone, Step.STAGING): Step.STAGED,
+    (StageFinished, Step.STAGING): Step.STAGED,
     (Decided, Step.STAGED): Step.COMMITTING,
     (Decided, Step.PAUSING): Step.COMMITTING,  # its word was on its way when the coordinator that asked was replaced
     (Decided, Step.PAUSED): Step.COMMITTING,
@@ -238,7 +238,7 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
 
 # What is not here leaves `live` as it is.
 LIVES: Mapping[tuple[type[Event], Live], Live] = {
-    (Restored, Live.EMPTY): Live.SERVING,
+    (ContentRestored, Live.EMPTY): Live.SERVING,
     **{(Committed, live): Live.SERVING for live in Live if live is not Live.POISONED},
     **{(Failed, live): Live.EMPTY for live in Live if live is not Live.POISONED},
     (Aborted, Live.DOUBTED): Live.SERVING,
@@ -281,7 +281,7 @@ def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetStat
     match event:
         case StageBegan(_, version, run):
             moved = replace(moved, next=version, next_run=run, holds=None)
-        case Restored() | Committed():
+        case ContentRestored() | Committed():
             moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)
         case _:
             pass

@@ -10,10 +10,11 @@ import xxhash
 
 from refitd.addressing.places import Places
 from refitd.buffers.blocks import DIGEST_BYTES
-from refitd.daemon.actions import Instruction, Log, ToClient, ToCoordinator, ToWorker
+from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
 from refitd.daemon.blocks import Blocks
 from refitd.daemon.members import Member, Proof
 from refitd.daemon.target_state import Live
+from refitd.events import Log
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import Difference
@@ -28,7 +29,7 @@ MAX_ASKED = 64
 
 
 @dataclass(slots=True)
-class _Work:
+class _DigestWork:
     """Blocks that workers digest, or (with `others`) compare, a batch at a time."""
 
     member: str
@@ -51,13 +52,13 @@ class _Work:
 class _Run:
     """A batch that a worker has."""
 
-    work: _Work
+    work: _DigestWork
     batch: Sequence[int]
     worker: int
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RequestedCheck:
     """What the coordinator has asked for, until it is answered."""
 
     check: str
@@ -67,14 +68,14 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Check:
+class _MemberCheck:
     """One member's check. Who asks while it is under way waits for another one that begins after it."""
 
     member: str
     number: int
     version: int
-    asked: list[_Asked]
-    later: list[_Asked] = field(default_factory=list)
+    asked: list[_RequestedCheck]
+    later: list[_RequestedCheck] = field(default_factory=list)
     phase: Literal["stored", "live", "compare"] = "stored"
     differing: list[int] = field(default_factory=list)  # blocks
     attempts: int = 1
@@ -105,10 +106,10 @@ class Proofs:
         self._need = need
         self._homes = homes
         self._is_swapping = is_swapping
-        self._work: list[_Work] = []
+        self._work: list[_DigestWork] = []
         self._runs: dict[int, _Run] = {}
-        self._checks: dict[str, _Check] = {}
-        self._asked: list[_Asked] = []
+        self._checks: dict[str, _MemberCheck] = {}
+        self._asked: list[_RequestedCheck] = []
         # by member: they do not change, and making them takes long where tensors are very many
         self._blocks: dict[str, Blocks] = {}
         self._later: set[str] = set()  # members whose digests are to be taken, from the next tick on
@@ -149,7 +150,7 @@ class Proofs:
 
     def check(self, message: cluster.CheckMembers, now: float) -> None:
         """Check members; each answer goes to the coordinator as soon as it is known, the last ones at the deadline."""
-        asked = _Asked(message.check, now + message.timeout_s, message.timeout_s, set(message.members))
+        asked = _RequestedCheck(message.check, now + message.timeout_s, message.timeout_s, set(message.members))
         if len(self._asked) >= MAX_ASKED:
             self._expire(asked, f"node {self._node} has {MAX_ASKED} checks under way already")
             return
@@ -187,7 +188,7 @@ class Proofs:
         for work in self._work:
             work.is_due = True
 
-    def _expire(self, asked: _Asked, reason: str = "") -> None:
+    def _expire(self, asked: _RequestedCheck, reason: str = "") -> None:
         for member_id in sorted(asked.left):
             check, member = self._checks.get(member_id), self._members.get(member_id)
             if check is not None:
@@ -199,7 +200,7 @@ class Proofs:
                 asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, version=version, reason=late)
             )
 
-    def _late(self, check: _Check | None, member: Member | None, timeout_s: float) -> str:
+    def _late(self, check: _MemberCheck | None, member: Member | None, timeout_s: float) -> str:
         within = f"within {timeout_s:.1f} s"
         if check is not None and member is not None and check.phase != "stored" and not member.live:
             return (
@@ -209,12 +210,12 @@ class Proofs:
         what = "its staging arena" if check is None or check.phase == "stored" else "its live tensors"
         return f"the workers of node {self._node} have not read {what} {within}; they are stopped, or busy with a swap"
 
-    def _begin(self, member: Member, asked: list[_Asked]) -> None:
-        check = _Check(member.id, self._next(), -1, asked)
+    def _begin(self, member: Member, asked: list[_RequestedCheck]) -> None:
+        check = _MemberCheck(member.id, self._next(), -1, asked)
         self._checks[member.id] = check
         self._start(check, member)
 
-    def _start(self, check: _Check, member: Member) -> None:
+    def _start(self, check: _MemberCheck, member: Member) -> None:
         if obstacle := self._obstacle(member):
             self._end(check, ProofState.UNKNOWN, obstacle)
             return
@@ -254,7 +255,7 @@ class Proofs:
             )
         return ""
 
-    def _again(self, check: _Check) -> None:
+    def _again(self, check: _MemberCheck) -> None:
         """Begin a check anew: what it was about has changed."""
         check.attempts += 1
         check.number = self._next()
@@ -273,18 +274,18 @@ class Proofs:
         if member.state.holds is None:
             return
         blocks, places = self._blocks_of(member), member.decided_places()
-        self._add(_Work(member.id, "stored", member.state.holds, blocks, places, is_urgent))
+        self._add(_DigestWork(member.id, "stored", member.state.holds, blocks, places, is_urgent))
 
-    def _read_live(self, check: _Check, member: Member) -> None:
+    def _read_live(self, check: _MemberCheck, member: Member) -> None:
         check.phase = "live"
         blocks = self._blocks_of(member)
         if member.live:
-            self._add(_Work(member.id, "live", check.version, blocks, member.live, True))
+            self._add(_DigestWork(member.id, "live", check.version, blocks, member.live, True))
         elif member.session is not None:
             message = local.DigestLive(member=member.id, check=check.number, steps=tuple(blocks.steps.tolist()))
             self._out(ToClient(member.session, 0, message))
 
-    def _live_read(self, check: _Check, digests: bytes) -> None:
+    def _live_read(self, check: _MemberCheck, digests: bytes) -> None:
         member = self._members[check.member]
         proof, state = member.proof, member.state
         if proof is None or not proof.version == state.version == check.version or state.live is Live.WRITTEN:
@@ -305,11 +306,11 @@ class Proofs:
         else:
             self._locate(check, member)
 
-    def _locate(self, check: _Check, member: Member) -> None:
+    def _locate(self, check: _MemberCheck, member: Member) -> None:
         check.phase = "compare"
         blocks, located = self._blocks_of(member), check.differing[:MAX_DIFFERENCES]
         if member.live:
-            work = _Work(member.id, "compare", check.version, blocks, member.live, True, member.held_places())
+            work = _DigestWork(member.id, "compare", check.version, blocks, member.live, True, member.held_places())
             self._add(work, located)
         elif member.session is not None:
             columns = (column[located].tolist() for column in (blocks.tensor, blocks.first, blocks.count))
@@ -317,14 +318,14 @@ class Proofs:
             message = local.CompareLive(member=member.id, check=check.number, blocks=wanted)
             self._out(ToClient(member.session, 0, message))
 
-    def _located(self, check: _Check, found: list[tuple[int, int, int]]) -> None:
+    def _located(self, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
         member = self._members[check.member]
         # the staging arena may have been written to meanwhile: then it has nothing to say about this version
         state = member.state
         valid = state.holds == check.version == state.version and not (member.live and state.step.is_decided)
         self._differs(check, found if valid else [])
 
-    def _differs(self, check: _Check, found: list[tuple[int, int, int]]) -> None:
+    def _differs(self, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
         blocks = self._blocks_of(self._members[check.member])
         differences = tuple(
             blocks.difference(block, found[i] if i < len(found) else None)
@@ -337,7 +338,7 @@ class Proofs:
 
     def _end(
         self,
-        check: _Check,
+        check: _MemberCheck,
         state: ProofState,
         reason: str = "",
         differences: tuple[Difference, ...] = (),
@@ -363,7 +364,7 @@ class Proofs:
         if check.later and member is not None:
             self._begin(member, check.later)
 
-    def _tell(self, asked: _Asked, report: cluster.MemberChecked) -> None:
+    def _tell(self, asked: _RequestedCheck, report: cluster.MemberChecked) -> None:
         asked.left.discard(report.member)
         if not asked.left:
             self._asked = [a for a in self._asked if a is not asked]
@@ -405,11 +406,11 @@ class Proofs:
             if due:
                 self._send(due[0], worker)
 
-    def _is_wanted(self, work: _Work) -> bool:
+    def _is_wanted(self, work: _DigestWork) -> bool:
         member = self._members.get(work.member)
         return member is not None and (work.what == "live" or member.state.holds == work.version)
 
-    def _unwanted(self, work: _Work) -> None:
+    def _unwanted(self, work: _DigestWork) -> None:
         """The staging arena does not hold the version any more that this is about."""
         self._work = [w for w in self._work if w is not work]
         check = self._checks.get(work.member)
@@ -420,7 +421,7 @@ class Proofs:
         else:
             self._again(check)
 
-    def _add(self, work: _Work, located: Sequence[int] = ()) -> None:
+    def _add(self, work: _DigestWork, located: Sequence[int] = ()) -> None:
         """Have workers digest all blocks, or compare those to be `located`, one at a time."""
         work.left = [(block,) for block in located] if work.others else list(work.blocks.batches(work.places))
         work.total = sum(len(batch) for batch in work.left)
@@ -430,7 +431,7 @@ class Proofs:
         if not work.left:
             self._done(work)  # all its tensors are empty
 
-    def _send(self, work: _Work, worker: int) -> None:
+    def _send(self, work: _DigestWork, worker: int) -> None:
         batch, number = work.left.pop(0), self._next()
         self._runs[number] = _Run(work, batch, worker)
         spans = tuple(work.blocks.span(work.places, block) for block in batch)
@@ -470,7 +471,7 @@ class Proofs:
                 if run.work.attempts > ATTEMPTS and any(run.work is work for work in self._work):
                     self._failed(run.work, f"workers of node {self._node} died {ATTEMPTS} times meanwhile")
 
-    def _done(self, work: _Work) -> None:
+    def _done(self, work: _DigestWork) -> None:
         self._work = [w for w in self._work if w is not work]
         member = self._members.get(work.member)
         if member is None or not self._is_wanted(work):
@@ -494,7 +495,7 @@ class Proofs:
         if check is not None:
             self._start(check, member)
 
-    def _failed(self, work: _Work, reason: str) -> None:
+    def _failed(self, work: _DigestWork, reason: str) -> None:
         self._work = [w for w in self._work if w is not work]
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
         check = self._checks.get(work.member)

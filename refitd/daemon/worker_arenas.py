@@ -10,7 +10,7 @@ from refitd.protocol import sidecar
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownArena:
     nbytes: int
     write: bool
     device: str
@@ -26,13 +26,13 @@ class WorkerArenas:
     def __init__(self, workers: int, out: Callable[[Instruction], None]) -> None:
         self._workers = workers
         self._out = out
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownArena] = {}
         self._mapped: list[set[int]] = [set() for _ in range(workers)]
         self._homes: dict[str, int] = {}  # GPUs in the order of their first arenas
 
     def add(self, arena: int, nbytes: int, device: str, *, write: bool) -> None:
         """Have the workers map a new arena; `device` is "" for main memory."""
-        self._known[arena] = _Known(nbytes, write, device)
+        self._known[arena] = _KnownArena(nbytes, write, device)
         if device and device not in self._homes:
             self._homes[device] = len(self._homes) % self._workers
         for worker in range(self._workers):

@@ -17,7 +17,7 @@ from refitd.describe.experts import Finding, Grouped, findings
 from refitd.describe.layout import elements, layout_problems, row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map, resolve_layer_prefix
-from refitd.describe.placements import Split, cut_order, split_tiles
+from refitd.describe.placements import MeshSplit, cut_order, split_tiles
 from refitd.describe.ties import shared_output_names, tie_by_memory
 from refitd.describe.tiles import Tile
 from refitd.describe.usable import lazy_problem
@@ -432,7 +432,7 @@ def _describe_grouped(
         meta.global_shape = first if grouped.is_first else (grouped.hidden, wide)
 
 
-def mesh_splits(dtensor: Any) -> list[tuple[int, Split]]:
+def mesh_splits(dtensor: Any) -> list[tuple[int, MeshSplit]]:
     """Return (mesh dimension, its cut) of a DTensor on this rank, the outermost cut of a tensor dimension first.
 
     This is the one reading of placements. It is torch's own: a `shard_order` says in which order the mesh
@@ -450,7 +450,7 @@ def mesh_splits(dtensor: Any) -> list[tuple[int, Split]]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise PlanError("this rank is not in the DTensor's mesh")
-    found: dict[int, Split] = {}
+    found: dict[int, MeshSplit] = {}
     strided = []
     for mesh_dim, placement in enumerate(dtensor.placements):
         if placement.is_replicate():
@@ -466,7 +466,7 @@ def mesh_splits(dtensor: Any) -> list[tuple[int, Split]]:
         if type(placement) is _StridedShard:
             strided.append(mesh_dim)
         factor = int(getattr(placement, "split_factor", 1))
-        found[mesh_dim] = Split(dim % dims, int(mesh.size(mesh_dim)), int(coordinate[mesh_dim]), factor)
+        found[mesh_dim] = MeshSplit(dim % dims, int(mesh.size(mesh_dim)), int(coordinate[mesh_dim]), factor)
     mesh_dims = list(found)
     # where it is False, strided shards are what a view of a fused tensor has left, and cut as they say
     if strided and getattr(spec, "use_strided_shard_as_shard_order", None) is not False:

@@ -16,9 +16,8 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.dtypes import dtype_name, element_size
 from refitd.errors import RefusedError
+from refitd.mxfp8 import BLOCK, ROUNDINGS
 
-BLOCK = 32
-ROUNDINGS = ("rceil", "floor")
 DATA_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "uint8"
 
 # no parameter of a module has it in its name
@@ -26,7 +25,7 @@ MARK = "|mxfp8."
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MXFP8Part:
     """What the name of a part says: the tensor it is of, how its scales are rounded, "data" or "scale"."""
 
     tensor: str
@@ -39,13 +38,13 @@ def part_name(name: str, rounding: str, which: str) -> str:
     return f"{name}{MARK}{rounding}.{which}"
 
 
-def part_of(name: str) -> Part | None:
+def part_of(name: str) -> MXFP8Part | None:
     """Return what the name of a part says, None for any other tensor's."""
     tensor, mark, rest = name.rpartition(MARK)
     rounding, _, which = rest.partition(".")
     if not mark or rounding not in ROUNDINGS or which not in ("data", "scale"):
         return None
-    return Part(tensor, rounding, which)
+    return MXFP8Part(tensor, rounding, which)
 
 
 def check_blocks(meta: ParameterMetadata) -> None:

@@ -28,7 +28,7 @@ Run = tuple[int, int]  # first element, number of elements
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MeshSplit:
     """One mesh dimension's cut: this rank is `index` of `count` along tensor dimension `dim`.
 
     `factor` is torch's split factor until `cut_order` has turned it into an order, else the chunks that are cut first.
@@ -40,7 +40,7 @@ class Split:
     factor: int = 1
 
 
-def cut_order(splits: Sequence[Split]) -> list[int] | None:
+def cut_order(splits: Sequence[MeshSplit]) -> list[int] | None:
     """Return the splits' positions, those that cut one tensor dimension from the outermost to the innermost.
 
     `splits` are in the order of the mesh. A split with factor f is further in than cuts of later mesh dimensions that
@@ -59,7 +59,7 @@ def cut_order(splits: Sequence[Split]) -> list[int] | None:
 
 
 def split_tiles(
-    tensor: str, global_shape: Sequence[int], splits: Sequence[Split]
+    tensor: str, global_shape: Sequence[int], splits: Sequence[MeshSplit]
 ) -> tuple[tuple[int, ...], tuple[Tile, ...]]:
     """Return the local shape and the tiles of what the splits, the outermost first, leave to this rank."""
     runs: list[list[Run]] = [[(0, size)] for size in global_shape]
@@ -81,7 +81,7 @@ def split_tiles(
     return shape, tiles if 0 not in shape else ()
 
 
-def _take(runs: list[Run], split: Split) -> list[Run]:
+def _take(runs: list[Run], split: MeshSplit) -> list[Run]:
     """Return the runs that this rank keeps of `runs`, in order, neighbours joined."""
     total = sum(size for _, size in runs)
     part = -(-total // split.factor)

@@ -48,7 +48,7 @@ def piece_count(meta: Tiled) -> int:
     return len(meta.tiles) if len(meta.tiles) <= MAX_TILES else 0
 
 
-class Places:
+class PlaceNumbers:
     """Numbers the places of pieces: equal ones, of equal dtype, have one number, whatever tensor they are in.
 
     Descriptions of one geometry are read once: models have few of them, and thousands of tensors.
@@ -182,7 +182,7 @@ def tie_problems(metas: Sequence[ParameterMetadata], tensors: Mapping[str, torch
     return found
 
 
-def enumerated(metas: Sequence[ParameterMetadata], places: Places) -> Iterator[Piece]:
+def enumerated(metas: Sequence[ParameterMetadata], places: PlaceNumbers) -> Iterator[Piece]:
     """Yield (number of the piece, its description, what it is) of every piece."""
     number = 0
     for meta in metas:

@@ -14,18 +14,18 @@ from typing import Any
 
 import xxhash
 
+from refitd.caches import BoundedCache
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError, ProtocolError, RefitdError
-from refitd.inprocess.caches import BoundedCache
 from refitd.inprocess.rank_plan import RankPlan, TwinCheck, rank_plans
-from refitd.inprocess.request import Brought, Request, bring
+from refitd.inprocess.request import RankTensors, Request, collect_tensors
 from refitd.inprocess.wire import (
     ANSWERS,
     DESCRIPTIONS,
-    Described,
     NoPlan,
     NotDescribed,
+    RankDescribed,
     part_of,
     plan_of,
     texts,
@@ -40,7 +40,7 @@ _RECORD = struct.Struct("<16sq")  # digest and length of a description
 PlanCache = BoundedCache[PlanKey, RankPlan]
 
 
-def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: PlanCache) -> tuple[RankPlan, Brought]:
+def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: PlanCache) -> tuple[RankPlan, RankTensors]:
     """Return this rank's part of the plan that all ranks' requests lead to, and what it brings. Collective.
 
     Raises:
@@ -48,10 +48,10 @@ def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: Pla
         DeadlineExceeded, PeerLost: someone did not take part.
     """
     failure: Exception | None = None
-    brought: Brought | None = None
+    tensors: RankTensors | None = None
     try:
-        brought = bring(request, peers.rank)
-        frame = encode(0, brought.described)
+        tensors = collect_tensors(request, peers.rank)
+        frame = encode(0, tensors.described)
     except Exception as exc:  # whatever it is, the others must not wait for it
         failure = exc
         frame = encode(0, NotDescribed(texts(said_of(exc, peers.rank))))
@@ -61,9 +61,9 @@ def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: Pla
     known = cache.get(key)
     mine = b"\0" if known is None else b"\1" if known.check.is_due else b"\2"
     hits = peers.all_gather(mine, deadline, "comparing plans")
-    if known is not None and brought is not None and b"\0" not in hits:
+    if known is not None and tensors is not None and b"\0" not in hits:
         known.check.is_due = b"\1" in hits
-        return known, brought
+        return known, tensors
     lengths = [_RECORD.unpack(record)[1] for record in records]
     frames = peers.gather(frame, lengths, deadline, "gathering layouts")
     answers = None
@@ -76,11 +76,11 @@ def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: Pla
     _, answer = ANSWERS.decode(peers.scatter(answers, deadline, "scattering the plan"))
     if isinstance(answer, NoPlan):
         raise PlanError(answer.violations) from failure
-    if brought is None:
+    if tensors is None:
         raise ProtocolError(f"rank {peers.ranks[0]} has planned for rank {peers.rank}, which could not describe itself")
     plan = plan_of(answer)
     cache.put(key, plan)
-    return plan, brought
+    return plan, tensors
 
 
 def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
@@ -93,7 +93,7 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
         match said:
             case NotDescribed(found):
                 problems += found
-            case Described(claimed):
+            case RankDescribed(claimed):
                 if claimed != rank:
                     raise ProtocolError(f"rank {rank} describes itself as rank {claimed}")
                 checks = checks and said.check_replicas

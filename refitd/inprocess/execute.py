@@ -12,41 +12,33 @@ from refitd.copy_services.peers import Deadline
 from refitd.copy_services.pieces import raw
 from refitd.errors import RefusedError
 from refitd.inprocess.rank_plan import RankPlan
+from refitd.inprocess.request import RankTensors
 from refitd.transforms.base import ReshardTransform, Slices
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Job:
-    """What one rank brings to the execution of a plan.
-
-    Attributes:
-        sources: local tensors that may be read, by local name.
-        destinations: local tensors that are written, in place.
-        casts: dtypes that sources' elements are converted to on the way, by local name.
-        transform: what changes on the way, if anything does.
-    """
-
-    sources: Tensors
-    destinations: Tensors
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
-    transform: ReshardTransform | None = None
-
-
-def execute(plan: RankPlan, job: Job, service: ExchangeService, deadline: Deadline, *, verify: bool) -> ExchangeResult:
-    """Move everything that the plan says. Collective; returns once every rank has everything.
+def execute(
+    plan: RankPlan,
+    tensors: RankTensors,
+    transform: ReshardTransform | None,
+    service: ExchangeService,
+    deadline: Deadline,
+    *,
+    verify: bool,
+) -> ExchangeResult:
+    """Move everything that the plan says, but for what `transform` does. Collective; returns once every rank has all.
 
     Raises:
         RefusedError: a rank cannot do its part, in its words, on every rank; nothing has moved.
         RefitFailed: everything arrived, and a rank could not write it to its place (a transform failed).
         TransportError: bytes did not arrive; destinations are then undefined.
     """
-    work, failure = _Work(), None
+    work, failure = _ExchangeWork(), None
     try:
-        _prepare(plan, job, work)
+        _prepare(plan, tensors, transform, work)
     except Exception as exc:  # whatever it is, the others must not wait for this rank
-        work, failure = _Work(), exc
+        work, failure = _ExchangeWork(), exc
     for out in work.sends:
         service.send(out.task_id, out.tensor, out.peer, part=out.part, dtype=out.dtype)
     for half in work.receives:
@@ -70,7 +62,7 @@ class _Half:
 
 
 @dataclass(slots=True)
-class _Work:
+class _ExchangeWork:
     """Everything to exchange, and what is left to do once it is there."""
 
     sends: list[_Half] = field(default_factory=list)
@@ -84,10 +76,10 @@ class _Work:
 
 
 @torch.no_grad()
-def _prepare(plan: RankPlan, job: Job, work: _Work) -> None:
-    _check_overlap(plan, job)
-    table, transform = plan.table, job.transform
-    sources, destinations = _Rows(job.sources), _Rows(job.destinations)
+def _prepare(plan: RankPlan, tensors: RankTensors, transform: ReshardTransform | None, work: _ExchangeWork) -> None:
+    _check_overlap(plan, tensors, transform)
+    table = plan.table
+    sources, destinations = _Rows(tensors.sources), _Rows(tensors.destinations)
     columns = zip(
         table.src_rank.tolist(),
         table.dst_rank.tolist(),
@@ -107,11 +99,11 @@ def _prepare(plan: RankPlan, job: Job, work: _Work) -> None:
         if src == plan.rank:
             name = table.locals[src_local]
             if transform is not None and transform.should_transform(name):
-                tensor = sources.cast(name, job.casts)
+                tensor = sources.cast(name, tensors.casts)
                 work.sends += _transformed_sends(plan, row, name, tensor, transform, prepared)
             else:
                 view = sources.view(name, size, src_at, src_step)
-                work.sends.append(_Half(task, view, dst, dtype=job.casts.get(name)))
+                work.sends.append(_Half(task, view, dst, dtype=tensors.casts.get(name)))
         if dst == plan.rank:
             name = table.locals[dst_local]
             if transform is not None and transform.should_transform(name):
@@ -192,7 +184,7 @@ def _transformed_sends(
 
 
 def _receive_transformed(
-    plan: RankPlan, rows: Sequence[int], name: str, transform: ReshardTransform, work: _Work
+    plan: RankPlan, rows: Sequence[int], name: str, transform: ReshardTransform, work: _ExchangeWork
 ) -> None:
     """Note the receives of all rows of a parameter, and what is done afterwards."""
     sliced = {row: [piece.dst_slices for piece in plan.sliced(row)] for row in rows}
@@ -203,7 +195,7 @@ def _receive_transformed(
 
 
 def _receive_row(
-    plan: RankPlan, row: int, name: str, sliced: Sequence[Slices], transform: ReshardTransform, work: _Work
+    plan: RankPlan, row: int, name: str, sliced: Sequence[Slices], transform: ReshardTransform, work: _ExchangeWork
 ) -> None:
     """Note the receives of a row, and that its pieces are finished afterwards.
 
@@ -228,25 +220,27 @@ def _receive_row(
     work.afterwards += [step(slices, buffers) for slices, buffers in pieces]
 
 
-def _check_overlap(plan: RankPlan, job: Job) -> None:
+def _check_overlap(plan: RankPlan, tensors: RankTensors, transform: ReshardTransform | None) -> None:
     """Refuse to write where something is read from, except that a tensor may be copied onto itself.
 
     Raises:
         RefusedError: naming the two tensors.
     """
     table = plan.table
-    read = {table.locals[i] for i in table.src_local[table.src_rank == plan.rank].tolist()} & job.sources.keys()
-    written = {table.locals[i] for i in table.dst_local[table.dst_rank == plan.rank].tolist()} & job.destinations.keys()
-    if (transform := job.transform) is not None:  # it writes to memory of its own
+    read = {table.locals[i] for i in table.src_local[table.src_rank == plan.rank].tolist()} & tensors.sources.keys()
+    written = {
+        table.locals[i] for i in table.dst_local[table.dst_rank == plan.rank].tolist()
+    } & tensors.destinations.keys()
+    if transform is not None:  # it writes to memory of its own
         read, written = ({n for n in names if not transform.should_transform(n)} for names in (read, written))
     by_storage: dict[int, list[str]] = {}
     for name in sorted(read):
-        by_storage.setdefault(job.sources[name].untyped_storage().data_ptr(), []).append(name)
+        by_storage.setdefault(tensors.sources[name].untyped_storage().data_ptr(), []).append(name)
     shared: dict[str, str] = {}
     for name in sorted(written):
-        target = job.destinations[name]
+        target = tensors.destinations[name]
         for other in by_storage.get(target.untyped_storage().data_ptr(), ()):
-            if _extents_meet(job.sources[other], target):
+            if _extents_meet(tensors.sources[other], target):
                 shared[name] = other
     for name, other in shared.items():
         rows = table.select(
@@ -254,8 +248,8 @@ def _check_overlap(plan: RankPlan, job: Job) -> None:
             | ((table.src_rank == plan.rank) & (table.src_local == table.locals.index(other)))
         )
         is_identity = (
-            job.sources[other].data_ptr() == job.destinations[name].data_ptr()
-            and job.sources[other].stride() == job.destinations[name].stride()
+            tensors.sources[other].data_ptr() == tensors.destinations[name].data_ptr()
+            and tensors.sources[other].stride() == tensors.destinations[name].stride()
             and (rows.src_rank == rows.dst_rank).all()
             and all(rows.locals[i] == other for i in rows.src_local.tolist())
             and all(rows.locals[i] == name for i in rows.dst_local.tolist())

@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from refitd.caches import BoundedCache
 from refitd.copy_services.exchange import ExchangeResult, ExchangeService
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.registry import installed
 from refitd.errors import ConfigError
 from refitd.inprocess.agree import PlanCache, agree_on_plan
-from refitd.inprocess.caches import BoundedCache
-from refitd.inprocess.execute import Job, execute
+from refitd.inprocess.execute import execute
 from refitd.inprocess.replica_digests import compare_twins
 from refitd.inprocess.request import Request
-from refitd.inprocess.reuse import AgreedPlan, agreed_plan, bring_to
+from refitd.inprocess.reuse import AgreedPlan, agreed_plan, collect_for
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +90,8 @@ def build_centralized_reshard_plan(
     """
     offsets = src_rank_offset, dst_rank_offset
     request = Request(src_module, dst_module, num_experts, *offsets, casts, transform, aliases, is_plan_only=True)
-    plan, brought = agree_on_plan(request, Peers(group), Deadline.after(timeout), _caches.plans)
-    return agreed_plan(plan, request, brought.described)
+    plan, tensors = agree_on_plan(request, Peers(group), Deadline.after(timeout), _caches.plans)
+    return agreed_plan(plan, request, tensors.described)
 
 
 def execute_reshard_plan(
@@ -137,12 +137,11 @@ def execute_reshard_plan(
     given: dict[str, Any] = {"transform": transform, "aliases": aliases}
     changes = {name: value for name, value in given.items() if value is not None}
     changes |= {"source": src_module, "destination": dst_module, "check_replicas": check_replicas}
-    brought, compares = bring_to(plan, changes, peers, deadline)
+    tensors, compares = collect_for(plan, changes, peers, deadline)
     if compares:
-        compare_twins(plan.part, brought, peers, deadline)
+        compare_twins(plan.part, tensors, peers, deadline)
     through = plan.transform if transform is None else transform
-    job = Job(brought.sources, brought.destinations, brought.casts, through)
-    return execute(plan.part, job, service, deadline, verify=verify)
+    return execute(plan.part, tensors, through, service, deadline, verify=verify)
 
 
 def swap_model_weights(
@@ -237,11 +236,10 @@ def reshard_model_weights(
     peers, deadline = _meeting(service, group), Deadline.after(timeout)
     offsets = src_rank_offset, dst_rank_offset
     request = Request(src_model, target_model, num_experts, *offsets, casts, transform, aliases, check_replicas)
-    plan, brought = agree_on_plan(request, peers, deadline, _caches.plans)
+    plan, tensors = agree_on_plan(request, peers, deadline, _caches.plans)
     if plan.check.is_due:
-        compare_twins(plan, brought, peers, deadline)
-    job = Job(brought.sources, brought.destinations, brought.casts, transform)
-    return execute(plan, job, service, deadline, verify=verify)
+        compare_twins(plan, tensors, peers, deadline)
+    return execute(plan, tensors, transform, service, deadline, verify=verify)
 
 
 def _meeting(service: ExchangeService, group: Group) -> Peers:

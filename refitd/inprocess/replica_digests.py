@@ -13,7 +13,7 @@ from refitd.describe.replica_pieces import digest_of, piece_count
 from refitd.errors import PlanError
 from refitd.inprocess.agree import said_of
 from refitd.inprocess.rank_plan import RankPlan
-from refitd.inprocess.request import Brought
+from refitd.inprocess.request import RankTensors
 from refitd.inprocess.wire import (
     COMPARED,
     TWINS,
@@ -32,14 +32,14 @@ from refitd.transforms.mxfp8_buffers import is_quantized
 _LENGTH = struct.Struct("<q")
 
 
-def compare_twins(plan: RankPlan, brought: Brought, peers: Peers, deadline: Deadline) -> None:
+def compare_twins(plan: RankPlan, tensors: RankTensors, peers: Peers, deadline: Deadline) -> None:
     """Have rank 0 compare the digests of all twins. Collective; nothing has moved.
 
     Raises:
         PlanError: on every rank: the tensors of which ranks hold different values, and which ranks.
     """
     try:
-        frame = encode(0, TwinDigests(wire_twins(plan.twins), _digests(plan, brought)))
+        frame = encode(0, TwinDigests(wire_twins(plan.twins), _digests(plan, tensors)))
     except Exception as exc:  # whatever it is, the others must not wait for it
         frame = encode(0, NotDescribed(texts(said_of(exc, peers.rank))))
     lengths = [_LENGTH.unpack(r)[0] for r in peers.all_gather(_LENGTH.pack(len(frame)), deadline, "comparing replicas")]
@@ -57,8 +57,8 @@ def compare_twins(plan: RankPlan, brought: Brought, peers: Peers, deadline: Dead
     plan.check.is_due = False
 
 
-def _digests(plan: RankPlan, brought: Brought) -> bytes:
-    metas = metadata_of(brought.described.source, plan.rank)
+def _digests(plan: RankPlan, tensors: RankTensors) -> bytes:
+    metas = metadata_of(tensors.described.source, plan.rank)
     first: dict[str, tuple[int, ParameterMetadata]] = {}
     number = 0
     for meta in metas:
@@ -67,7 +67,7 @@ def _digests(plan: RankPlan, brought: Brought) -> bytes:
     found = []
     for twin in plan.twins:
         number, meta = first[twin.local]
-        tensor = brought.sources[twin.local]
+        tensor = tensors.sources[twin.local]
         tile = meta.tiles[twin.number - number] if meta.tiles is not None and piece_count(meta) else None
         found.append(digest_of(tensor, tile) if tensor.numel() and not is_quantized(tensor) else 0)
     return np.array(found, "<u8").tobytes()

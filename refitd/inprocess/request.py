@@ -18,7 +18,7 @@ from refitd.describe.ties import Aliases, declare_aliases
 from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
-from refitd.inprocess.wire import Described
+from refitd.inprocess.wire import RankDescribed
 from refitd.protocol.shards import shard_of
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What that comes to.
+class RankTensors:
+    """The tensors that a request comes to on this rank, and their descriptions.
 
     Attributes:
         described: the rank's roster, as others are told.
@@ -68,13 +68,13 @@ class Brought:
         casts: what sources' elements are converted to, by local name.
     """
 
-    described: Described
+    described: RankDescribed
     sources: Mapping[str, torch.Tensor] = field(default_factory=dict)
     destinations: Mapping[str, torch.Tensor] = field(default_factory=dict)
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
-def bring(request: Request, rank: int) -> Brought:
+def collect_tensors(request: Request, rank: int) -> RankTensors:
     """Describe both modules and collect their tensors.
 
     Raises:
@@ -103,8 +103,8 @@ def bring(request: Request, rank: int) -> Brought:
             meta.element_size = dtype.itemsize
     if (transform := request.transform) is not None:
         _describe_transformed(transform, rank, held, wanted, sources, destinations)
-    return Brought(
-        described=Described(rank, platform.node()[:512], shard_of(held), shard_of(wanted), request.check_replicas),
+    return RankTensors(
+        described=RankDescribed(rank, platform.node()[:512], shard_of(held), shard_of(wanted), request.check_replicas),
         sources=sources,
         destinations=destinations,
         casts=casts,

@@ -14,8 +14,8 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
 from refitd.inprocess.agree import said_of
 from refitd.inprocess.rank_plan import RankPlan
-from refitd.inprocess.request import Brought, Request, bring
-from refitd.inprocess.wire import Described
+from refitd.inprocess.request import RankTensors, Request, collect_tensors
+from refitd.inprocess.wire import RankDescribed
 from refitd.plan.ops import ReshardPlan
 from refitd.protocol.shards import Shard, metadata_of
 
@@ -34,10 +34,10 @@ class AgreedPlan(ReshardPlan):
 
     part: RankPlan = field(repr=False, compare=False)
     asked: Request = field(repr=False, compare=False)
-    described: Described = field(repr=False, compare=False)
+    described: RankDescribed = field(repr=False, compare=False)
 
 
-def agreed_plan(part: RankPlan, request: Request, described: Described) -> AgreedPlan:
+def agreed_plan(part: RankPlan, request: Request, described: RankDescribed) -> AgreedPlan:
     """Return the plan as callers keep it; it does not keep the modules."""
     ops = part.ops
     asked = replace(request, source=None, destination=None, is_plan_only=False)
@@ -51,8 +51,10 @@ def agreed_plan(part: RankPlan, request: Request, described: Described) -> Agree
     )
 
 
-def bring_to(plan: AgreedPlan, changes: Mapping[str, Any], peers: Peers, deadline: Deadline) -> tuple[Brought, bool]:
-    """Return what this rank brings to a kept plan, once every rank has the same plan and the modules it was made for.
+def collect_for(
+    plan: AgreedPlan, changes: Mapping[str, Any], peers: Peers, deadline: Deadline
+) -> tuple[RankTensors, bool]:
+    """Return this rank's tensors for a kept plan, once every rank has the same plan and the modules it was made for.
 
     `changes` are fields of the request that the plan was made for: the modules, and what is to replace the rest. The
     second value says whether replicas are to be compared first. Collective; nothing has moved.
@@ -62,28 +64,28 @@ def bring_to(plan: AgreedPlan, changes: Mapping[str, Any], peers: Peers, deadlin
         DeadlineExceeded, PeerLost: someone did not take part.
     """
     failure: Exception | None = None
-    brought: Brought | None = None
+    tensors: RankTensors | None = None
     record, trouble = _READY.pack(b"", False, False), ""
     try:
-        brought = _brought(plan, changes, peers.rank)
+        tensors = _collected(plan, changes, peers.rank)
         digest = xxhash.xxh3_128_digest(plan.part.digest.encode())
-        record = _READY.pack(digest, plan.part.check.is_due, brought.described.check_replicas)
+        record = _READY.pack(digest, plan.part.check.is_due, tensors.described.check_replicas)
     except Exception as exc:  # whatever it is, the others must not wait for it
         failure, trouble = exc, "; ".join(said_of(exc, peers.rank))
     peers.meet(deadline, "executing a plan")
     if trouble := peers.first_trouble(trouble, deadline, "comparing modules with the plan"):
         raise PlanError([trouble]) from failure
-    assert brought is not None  # or this rank's trouble would have been raised
+    assert tensors is not None  # or this rank's trouble would have been raised
     records = [_READY.unpack(each) for each in peers.all_gather(record, deadline, "comparing plans")]
     digests = [digest for digest, _, _ in records]
     if other := next((i for i, digest in enumerate(digests) if digest != digests[0]), 0):
         raise PlanError(
             f"{peers.label(0)} and {peers.label(other)} execute different plans; build the plan again, on every rank"
         )
-    return brought, all(may for _, _, may in records) and any(due for _, due, _ in records)
+    return tensors, all(may for _, _, may in records) and any(due for _, due, _ in records)
 
 
-def _brought(plan: ReshardPlan, changes: Mapping[str, Any], rank: int) -> Brought:
+def _collected(plan: ReshardPlan, changes: Mapping[str, Any], rank: int) -> RankTensors:
     if not isinstance(plan, AgreedPlan):
         raise PlanError(
             f"rank {rank}: plan is a {type(plan).__name__}, expected what build_centralized_reshard_plan returned: "
@@ -91,14 +93,14 @@ def _brought(plan: ReshardPlan, changes: Mapping[str, Any], rank: int) -> Brough
         )
     if plan.part.rank != rank:
         raise PlanError(f"rank {rank}: the plan is rank {plan.part.rank}'s; each rank executes what it was given")
-    brought = bring(replace(plan.asked, **changes), rank)
+    tensors = collect_tensors(replace(plan.asked, **changes), rank)
     sides = (
-        ("source", plan.described.source, brought.described.source),
-        ("target", plan.described.destination, brought.described.destination),
+        ("source", plan.described.source, tensors.described.source),
+        ("target", plan.described.destination, tensors.described.destination),
     )
     if found := [text for side, then, now in sides for text in _differences(side, then, now, rank)]:
         raise PlanError(found)
-    return brought
+    return tensors
 
 
 def _differences(side: str, then: Shard, now: Shard, rank: int) -> Iterator[str]:

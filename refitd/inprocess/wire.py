@@ -11,7 +11,7 @@ from refitd.protocol.codec import Decoder
 from refitd.protocol.shards import Shard
 
 
-class Described(Message, frozen=True):
+class RankDescribed(Message, frozen=True):
     """One rank's roster."""
 
     rank: Count
@@ -76,7 +76,7 @@ class NoPlan(Message, frozen=True):
     violations: tuple[Text, ...]
 
 
-DESCRIPTIONS = Decoder[Described | NotDescribed](Described | NotDescribed)
+DESCRIPTIONS = Decoder[RankDescribed | NotDescribed](RankDescribed | NotDescribed)
 ANSWERS = Decoder[RankPart | NoPlan](RankPart | NoPlan)
 TWINS = Decoder[TwinDigests | NotDescribed](TwinDigests | NotDescribed)
 COMPARED = Decoder[TwinsCompared](TwinsCompared)

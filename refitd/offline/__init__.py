@@ -15,7 +15,7 @@ from refitd.offline.shards import shards_of
 from refitd.offline.values import (
     Layout,
     Manifest,
-    Model,
+    ModelSpec,
     Part,
     Placed,
     Position,
@@ -32,7 +32,7 @@ from refitd.offline.values import (
 __all__ = [
     "Layout",
     "Manifest",
-    "Model",
+    "ModelSpec",
     "Part",
     "Placed",
     "Position",

@@ -15,10 +15,10 @@ from refitd.offline.layouts import layout_problems
 from refitd.offline.models import read_model
 from refitd.offline.shards import read_shards
 from refitd.offline.tables import refusal, shown, table
-from refitd.offline.values import KINDS, MAX_FILE_BYTES, Layout, Manifest, Model
+from refitd.offline.values import KINDS, MAX_FILE_BYTES, Layout, Manifest, ModelSpec
 
 
-def load(path: str | Path, model: Model | None = None) -> Manifest:
+def load(path: str | Path, model: ModelSpec | None = None) -> Manifest:
     """Read a layout or shards manifest.
 
     Args:
@@ -34,18 +34,18 @@ def load(path: str | Path, model: Model | None = None) -> Manifest:
     if values.get("kind") == "layout" and model is None and isinstance(inner, str):
         model = load_model(path.parent / inner)
     found = read(values, str(path), model)
-    if isinstance(found, Model):
+    if isinstance(found, ModelSpec):
         raise ConfigError(f"{path}: is a model, expected a layout or shards; a layout names its model, or --model does")
     return found
 
 
-def load_model(path: str | Path) -> Model:
+def load_model(path: str | Path) -> ModelSpec:
     """Read a model manifest; raises ConfigError as `load` does."""
     values = _file(Path(path))
     if (kind := values.get("kind")) != "model":
         raise ConfigError(f"{path}: kind is {shown(kind)}, expected a model")
     found = read(values, str(path))
-    assert isinstance(found, Model)
+    assert isinstance(found, ModelSpec)
     return found
 
 
@@ -63,7 +63,7 @@ def parse(text: str, where: str, *, is_json: bool) -> dict[str, Any]:
     return found
 
 
-def read(values: Mapping[str, Any], where: str, model: Model | None = None) -> Model | Manifest:
+def read(values: Mapping[str, Any], where: str, model: ModelSpec | None = None) -> ModelSpec | Manifest:
     """Turn the tables of a file into a checked manifest; a layout's model must be in it, or given.
 
     Raises:
@@ -82,7 +82,7 @@ def read(values: Mapping[str, Any], where: str, model: Model | None = None) -> M
             rest["model"] = read_model(inner, "model", problems)
         elif "model" not in rest:
             problems.append('model: missing; name a model file (model = "FILE"), write a [model], or pass --model')
-    found: Model | Manifest | None
+    found: ModelSpec | Manifest | None
     if kind == "model":
         found = read_model(rest, "", problems)
     elif kind == "layout":
@@ -96,7 +96,7 @@ def read(values: Mapping[str, Any], where: str, model: Model | None = None) -> M
     return found
 
 
-def to_json(manifest: Model | Manifest) -> str:
+def to_json(manifest: ModelSpec | Manifest) -> str:
     """Return a manifest as a JSON file that `read` reads back."""
     packed = msgspec.to_builtins(manifest)
     return msgspec.json.format(msgspec.json.encode(packed), indent=1).decode() + "\n"

@@ -7,10 +7,10 @@ from typing import Any
 
 from refitd.describe.layout import MAX_ELEMENTS, elements
 from refitd.offline.tables import at, dtype_problems, shown, table, tables
-from refitd.offline.values import Model, Split, TensorSpec
+from refitd.offline.values import ModelSpec, Split, TensorSpec
 
 
-def read_model(values: Mapping[str, Any], where: str, problems: list[str]) -> Model | None:
+def read_model(values: Mapping[str, Any], where: str, problems: list[str]) -> ModelSpec | None:
     """Read and check the tables of a model; None where it cannot be read."""
     specs: list[TensorSpec] = []
     entries = tables(values.get("tensors"), at(where, "tensors"), problems)
@@ -21,13 +21,13 @@ def read_model(values: Mapping[str, Any], where: str, problems: list[str]) -> Mo
         if (spec := table(TensorSpec, entry, subject, problems)) is not None:
             specs.append(spec)
     read_already = {"tensors": tuple(specs)} if "tensors" in values else {}
-    model = table(Model, values, where, problems, **read_already)
+    model = table(ModelSpec, values, where, problems, **read_already)
     if model is not None and len(problems) == before:
         problems += [f"{at(where, problem)}" if where else problem for problem in _model_problems(model)]
     return model
 
 
-def _model_problems(model: Model) -> list[str]:
+def _model_problems(model: ModelSpec) -> list[str]:
     problems = dtype_problems("dtype", model.dtype)
     if not model.tensors:
         problems.append("tensors: none; a model has at least one")
@@ -43,7 +43,7 @@ def _model_problems(model: Model) -> list[str]:
     return problems
 
 
-def _spec_problems(model: Model, spec: TensorSpec) -> list[str]:
+def _spec_problems(model: ModelSpec, spec: TensorSpec) -> list[str]:
     """Return what is wrong with a tensor in any layout."""
     problems = dtype_problems("dtype", spec.dtype) if spec.dtype else []
     if elements(spec.shape) > MAX_ELEMENTS:

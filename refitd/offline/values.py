@@ -68,7 +68,7 @@ class TensorSpec(Table, frozen=True):
     fused: Name | None = None  # all experts of a rank are one local tensor of this name, with a leading dimension
 
 
-class Model(Table, frozen=True, tag_field="kind", tag="model"):
+class ModelSpec(Table, frozen=True, tag_field="kind", tag="model"):
     """The tensors of a model, whoever holds them."""
 
     name: Name
@@ -82,7 +82,7 @@ class Layout(Table, frozen=True, tag_field="kind", tag="layout"):
     """A model over ranks."""
 
     name: Name
-    model: Model | None = None
+    model: ModelSpec | None = None
     tp: Degree = 1
     pp: Degree = 1
     pp_layers: tuple[Layers, ...] | None = None  # layers of each stage; by default as even as can be
@@ -160,7 +160,11 @@ class Shards(Table, frozen=True, tag_field="kind", tag="shards"):
 
 
 Manifest = Layout | Shards
-KINDS: dict[str, type[Model] | type[Layout] | type[Shards]] = {"model": Model, "layout": Layout, "shards": Shards}
+KINDS: dict[str, type[ModelSpec] | type[Layout] | type[Shards]] = {
+    "model": ModelSpec,
+    "layout": Layout,
+    "shards": Shards,
+}
 
 
 @dataclass(frozen=True, slots=True)

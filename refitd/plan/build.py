@@ -28,7 +28,7 @@ from refitd.plan.read_rosters import read_rosters
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
-from refitd.plan.views import rank_plans
+from refitd.plan.views import reshard_plans
 
 __all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 
@@ -51,7 +51,7 @@ def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
         PlanError: with everything that stands in the way.
     """
     plan, layouts = _planned(rosters)
-    return rank_plans(plan.shared, layouts)
+    return reshard_plans(plan.shared, layouts)
 
 
 def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:

@@ -7,16 +7,15 @@ the same source tensor                        ->  2 x 64 rows, 256 apart here, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from refitd.plan.columns import Ints, hashed
+from refitd.plan.columns import Columns, Ints, hashed
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(Columns):
     """Copies before they have ranks. Rows of different owners are never joined."""
 
     owner: Ints
@@ -26,15 +25,10 @@ class Rows:
     element_size: Ints  # of the destination
     cast: Ints  # number of the conversion, see refitd.describe.casts
     origin: Ints  # [n, D] canonical coordinates of the first element
-    size: Ints  # [n, D]
     src_offset: Ints
     src_stride: Ints  # [n, D]
     dst_offset: Ints
     dst_stride: Ints  # [n, D]
-
-    def select(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Rows:
-        """Return these rows only."""
-        return Rows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def in_order(self) -> Rows:
         """Return the rows sorted by owner, tensor, destination tensor and place in it."""
@@ -54,8 +48,7 @@ def coalesced(rows: Rows) -> Rows:
         joined = _join_neighbours(joined, dim)
     joined = _join_spaced(joined)
     alone = _with_dims(rows.select(~several), joined.size.shape[1])
-    parts = {f.name: [getattr(joined, f.name), getattr(alone, f.name)] for f in fields(Rows)}
-    return Rows(**{name: np.concatenate(columns) for name, columns in parts.items()}).in_order()
+    return Rows.concatenated([joined, alone]).in_order()
 
 
 def _with_dims(rows: Rows, dims: int) -> Rows:

@@ -1,9 +1,10 @@
-"""Arithmetic on columns: expanding ranges, hashing rows, numbering what is equal."""
+"""Rows as columns, and arithmetic on them: expanding ranges, hashing rows, numbering what is equal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,32 @@ Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Rows of one box each, kept as columns: arrays of shape [n], those of boxes [n, D].
+
+    Fields of a subclass that are no arrays belong to all rows.
+    """
+
+    size: Ints  # [n, D] elements
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def select(self, rows: npt.NDArray[Any]) -> Self:
+        """Return these rows only (a boolean mask or indices)."""
+        picked = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in picked.items():
+            if isinstance(value, np.ndarray):
+                picked[name] = value[rows]
+        return type(self)(**picked)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
+        """Put the rows of tables that have arrays only, and boxes of equal dimensions, end to end."""
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
 
 def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Ints, ranges
+from refitd.plan.columns import Columns, Ints, ranges
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.runs import share_a_place
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class Spans(Columns):
     """Where rows lie on one side: a box of canonical coordinates inside one tile each.
 
     A row whose start lies in no tile has tile -1. A row that does not end in its tile is not whole: cut it along
@@ -25,7 +24,6 @@ class Spans:
     owner: Ints
     tile: Ints
     offset: Ints  # [n, D] canonical
-    size: Ints  # [n, D]
     along: Ints  # [n, row dims] canonical dimension that each dimension of the row runs along, -1 for none
     cut_dim: Ints  # -1 where whole
     cut_at: Ints
@@ -35,17 +33,8 @@ class Spans:
         """Whether each row is one box of one tile."""
         return self.cut_dim < 0
 
-    def select(self, rows: npt.NDArray[np.bool_] | Ints) -> Spans:
-        """Return these rows only."""
-        return Spans(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
-    @classmethod
-    def joined(cls, parts: Sequence[Spans]) -> Spans:
-        """Put spans of rows of equal dimensions end to end."""
-        return cls(**{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)})
-
-
-class Places:
+class TileIndex:
     """All tiles of all classes of one side, found by (class, local tensor, canonical tensor)."""
 
     def __init__(self, layouts: Layouts, side: Side) -> None:
@@ -113,7 +102,7 @@ class Places:
         found = tile >= 0
         if not len(self.key):
             none = np.full(n, -1, np.int64)
-            return Spans(rows.owner, none, begin, begin, np.full((n, dims), -1), none, none)
+            return Spans(begin, rows.owner, none, begin, np.full((n, dims), -1), none, none)
         size = np.ones_like(begin)
         along = np.full((n, dims), -1, np.int64)
         cut_dim, cut_at = np.full(n, -1, np.int64), np.ones(n, np.int64)
@@ -133,10 +122,10 @@ class Places:
             cut_dim[over | stuck] = j
             cut_at[over] = room[over]
             cut_at[stuck] = rows.size[stuck, j] // 2
-        return Spans(rows.owner, tile, self.offset[tile] + begin, size, along, cut_dim, cut_at)
+        return Spans(size, rows.owner, tile, self.offset[tile] + begin, along, cut_dim, cut_at)
 
 
-def doubly_placed(layouts: Layouts, places: Places, side: Side) -> list[str]:
+def doubly_placed(layouts: Layouts, places: TileIndex, side: Side) -> list[str]:
     """Return the local tensors of a side in which two tiles share a place."""
     low = places.local_offset
     high = low + ((places.size - 1) * places.stride).sum(axis=1)

@@ -12,13 +12,13 @@ import numpy as np
 from refitd.describe.fill import fill_pattern
 from refitd.plan.columns import Ints, ranges
 from refitd.plan.layouts import Layouts
-from refitd.plan.table import Columns, Int32, Int64
+from refitd.plan.table import Int32, Int64, PlanTable
 
 MAX_ELEMENT_SIZE = 16
 
 
 @dataclass(frozen=True, eq=False)
-class FillTable(Columns):
+class FillTable(PlanTable):
     """Row i writes one value into a strided box of a rank's local tensor.
 
     Offsets and strides count elements of the local tensor laid out row-major in its own shape, as in a CopyTable.

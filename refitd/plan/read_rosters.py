@@ -54,7 +54,7 @@ _FIELDS = attrgetter(
 Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
 
 
-class Problems:
+class RosterProblems:
     """Collects what is wrong, and says the same thing about many ranks once."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
 
     Tensors that something is wrong with are not in the columns.
     """
-    problems = Problems()
+    problems = RosterProblems()
     unique: dict[int, Roster] = {}
     for roster in rosters:
         if not isinstance(roster.rank, int) or not 0 <= roster.rank <= MAX_RANK:
@@ -134,7 +134,7 @@ class _Reader:
     def __init__(self, ordered: Sequence[Roster], uneven: Uneven) -> None:
         self.ordered = ordered
         self.uneven = uneven
-        self.problems = Problems()
+        self.problems = RosterProblems()
         self.bad_tensors: set[str] = set()
         self.tensors: dict[str, int] = {}
         self.locals: dict[str, int] = {}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.replica_pieces import Piece, Places, enumerated
+from refitd.describe.replica_pieces import Piece, PlaceNumbers, enumerated
 from refitd.describe.roster import Roster
 from refitd.plan.aliases import tied_name
 from refitd.plan.completion import completed
@@ -41,7 +41,7 @@ def twins_of(rosters: Sequence[Roster]) -> dict[int, list[Twin]]:
     Tied weights are one tensor.
     """
     rosters, _ = completed(rosters)
-    places = Places()
+    places = PlaceNumbers()
     root = _roots(rosters)
     wanted = {root.get(name, name) for r in rosters for m in r.destination for name in _names(m)}
     holders: dict[tuple[str, int], list[tuple[int, int, str, str]]] = defaultdict(list)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
+from refitd.plan.columns import Columns
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -22,18 +23,14 @@ BOXES = ("size", "stride", "src_stride", "dst_stride")
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """What tables of plans have in common: names once, columns of integers of shape [n], those of boxes [n, D].
+class PlanTable(Columns):
+    """What tables of plans have in common: names once, and the form in which they travel.
 
     A subclass annotates its columns Int32 or Int64.
     """
 
     locals: tuple[str, ...]  # names of local tensors
     element_size: Int32  # [n] bytes
-    size: Int64  # [n, D] elements
-
-    def __len__(self) -> int:
-        return len(self.size)
 
     @property
     def row_bytes(self) -> Int64:
@@ -45,14 +42,6 @@ class Columns:
     def total_bytes(self) -> int:
         """Bytes written by all rows together."""
         return int(self.row_bytes.sum())
-
-    def select(self, rows: npt.NDArray[Any]) -> Self:
-        """Return the table with only these rows (a boolean mask or indices); names are kept as they are."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in picked.items():
-            if isinstance(value, np.ndarray):
-                picked[name] = value[rows]
-        return type(self)(**picked)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the table as plain values: names as lists, columns as little-endian bytes."""
@@ -112,7 +101,7 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False)
-class CopyTable(Columns):
+class CopyTable(PlanTable):
     """Copies between local tensors: row i moves one strided box of elements, in row-major order of the box.
 
     A box has D dimensions (the same D for every row; short boxes are padded in front with size 1, stride 0).

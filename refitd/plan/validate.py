@@ -15,7 +15,7 @@ are looked at once, and each rank costs one sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from refitd.describe.casts import SOURCE_SIZES
 from refitd.describe.roster import Roster
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Hashes, Ints, distinct, hashed, numbered, ranges
-from refitd.plan.coordinates import Places, Spans, doubly_placed
+from refitd.plan.coordinates import Spans, TileIndex, doubly_placed
 from refitd.plan.fills import FillTable
 from refitd.plan.layouts import Layouts
 from refitd.plan.read_rosters import read_rosters
@@ -81,7 +81,7 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
     src, dst = (_positions(layouts.ranks, column) for column in (plan.job_src, plan.job_dst))
     if strangers := _strangers(plan, layouts, src, dst):
         return strangers
-    held, wanted = Places(layouts, layouts.source), Places(layouts, layouts.destination)
+    held, wanted = TileIndex(layouts, layouts.source), TileIndex(layouts, layouts.destination)
     found = doubly_placed(layouts, wanted, layouts.destination)
     found += fill_violations(plan.fills, names[plan.fills.local], layouts)
     uses = _uses(plan, layouts.source.rank_class[src], layouts.destination.rank_class[dst])
@@ -124,7 +124,7 @@ def _uses(plan: SharedPlan, source_class: Ints, destination_class: Ints) -> _Use
 
 
 def _traced(
-    rows: Rows, uses: _Uses, held: Places, wanted: Places, layouts: Layouts, plan: SharedPlan
+    rows: Rows, uses: _Uses, held: TileIndex, wanted: TileIndex, layouts: Layouts, plan: SharedPlan
 ) -> tuple[Spans, list[str]]:
     """Take every row back to canonical boxes at both ends; return the destinations' spans, by use."""
     done: list[Spans] = []
@@ -165,7 +165,7 @@ def _traced(
             break
     else:
         complain(rows, "is cut too finely to be checked")
-    return Spans.joined(done), list(wrong.values())
+    return Spans.concatenated(done), list(wrong.values())
 
 
 def _cut(rows: Rows, dim: Ints, count: Ints) -> Rows:
@@ -181,7 +181,7 @@ def _cut(rows: Rows, dim: Ints, count: Ints) -> Rows:
         src_offset=rows.src_offset + count * rows.src_stride[index, dim],
         dst_offset=rows.dst_offset + count * rows.dst_stride[index, dim],
     )
-    return Rows(**{f.name: np.concatenate([getattr(first, f.name), getattr(second, f.name)]) for f in fields(Rows)})
+    return Rows.concatenated([first, second])
 
 
 def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
@@ -194,7 +194,7 @@ def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
     return result
 
 
-def _uncovered(spans: Spans, uses: _Uses, wanted: Places, dst: Ints, layouts: Layouts) -> list[str]:
+def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts: Layouts) -> list[str]:
     """Return the destination tensors that a rank would not receive exactly once."""
     side = layouts.destination
     owed = np.zeros(side.classes, np.uint64)

@@ -22,7 +22,7 @@ from refitd.plan.shared import PLACE_BITS, SharedPlan
 Slices = tuple[slice, ...]
 
 
-def rank_plans(plan: SharedPlan, layouts: Layouts) -> dict[int, ReshardPlan]:
+def reshard_plans(plan: SharedPlan, layouts: Layouts) -> dict[int, ReshardPlan]:
     """Return every rank's view of the plan, idle ranks included."""
     slicer = _Slicer(plan, layouts)
     by_src = np.argsort(plan.job_src, kind="stable")

@@ -20,7 +20,7 @@ _SWITCH_S = 0.001
 LARGE_FRAME = 128 << 10
 
 
-class Aside(Generic[K]):
+class BackgroundThread(Generic[K]):
     """One background thread. Its owning loop calls `submit` and, when told, `collect`."""
 
     def __init__(self, name: str, tell: Callable[[], None]) -> None:
@@ -61,12 +61,12 @@ class Aside(Generic[K]):
             self._tell()
 
 
-class InOrder(Generic[M]):
+class OrderedDecoder(Generic[M]):
     """Decodes one peer's large messages on the thread; later messages wait for them, so that order is kept."""
 
     def __init__(self, name: str, tell: Callable[[], None]) -> None:
-        """`tell` is as in Aside."""
-        self._reader = Aside[None](name, tell)
+        """`tell` is as in BackgroundThread."""
+        self._reader = BackgroundThread[None](name, tell)
         self._waiting: deque[tuple[bool, Any]] = deque()  # whether it is being read, else what it is
 
     def read(self, work: Callable[[], M]) -> None:

@@ -16,7 +16,7 @@ from refitd.protocol.base import MAX_MESSAGE_BYTES, Message
 from refitd.protocol.codec import encode
 from refitd.protocol.keys import KEYGEN, ClientKeys, KeyPair, ServerKeys
 from refitd.protocol.local import Failure
-from refitd.protocol.socket_monitor import Failed, Handshakes
+from refitd.protocol.socket_monitor import HandshakeFailure, Handshakes
 from refitd.protocol.zap import DOMAIN, Doorkeeper
 
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
@@ -196,11 +196,11 @@ class Router:
                 reason = "its key is not in security.allowed; if it is a daemon of yours, add it there and start again"
                 yield {"key": peer.key, "address": peer.address, "reason": reason}
         while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
-            if failed is Failed.OTHER_MECHANISM and self._keys is not None:
+            if failed is HandshakeFailure.OTHER_MECHANISM and self._keys is not None:
                 yield {"reason": "a peer uses no keys; a daemon needs security.key and security.server_key"}
-            elif failed is Failed.OTHER_MECHANISM:
+            elif failed is HandshakeFailure.OTHER_MECHANISM:
                 yield {"reason": "a peer uses keys and there are none here; set security.key and security.allowed"}
-            elif failed is Failed.PROTOCOL and self._keys is not None:
+            elif failed is HandshakeFailure.PROTOCOL and self._keys is not None:
                 yield {"reason": f"{failed.value}; a daemon's security.server_key must be {self._keys.own.public}"}
 
     def _close_sockets(self) -> None:
@@ -258,20 +258,20 @@ class Dealer:
         """Return why a handshake failed since the last call, and what to do; None if none failed."""
         said = None
         while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
-            self._is_refused = self._is_refused or failed is not Failed.ENDED
+            self._is_refused = self._is_refused or failed is not HandshakeFailure.ENDED
             said = f"{self._endpoint}: {failed.value}; {self._advice(failed)}"
         return said
 
-    def _advice(self, failed: Failed) -> str:
+    def _advice(self, failed: HandshakeFailure) -> str:
         if self._keys is None:
             return f"if the coordinator uses keys, set security.key and security.server_key here ({KEYGEN})"
         match failed:
-            case Failed.KEY_REFUSED:
+            case HandshakeFailure.KEY_REFUSED:
                 return (
                     f"add the line {self._keys.own.public_line!r} to the file security.allowed of the coordinator "
                     "and start that again"
                 )
-            case Failed.OTHER_MECHANISM:
+            case HandshakeFailure.OTHER_MECHANISM:
                 return "set security.key and security.allowed for the coordinator, too"
         return f"if this goes on, check that the coordinator's key is security.server_key here, {self._keys.server}"
 

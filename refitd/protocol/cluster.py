@@ -95,9 +95,9 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     digest: Name
     attached: bool = True
     versions: tuple[Count, ...] = ()  # source: published and held
-    ways: tuple[TransferMode, ...] = ()  # of each of these versions
-    way: TransferMode = TransferMode.NONE  # of the latest version, held or not
-    why: Text = ""  # the measurement that chose it
+    modes: tuple[TransferMode, ...] = ()  # of each of these versions
+    mode: TransferMode = TransferMode.NONE  # of the latest version, held or not
+    mode_reason: Text = ""  # the measurement that chose it
     version: Count | None = None  # target: served
     staged: Name | None = None  # target: the swap whose staged bytes wait for commit
     held_bytes: Count = 0  # target: of its live tensors
@@ -133,15 +133,15 @@ class DetachShard(Message, frozen=True):
 
 
 class ShardPublished(Message, frozen=True):
-    """A source rank holds this version. Reply: Done or Failure. `way` and `why` are as in SourceStatus.
+    """A source rank holds this version. Reply: Done or Failure. `mode` and `mode_reason` are as in SourceStatus.
 
     `replicas`, with the first version: digests (little-endian uint64) of its pieces (`refitd.describe.replica_pieces`).
     """
 
     member: Name
     version: Count
-    way: TransferMode = TransferMode.NONE
-    why: Text = ""
+    mode: TransferMode = TransferMode.NONE
+    mode_reason: Text = ""
     replicas: bytes = b""
 
 
@@ -307,12 +307,12 @@ class LiveIs(Message, frozen=True):
 class MayDrop(Message, frozen=True):
     """The versions that a source rank may overwrite: newer ones are complete, or these never will be.
 
-    If there is none, `why` says which ranks the versions wait for.
+    If there is none, `reason` says which ranks the versions wait for.
     """
 
     member: Name
     versions: tuple[Count, ...]
-    why: Text = ""
+    reason: Text = ""
 
 
 class EpochPlan(Value, frozen=True):
@@ -388,7 +388,7 @@ class Stage(Message, frozen=True):
     run: Label = ""  # of the sources, and so of the version
 
 
-class Commit(Message, frozen=True):
+class CommitStaged(Message, frozen=True):
     """The decision is journalled: make the staged version live."""
 
     swap: Name
@@ -485,7 +485,7 @@ CoordinatorMessage = (
     | FenceMember
     | Pause
     | Stage
-    | Commit
+    | CommitStaged
     | FlipMember
     | PassMember
     | Abort

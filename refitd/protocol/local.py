@@ -101,12 +101,12 @@ class BeginPublish(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """The snapshot in `slot` is complete. `why` says why the tensors were copied and not lent."""
+    """The snapshot in `slot` is complete. `reason` says why the tensors were copied and not lent."""
 
     member: Name
     version: Count
     slot: Small
-    why: Text = ""
+    reason: Text = ""
     replicas: bytes = (
         b""  # with the first version: digests of what other ranks may hold, too (refitd.describe.replica_pieces)
     )
@@ -125,13 +125,13 @@ class MeasurePull(Message, frozen=True):
 class Lend(Message, frozen=True):
     """The live tensors are `version` and stay unchanged until LeaseEnded.
 
-    `addresses` are the starts of tensors outside arenas in this process. `why` says why they are not copied.
+    `addresses` are the starts of tensors outside arenas in this process. `reason` says why they are not copied.
     """
 
     member: Name
     version: Count
     addresses: tuple[Count, ...] = ()
-    why: Text = ""
+    reason: Text = ""
     replicas: bytes = b""  # as in Publish
 
 

@@ -36,7 +36,7 @@ class JoinEpoch(Message, frozen=True):
     timeout_s: Seconds
 
 
-class EpochValue(Message, frozen=True):
+class LaneValue(Message, frozen=True):
     """A value from another worker of the epoch."""
 
     epoch: Name
@@ -59,8 +59,8 @@ class WarmUp(Message, frozen=True):
 class LoadJob(Message, frozen=True):
     """Prepare the job in the memory file that comes along, `nbytes` long.
 
-    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else Halves.to_bytes, to
-    be run together with the epoch's others.
+    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else
+    TransferList.to_bytes, to be run together with the epoch's others.
     """
 
     job: Count
@@ -120,7 +120,7 @@ class WorkerReady(Message, frozen=True):
     services: tuple[Name, ...]
 
 
-class EpochPut(Message, frozen=True):
+class LanePut(Message, frozen=True):
     """This worker's value for the others of an epoch."""
 
     epoch: Name
@@ -185,7 +185,7 @@ class SpansCompared(Message, frozen=True):
 # --- descriptor socket ------------------------------------------------------------------------------------
 
 
-class Session(Message, frozen=True):
+class Greeting(Message, frozen=True):
     """The daemon's greeting: the token for this connection's ZeroMQ session."""
 
     token: bytes
@@ -220,20 +220,12 @@ ToWorker = (
     | TakeDigests
     | CompareSpans
     | JoinEpoch
-    | EpochValue
+    | LaneValue
     | LeaveEpoch
     | WarmUp
 )
 FromWorker = (
-    WorkerReady
-    | RunProgress
-    | RunDone
-    | RunFailed
-    | DigestsTaken
-    | SpansCompared
-    | EpochPut
-    | EpochJoined
-    | EpochFailed
+    WorkerReady | RunProgress | RunDone | RunFailed | DigestsTaken | SpansCompared | LanePut | EpochJoined | EpochFailed
 )
 DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, that is
-DescriptorReply = Session | ArenaDescriptor | Failure
+DescriptorReply = Greeting | ArenaDescriptor | Failure

@@ -10,7 +10,7 @@ import zmq
 _EVENT = struct.Struct("=Hi")  # which event, and its value; pyzmq's own reader of them loads asyncio
 
 
-class Failed(enum.Enum):
+class HandshakeFailure(enum.Enum):
     """A failed handshake and its cause."""
 
     KEY_REFUSED = "the other end does not allow our key"
@@ -19,10 +19,10 @@ class Failed(enum.Enum):
     ENDED = "the other end has closed the connection without a word"
 
 
-_EVENTS: dict[int, Failed] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Failed.KEY_REFUSED,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Failed.PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Failed.ENDED,
+_EVENTS: dict[int, HandshakeFailure] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: HandshakeFailure.KEY_REFUSED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: HandshakeFailure.PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: HandshakeFailure.ENDED,
 }
 
 
@@ -33,7 +33,7 @@ class Handshakes:
         self._watched = watched
         self.socket = watched.get_monitor_socket(sum(_EVENTS))
 
-    def receive(self) -> Failed | None:
+    def receive(self) -> HandshakeFailure | None:
         """Return the next failure, None if there is none."""
         try:
             frame, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -41,7 +41,7 @@ class Handshakes:
             return None
         event, value = _EVENT.unpack(frame)
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            return Failed.OTHER_MECHANISM
+            return HandshakeFailure.OTHER_MECHANISM
         return _EVENTS[event]
 
     def close(self) -> None:

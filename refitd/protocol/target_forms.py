@@ -16,6 +16,7 @@ from typing import Literal
 
 from refitd.buffers.layout import packed_offsets
 from refitd.dtypes import ELEMENT_SIZES
+from refitd.mxfp8 import Rounding
 from refitd.protocol.base import Name, Small, Value
 from refitd.protocol.shards import Shape, Shard, WireTensor
 
@@ -39,7 +40,7 @@ class Conversion(Value, frozen=True, omit_defaults=True):
     kind: Literal["quantize", "swizzle"]
     wire: Small
     held: tuple[Small, ...]
-    rounding: Literal["rceil", "floor"] = "rceil"
+    rounding: Rounding = Rounding.RCEIL
     swizzled: bool = False
 
 

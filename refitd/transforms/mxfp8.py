@@ -16,10 +16,11 @@ import torch
 
 from refitd.dtypes import dtype_name
 from refitd.errors import RefusedError
+from refitd.mxfp8 import BLOCK, Rounding
 from refitd.transforms.base import ReshardTransform, Slices
 from refitd.transforms.coverage import Box, Coverage, box_of
 from refitd.transforms.mxfp8_buffers import Held, check_device, held_of, holds_columns, is_quantized, quantize
-from refitd.transforms.mxfp8_format import BLOCK, Rounding, Scratch
+from refitd.transforms.mxfp8_format import Scratch
 
 
 @dataclass(frozen=True, eq=False)

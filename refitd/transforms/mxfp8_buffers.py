@@ -16,8 +16,9 @@ import torch
 
 from refitd.dtypes import dtype_name
 from refitd.errors import RefusedError
+from refitd.mxfp8 import BLOCK, TILE_BLOCKS, TILE_ROWS, Rounding, swizzled_bytes
 from refitd.transforms import mxfp8_format as fmt
-from refitd.transforms.mxfp8_format import BLOCK, Rounding, Scratch
+from refitd.transforms.mxfp8_format import Scratch
 
 DATA_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 _EXACT = (torch.Tensor, torch.nn.Parameter)
@@ -44,7 +45,7 @@ class MXFP8Buffer:
     def empty(cls, shape: tuple[int, ...], *, is_swizzled: bool = False, device: Any = None) -> MXFP8Buffer:
         """Return a buffer of this shape, all zeros."""
         blocks = shape[-1] // BLOCK
-        sizes = (fmt.swizzled_size(math.prod(shape[:-1]), blocks),) if is_swizzled else (*shape[:-1], blocks)
+        sizes = (swizzled_bytes(math.prod(shape[:-1]), blocks),) if is_swizzled else (*shape[:-1], blocks)
         return cls(
             torch.zeros(shape, dtype=torch.uint8, device=device), torch.zeros(sizes, dtype=torch.uint8, device=device)
         )
@@ -94,8 +95,8 @@ class Held:
         if self.swizzled.device.type == "cpu":
             fmt.swizzle(rows.numpy(), self.swizzled.numpy())
             return
-        high, wide = -(-rows.shape[0] // fmt.TILE_ROWS), -(-rows.shape[1] // fmt.TILE_BLOCKS)
-        padded = rows.new_zeros((high * fmt.TILE_ROWS, wide * fmt.TILE_BLOCKS))
+        high, wide = -(-rows.shape[0] // TILE_ROWS), -(-rows.shape[1] // TILE_BLOCKS)
+        padded = rows.new_zeros((high * TILE_ROWS, wide * TILE_BLOCKS))
         padded[: rows.shape[0], : rows.shape[1]] = rows
         self.swizzled.view(high, wide, 32, 4, 4).copy_(padded.view(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4))
 
@@ -152,9 +153,9 @@ def held_of(name: str, value: object) -> Held:
     if rounding is not None and rounding not in tuple(Rounding):
         raise RefusedError(f"{name}: its rounding is {rounding!r}, expected one of {', '.join(Rounding)}")
     rows, blocks = math.prod(data.shape[:-1]), data.shape[-1] // BLOCK
-    flat = fmt.swizzled_size(rows, blocks)
+    flat = swizzled_bytes(rows, blocks)
     plain = (*data.shape[:-1], blocks)
-    padded = (-(-rows // fmt.TILE_ROWS) * fmt.TILE_ROWS, -(-blocks // fmt.TILE_BLOCKS) * fmt.TILE_BLOCKS)
+    padded = (-(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
     data, scale = data.detach().view(torch.uint8), scale.detach().view(torch.uint8)
     known = None if rounding is None else Rounding(rounding)
     if said_swizzled and scale.numel() == flat:

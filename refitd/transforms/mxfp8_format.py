@@ -29,17 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-BLOCK: Final = 32
+from refitd.mxfp8 import BLOCK, TILE_BLOCKS, TILE_ROWS, Rounding, swizzled_bytes
+
 NAN_SCALE: Final = 255
-TILE_ROWS: Final = 128
-TILE_BLOCKS: Final = 4
-_TILE = TILE_ROWS * TILE_BLOCKS
 _LARGEST = 0x7E  # 448
 # elements converted at once: with its scratch, what fits into a core's second-level cache
 CHUNK = 1 << 17
@@ -49,13 +46,6 @@ _HANDFUL = 128
 
 Words = npt.NDArray[Any]  # bfloat16 as uint16, float32 as uint32
 Bytes = npt.NDArray[np.uint8]
-
-
-class Rounding(StrEnum):
-    """How the scale of a block follows from its largest magnitude."""
-
-    RCEIL = "rceil"  # up, so that nothing saturates: cuBLAS, Transformer Engine, Megatron-Core
-    FLOOR = "floor"  # down: OCP MX 1.0, section 6.3
 
 
 def quantize(
@@ -107,13 +97,8 @@ def dequantize(data: Bytes, scales: Bytes, words: Words) -> None:
             words[row, column][is_nan] = 0x7FC0
 
 
-def swizzled_size(rows: int, blocks: int) -> int:
-    """Return the bytes that the swizzled scales of [rows, blocks] take: tiles of 128 x 4, filled up with zeros."""
-    return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * _TILE
-
-
 def swizzle(scales: Bytes, out: Bytes) -> None:
-    """Swizzle row-major scales into `out` (1-D, of `swizzled_size`), the layout that tensor cores read.
+    """Swizzle row-major scales into `out` (1-D, of `swizzled_bytes`), the layout that tensor cores read.
 
     It is cuBLAS's "1D block scaling factors layout" and torchao's `to_blocked`.
 
@@ -142,7 +127,7 @@ def unswizzle(swizzled: Bytes, out: Bytes) -> None:
 
 def _tiles(flat: Bytes, rows: int, blocks: int) -> Bytes:
     """Return swizzled scales as [row tile, block tile, row % 32, row // 32, block]."""
-    size = swizzled_size(rows, blocks)
+    size = swizzled_bytes(rows, blocks)
     if flat.shape != (size,):
         raise ValueError(f"swizzled scales of [{rows}, {blocks}] have shape {list(flat.shape)}, expected [{size}]")
     return flat.reshape(-(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS), 32, 4, TILE_BLOCKS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from refitd.transforms.mxfp8_format import BLOCK, TILE_BLOCKS, Rounding
+from refitd.mxfp8 import BLOCK, TILE_BLOCKS, Rounding
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def quantize(
     Args:
         words: [rows, columns] of bfloat16 as int16; rows may lie apart.
         data: [rows, columns], uint8; the same.
-        scales: uint8: [rows, columns / 32], or 1-D of `swizzled_size`.
+        scales: uint8: [rows, columns / 32], or 1-D of `swizzled_bytes`.
         rounding: how scales are rounded.
         is_swizzled: that `scales` is to be laid out in tiles; what fills the last ones up becomes 0.
     """

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
+from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
-from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
-from refitd.transforms.mxfp8_format import Rounding, Scratch, quantize, swizzle
+from refitd.mxfp8 import BLOCK, ROUNDINGS, Rounding, swizzled_bytes
+from refitd.transforms.mxfp8_format import Scratch, quantize, swizzle
 
 PROGRESS_BYTES = 8 << 20
 
@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class _Memory:
+class _ThreadMemory:
     """What one thread keeps between pieces, so that pages are touched once."""
 
     scratch: Scratch
@@ -37,7 +37,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Piece:
+class _ConversionPiece:
     """Views of one piece: what is read, and what is written."""
 
     nbytes: int
@@ -47,7 +47,7 @@ class _Piece:
     rows: Bytes | None  # row-major scales: written, or read; None where they are only on the way
     swizzled: Bytes | None
 
-    def convert(self, memory: _Memory) -> None:
+    def convert(self, memory: _ThreadMemory) -> None:
         """Write what is to be written."""
         rows = self.rows
         if self.words is not None and self.data is not None:
@@ -69,13 +69,14 @@ class ConversionJob(PreparedJob):
         """
         self._pieces = [_piece(pieces, row, arenas) for row in range(len(pieces))]
         self._memories = [
-            _Memory(Scratch.of(np.uint16), np.empty(0, np.uint8)) for _ in range(max(1, min(threads, len(pieces))))
+            _ThreadMemory(Scratch.of(np.uint16), np.empty(0, np.uint8))
+            for _ in range(max(1, min(threads, len(pieces))))
         ]
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run. There is nothing to compare: what is read was verified when it arrived."""
         started = time.perf_counter()
-        work = _Work(self._pieces, on_progress)
+        work = _ConversionRun(self._pieces, on_progress)
         threads = [threading.Thread(target=work.take_part, args=(m,), daemon=True) for m in self._memories[1:]]
         for thread in threads:
             thread.start()
@@ -87,10 +88,10 @@ class ConversionJob(PreparedJob):
         return RunResult(len(self._pieces), work.done, time.perf_counter() - started)
 
 
-class _Work:
+class _ConversionRun:
     """The pieces of one run; the first failure ends everybody's work."""
 
-    def __init__(self, pieces: list[_Piece], on_progress: Callable[[int], None]) -> None:
+    def __init__(self, pieces: list[_ConversionPiece], on_progress: Callable[[int], None]) -> None:
         self.failure: BaseException | None = None
         self.done = 0
         self._told = 0
@@ -98,7 +99,7 @@ class _Work:
         self._on_progress = on_progress
         self._lock = threading.Lock()
 
-    def take_part(self, memory: _Memory) -> None:
+    def take_part(self, memory: _ThreadMemory) -> None:
         """Convert pieces until there are none; the body of a thread."""
         try:
             for piece in self._taken():
@@ -108,7 +109,7 @@ class _Work:
             with self._lock:
                 self.failure = self.failure or exc
 
-    def _taken(self) -> Iterator[_Piece]:
+    def _taken(self) -> Iterator[_ConversionPiece]:
         while True:
             with self._lock:
                 piece = None if self.failure is not None else next(self._left, None)
@@ -124,7 +125,7 @@ class _Work:
                 self._on_progress(self.done)
 
 
-def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) -> _Piece:
+def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) -> _ConversionPiece:
     kind, rows, columns, at = check_piece(pieces, row)
     number = int(pieces.arena[row])
     arena = arenas.get(number)
@@ -145,8 +146,8 @@ def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) 
     swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
     if kind == SWIZZLE:
         read = view(source, rows * blocks).reshape(rows, blocks)
-        return _Piece(read.nbytes, Rounding.RCEIL, None, None, read, swizzled)
+        return _ConversionPiece(read.nbytes, Rounding.RCEIL, None, None, read, swizzled)
     words = view(source, rows * columns * ELEMENT_BYTES).view(np.uint16).reshape(rows, columns)
     data = view(int(pieces.data[row]), rows * columns).reshape(rows, columns)
     plain = view(scale, rows * blocks).reshape(rows, blocks) if kind == QUANTIZE else None
-    return _Piece(words.nbytes, Rounding(ROUNDINGS[at]), words, data, plain, swizzled)
+    return _ConversionPiece(words.nbytes, ROUNDINGS[at], words, data, plain, swizzled)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece, swizzled_bytes
+from refitd.addressing.conversions import ELEMENT_BYTES, QUANTIZE, SWIZZLE, ConversionList, check_piece
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.copy_services.device_stream import on_streams
-from refitd.describe.mxfp8 import BLOCK, ROUNDINGS
 from refitd.errors import TransportError
+from refitd.mxfp8 import BLOCK, ROUNDINGS, swizzled_bytes
 from refitd.transforms.mxfp8_buffers import Held, check_device, quantize
-from refitd.transforms.mxfp8_format import Rounding, Scratch
+from refitd.transforms.mxfp8_format import Scratch
 
 _DEFAULT_S = 600.0
 
@@ -74,7 +74,7 @@ def _piece(
 
     def convert() -> None:
         made = held.scale if held.scale is not None else held.new_scale()
-        quantize(values, held.data, made, Rounding(ROUNDINGS[rounding]), scratch)
+        quantize(values, held.data, made, ROUNDINGS[rounding], scratch)
         held.lay_out(made)
 
     return convert

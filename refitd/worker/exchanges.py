@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from refitd.addressing.between_nodes import Halves
+from refitd.addressing.between_nodes import TransferList
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.copy_services.epoch import Epoch, Mailbox
@@ -84,10 +84,10 @@ class Exchanges:
             service.close()
 
     def prepare(self, epoch: str, block: bytes) -> PreparedJob:
-        """Build what running these halves needs.
+        """Build what running these transfers needs.
 
         Raises:
-            TransportError: this worker is not in the epoch, or a half leaves its arena.
+            TransportError: this worker is not in the epoch, or a transfer leaves its arena.
             ArenaError: an arena on a GPU could not be mapped.
         """
         from refitd.copy_services.arena_pieces import piece_of
@@ -95,19 +95,19 @@ class Exchanges:
         service = self._services.get(epoch)
         if service is None:
             raise TransportError(f"this worker is not in epoch {epoch}")
-        halves = Halves.from_bytes(block)
-        on_gpus = self._devices.mapped(halves.arenas()) if self._devices is not None else {}
+        rows = TransferList.from_bytes(block)
+        on_gpus = self._devices.mapped(rows.arenas()) if self._devices is not None else {}
         arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._arenas, **on_gpus}
         try:
-            for row in range(len(halves)):
-                note = service.send if halves.is_send[row] else service.receive
-                piece = piece_of(halves, row, arenas)
-                note(int(halves.task_id[row]), piece, service.ranks[int(halves.peer[row])], part=int(halves.part[row]))
+            for row in range(len(rows)):
+                note = service.send if rows.is_send[row] else service.receive
+                piece = piece_of(rows, row, arenas)
+                note(int(rows.task_id[row]), piece, service.ranks[int(rows.peer[row])], part=int(rows.part[row]))
         except BaseException:
             service.hold()  # what was noted of a job that is refused must not be in the next one
             raise
         gpus = sorted({arena.device for arena in on_gpus.values()})
-        return _ExchangeJob(service, service.hold(), int((halves.is_send == 0).sum()), gpus)
+        return _ExchangeJob(service, service.hold(), int((rows.is_send == 0).sum()), gpus)
 
 
 class _ExchangeJob(PreparedJob):

@@ -25,7 +25,7 @@ from refitd.worker.devices import Devices
 from refitd.worker.exchanges import Exchanges
 
 
-class Daemon:
+class DaemonLink:
     """The worker's end of the socket pair. Messages that come while something else is awaited are kept in order."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -76,7 +76,7 @@ class Daemon:
             except (TimeoutError, BlockingIOError):
                 return
             self._connection.settimeout(0.0)
-            if isinstance(message, sidecar.EpochValue):
+            if isinstance(message, sidecar.LaneValue):
                 values[(message.epoch, message.key)] = message.value
             else:
                 self._kept.append((message, fds))
@@ -89,12 +89,12 @@ class Daemon:
 class EpochMailbox(Mailbox):
     """Carries an epoch's values through the daemon."""
 
-    def __init__(self, epoch: str, daemon: Daemon, values: dict[tuple[str, str], bytes]) -> None:
+    def __init__(self, epoch: str, daemon: DaemonLink, values: dict[tuple[str, str], bytes]) -> None:
         self._epoch, self._daemon, self._values = epoch, daemon, values
 
     def put(self, key: str, value: bytes) -> None:
         """See Mailbox.put."""
-        self._daemon.say(sidecar.EpochPut(epoch=self._epoch, key=key, value=value))
+        self._daemon.say(sidecar.LanePut(epoch=self._epoch, key=key, value=value))
 
     def get(self, key: str, timeout: float) -> bytes:
         """See Mailbox.get."""
@@ -105,7 +105,7 @@ class Worker:
     """Holds the CopyServices of one device and performs what the daemon says, one message at a time."""
 
     def __init__(self, connection: socket.socket, registry: Registry, threads: int) -> None:
-        self._daemon = Daemon(connection)
+        self._daemon = DaemonLink(connection)
         self._registry = registry
         make = registry.find("shm").mapped
         assert make is not None
@@ -138,7 +138,7 @@ class Worker:
                 self._devices.unmap(arena)
             case sidecar.JoinEpoch():
                 self._join(message)
-            case sidecar.EpochValue(epoch, key, value):
+            case sidecar.LaneValue(epoch, key, value):
                 self._values[(epoch, key)] = value
             case sidecar.LeaveEpoch(epoch):
                 self._exchanges.leave(epoch)

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from refitd.addressing.between_nodes import Halves
-from refitd.addressing.copies import PROCESS_MEMORY, CopyList
+from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.copies import CopyList
+from refitd.addressing.places import PROCESS_MEMORY
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import Capabilities
@@ -741,7 +742,7 @@ class _TwoSided:
             return torch.empty(transfer.shape, dtype=getattr(torch, transfer.dtype)), None
         from refitd.copy_services.arena_pieces import piece_of
 
-        return piece_of(halves(transfer, is_send, lent), 0, self._arenas), None
+        return piece_of(transfer_list(transfer, is_send, lent), 0, self._arenas), None
 
     def run(self, orders: Orders, on_progress: Any) -> Answer:
         """See ExchangeService.run."""
@@ -871,12 +872,12 @@ def copy_list(plan: Plan, lent: Lent) -> CopyList:
     )
 
 
-def halves(transfer: Transfer, is_send: bool, lent: Lent) -> Halves:
+def transfer_list(transfer: Transfer, is_send: bool, lent: Lent) -> TransferList:
     """Return one end of a transfer as workers take it."""
     place = transfer.source if is_send else transfer.target
     is_lent = is_send and transfer.lent
     pid, address = lent[place.process] if is_lent else (0, 0)
-    return Halves(
+    return TransferList(
         is_send=_column([is_send]),
         peer=_column([(transfer.target if is_send else transfer.source).process]),
         task_id=_column([transfer.task]),

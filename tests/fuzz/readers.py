@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from refitd import ParameterMetadata
-from refitd.addressing.between_nodes import Halves, crossing, halves_of
+from refitd.addressing.between_nodes import TransferList, node_transfers, transfers_of
 from refitd.addressing.conversions import ConversionList
 from refitd.addressing.copies import CopyList, address
 from refitd.addressing.places import LocalTensor
@@ -61,7 +61,7 @@ NAMES = (
     "codec: packed shards",
     "planning of hostile shards",
     "plan tables on the wire",
-    "copy lists, halves, conversions",
+    "copy lists, transfers, conversions",
     "manifests",
     "lists of allowed keys",
     "key files",
@@ -191,9 +191,9 @@ _WIRE = _a_table().to_wire()
 def _a_block() -> tuple[bytes, bytes, bytes]:
     table = _a_table()
     places = by_rank({(r, t.name): LocalTensor(r, 0, t.shape, _strides(t)) for r in (0, 1) for t in SHARD.tensors})
-    halves = halves_of(crossing(table, {0: 0, 1: 1}, 1), 0, 0, places, places)
-    one = {f.name: np.ones(2, np.int64) for f in msgspec.inspect.type_info(ConversionList).fields}
-    return address(table, places, places).to_bytes(), halves.to_bytes(), ConversionList(**one).to_bytes()
+    transfers = transfers_of(node_transfers(table, {0: 0, 1: 1}, 1), 0, 0, places, places)
+    one = {f.name: np.ones((2, 2) if f.name == "size" else 2, np.int64) for f in fields(ConversionList)}
+    return address(table, places, places).to_bytes(), transfers.to_bytes(), ConversionList(**one).to_bytes()
 
 
 def _strides(tensor: WireTensor) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ _BLOCKS: list[tuple[Any, bytes]] = []
 
 def _blocks(rng: random.Random) -> bool:
     if not _BLOCKS:
-        _BLOCKS.extend(zip((CopyList, Halves, ConversionList), _a_block(), strict=True))
+        _BLOCKS.extend(zip((CopyList, TransferList, ConversionList), _a_block(), strict=True))
     kind, block = rng.choice(_BLOCKS)
     try:
         kind.from_bytes(damaged(block, rng) if rng.random() < 0.9 else block)

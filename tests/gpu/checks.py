@@ -28,6 +28,7 @@ from refitd.buffers import cuda as memory
 from refitd.buffers.layout import packed_offsets, row_major_strides
 from refitd.copy_services.epoch import Epoch, Mailbox
 from refitd.errors import DeadlineExceeded, RefitdError
+from refitd.mxfp8 import Rounding
 
 MIB = 1 << 20
 AIM = 0.9  # of the plain copy's bandwidth
@@ -210,7 +211,7 @@ def swap(seconds: float) -> Outcome:
 
 
 def copies(seconds: float) -> Outcome:
-    from refitd.addressing.copies import split_large
+    from refitd.addressing.copies import cut
     from refitd.addressing.places import LocalTensor
     from refitd.copy_services.cuda import CudaCopyService
     from tests.support.places import copies_of
@@ -228,15 +229,15 @@ def copies(seconds: float) -> Outcome:
     figures: dict[str, object] = {"MiB": nbytes // MIB, "plain GB/s": nbytes / plain / 1e9}
 
     half = columns // 2  # a rank's half of the columns, out of the whole into a tensor of its own
-    cut = LocalTensor(1, 2 * half, (rows, half), (2 * columns, 2)), LocalTensor(2, 0, (rows, half), (2 * half, 2))
+    ends = LocalTensor(1, 2 * half, (rows, half), (2 * columns, 2)), LocalTensor(2, 0, (rows, half), (2 * half, 2))
     packed = b.view(-1)[: rows * half].view(rows, half)
     strided = timed(lambda: packed.copy_(a[:, half:]))
     figures["plain strided GB/s"] = nbytes / 2 / strided / 1e9
     for name, pair, expected, reference in (
         ("whole", (source.place("w"), target.place("w")), lambda: (a, b), plain),
-        ("columns", cut, lambda: (a[:, half:], packed), strided),
+        ("columns", ends, lambda: (a[:, half:], packed), strided),
     ):
-        job = service.prepare(split_large(copies_of([(*pair, 2)])), arenas)
+        job = service.prepare(cut(copies_of([(*pair, 2)]))[0], arenas)
         for verify in (False, True):
             b.zero_()
             torch.cuda.synchronize()
@@ -285,7 +286,6 @@ def mxfp8(seconds: float) -> Outcome:
     from refitd.transforms import mxfp8_triton
     from refitd.transforms.mxfp8 import MXFP8ReshardTransform
     from refitd.transforms.mxfp8_buffers import MXFP8Buffer
-    from refitd.transforms.mxfp8_format import Rounding
 
     # any bits, so NaNs, infinities and subnormals too; and weights
     torch.manual_seed(3)

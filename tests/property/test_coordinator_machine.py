@@ -22,6 +22,7 @@ from refitd.coordinator.plans import make_plan
 from refitd.coordinator.schedule import MAX_QUEUED
 from refitd.coordinator.state import MAX_UNUSED_SHARDS, NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
+from refitd.events import Log, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus
@@ -122,7 +123,7 @@ class Sim:
                     if member in self.members and member != "src"
                 }
                 self.outbox.append(cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-            case cluster.Commit(swap):
+            case cluster.CommitStaged(swap):
                 for member, (staged, version, run) in list(self.staged.items()):
                     if staged != swap:
                         continue
@@ -209,7 +210,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 match instruction:
                     case act.Send(identity, _, message):
                         self.sent(identity, message)
-                    case act.Log("illegal", fields):
+                    case Log("illegal", fields):
                         assert not self.honest, f"words that were only late or repeated were refused: {fields}"
                     case act.Answer(identity, _, make):
                         self.sent(identity, make())
@@ -249,7 +250,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert (swap, node) in self.said_staged, f"{swap} was decided, and {node} has not staged it"
 
     def sent(self, identity: bytes, message: object) -> None:
-        if isinstance(message, cluster.Commit):
+        if isinstance(message, cluster.CommitStaged):
             known = message.swap in (self.decided if self.has_lost_its_journal else self.journalled)
             # who has lost the journal may go by what was decided, whatever swap brings it here
             learned = self.has_lost_its_journal and (message.version, message.run) in self.identities
@@ -423,7 +424,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 4.0, NODE_SILENCE_S + 1, 40.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(act.Tick())
+        self.feed(Tick())
 
     @rule(full=st.booleans())
     def disk_fills_or_empties(self, full: bool) -> None:
@@ -487,7 +488,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             for sim in self.sims.values():
                 self.say(sim, local.GetStatus())
             self.everything_arrives()
-            self.feed(act.Tick())
+            self.feed(Tick())
         for sim in self.sims.values():
             for member, (swap, _, _) in sim.staged.items():
                 assert any(s.running and s.running.swap.swap == swap for s in self.state.models.values()), (

@@ -10,6 +10,7 @@ from refitd.daemon import actions as act
 from refitd.daemon.publishing import MAX_OPEN
 from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import RefusedError
+from refitd.events import Tick
 from refitd.protocol import cluster, local, sidecar
 from tests.unit.test_daemon_state import SOURCE, TARGET, Harness
 
@@ -81,7 +82,7 @@ class DaemonMachine(RuleBasedStateMachine):
             self.runs = self.h.stage(swap, version)
             return
         message = (
-            cluster.Commit(swap=swap, version=version),
+            cluster.CommitStaged(swap=swap, version=version),
             cluster.Abort(swap=swap, reason="r"),
             cluster.EndSwap(swap=swap),
             cluster.Pause(swap=swap, version=version, members=tuple(self.ids[:2])),
@@ -109,7 +110,7 @@ class DaemonMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 6.0]), heard=st.booleans())
     def time_passes(self, seconds: float, heard: bool) -> None:
         self.h.now += seconds
-        self.h.feed(*([act.CoordinatorSaid(0, local.Done())] if heard else []), act.Tick())
+        self.h.feed(*([act.CoordinatorSaid(0, local.Done())] if heard else []), Tick())
 
     @invariant()
     def everybody_has_their_own_and_nothing_is_without_bound(self) -> None:

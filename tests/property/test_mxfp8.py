@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refitd.mxfp8 import Rounding
 from refitd.transforms import mxfp8_format as fmt
-from refitd.transforms.mxfp8_format import Rounding
 from tests.support.mxfp8 import E4M3, element_of, scale_of
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -108,9 +108,9 @@ class RefusingDaemon(DaemonMachine):
         granted = self.h.ask(local.BeginPublish(member=name, version=version, timeout_s=5.0), session)
         slot = granted.slot if isinstance(granted, local.SlotGranted) else 0
         self.h.refuse_with = local.Failure(code="refused", message="no") if refuses else None
-        self.h.ask(local.Publish(member=name, version=version, slot=slot, why="y", replicas=b"1" * version), session)
-        self.h.ask(local.Publish(member=name, version=version, slot=slot, why="x"), session)
-        self.h.ask(local.Lend(member=name, version=version, addresses=(1,) * version, why="z"), session)
+        self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="y", replicas=b"1" * version), session)
+        self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="x"), session)
+        self.h.ask(local.Lend(member=name, version=version, addresses=(1,) * version, reason="z"), session)
         self.h.refuse_with = None
 
     def teardown(self) -> None:
@@ -132,7 +132,7 @@ OF_COORDINATOR = {
     "Swaps._plans": "remembers what was planned, and is asked before it is planned again",
     "Swaps.reader": "likewise of descriptions",
     "Model.compared": "likewise of digests of replicas",
-    "Lives.past": "the journal, which no request changes but by Decide and Remember",
+    "LiveVersions.past": "the journal, which no request changes but by Decide and Remember",
     "Coordinator._config": "never changes",
     "Swaps._config": "never changes",
 }

@@ -27,11 +27,11 @@ def any_event(nodes: st.SearchStrategy[str], members: st.SearchStrategy[str]) ->
         st.builds(m.NodeStaged, nodes, st.just(1), st.just(5)),
         st.builds(m.NodeFailed, nodes, nodes, st.just("broken")),
         st.builds(m.PlanLost, nodes, nodes, st.just("broken")),
-        st.builds(m.MemberQuiet, members),
+        st.builds(m.QuietReported, members),
         st.builds(m.MemberLost, members | st.sampled_from(["src"]), st.just("died")),
         st.builds(m.DecisionHeld, st.floats(0, 50)),
         st.just(m.Journalled()),
-        st.builds(m.MemberCommitted, members, st.just(0.0)),
+        st.builds(m.CommitReported, members, st.just(0.0)),
         st.builds(m.MemberFailed, members, st.just("no")),
         st.just(m.AbortAsked("enough")),
         st.just(m.TimePassed()),
@@ -43,9 +43,9 @@ onward = st.one_of(
     ready,
     st.builds(m.NodeLoaded, nodes),
     st.builds(m.NodeStaged, nodes, st.just(1), st.just(5)),
-    st.builds(m.MemberQuiet, members),
+    st.builds(m.QuietReported, members),
     st.just(m.Journalled()),
-    st.builds(m.MemberCommitted, members, st.just(0.0)),
+    st.builds(m.CommitReported, members, st.just(0.0)),
 )
 histories = st.lists(st.tuples(onward | onward | any_event(nodes, members), st.floats(0, 0.3)), max_size=60)
 
@@ -77,7 +77,7 @@ def test_any_order_of_events_keeps_the_promises(history: list[tuple[m.Event, flo
         match event:
             case m.NodeStaged(node):
                 staged.add(node)
-            case m.MemberQuiet(member):
+            case m.QuietReported(member):
                 quiet.add(member)
         if m.JournalDecision() in instructions:
             assert staged == NODES and quiet >= state.asked | state.in_place and state.phase is Phase.STAGED

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import refitd
 from refitd.describe.module import RankGroups
-from refitd.transforms.mxfp8_format import BLOCK, Rounding
+from refitd.mxfp8 import BLOCK, Rounding
 from tests.spmd.cases import TIMEOUT_S, World, linear, refused
 from tests.spmd.layouts import Layout, Model, Whole, bits, build, random_pair
 from tests.support.mxfp8 import quantized_once

@@ -50,7 +50,7 @@ class RawPeer:
         self.descriptors.connect(str(directory / "refitd.fds"))
         self._small: Decoder[sidecar.DescriptorReply] = Decoder(sidecar.DescriptorReply, handoff.MAX_DATAGRAM)
         session = self._small.decode(handoff.receive(self.descriptors)[0])[1]
-        assert isinstance(session, sidecar.Session)
+        assert isinstance(session, sidecar.Greeting)
         self.token = session.token
         self._decoder: Decoder[local.ClientReply] = Decoder(local.ClientReply)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -9,8 +9,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from refitd.mxfp8 import Rounding
 from refitd.transforms import mxfp8_format as fmt
-from refitd.transforms.mxfp8_format import Rounding
 
 # E4M3, magnitudes in order of their codes 0 to 126: 448 is the largest
 E4M3 = [Fraction(8 * (code > 7) + code % 8) * Fraction(2) ** (max(code >> 3, 1) - 10) for code in range(127)]

@@ -659,7 +659,7 @@ def test_ptrace_scopes_that_keep_workers_out_are_warnings(monkeypatch, scope, st
 def test_doctor_measures_how_private_tensors_are_lent():
     choice = measure.Choice("pulled", "pulled at 5.0 GB/s, copied at 7.0 GB/s")
     found = checks.private_tensors(lambda: choice)
-    assert (found.state, found.found) == ("ok", f"{choice.why}, in rows of 16.4 kB: lent ones are pulled")
+    assert (found.state, found.found) == ("ok", f"{choice.reason}, in rows of 16.4 kB: lent ones are pulled")
 
     def forbidden() -> measure.Choice:
         raise TransportError("the memory of process 7 cannot be read: Operation not permitted; publish a snapshot")

@@ -11,11 +11,12 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.journal import Live, Record, Recovered
+from refitd.coordinator.journal import LiveVersion, Record, Recovered
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
+from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import (
@@ -43,11 +44,11 @@ class Past:
     def is_new(self) -> bool:
         return not self.records
 
-    def decided(self, model: str) -> list[Live]:
+    def decided(self, model: str) -> list[LiveVersion]:
         found = [r for r in self.records.values() if r.model == model and r.is_decided]
-        return [Live(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
+        return [LiveVersion(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
 
-    def live(self, model: str) -> Live | None:
+    def live(self, model: str) -> LiveVersion | None:
         return self.decided(model)[-1] if self.decided(model) else None
 
     def highest(self, model: str) -> int:
@@ -56,7 +57,7 @@ class Past:
     def tried(self, model: str) -> tuple[int, str]:
         return -1, ""
 
-    def before(self, model: str, version: int) -> Live | None:
+    def before(self, model: str, version: int) -> LiveVersion | None:
         return next((live for live in reversed(self.decided(model)) if live.version < version), None)
 
     def continues(self, journal: str) -> bool:
@@ -111,7 +112,7 @@ class Harness:
                         if self.journal_error is None:
                             self.journal[record.swap] = record
                         pending.append(act.JournalWritten(record.swap, self.journal_error))
-                    case act.Log("illegal", fields):
+                    case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
                     case act.Remember(Recovered() as found):
                         self.recovered.append(found)
@@ -173,7 +174,7 @@ def test_a_swap_goes_from_plan_to_report() -> None:
     h.ready()
     swap = h.until_staging()
     staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    assert kinds(staged) == ["EndSwap", "Commit"]
+    assert kinds(staged) == ["EndSwap", "CommitStaged"]
     assert h.journal[swap].state == "decided"
     (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.01)))
     assert (report.outcome, report.version, report.digests, report.bytes) == ("committed", 1, 1, 32)
@@ -228,7 +229,7 @@ def test_who_returns_during_a_swap_that_it_has_no_part_in_serves_nothing_else_on
     decided = h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
     (fence,) = [m for m in decided if isinstance(m, cluster.FenceMember)]
     assert fence.member == "b" and "version 1, and 2 is live" in fence.reason
-    (commit,) = [m for m in decided if isinstance(m, cluster.Commit)]
+    (commit,) = [m for m in decided if isinstance(m, cluster.CommitStaged)]
     assert decided.index(fence) < decided.index(commit)
 
 
@@ -238,7 +239,7 @@ def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
     swap = h.until_staging()
     h.journal_error = CommitError("disk full")
     ended = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    assert "Commit" not in kinds(ended) and "Abort" in kinds(ended)
+    assert "CommitStaged" not in kinds(ended) and "Abort" in kinds(ended)
     assert "disk full" in reports(ended)[0].reason
 
 
@@ -248,7 +249,7 @@ def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
     h.until_staging()
     h.now = NODE_SILENCE_S + 1
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert not h.state.nodes and not h.state.models
     # the node comes back: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
@@ -278,7 +279,7 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
     h = Harness(journal=journal)
     h.join()
-    assert h.add("a", staged="s1") == [cluster.Commit(swap="s1", version=7), local.Done()]
+    assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     h.say("n0", cluster.MemberCommitted(swap="s1", member="a", paused_s=0.0))
     undone = h.add("b", staged="s2")
     assert kinds(undone) == ["Abort", "Done"]
@@ -307,7 +308,7 @@ def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h.now += Config().deadlines.commit_s + 1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert report.outcome == "incomplete" and "did not take over" in report.reason
     h.say("n0", cluster.ShardPublished(member="src", version=2))
@@ -372,7 +373,7 @@ def test_a_source_node_takes_part_until_everything_is_staged() -> None:
     stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
     assert kinds(h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))) == []
     done = h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
-    assert kinds(done) == ["EndSwap", "Commit"]
+    assert kinds(done) == ["EndSwap", "CommitStaged"]
 
 
 def test_words_that_others_cross_on_their_way_are_not_refused() -> None:
@@ -419,9 +420,9 @@ def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_l
         (False, True),
     ]
     done = cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1)
-    assert kinds(h.say("n0", done)) == ["EndSwap", "Commit"]
+    assert kinds(h.say("n0", done)) == ["EndSwap", "CommitStaged"]
     (report,) = reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.1)))
-    assert "MemberCommitted" in report.events[-1]
+    assert "CommitReported" in report.events[-1]
 
 
 def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
@@ -540,7 +541,7 @@ def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_doe
 def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended() -> None:
     h = Harness()
     h.ready()
-    h.say("n0", cluster.ShardPublished(member="src", version=2, way="pulled", why="it is fast"))
+    h.say("n0", cluster.ShardPublished(member="src", version=2, mode="pulled", mode_reason="it is fast"))
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.say("n0", cluster.ShardWithdrawn(member="src", version=2))
@@ -554,7 +555,7 @@ def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended()
 def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> None:
     h = Harness()
     h.join()
-    h.add("src", versions=(1, 2), ways=("copied", "pulled"), way="pulled", why="it is fast")
+    h.add("src", versions=(1, 2), modes=("copied", "pulled"), mode="pulled", mode_reason="it is fast")
     fleet = h.state.models["m"].fleet
     assert [fleet.source_reports(version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
 
@@ -598,7 +599,7 @@ def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_be
     h.say("n0", local.StartSwap("m", queue=True, timeout_s=2.0), request=11)
     h.now = 3.0
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert [(request, m.code) for _, request, m in h.sent if isinstance(m, local.Failure)] == [(11, "deadline")]
     ended = commit(h, first, "a")
     assert [m.message for m in ended if isinstance(m, local.Failure)] != []
@@ -615,13 +616,13 @@ def test_whoever_asked_is_told_in_time_that_it_is_decided_and_who_is_late_and_it
     assert h.state.next_deadline() == 2.0
     h.now = 2.0
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert report.outcome == "decided" and "b rank 0" in report.reason and "a rank 0" not in report.reason
     assert [(m.replica, m.state) for m in report.members] == [("a", "committed"), ("b", "late")]
     h.now = 3.0
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert h.sent == [], "nobody is told twice"
     assert reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.0))) == []
     assert h.journal[swap].state == "committed" and h.state.models["m"].running is None
@@ -637,7 +638,7 @@ def test_the_time_that_a_swap_waits_for_its_turn_is_its_own() -> None:
     (second,) = stages(commit(h, first, "a"))
     h.now = 5.1
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert (report.swap, report.outcome) == (second.swap, "aborted")
 
@@ -711,7 +712,7 @@ def test_a_catch_up_that_was_aborted_is_tried_again_after_a_pause_and_not_for_ev
             h.now += 1.0
             h.say("n0", local.GetStatus())  # it is not silent
             h.sent.clear()
-            h.feed(act.Tick())
+            h.feed(Tick())
             sent += [message for _, _, message in h.sent]
         load = next((m for m in sent if isinstance(m, cluster.LoadPlan)), None)
     assert tried == 4
@@ -764,8 +765,8 @@ def test_nothing_is_decided_before_engines_that_are_asked_stand_still() -> None:
     swap = h.until_staging()
     staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     assert [m for m in staged if isinstance(m, cluster.Pause)] == [cluster.Pause(swap, 1, ("a",))]
-    assert not h.journal and "Commit" not in kinds(staged)
-    assert "Commit" in kinds(h.say("n0", cluster.MemberQuiet(swap=swap, member="a")))
+    assert not h.journal and "CommitStaged" not in kinds(staged)
+    assert "CommitStaged" in kinds(h.say("n0", cluster.MemberQuiet(swap=swap, member="a")))
     assert h.journal[swap].state == "decided"
 
 
@@ -780,7 +781,7 @@ def test_an_engine_that_does_not_stand_still_aborts_the_swap_by_name() -> None:
     h.now = Config().deadlines.pause_s + 1
     h.say("n0", cluster.NodeUpdate(status=h.state.nodes["n0"].status))
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = reports([m for _, _, m in h.sent])
     assert (report.outcome, report.phase) == ("aborted", "pause") and "a rank 0" in report.reason
     assert [member.state for member in report.members] == ["failed"]
@@ -826,7 +827,7 @@ def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> 
     assert {m.replica: m.state for m in before.report.members} == {"a": "staged", "b": "staged"}
     h.add("a", version=1, run="run1")  # it has taken it over meanwhile
     assert last(h).state == "decided"
-    assert h.add("b", staged=swap)[0] == cluster.Commit(swap=swap, version=1, run="run1")
+    assert h.add("b", staged=swap)[0] == cluster.CommitStaged(swap=swap, version=1, run="run1")
     h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.25))
     entry = last(h)
     assert (entry.state, entry.reason) == ("committed", "the coordinator ended after the decision")
@@ -843,7 +844,7 @@ def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
     h = Harness(NO_CATCH_UP, journal)
     h.join()
-    assert h.add("a", staged="s1") == [cluster.Commit(swap="s1", version=7), local.Done()]
+    assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     assert (last(h).state, last(h).report) == ("decided", None)
 
 
@@ -851,7 +852,7 @@ def test_who_does_not_come_back_after_a_decision_is_named() -> None:
     h, _ = decided_and_died()
     h.add("a", version=1, run="run1")
     h.now = NODE_SILENCE_S + Config().deadlines.commit_s + 1
-    h.feed(act.Tick())
+    h.feed(Tick())
     h.join()  # it has been silent for as long
     entry = last(h)
     assert entry.state == "incomplete" and entry.reason.endswith("not known to serve it: b rank 0 (host h, pid 5)")
@@ -921,7 +922,7 @@ def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_re
     h.now = NODE_SILENCE_S + 1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     (report,) = [m for _, _, m in h.sent if isinstance(m, VerifyReport)]
     assert [m.state for m in report.members] == ["proven", "unknown"] and "no word" in report.members[1].reason
     (refused,) = h.say("n0", local.Verify("nobody"), request=9)
@@ -983,16 +984,16 @@ def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
     h = Harness()
     h.ready()
     h.now = 30.0  # nothing was heard for so long, because it did not listen
-    h.feed(act.Busy(29.0))
-    h.feed(act.Tick())
+    h.feed(Busy(29.0))
+    h.feed(Tick())
     assert list(h.state.nodes) == ["n0"]
     h.join("n0")
-    h.feed(act.Busy(29.0))  # it has been heard since, and has no more time than anybody for that
+    h.feed(Busy(29.0))  # it has been heard since, and has no more time than anybody for that
     h.now = 30.0 + NODE_SILENCE_S - 1
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert h.state.nodes
     h.now = 30.0 + NODE_SILENCE_S + 1
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert not h.state.nodes
 
 
@@ -1040,7 +1041,7 @@ def settled(h: Harness) -> list[object]:
     for node in h.state.nodes.values():
         node.last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
+    h.feed(Tick())
     return [m for _, _, m in h.sent]
 
 
@@ -1126,7 +1127,7 @@ def test_a_swap_that_was_decided_is_finished_though_the_journal_is_lost(how: str
     else:
         lost(h, version=2, swap="a catch-up later on")
         sent = h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
-    assert cluster.Commit(swap="s9", version=2, run="x") in sent
+    assert cluster.CommitStaged(swap="s9", version=2, run="x") in sent
 
 
 def test_a_swap_of_which_nobody_knows_that_it_was_decided_is_undone_once_all_had_the_time_to_say_so() -> None:
@@ -1138,7 +1139,7 @@ def test_a_swap_of_which_nobody_knows_that_it_was_decided_is_undone_once_all_had
     lost(h, version=1, sequence=8, swap="s8")
     h.add("a", version=1, run="x", staged="s9", staged_version=2, staged_run="x")
     lost(h, version=2, sequence=9, swap="s9", node="n1")  # the one that was told
-    assert cluster.Commit(swap="s9", version=2, run="x") in settled(h)
+    assert cluster.CommitStaged(swap="s9", version=2, run="x") in settled(h)
 
 
 def test_replicas_of_two_versions_that_nobody_can_explain_are_never_both_let_be() -> None:
@@ -1215,7 +1216,7 @@ def test_the_newest_complete_version_and_what_others_have_yet_to_publish_are_nev
     for member, version in (("src0", 1), ("src1", 1), ("src0", 2)):
         h.say("n0", cluster.ShardPublished(member=member, version=version))
     (none,) = h.say("n0", cluster.WantsRoom(member="src0", version=3, slots=2))
-    assert none.versions == () and "source rank 1" in none.why and "has published 1 last" in none.why
+    assert none.versions == () and "source rank 1" in none.reason and "has published 1 last" in none.reason
     told = h.say("n0", cluster.ShardPublished(member="src1", version=2))
     assert [m for m in told if isinstance(m, cluster.MayDrop)] == [cluster.MayDrop("src0", (1,))]
     # with one slot there is no room for the complete version beside the next
@@ -1256,12 +1257,12 @@ def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_h
     (load,) = [m for m in settled(h) if isinstance(m, cluster.LoadPlan)]
     (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
     staged = cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1)
-    assert "Commit" not in kinds(h.say("n0", staged))
+    assert "CommitStaged" not in kinds(h.say("n0", staged))
     h.now = Config().deadlines.lease_s + 0.1
     h.state.nodes["n0"].last_heard = h.now
     h.sent.clear()
-    h.feed(act.Tick())
-    assert "Commit" in kinds([m for _, _, m in h.sent])
+    h.feed(Tick())
+    assert "CommitStaged" in kinds([m for _, _, m in h.sent])
 
 
 def test_what_a_trainer_has_left_on_another_node_is_given_back() -> None:

@@ -1,4 +1,4 @@
-"""Addressed copies: right places, cut and dealt evenly, never outside an arena."""
+"""Addressed copies: right places, cut and shared out evenly, never outside an arena."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from refitd.addressing.copies import (
     CopyList,
     address,
     constant_bytes,
-    deal,
+    cut,
     fill_copies,
     joined,
-    split_large,
 )
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor
 from refitd.buffers import arena as memory
@@ -291,23 +290,23 @@ def test_a_converted_source_that_would_leave_its_arena_is_refused(arenas) -> Non
 
 def test_large_copies_are_cut_without_losing_a_row() -> None:
     copies = copies_of([(contiguous(1, 0, (1, 1000, 10)), contiguous(2, 40, (1, 1000, 10)), 2)])
-    cut = split_large(copies, limit=3000)
-    assert len(cut) == 7
-    assert cut.row_bytes.sum() == 20000 and cut.row_bytes.max() <= 3000
-    assert cut.src_offset.tolist() == [i * 150 * 20 for i in range(7)]
-    assert (cut.dst_offset - cut.src_offset).tolist() == [40] * 7
-    assert cut.origin.tolist() == [0] * 7
+    found = cut(copies, limit=3000)[0]
+    assert len(found) == 7
+    assert found.row_bytes.sum() == 20000 and found.row_bytes.max() <= 3000
+    assert found.src_offset.tolist() == [i * 150 * 20 for i in range(7)]
+    assert (found.dst_offset - found.src_offset).tolist() == [40] * 7
+    assert found.origin.tolist() == [0] * 7
 
 
-def test_copies_are_dealt_by_bytes_and_each_once() -> None:
+def test_copies_are_shared_out_by_bytes_and_each_once() -> None:
     sizes = [100, 1, 1, 1, 50, 50, 100, 1]
     pairs = [(contiguous(1, 0, (n,)), contiguous(2, 1000 * i, (n,)), 2) for i, n in enumerate(sizes)]
     copies = copies_of(pairs)
-    shares = deal(copies, 3)
+    shares = copies.shared_out(3)
     assert sorted(np.concatenate(shares).tolist()) == list(range(8))
     loads = [int(copies.row_bytes[share].sum()) for share in shares]
     assert max(loads) <= 2 * 110
-    assert len(deal(copies_of([]), 2)) == 2
+    assert len(copies_of([]).shared_out(2)) == 2
 
 
 def test_a_copy_list_survives_its_bytes() -> None:
@@ -316,7 +315,7 @@ def test_a_copy_list_survives_its_bytes() -> None:
     for name in ("size", "src_offset", "dst_stride", "origin", "element_size"):
         assert np.array_equal(getattr(again, name), getattr(copies, name))
     for bad in (b"", copies.to_bytes()[:-1], np.array([1 << 40, 2], "<i8").tobytes()):
-        with pytest.raises(ValueError, match="copy list"):
+        with pytest.raises(ValueError, match="CopyList"):
             CopyList.from_bytes(bad)
 
 

@@ -10,6 +10,7 @@ from refitd.daemon import actions as act
 from refitd.daemon.state import Daemon
 from refitd.describe.roster import Roster
 from refitd.errors import ArenaError, RefusedError
+from refitd.events import Busy, Tick
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import Place, metadata_of, shard_of
@@ -106,7 +107,7 @@ class Harness:
             self.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=1, bytes=1, seconds=0.1)))
 
     def commit(self, member: str, swap: str = "s", version: int = 1) -> None:
-        self.feed(act.CoordinatorSaid(0, cluster.Commit(swap=swap, version=version)))
+        self.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap=swap, version=version)))
         self.ask(local.CommitDone(swap=swap, member=member, paused_s=0.0))
 
     def said(self, kind: type) -> list[object]:
@@ -129,7 +130,7 @@ def test_a_heartbeat_tells_where_targets_stand_that_have_moved_since_the_last_on
 
     def told() -> list[tuple[str, str, int]]:
         h.to_coordinator.clear()
-        h.feed(act.Tick())
+        h.feed(Tick())
         (update,) = h.said(cluster.NodeUpdate)
         assert isinstance(update, cluster.NodeUpdate)
         return [(moved.member, moved.step, len(moved.events)) for moved in update.moved]
@@ -252,7 +253,7 @@ def test_a_publish_that_waits_too_long_is_told_who_reads() -> None:
     h.ask(local.BeginPublish(member=source, version=2, timeout_s=5.0))
     assert h.ask(local.BeginPublish(member=source, version=3, timeout_s=5.0)) is None
     h.now = 6.0
-    h.feed(act.CoordinatorSaid(0, local.Done()), act.Tick())
+    h.feed(act.CoordinatorSaid(0, local.Done()), Tick())
     (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
     assert "no snapshot slot became free for version 3" in failure.message and "['s']" in failure.message
 
@@ -276,7 +277,7 @@ def test_a_coordinator_that_falls_silent_fails_what_waits_for_it() -> None:
     h = Harness()
     assert h.ask(local.StartSwap(model="m")) is None
     h.now = 6.0
-    h.feed(act.Tick())
+    h.feed(Tick())
     (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
     assert "has said nothing for 5 s" in failure.message
     assert isinstance(h.to_coordinator[-1], cluster.NodeUpdate | cluster.NodeHello)
@@ -372,7 +373,7 @@ def committing(h: Harness) -> str:
     table = plan_copies(rosters).table.to_wire()
     h.feed(act.CoordinatorSaid(0, cluster.LoadPlan(plan="p", model="m", ranks=(0, 1), members=members, table=table)))
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     assert h.to_client[-1][2] == local.PrepareCommit(swap="s", member=target.member, version=1, by_worker=True)
     h.to_worker.clear()
     h.ask(local.CommitQuiet(swap="s", member=target.member))
@@ -440,16 +441,16 @@ def test_the_coordinator_is_told_in_which_way_each_version_is_given() -> None:
     assert isinstance(source, local.SourceRegistered)
     h.publish(source.member, 1)
     addresses = (1 << 20,) * len(SHARD.tensors)
-    assert h.ask(local.Lend(member=source.member, version=2, addresses=addresses, why="it is fast")) == local.Done()
+    assert h.ask(local.Lend(member=source.member, version=2, addresses=addresses, reason="it is fast")) == local.Done()
     assert h.said(cluster.ShardPublished) == [
-        cluster.ShardPublished(member=source.member, version=1, way="copied"),
-        cluster.ShardPublished(member=source.member, version=2, way="pulled", why="it is fast"),
+        cluster.ShardPublished(member=source.member, version=1, mode="copied"),
+        cluster.ShardPublished(member=source.member, version=2, mode="pulled", mode_reason="it is fast"),
     ]
     # a coordinator that starts anew learns the same
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
     added = h.said(cluster.AddShard)[-1]
-    assert (added.versions, added.ways) == ((1, 2), ("copied", "pulled"))
-    assert (added.way, added.why) == ("pulled", "it is fast")
+    assert (added.versions, added.modes) == ((1, 2), ("copied", "pulled"))
+    assert (added.mode, added.mode_reason) == ("pulled", "it is fast")
 
 
 def test_a_client_has_only_its_own_memory_measured() -> None:
@@ -460,7 +461,7 @@ def test_a_client_has_only_its_own_memory_measured() -> None:
     measure = local.MeasurePull(member=source.member, spans=((4096, 2, 100),))
     refused = h.ask(measure, session=2)
     assert isinstance(refused, local.Failure) and "not a registration of this session" in refused.message
-    assert h.daemon.handle(act.ClientSaid(1, 7, measure), 0.0) == [act.MeasurePull(1, 7, 100, ((4096, 2, 100),))]
+    assert h.daemon.handle(act.ClientSaid(1, 7, measure), 0.0) == [act.TimePull(1, 7, 100, ((4096, 2, 100),))]
 
 
 def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.LoadPlan:
@@ -497,10 +498,10 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
         (0, 0, "worker 0 on node n1 (host h1)"),
         (1, 0, "worker 1 on node n1 (host h1)"),
     ]
-    h.feed(act.WorkerSaid(1, sidecar.EpochPut(epoch="e1", key="k", value=b"v")))
+    h.feed(act.WorkerSaid(1, sidecar.LanePut(epoch="e1", key="k", value=b"v")))
     assert h.to_coordinator[-1] == cluster.EpochPut(epoch="e1", lane=1, key="k", value=b"v")
     h.feed(act.CoordinatorSaid(0, cluster.EpochValue(epoch="e1", lane=1, key="q", value=b"w")))
-    assert h.to_worker[-1] == (1, sidecar.EpochValue(epoch="e1", key="q", value=b"w"))
+    assert h.to_worker[-1] == (1, sidecar.LaneValue(epoch="e1", key="q", value=b"w"))
     h.feed(act.WorkerSaid(0, sidecar.EpochJoined(epoch="e1")))
     assert cluster.PlanLoaded(plan="p", epoch="e1") not in h.to_coordinator
     h.feed(act.WorkerSaid(1, sidecar.EpochJoined(epoch="e1")))
@@ -653,12 +654,12 @@ def test_a_swap_that_is_not_verified_compares_nothing_and_leaves_no_digests() ->
         runs = [(worker, m) for worker, m in h.to_worker if isinstance(m, sidecar.RunJob)]
         assert runs and all(m.verify is verify for _, m in runs)
         h.done([(worker, m.run) for worker, m in runs])
-        h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+        h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
         assert h.daemon.members[target].state.holds is None  # it is not committed yet
         h.to_worker.clear()
         h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
         assert not h.to_worker  # another swap may be about to begin
-        h.feed(act.Tick())
+        h.feed(Tick())
         taken = [m for _, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
         assert bool(taken) is verify
 
@@ -667,10 +668,10 @@ def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they
     h = Harness()
     source, target = h.fleet()
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_worker.clear()
     h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
-    h.feed(act.Tick())
+    h.feed(Tick())
     ((worker, message),) = [(w, m) for w, m in h.to_worker if isinstance(m, sidecar.TakeDigests)]
     h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap="s")))
     assert h.publish(source, 2) == local.Done()
@@ -728,7 +729,7 @@ def test_what_a_target_was_told_to_commit_is_said_to_the_next_coordinator() -> N
     h = Harness()
     _, target = h.fleet()
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_coordinator.clear()
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
     told = {m.member: m for m in h.said(cluster.AddShard)}
@@ -739,7 +740,7 @@ def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() 
     h = Harness()
     _, target = h.fleet()
     h.done(h.stage())
-    h.feed(act.CoordinatorSaid(0, cluster.Commit(swap="s", version=1)))
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_client.clear(), h.to_coordinator.clear()
     h.feed(act.CoordinatorSaid(0, cluster.EvictMember(member=target, reason="it hangs")))
     ((_, _, told),) = h.to_client
@@ -764,11 +765,11 @@ def test_a_worker_that_dies_before_it_has_said_who_it_is_has_no_pid() -> None:
 def test_a_daemon_that_was_busy_does_not_call_its_coordinator_silent() -> None:
     h = Harness()
     h.now = 6.0
-    h.feed(act.Busy(5.5), act.Tick())
+    h.feed(Busy(5.5), Tick())
     assert h.daemon.is_coordinated
-    h.feed(act.CoordinatorSaid(0, local.Done()), act.Busy(5.5))  # what was heard since is excused nothing
+    h.feed(act.CoordinatorSaid(0, local.Done()), Busy(5.5))  # what was heard since is excused nothing
     h.now = 12.0
-    h.feed(act.Tick())
+    h.feed(Tick())
     assert not h.daemon.is_coordinated
 
 
@@ -809,11 +810,18 @@ def test_a_version_that_the_coordinator_refuses_leaves_the_source_as_it_was(code
     h = Harness()
     source, _ = h.fleet()
     member = h.daemon.members[source]
-    before = (member.newest, member.way, member.why, member.replicas_of, member.held(), member.where(1))
+    before = (member.newest, member.mode, member.mode_reason, member.replicas_of, member.held(), member.where(1))
     h.refuse_with = local.Failure(code=code, message="no")
-    lent = local.Lend(member=source, version=2, addresses=(1, 2, 3, 4), why="fast")
+    lent = local.Lend(member=source, version=2, addresses=(1, 2, 3, 4), reason="fast")
     assert h.ask(lent) == h.refuse_with
-    assert (member.newest, member.way, member.why, member.replicas_of, member.held(), member.where(1)) == before
+    assert (
+        member.newest,
+        member.mode,
+        member.mode_reason,
+        member.replicas_of,
+        member.held(),
+        member.where(1),
+    ) == before
 
 
 def test_without_a_coordinator_nothing_is_published() -> None:

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refitd import ParameterMetadata, PlanError, Tile, extract_param_metadata
 from refitd.describe.module import describe_module, mesh_splits
-from refitd.describe.placements import Split, cut_order, split_tiles
+from refitd.describe.placements import MeshSplit, cut_order, split_tiles
 from tests.support import oracle
 
 MOST_RANKS = 24
@@ -193,10 +193,10 @@ def check_order(mesh: tuple[int, ...], order: Sequence[int], sizes: Sequence[int
             held: Sequence[int] = whole
             for mesh_dim in order:
                 held = chunks(held, mesh[mesh_dim])[coordinate[mesh_dim]]
-            splits = [Split(0, mesh[m], coordinate[m], factors[m]) for m in range(len(mesh))]
+            splits = [MeshSplit(0, mesh[m], coordinate[m], factors[m]) for m in range(len(mesh))]
             found = cut_order(splits)
             assert found is not None
-            cuts = [Split(0, mesh[m], coordinate[m]) for m in found]
+            cuts = [MeshSplit(0, mesh[m], coordinate[m]) for m in found]
             assert elements_of(split_tiles("w", (size,), cuts)[1]) == list(held), (mesh, order, size, coordinate)
 
 
@@ -204,7 +204,7 @@ def test_a_split_factor_says_which_mesh_dimensions_cut_first() -> None:
     for mesh in [(5,), (2, 2), (3, 2), (4, 6), (2, 3, 2), (3, 1, 4), (2, 2, 6)]:
         for order in itertools.permutations(range(len(mesh))):
             check_order(mesh, order, [1, 2, 7, 13, 50, 199])
-    assert cut_order([Split(0, 2, 0, 3), Split(0, 2, 0)]) is None
+    assert cut_order([MeshSplit(0, 2, 0, 3), MeshSplit(0, 2, 0)]) is None
 
 
 @pytest.mark.slow
@@ -222,9 +222,9 @@ def test_a_vocabulary_of_151936_over_tp8_and_dp32() -> None:
     shape, mesh = (151936,), (32, 8)
     held = []
     for dp, tp in itertools.product(range(32), range(8)):
-        order = cut_order([Split(0, 32, dp, factor=8), Split(0, 8, tp)])
+        order = cut_order([MeshSplit(0, 32, dp, factor=8), MeshSplit(0, 8, tp)])
         assert order == [1, 0]
-        local, tiles = split_tiles("w", shape, [Split(0, 8, tp), Split(0, 32, dp)])
+        local, tiles = split_tiles("w", shape, [MeshSplit(0, 8, tp), MeshSplit(0, 32, dp)])
         mine = chunks(chunks(range(shape[0]), 8)[tp], 32)[dp]
         assert (local, elements_of(tiles)) == ((len(mine),), list(mine))
         held += mine

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refitd import PlanError, Roster, Tile, extract_param_metadata
-from refitd.describe.placements import Split, split_tiles
+from refitd.describe.placements import MeshSplit, split_tiles
 from refitd.plan.build import plan_copies
 from tests.support import oracle
 from tests.support.layouts import meta
@@ -33,24 +33,26 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def test_one_split_is_one_tile() -> None:
-    assert split_tiles("w", (8, 3), [Split(0, 4, 2)]) == ((2, 3), (Tile("w", (4, 0), (2, 3), 0, (3, 1)),))
+    assert split_tiles("w", (8, 3), [MeshSplit(0, 4, 2)]) == ((2, 3), (Tile("w", (4, 0), (2, 3), 0, (3, 1)),))
 
 
 def test_chunks_are_rounded_up_so_that_the_last_ranks_hold_less_or_nothing() -> None:
     # torch.chunk of 5 over 4: 2, 2, 1, nothing
-    assert [split_tiles("w", (5,), [Split(0, 4, i)])[0] for i in range(4)] == [(2,), (2,), (1,), (0,)]
-    assert split_tiles("w", (5,), [Split(0, 4, 3)])[1] == ()
+    assert [split_tiles("w", (5,), [MeshSplit(0, 4, i)])[0] for i in range(4)] == [(2,), (2,), (1,), (0,)]
+    assert split_tiles("w", (5,), [MeshSplit(0, 4, 3)])[1] == ()
 
 
 def test_a_split_factor_deals_round_robin() -> None:
-    shape, tiles = split_tiles("w", (12,), [Split(0, 2, 1, factor=2)])
+    shape, tiles = split_tiles("w", (12,), [MeshSplit(0, 2, 1, factor=2)])
     assert shape == (6,)
     assert tiles == (Tile("w", (3,), (3,), 0, (1,)), Tile("w", (9,), (3,), 3, (1,)))
 
 
 def test_two_splits_of_one_dimension_nest_and_neighbours_join() -> None:
     # FSDP over TP: rank (1, 0) of 2 x 2 holds the second half of TP rank 0's half of 8 rows
-    assert split_tiles("w", (8,), [Split(0, 2, 1, factor=2), Split(0, 2, 0)])[1] == (Tile("w", (2,), (2,), 0, (1,)),)
+    assert split_tiles("w", (8,), [MeshSplit(0, 2, 1, factor=2), MeshSplit(0, 2, 0)])[1] == (
+        Tile("w", (2,), (2,), 0, (1,)),
+    )
 
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[int, ...], list[Placement]]] = [

@@ -17,7 +17,7 @@ from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpoch
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.codec import Decoder, encode
-from refitd.worker.main import Daemon, Worker
+from refitd.worker.main import DaemonLink, Worker
 
 EPOCH = cluster.EpochPlan(
     id="e1", service="gloo", nodes=("n0", "n1"), hosts=("h", "h"), lanes=2, staging_bytes=1 << 20, timeout_s=5.0
@@ -36,7 +36,7 @@ def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
-    worker = Daemon(here)
+    worker = DaemonLink(here)
     for epoch in ("e2", "e1"):
         handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch=epoch)))
     with pytest.raises(PeerLost, match="given up"):
@@ -48,14 +48,14 @@ def test_a_worker_leaves_an_epoch_that_was_given_up_before_it_came_to_it(
 
 
 def stuck_after(
-    ticks: int, *said: sidecar.EpochPut | sidecar.EpochJoined | sidecar.EpochFailed, is_warm: bool = True
+    ticks: int, *said: sidecar.LanePut | sidecar.EpochJoined | sidecar.EpochFailed, is_warm: bool = True
 ) -> list[int]:
     out: list[Instruction] = []
     epochs = LocalEpochs("n0", "127.0.0.1", out.append, lambda plan, epoch: None)
     epochs.join("plan", EPOCH)
     epochs.worker_said(0, sidecar.EpochJoined(epoch="e1"))
     if is_warm:
-        epochs.worker_said(1, sidecar.EpochPut(epoch="e1", key="0/0", value=b""))
+        epochs.worker_said(1, sidecar.LanePut(epoch="e1", key="0/0", value=b""))
     epochs.leave("e1")
     assert [i.worker for i in out if isinstance(i, ToWorker) and isinstance(i.message, sidecar.LeaveEpoch)] == [0, 1]
     for message in said:
@@ -83,14 +83,14 @@ def test_an_epoch_that_a_stuck_worker_never_came_to_waits_for_its_successor() ->
     joined: list[tuple[str, str]] = []
     epochs = LocalEpochs("n0", "127.0.0.1", out.append, lambda plan, epoch: joined.append((plan, epoch)))
     epochs.join("plan", EPOCH)
-    epochs.worker_said(1, sidecar.EpochPut(epoch="e1", key="here/0", value=b""))
+    epochs.worker_said(1, sidecar.LanePut(epoch="e1", key="here/0", value=b""))
     epochs.leave("e1")
     epochs.worker_said(0, sidecar.EpochFailed(epoch="e1", reason="given up"))
     epochs.join("plan", structs.replace(EPOCH, id="e2"))
     epochs.value(cluster.EpochValue(epoch="e2", lane=1, key="here/1", value=b"there"))
     out.clear()
     epochs.worker_gone(1, "worker 1 on node n0", "it did not come out of epoch e1, which was given up")
-    assert [type(i.message) for i in out if isinstance(i, ToWorker)] == [sidecar.JoinEpoch, sidecar.EpochValue]
+    assert [type(i.message) for i in out if isinstance(i, ToWorker)] == [sidecar.JoinEpoch, sidecar.LaneValue]
     assert not [i for i in out if isinstance(i, ToCoordinator)]  # nothing is lost
     for worker in (0, 1):
         epochs.worker_said(worker, sidecar.EpochJoined(epoch="e2"))
@@ -104,9 +104,9 @@ def test_a_worker_does_not_go_on_with_a_value_of_an_epoch_it_is_to_leave(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     here, there = pair
-    handoff.send(there, encode(0, sidecar.EpochValue(epoch="e1", key="0/0", value=b"here")))
+    handoff.send(there, encode(0, sidecar.LaneValue(epoch="e1", key="0/0", value=b"here")))
     values: dict[tuple[str, str], bytes] = {}
-    worker = Daemon(here)
+    worker = DaemonLink(here)
     assert worker.await_value("e1", "0/0", values, 60.0) == b"here"
     handoff.send(there, encode(0, sidecar.LeaveEpoch(epoch="e1")))
     with pytest.raises(PeerLost, match="given up"):
@@ -137,4 +137,4 @@ def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.s
     there.settimeout(1.0)
     decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
     said = [decoder.decode(handoff.receive(there)[0])[1] for _ in range(8)]
-    assert [type(message) for message in said] == [sidecar.EpochPut, sidecar.EpochFailed] * 4
+    assert [type(message) for message in said] == [sidecar.LanePut, sidecar.EpochFailed] * 4

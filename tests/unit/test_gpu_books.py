@@ -14,7 +14,7 @@ from refitd.buffers.arena import MappedArena, create
 from refitd.copy_services import registry
 from refitd.copy_services.base import DigestMismatch
 from refitd.daemon.actions import Instruction, ToWorker
-from refitd.daemon.jobs import dealt
+from refitd.daemon.jobs import shares_of
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.protocol import sidecar
 from refitd.protocol.reports import GpuStatus, NodeStatus
@@ -73,14 +73,14 @@ def test_copies_go_to_the_worker_of_the_gpu_they_write_else_read_and_the_rest_to
 
     ends = [(1, 2), (1, 20), (20, 2), (20, 21), (21, 20), (30, 20), (20, 30), (1, 2), (1, 3)]
     copies = copies_of([(place(src), place(dst), 4) for src, dst in ends])
-    shares = {share.worker: share.rows for share in dealt(copies, 2, {20: 1, 21: 1, 30: 0})}
+    shares = {share.worker: share.rows for share in shares_of(copies, 2, {20: 1, 21: 1, 30: 0})}
     by_worker = {worker: set(rows.origin.tolist()) for worker, rows in shares.items()}
     assert by_worker[0] | by_worker[1] == set(range(9)) and not by_worker[0] & by_worker[1]
     assert {1, 2, 3, 4, 5} <= by_worker[1] and 6 in by_worker[0]
     assert by_worker[0] & {0, 7, 8} and by_worker[1] & {0, 7, 8}
     # without GPUs as ever, and one worker's share may be all there is
-    assert len(dealt(copies, 2)) == 2
-    assert [s.worker for s in dealt(copies.select(np.array([1, 3])), 3, {20: 2, 21: 2})] == [2]
+    assert len(shares_of(copies, 2)) == 2
+    assert [s.worker for s in shares_of(copies.select(np.array([1, 3])), 3, {20: 2, 21: 2})] == [2]
 
 
 @pytest.mark.parametrize("ends", [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from refitd.coordinator.journal import Journal, Live, Record, Recovered
+from refitd.coordinator.journal import Journal, LiveVersion, Record, Recovered
 from refitd.errors import CommitError
 
 CONNECT = (
@@ -108,7 +108,7 @@ def test_a_journal_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path) -> 
     old.close()
     journal = Journal(path)
     assert journal.decided("s1") == DECIDED
-    assert journal.live("policy") == Live(4, "", 1, "s1") and journal.highest("policy") == 4
+    assert journal.live("policy") == LiveVersion(4, "", 1, "s1") and journal.highest("policy") == 4
     journal.write(replace(DECIDED, state="committed", report=b"{}"))
     ended(journal)
     assert Journal(path).recent("", 1)[0].report == b"{}"
@@ -143,19 +143,19 @@ def test_no_number_of_swaps_makes_a_journal_forget_what_is_live_and_what_was(
         journal.note(Record(f"s{number}", model, 9, state, "", "", 1.0, run="x"))
     ended(journal)
     journal = Journal(path)
-    assert journal.live("policy") == Live(3, "x", 3, "v3")
-    assert journal.highest("policy") == 4 and journal.before("policy", 4) == Live(3, "x", 3)
+    assert journal.live("policy") == LiveVersion(3, "x", 3, "v3")
+    assert journal.highest("policy") == 4 and journal.before("policy", 4) == LiveVersion(3, "x", 3)
     assert journal.tried("policy") == ((9, "x") if state == "aborted" else (-1, ""))
 
 
 def test_what_daemons_knew_is_written_and_later_decisions_count_on_from_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     assert journal.is_new
-    journal.note(Recovered("policy", Live(5, "x", 40, "s9"), "old", 1.0, highest=7))
-    assert journal.live("policy") == Live(5, "x", 40, "s9") and journal.highest("policy") == 7
+    journal.note(Recovered("policy", LiveVersion(5, "x", 40, "s9"), "old", 1.0, highest=7))
+    assert journal.live("policy") == LiveVersion(5, "x", 40, "s9") and journal.highest("policy") == 7
     assert journal.continues("old") and journal.continues(journal.id) and not journal.continues("other")
     journal.write(replace(DECIDED, version=8, run="y"))
-    assert journal.live("policy") == Live(8, "y", 41, "s1")
+    assert journal.live("policy") == LiveVersion(8, "y", 41, "s1")
 
 
 # --- whose file it is --------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_what_was_live_before_the_last_swap_ended_does_not_hang_on_the_wal(
     journal._unlock()
     (tmp_path / "j-wal").write_bytes(kept)
     damage(tmp_path / "j")
-    assert Journal(tmp_path / "j").live("policy") == Live(4, "", 1, "s1")
+    assert Journal(tmp_path / "j").live("policy") == LiveVersion(4, "", 1, "s1")
 
 
 def test_a_journal_of_a_newer_refitd_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from refitd.describe.tiles import Tile
 from refitd.errors import ConfigError
 from refitd.offline import (
     Layout,
-    Model,
+    ModelSpec,
     Position,
     Shards,
     load,
@@ -68,7 +68,7 @@ def boxes(meta: ParameterMetadata) -> list[tuple]:
     return found
 
 
-def refused(values: dict | str, model: Model | None = None) -> str:
+def refused(values: dict | str, model: ModelSpec | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         read(parse(values, "test", is_json=False) if isinstance(values, str) else values, "test", model)
     return str(caught.value)
@@ -378,7 +378,7 @@ def test_the_same_tensor_twice_is_refused_but_not_for_other_layers():
     spec = {"name": "{layer}.w", "shape": [2], "layers": [0, 2]}
     values = {"kind": "model", "name": "m", "layers": 4}
     assert "described twice" in refused({**values, "tensors": [spec, {**spec, "layers": [1, 3]}]})
-    assert isinstance(read({**values, "tensors": [spec, {**spec, "layers": [2, 4]}]}, "test"), Model)
+    assert isinstance(read({**values, "tensors": [spec, {**spec, "layers": [2, 4]}]}, "test"), ModelSpec)
 
 
 def test_absurd_numbers_are_refused_before_anything_is_built():
@@ -588,7 +588,7 @@ def test_a_manifest_written_as_json_reads_back_equal(path):
 
 def test_documentation_has_every_key_and_its_examples_load():
     text = (LAYOUTS.parents[1] / "docs" / "manifests.md").read_text()
-    for struct in (Model, Layout, Shards):
+    for struct in (ModelSpec, Layout, Shards):
         for field in msgspec.structs.fields(struct):
             assert f"`{field.name}`" in text, field.name
     blocks = [block.split("```")[0] for block in text.split("```toml\n")[1:]]

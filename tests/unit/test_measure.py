@@ -44,13 +44,13 @@ def test_chunks_hold_the_first_half_of_every_row_once(span: Span) -> None:
 def test_pulling_is_chosen_until_it_is_clearly_slower() -> None:
     spans: list[Span] = [(0, 2, 1 << 30)]
     assert measure.choose(spans, 0.2, 0.1) == measure.Choice("pulled", "pulled at 5.4 GB/s, copied at 10.7 GB/s")
-    assert measure.choose(spans, 0.21, 0.1).way == "copied"
+    assert measure.choose(spans, 0.21, 0.1).mode == "copied"
 
 
 def test_both_ways_are_measured_between_two_processes() -> None:
     choice = measure.measure_here()
-    assert choice.way in ("pulled", "copied")
-    assert choice.why.startswith("pulled at ") and ", copied at " in choice.why
+    assert choice.mode in ("pulled", "copied")
+    assert choice.reason.startswith("pulled at ") and ", copied at " in choice.reason
 
 
 def test_copying_reads_the_rows_that_are_there() -> None:

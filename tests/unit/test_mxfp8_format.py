@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from refitd.mxfp8 import Rounding, swizzled_bytes
 from refitd.transforms import mxfp8_format as fmt
-from refitd.transforms.mxfp8_format import Rounding, Scratch
+from refitd.transforms.mxfp8_format import Scratch
 from tests.support.mxfp8 import E4M3, element_of, scale_of, swizzled, words_of
 
 BOTH = pytest.mark.parametrize("rounding", list(Rounding))
@@ -222,7 +223,7 @@ def test_dequantizing_gives_what_the_bytes_mean() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (127, 3), (129, 5), (256, 8), (300, 1), (5, 17)])
 def test_swizzled_scales_lie_where_cublas_reads_them(shape: tuple[int, int]) -> None:
     scales = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
-    out = np.full(fmt.swizzled_size(*shape), 0xEE, np.uint8)
+    out = np.full(swizzled_bytes(*shape), 0xEE, np.uint8)
     fmt.swizzle(scales, out)
     np.testing.assert_array_equal(out, swizzled(scales))
     back = np.empty_like(scales)
@@ -233,7 +234,7 @@ def test_swizzled_scales_lie_where_cublas_reads_them(shape: tuple[int, int]) -> 
 def test_swizzled_scales_are_those_of_torchao() -> None:
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason="needs torchao: pip install .[dev]")
     scales = np.random.default_rng(4).integers(0, 256, (200, 10), np.uint8)
-    out = np.empty(fmt.swizzled_size(200, 10), np.uint8)
+    out = np.empty(swizzled_bytes(200, 10), np.uint8)
     fmt.swizzle(scales, out)
     theirs = utils.to_blocked(torch.from_numpy(scales), use_triton_kernel=False)
     np.testing.assert_array_equal(out, theirs.numpy().reshape(-1))

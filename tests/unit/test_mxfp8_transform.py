@@ -11,11 +11,11 @@ import torch
 
 import refitd
 from refitd import CastTransform, MXFP8Buffer, MXFP8ReshardTransform, RefusedError
+from refitd.mxfp8 import Rounding, swizzled_bytes
 from refitd.transforms.base import Slices
 from refitd.transforms.coverage import Coverage
 from refitd.transforms.mxfp8 import ensure_sendable, scale_slices
 from refitd.transforms.mxfp8_buffers import held_of
-from refitd.transforms.mxfp8_format import Rounding, swizzled_size
 from tests.support.mxfp8 import quantized_once
 
 WHOLE = (torch.randn(20, 160, generator=torch.Generator().manual_seed(5)) * 0.02).to(torch.bfloat16)
@@ -279,4 +279,4 @@ def test_the_names_are_importable_from_the_package() -> None:
     for name in ("MXFP8ReshardTransform", "MXFP8Buffer", "ReshardTransform", "CastTransform", "Rounding"):
         assert name in refitd.__all__ and getattr(refitd, name).__name__ == name
     assert held_of("w", MXFP8Buffer.empty((20, 160), is_swizzled=True)).scale is None
-    assert swizzled_size(20, 5) == 1024
+    assert swizzled_bytes(20, 5) == 1024

@@ -28,7 +28,7 @@ for columns in (32, 96):
     for rounding in fmt.Rounding:
         data, scales = np.empty(words.shape, np.uint8), np.empty((len(words), count), np.uint8)
         fmt.quantize(words.numpy().view(np.uint16), data, scales, rounding)
-        swizzled = np.empty(fmt.swizzled_size(*scales.shape), np.uint8)
+        swizzled = np.empty(fmt.swizzled_bytes(*scales.shape), np.uint8)
         fmt.swizzle(scales, swizzled)
         for is_swizzled, expected in ((False, scales), (True, swizzled)):
             # rows that lie apart

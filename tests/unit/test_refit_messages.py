@@ -5,21 +5,21 @@ from math import prod
 
 import pytest
 
-from refitd.addressing.messages import ALIGNMENT, Span, boxes_between, lay_out
-from refitd.inprocess.caches import BoundedCache
+from refitd.addressing.messages import ALIGNMENT, PieceSpan, boxes_between, lay_out
+from refitd.caches import BoundedCache
 
 
 def test_small_pieces_share_a_message_and_large_ones_are_cut() -> None:
     messages = lay_out([40, 30, 250, 10, 0], 96)
 
     assert [message.nbytes for message in messages] == [78, 96, 96, 58, 10]
-    assert messages[0].spans == (Span(0, 0, 40, 0), Span(1, 0, 30, 48))
+    assert messages[0].spans == (PieceSpan(0, 0, 40, 0), PieceSpan(1, 0, 30, 48))
     assert [message.spans for message in messages[1:4]] == [
-        (Span(2, 0, 96, 0),),
-        (Span(2, 96, 192, 0),),
-        (Span(2, 192, 250, 0),),
+        (PieceSpan(2, 0, 96, 0),),
+        (PieceSpan(2, 96, 192, 0),),
+        (PieceSpan(2, 192, 250, 0),),
     ]
-    assert messages[4].spans == (Span(3, 0, 10, 0),)
+    assert messages[4].spans == (PieceSpan(3, 0, 10, 0),)
 
 
 def test_nothing_needs_no_message() -> None:

@@ -32,12 +32,12 @@ STAGED = (READY, m.NodeLoaded("n0"), m.NodeLoaded("n1"), m.NodeStaged("n0", 2, 6
 def test_the_whole_way_gives_each_instruction_once_and_in_order() -> None:
     state = m.begin("s", "policy", 7, LIMITS, NAMES, now=0.0)
     seen: list[m.Instruction] = []
-    for event in (*STAGED, m.Journalled(), m.MemberCommitted("a", 0.1), m.MemberCommitted("b", 0.2)):
+    for event in (*STAGED, m.Journalled(), m.CommitReported("a", 0.1), m.CommitReported("b", 0.2)):
         state, instructions = m.step(state, event, now=0.5)
         seen += instructions
     assert seen == [
-        m.LoadPlan("n0"),
-        m.LoadPlan("n1"),
+        m.SendPlan("n0"),
+        m.SendPlan("n1"),
         m.StageOn("n0"),
         m.StageOn("n1"),
         m.ReleaseSources(),
@@ -75,14 +75,14 @@ def test_after_the_decision_nothing_aborts() -> None:
         m.step(committing, m.AbortAsked("too late"), now=1.0)
     state, instructions = m.step(committing, m.MemberLost("b", "died"), now=1.0)
     assert (state.phase, instructions) == (Phase.COMMITTING, [])
-    state, instructions = m.step(state, m.MemberCommitted("a", 0.0), now=1.0)
+    state, instructions = m.step(state, m.CommitReported("a", 0.0), now=1.0)
     assert (state.phase, instructions) == (Phase.INCOMPLETE, [m.Finished()])
     assert state.failed == {"b": "died"}
     assert "engine b: died" in state.reason
 
 
 def test_members_that_miss_the_commit_deadline_are_named() -> None:
-    state, _ = run(*STAGED, m.Journalled(), m.MemberCommitted("a", 0.0))
+    state, _ = run(*STAGED, m.Journalled(), m.CommitReported("a", 0.0))
     state, _ = m.step(state, m.TimePassed(), now=state.deadline)
     assert state.phase is Phase.INCOMPLETE
     assert list(state.failed) == ["b"]
@@ -144,7 +144,7 @@ def test_a_refusal_says_what_was_tried_where_and_what_came_before() -> None:
 
 def test_what_is_said_twice_is_refused_where_no_race_explains_it() -> None:
     quiet = replace(READY, in_place=frozenset("ab"), asked=frozenset("ab"))
-    for so_far in ((*STAGED[:4], STAGED[3]), (quiet, *STAGED[1:3], m.MemberQuiet("a"), m.MemberQuiet("a"))):
+    for so_far in ((*STAGED[:4], STAGED[3]), (quiet, *STAGED[1:3], m.QuietReported("a"), m.QuietReported("a"))):
         state, _ = run(*so_far[:-1])
         with pytest.raises(IllegalTransition, match="has said so before"):
             m.step(state, so_far[-1], now=0.5)
@@ -162,7 +162,7 @@ def test_the_history_keeps_the_last_events_and_no_progress() -> None:
     members = {f"m{i}": "n0" for i in range(100)}
     state = m.begin("s", "policy", 7, LIMITS, members, now=0.0)
     ready = m.PlanReady(members, frozenset({"n0"}), 1)
-    for event in (ready, *STAGED[1:4:2], m.Journalled(), *(m.MemberCommitted(who, 0.0) for who in members)):
+    for event in (ready, *STAGED[1:4:2], m.Journalled(), *(m.CommitReported(who, 0.0) for who in members)):
         state, _ = m.step(state, event, now=0.5)
     assert state.phase is Phase.COMMITTED and len(state.history) == m.MAX_EVENTS
     assert "m99" in state.history[-1]
@@ -176,8 +176,8 @@ EVENTS: tuple[m.Event, ...] = (
     *(kind(node) for node in ("n0", "n1") for kind in (m.NodeLoaded, lambda n: m.NodeProgress(n, 5))),
     *(m.NodeStaged(node, 1, 5) for node in ("n0", "n1")),
     *(kind(node, "w", "r") for node in ("n0", "n1") for kind in (m.NodeFailed, m.PlanLost)),
-    *(m.MemberQuiet(member) for member in "ab"),
-    *(m.MemberCommitted(member, 0.0) for member in "ab"),
+    *(m.QuietReported(member) for member in "ab"),
+    *(m.CommitReported(member, 0.0) for member in "ab"),
     *(kind(member, "r") for member in ("a", "b") for kind in (m.MemberFailed, m.MemberLost)),
     m.MemberLost("src", "r"),
     m.DecisionHeld(1.0),

@@ -14,8 +14,8 @@ from refitd.errors import IllegalTransition
 
 SWAPS = ("s", "u")
 EVENTS: tuple[t.Event, ...] = (
-    t.Restored(),
-    *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageDone, t.StoodAside)),
+    t.ContentRestored(),
+    *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageFinished, t.StoodAside)),
     *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.Failed)),
     *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
     *(t.Aborted(swap, "why") for swap in SWAPS),
@@ -50,13 +50,13 @@ def run(state: TargetState, *events: t.Event) -> TargetState:
 
 
 def test_a_shadow_target_takes_versions_over_and_serves_the_old_one_until_then() -> None:
-    first = run(fresh(in_place=False), t.StageBegan("s", 1), t.StageDone("s"), t.Decided("s", 1))
+    first = run(fresh(in_place=False), t.StageBegan("s", 1), t.StageFinished("s"), t.Decided("s", 1))
     assert first.version is None and first.may_serve  # it may take the version over at any moment
     serving = run(first, t.Committed("s"))
     assert (serving.step, serving.live, serving.version, serving.holds) == (Step.IDLE, Live.SERVING, 1, 1)
     staging = run(serving, t.StageBegan("u", 2))
     assert (staging.version, staging.holds, staging.may_serve) == (1, None, True)
-    asked = run(staging, t.StageDone("u"), t.AskedToHalt("u"), t.StoodStill("u"))
+    asked = run(staging, t.StageFinished("u"), t.AskedToHalt("u"), t.StoodStill("u"))
     assert asked.staged == "u" and asked.version == 1
     assert run(asked, t.Aborted("u", "x")) == TargetState(live=Live.SERVING, version=1)
 
@@ -69,7 +69,7 @@ def test_what_is_written_in_place_serves_nothing_until_it_is_whole() -> None:
     assert writing.live is Live.WRITTEN and writing.version is None and not writing.may_serve
     poisoned = run(writing, t.Aborted("s", "a worker died"))
     assert poisoned.live is Live.POISONED and "a worker died" in poisoned.reason and not poisoned.may_serve
-    again = t.AskedToHalt("u"), t.StoodStill("u"), t.StageBegan("u", 2), t.StageDone("u"), t.Decided("u", 2)
+    again = t.AskedToHalt("u"), t.StoodStill("u"), t.StageBegan("u", 2), t.StageFinished("u"), t.Decided("u", 2)
     assert run(poisoned, *again, t.Committed("u")).live is Live.SERVING
 
 
@@ -80,15 +80,15 @@ def test_what_was_asked_to_halt_and_not_written_keeps_what_it_has() -> None:
 
 def test_a_restoring_rank_can_do_nothing_else() -> None:
     for event in EVENTS:
-        if not isinstance(event, t.Restored):
+        if not isinstance(event, t.ContentRestored):
             with pytest.raises(IllegalTransition):
                 step_of(restoring(1), event)
-    back = step_of(restoring(1), t.Restored())
+    back = step_of(restoring(1), t.ContentRestored())
     assert (back.live, back.version, back.holds) == (Live.SERVING, 1, 1)
 
 
 def test_doubt_ends_with_the_word_about_the_swap_and_being_behind_only_with_another_version() -> None:
-    staged = run(TargetState(live=Live.SERVING, version=1), t.StageBegan("s", 2), t.StageDone("s"))
+    staged = run(TargetState(live=Live.SERVING, version=1), t.StageBegan("s", 2), t.StageFinished("s"))
     doubted = run(staged, t.Doubted("out of reach"))
     assert not doubted.may_serve and doubted.live is Live.DOUBTED
     assert run(doubted, t.Aborted("s", "x")).live is Live.SERVING
@@ -100,7 +100,7 @@ def test_a_refusal_names_what_was_tried_and_from_where() -> None:
     state = run(fresh(in_place=False), t.StageBegan("s", 1))
     with pytest.raises(IllegalTransition, match=r"Committed\(swap='s'\) cannot happen while staging swap s, empty"):
         step_of(state, t.Committed("s"))
-    staged = run(state, t.StageDone("s"))
+    staged = run(state, t.StageFinished("s"))
     with pytest.raises(IllegalTransition, match="version 1 is what is staged"):
         step_of(staged, t.Decided("s", 2))
 
@@ -128,7 +128,7 @@ def test_a_swap_that_is_decided_ends_with_its_outcome_alone(state: TargetState) 
         if state.step.is_decided and after.step is Step.IDLE:
             assert event in (t.Committed(state.swap), t.Failed(state.swap))  # type: ignore[arg-type]
         if after.version not in (None, state.version):
-            assert isinstance(event, t.Committed | t.Restored) and after.version == state.next
+            assert isinstance(event, t.Committed | t.ContentRestored) and after.version == state.next
 
 
 def test_every_row_of_the_table_is_used_and_every_state_is_reached() -> None:

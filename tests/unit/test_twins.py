@@ -8,7 +8,7 @@ import torch
 
 from refitd import ParameterMetadata, Repeat, Roster, Tile
 from refitd.coordinator.replica_digests import Compared, HeldReplica, ReplicaDigests, read_digests
-from refitd.describe.replica_pieces import Places, digest_of, enumerated, piece_count, take_digests
+from refitd.describe.replica_pieces import PlaceNumbers, digest_of, enumerated, piece_count, take_digests
 from refitd.errors import ProtocolError
 from refitd.plan.replica_digests import differences, twins_of
 from refitd.protocol.shards import shard_of
@@ -87,7 +87,7 @@ def test_pieces_are_numbered_by_descriptions_alone() -> None:
     many = tuple(Tile("m", (i,), (1,), i, (1,)) for i in range(100))
     metas = [meta("m", (100,), 0, tiles=many), meta("w", (2,), 0), meta("t", (2,), 0, tiles=many[:2])]
     assert [piece_count(m) for m in metas] == [0, 1, 2]
-    assert [(number, m.name) for number, m, _ in enumerated(metas, Places())] == [(0, "w"), (1, "t"), (2, "t")]
+    assert [(number, m.name) for number, m, _ in enumerated(metas, PlaceNumbers())] == [(0, "w"), (1, "t"), (2, "t")]
 
 
 def replica(rank: int, version: int, value: int) -> HeldReplica:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refitd.addressing.between_nodes import Halves
+from refitd.addressing.between_nodes import TransferList
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import Capabilities
@@ -40,14 +40,14 @@ class Noting:
 
 
 def receives(*offsets: int) -> bytes:
-    """Halves of 10 bytes each, at these offsets of arena 3."""
+    """Receives of 10 bytes each, at these offsets of arena 3."""
     n = len(offsets)
 
     def column(value: int) -> np.ndarray:
         return np.full(n, value, np.int64)
 
     numbers = np.arange(n, dtype=np.int64)
-    return Halves(
+    return TransferList(
         is_send=column(0),
         peer=column(1),
         task_id=numbers,

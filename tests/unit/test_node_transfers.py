@@ -1,4 +1,4 @@
-"""Halves of transfers between nodes: both ends derive the same, nothing is lost where rows are cut."""
+"""Transfers between nodes: both ends derive the same, nothing is lost where rows are cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from refitd.addressing.between_nodes import Halves, crossing, cut, halves_of, lanes_of
+from refitd.addressing.between_nodes import TransferList, lanes_of, node_transfers, transfers_of
+from refitd.addressing.copies import cut
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places
 from refitd.buffers.layout import row_major_strides
 from refitd.plan.build import plan_copies
@@ -83,7 +84,7 @@ def test_nothing_is_cut_into_nothing() -> None:
     assert len(lanes_of(column(), column(), column(), 3)) == 0
 
 
-def test_each_pair_of_nodes_deals_its_bytes_evenly_over_the_lanes() -> None:
+def test_each_pair_of_nodes_shares_its_bytes_evenly_over_the_lanes() -> None:
     # nodes 0 -> 1: 10, 10, 20, 40 bytes, whose middles 5, 15, 30, 60 of 80 lie in the first, ..., second half
     # nodes 1 -> 0: 6, 2 bytes, whose middles are 3 and 7 of 8
     nbytes = column(10, 6, 10, 20, 2, 40)
@@ -100,20 +101,20 @@ def columns_to_two() -> CopyTable:
     return plan_copies(rosters([replicated("w", (8, 6), [0])], [tp("w", (8, 3), [1, 2], dim=1)])).table
 
 
-def test_halves_have_the_addresses_of_their_tensors(columns_to_two: CopyTable) -> None:
-    rows = crossing(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
+def test_transfers_have_the_addresses_of_their_tensors(columns_to_two: CopyTable) -> None:
+    rows = node_transfers(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
     # bfloat16; the source lies transposed in private memory: (2, 16) bytes from row to row and column to column
     held = by_rank({(0, "w"): LocalTensor(PROCESS_MEMORY, 4096, (8, 6), (2, 16), pid=77)})
     wanted = by_rank({(rank, "w"): LocalTensor(10 + rank, 256, (8, 3), (6, 2)) for rank in (1, 2)})
 
-    sent = halves_of(rows, 0, 0, held, {})
+    sent = transfers_of(rows, 0, 0, held, {})
     order = np.argsort(sent.offset)
     assert sent.is_send.tolist() == [1, 1] and sent.peer.tolist() == [1, 1] and sent.pid.tolist() == [77, 77]
     assert sent.arena.tolist() == [PROCESS_MEMORY] * 2 and sent.arenas() == set()
     assert sent.offset[order].tolist() == [4096, 4096 + 3 * 16]
     assert sent.stride.tolist() == [[2, 16]] * 2 and sent.size.tolist() == [[8, 3]] * 2
 
-    received = halves_of(rows, 1, 0, {}, wanted)
+    received = transfers_of(rows, 1, 0, {}, wanted)
     assert received.is_send.tolist() == [0, 0] and received.peer.tolist() == [0, 0]
     assert sorted(received.arena.tolist()) == [11, 12] and received.arenas() == {11, 12}
     assert received.offset.tolist() == [256, 256] and received.stride.tolist() == [[6, 2]] * 2
@@ -125,9 +126,9 @@ def test_the_sender_converts_and_both_ends_count_what_travels() -> None:
     found = rosters(
         [{0: meta("w", (4, 5), 0, dtype="float32", element_size=4)}], [{1: meta("w", (4, 5), 1, cast_from="float32")}]
     )
-    rows = crossing(plan_copies(found).table, {0: 0, 1: 1}, 1)
-    sent = halves_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (4, 5), (20, 4))}), {})
-    received = halves_of(rows, 1, 0, {}, by_rank({(1, "w"): LocalTensor(4, 0, (4, 5), (10, 2))}))
+    rows = node_transfers(plan_copies(found).table, {0: 0, 1: 1}, 1)
+    sent = transfers_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (4, 5), (20, 4))}), {})
+    received = transfers_of(rows, 1, 0, {}, by_rank({(1, "w"): LocalTensor(4, 0, (4, 5), (10, 2))}))
 
     assert sent.cast.tolist() == [1] and received.cast.tolist() == [0]
     assert sent.element_size.tolist() == received.element_size.tolist() == [2]
@@ -136,20 +137,21 @@ def test_the_sender_converts_and_both_ends_count_what_travels() -> None:
 
 
 def test_a_tensor_without_a_place_is_an_error(columns_to_two: CopyTable) -> None:
-    rows = crossing(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
+    rows = node_transfers(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
     with pytest.raises(KeyError):
-        halves_of(rows, 0, 0, {}, {})
+        transfers_of(rows, 0, 0, {}, {})
 
 
-def test_halves_survive_their_bytes(columns_to_two: CopyTable) -> None:
-    rows = crossing(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
-    halves = halves_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (8, 6), (12, 2))}), {})
-    again = Halves.from_bytes(halves.to_bytes())
+def test_transfers_survive_their_bytes(columns_to_two: CopyTable) -> None:
+    rows = node_transfers(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
+    transfers = transfers_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (8, 6), (12, 2))}), {})
+    again = TransferList.from_bytes(transfers.to_bytes())
     for name in ("is_send", "peer", "task_id", "part", "size", "stride", "arena", "offset", "origin", "cast"):
-        assert np.array_equal(getattr(again, name), getattr(halves, name)), name
-    for bad in (b"", halves.to_bytes()[:-1], halves.to_bytes() + bytes(8), np.array([1 << 40, 2], "<i8").tobytes()):
-        with pytest.raises(ValueError, match="halves"):
-            Halves.from_bytes(bad)
+        assert np.array_equal(getattr(again, name), getattr(transfers, name)), name
+    block = transfers.to_bytes()
+    for bad in (b"", block[:-1], block + bytes(8), np.array([1 << 40, 2], "<i8").tobytes()):
+        with pytest.raises(ValueError, match="TransferList"):
+            TransferList.from_bytes(bad)
 
 
 NODES = 3
@@ -177,24 +179,24 @@ def test_what_one_end_sends_the_other_expects(rows: CopyTable, lanes: int) -> No
         # a node knows the rows of which it has an end, and no other
         at_node = (rows.src_rank % NODES == node) | (rows.dst_rank % NODES == node)
         found = places(rows)
-        known = crossing(rows.select(at_node), node_of, lanes)
-        return halves_of(known, node, lane, found["held"], found["wanted"])
+        known = node_transfers(rows.select(at_node), node_of, lanes)
+        return transfers_of(known, node, lane, found["held"], found["wanted"])
 
-    def told(halves: Halves, is_send: bool, node: int) -> Counter[tuple[int, ...]]:
-        nbytes = np.prod(halves.size, axis=1) * halves.element_size
+    def told(transfers: TransferList, is_send: bool, node: int) -> Counter[tuple[int, ...]]:
+        nbytes = np.prod(transfers.size, axis=1) * transfers.element_size
         return Counter(
-            (*((node, int(halves.peer[i])) if is_send else (int(halves.peer[i]), node)), *map(int, fields))
+            (*((node, int(transfers.peer[i])) if is_send else (int(transfers.peer[i]), node)), *map(int, fields))
             for i, *fields in zip(
-                range(len(halves)), halves.task_id, halves.part, nbytes, halves.element_size, strict=True
+                range(len(transfers)), transfers.task_id, transfers.part, nbytes, transfers.element_size, strict=True
             )
-            if bool(halves.is_send[i]) == is_send
+            if bool(transfers.is_send[i]) == is_send
         )
 
     moved = 0
     for lane in range(lanes):
-        all_halves = [mine(node, lane) for node in range(NODES)]
-        sent = sum((told(halves, True, node) for node, halves in enumerate(all_halves)), Counter())
-        expected = sum((told(halves, False, node) for node, halves in enumerate(all_halves)), Counter())
+        all_transfers = [mine(node, lane) for node in range(NODES)]
+        sent = sum((told(transfers, True, node) for node, transfers in enumerate(all_transfers)), Counter())
+        expected = sum((told(transfers, False, node) for node, transfers in enumerate(all_transfers)), Counter())
         assert sent == expected
         assert max(sent.values(), default=1) == 1, "an id is used twice"
         moved += sum(key[4] for key in sent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from refitd.daemon.slow_work import PATIENCE_S, Maker, Moved
+from refitd.daemon.slow_work import PATIENCE_S, Moved, SlowWork
 from refitd.errors import ArenaError, DeadlineExceeded
 from tests.support.cluster import eventually
 
@@ -19,7 +19,7 @@ class Clock:
 
 def test_pieces_are_done_in_turn_and_one_that_hangs_is_passed_over_and_named() -> None:
     clock, told = Clock(), threading.Event()
-    maker = Maker(clock, told.set)
+    maker = SlowWork(clock, told.set)
     release, begun, given_back = threading.Event(), [], []
 
     def hangs(moved: Moved) -> str:
@@ -57,7 +57,7 @@ def test_pieces_are_done_in_turn_and_one_that_hangs_is_passed_over_and_named() -
 
 def test_pieces_that_move_keep_their_turn_and_give_up_when_nobody_waits() -> None:
     clock = Clock()
-    maker = Maker(clock, lambda: None)
+    maker = SlowWork(clock, lambda: None)
     steps, begun = threading.Semaphore(0), []
 
     def moves(moved: Moved) -> None:
@@ -88,7 +88,7 @@ def test_pieces_that_move_keep_their_turn_and_give_up_when_nobody_waits() -> Non
 
 def test_pieces_that_hang_for_good_are_bounded() -> None:
     clock, release = Clock(), threading.Event()
-    maker = Maker(clock, lambda: None)
+    maker = SlowWork(clock, lambda: None)
     for number in range(16):
         maker.submit(number, f"a{number}", 1.0, lambda _: release.wait(30), in_turn=False)
     clock.now = 2.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from refitd.protocol.background import InOrder
+from refitd.protocol.background import OrderedDecoder
 
 
 def test_messages_wait_behind_one_that_is_read_aside_and_come_in_order() -> None:
     told, go_on = threading.Semaphore(0), threading.Event()
-    messages = InOrder[str]("test", told.release)
+    messages = OrderedDecoder[str]("test", told.release)
     assert not messages.holds("before")  # whoever asks takes it at once
 
     def slow() -> str:

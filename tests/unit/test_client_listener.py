@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from refitd.buffers import handoff
-from refitd.daemon.client_listener import Gate
+from refitd.daemon.client_listener import ClientListener
 from refitd.errors import RefusedError
 from refitd.protocol import local, sidecar
 from refitd.protocol.channel import Received
@@ -24,7 +24,7 @@ class Door:
         self.watched: dict[int, int] = {}
         self.told: list[tuple[int, local.Told]] = []
         self.goodbyes: list[int] = []
-        self.gate = Gate(
+        self.gate = ClientListener(
             directory / "refitd.fds",
             "ipc://nowhere",
             frozenset({os.getuid()}),
@@ -38,7 +38,7 @@ class Door:
         assert self.gate.accept() == ""
         decoder: Decoder[sidecar.DescriptorReply] = Decoder(sidecar.DescriptorReply)
         session = decoder.decode(handoff.receive(self.client)[0])[1]
-        assert isinstance(session, sidecar.Session)
+        assert isinstance(session, sidecar.Greeting)
         self.token = session.token
         self.peer = Received(b"id", b"", "", f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}")
         (self.fd,) = [fd for fd in self.watched if self.gate.owns(fd) and fd not in self.gate._processes]
