@@ -25,6 +25,11 @@ from .copy_services.exchange import (
     ExchangeResult as ExchangeResult,
     ExchangeService as ExchangeService,
 )
+from .describe.loader import (
+    LoaderTrace as LoaderTrace,
+    check_layout as check_layout,
+    trace_loader as trace_loader,
+)
 from .describe.metadata import ParameterMetadata as ParameterMetadata
 from .describe.module import (
     extract_param_metadata as extract_param_metadata,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 # Characters that a history keeps of one event.
@@ -48,3 +50,8 @@ def shown(value: Any) -> str:
     except Exception:  # of another's class, which is no reason to lose the error
         found = "..."
     return f"{found[:80]} ({type(value).__name__})"
+
+
+def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
+    """Return the known names that are most like a name that is not among them, the most similar first."""
+    return difflib.get_close_matches(name, list(known), count, cutoff=0.3)

@@ -1,0 +1,235 @@
+"""Walks: pairs of strided element sequences, one of each of two memories, and how they follow the dimensions of a shape.
+
+A copy between two views moves element (i, j, ...) of one to element (i, j, ...) of the other. As a walk it is two
+offsets and, for each index, its count and its stride on either side. All numbers count elements.
+
+    w[4:8, :3].t() of a [8, 5] matrix into a new [3, 4] one:
+    Walk(a=0, b=20, axes=(Axis(3, 4, 1), Axis(4, 1, 5)))
+
+Splitting an axis changes nothing about what is copied; `along` splits until every axis stays within one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from refitd.describe.layout import row_major
+from refitd.errors import PlanError
+
+# Pieces that one copy may fall into: layouts take a few, and one per expert or head at worst.
+MAX_PIECES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One index of a walk: how often it steps, and how far on either side."""
+
+    count: int
+    a: int
+    b: int
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Element a + sum(i * axis.a) belongs to element b + sum(i * axis.b), for every i below each axis' count."""
+
+    a: int
+    b: int
+    axes: tuple[Axis, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of pairs."""
+        total = 1
+        for axis in self.axes:
+            total *= axis.count
+        return total
+
+    def swapped(self) -> Walk:
+        """Return the same pairs with the sides exchanged."""
+        return Walk(self.b, self.a, tuple(Axis(x.count, x.b, x.a) for x in self.axes))
+
+    def joined(self) -> Walk:
+        """Return the same pairs with axes that continue one another made one."""
+        axes = list(self.axes)
+        while found := next(
+            (
+                (i, j)
+                for i, x in enumerate(axes)
+                for j, y in enumerate(axes)
+                if i != j and x.a == y.a * y.count and x.b == y.b * y.count
+            ),
+            None,
+        ):
+            i, j = found
+            axes[i] = Axis(axes[i].count * axes[j].count, axes[j].a, axes[j].b)
+            del axes[j]
+        return replace(self, axes=tuple(axes))
+
+    def cut(self, index: int, start: int, stop: int) -> Walk:
+        """Return the part in which one axis goes from `start` to `stop`, exclusive."""
+        axis = self.axes[index]
+        axes = list(self.axes)
+        axes[index : index + 1] = [] if stop - start == 1 else [replace(axis, count=stop - start)]
+        return Walk(self.a + start * axis.a, self.b + start * axis.b, tuple(axes))
+
+
+def walk_between(
+    shape: Sequence[int], a: tuple[int, Sequence[int]], b: tuple[int, Sequence[int]]
+) -> Walk:
+    """Return the walk of two views of one shape, each given as (offset, strides); neighbouring axes are joined."""
+    axes: list[Axis] = []
+    for count, step_a, step_b in zip(shape, a[1], b[1], strict=True):
+        if count == 1:
+            continue
+        if axes and axes[-1].a == step_a * count and axes[-1].b == step_b * count:
+            axes[-1] = Axis(axes[-1].count * count, step_a, step_b)
+        else:
+            axes.append(Axis(count, step_a, step_b))
+    return Walk(a[0], b[0], tuple(axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A walk whose axes on side b each follow one dimension of a shape.
+
+    Element `start[d] + sum(i * steps)` of dimension d, over the axes whose `dims` is d; -1 for axes that do not move.
+    """
+
+    walk: Walk
+    start: tuple[int, ...]
+    dims: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def span(self, dim: int) -> tuple[int, int]:
+        """Return the first and the last coordinate along a dimension."""
+        reach = sum(
+            (axis.count - 1) * step
+            for axis, d, step in zip(self.walk.axes, self.dims, self.steps, strict=True)
+            if d == dim
+        )
+        return self.start[dim], self.start[dim] + reach
+
+
+def along(walk: Walk, shape: Sequence[int]) -> Iterator[Laid]:
+    """Split a walk until, on side b, each axis follows one dimension of a row-major tensor of this shape.
+
+    Raises:
+        PlanError: it leaves the tensor, runs backwards, or falls into more than MAX_PIECES pieces.
+    """
+    todo, made = [walk.joined()], 0
+    while todo:
+        one = todo.pop()
+        laid = _laid(one, shape)
+        if isinstance(laid, Laid):
+            yield laid
+        else:
+            todo.extend(reversed(laid))
+        made += 1
+        if made > 2 * MAX_PIECES:
+            raise PlanError(f"a copy falls into more than {MAX_PIECES} pieces of a tensor of shape {list(shape)}")
+
+
+def _laid(walk: Walk, shape: Sequence[int]) -> Laid | list[Walk]:
+    """Return the walk as it follows the shape, or the walks that it has to be split into first."""
+    strides = row_major(shape)
+    rest, start = walk.b, []
+    for stride in strides:
+        start.append(rest // stride if stride else 0)
+        rest -= start[-1] * stride
+    if walk.b < 0 or (start and start[0] >= shape[0]) or (not shape and walk.b):
+        raise PlanError(f"element {walk.b} is outside of a tensor of shape {list(shape)}")
+    dims, steps = [], []
+    for axis in walk.axes:
+        if axis.b < 0:
+            raise PlanError("a copy that runs backwards is not followed")
+        fits = [d for d, (n, stride) in enumerate(zip(shape, strides, strict=True)) if n > 1 and stride <= axis.b]
+        if axis.b and not fits:
+            raise PlanError(f"a step of {axis.b} elements leaves a tensor of shape {list(shape)}")
+        dim = fits[0] if axis.b else -1
+        if dim >= 0 and axis.b % strides[dim]:  # diagonally
+            if axis.count > MAX_PIECES:
+                raise PlanError(f"a copy runs diagonally through a tensor of shape {list(shape)}, {axis.count} steps")
+            index = len(dims)
+            return [walk.cut(index, i, i + 1) for i in range(axis.count)]
+        dims.append(dim)
+        steps.append(axis.b // strides[dim] if dim >= 0 else 0)
+    found = Laid(walk, tuple(start), tuple(dims), tuple(steps))
+    for dim, size in enumerate(shape):
+        if found.span(dim)[1] >= size:
+            return _split(found, dim, size)
+    return found
+
+
+def _split(laid: Laid, dim: int, size: int) -> list[Walk]:
+    """Split the axis that runs over the end of a dimension: at the end, or into one within and one beyond it."""
+    walk, start = laid.walk, laid.start[dim]
+    mine = [i for i, d in enumerate(laid.dims) if d == dim]
+    index = max(mine, key=lambda i: laid.steps[i])
+    axis, step = walk.axes[index], laid.steps[index]
+    within = laid.span(dim)[1] - start - (axis.count - 1) * step  # how far the other axes of this dimension reach
+    if dim == 0:
+        raise PlanError(f"a copy leaves the tensor: {size} elements along its first dimension")
+    if size % step == 0 and start + within < step:
+        per = size // step
+        if axis.count % per == 0:
+            axes = list(walk.axes)
+            axes[index : index + 1] = [
+                x
+                for x in (Axis(axis.count // per, axis.a * per, axis.b * per), Axis(per, axis.a, axis.b))
+                if x.count > 1
+            ]
+            return [Walk(walk.a, walk.b, tuple(axes))]
+        at = axis.count - axis.count % per if axis.count > per else 0
+    else:
+        at = (size - 1 - start - within) // step + 1
+    if not 0 < at < axis.count:  # the other axes of this dimension run over its end, too
+        return [walk.cut(index, i, i + 1) for i in range(axis.count)]
+    return [walk.cut(index, 0, at), walk.cut(index, at, axis.count)]
+
+
+def inside(laid: Laid, start: Sequence[int], size: Sequence[int]) -> Iterator[Laid]:
+    """Yield the parts of a walk whose side b lies in a box of the shape that it follows.
+
+    Raises:
+        PlanError: there are more than MAX_PIECES.
+    """
+    todo, made = [laid], 0
+    while todo:
+        one = todo.pop()
+        made += 1
+        if made > MAX_PIECES:
+            raise PlanError(f"a copy falls into more than {MAX_PIECES} pieces")
+        for dim, (low, n) in enumerate(zip(start, size, strict=True)):
+            first, last = one.span(dim)
+            if last < low or first >= low + n:
+                break
+            if first >= low and last < low + n:
+                continue
+            todo.extend(_clipped(one, dim, low, low + n))
+            break
+        else:
+            yield one
+
+
+def _clipped(laid: Laid, dim: int, low: int, high: int) -> list[Laid]:
+    """Cut the widest axis of a dimension to what may lie in low..high; one index at a time if others move there, too."""
+    mine = [i for i, d in enumerate(laid.dims) if d == dim]
+    index = max(mine, key=lambda i: laid.steps[i])
+    axis, step, first = laid.walk.axes[index], laid.steps[index], laid.start[dim]
+    if len(mine) == 1:
+        cuts = [(max(0, -(-(low - first) // step)), min(axis.count, (high - 1 - first) // step + 1))]
+    else:
+        cuts = [(i, i + 1) for i in range(axis.count)]
+    return [_part(laid, index, i, j) for i, j in cuts if i < j]
+
+
+def _part(laid: Laid, index: int, start: int, stop: int) -> Laid:
+    moved = list(laid.start)
+    moved[laid.dims[index]] += start * laid.steps[index]
+    gone = stop - start == 1
+    dims, steps = (
+        tuple(v for i, v in enumerate(values) if not (gone and i == index)) for values in (laid.dims, laid.steps)
+    )
+    return Laid(laid.walk.cut(index, start, stop), tuple(moved), dims, steps)

@@ -1,0 +1,295 @@
+"""A layout learned from a loader is what the loader does: judged by running it on real values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import refitd
+from refitd.describe.loader import LoaderTrace, check_layout, trace_loader
+from refitd.describe.metadata import ParameterMetadata
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+Load = Callable[[dict[str, torch.Tensor], Weights], None]
+
+
+def numbered(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Canonical tensors in which no two elements are equal."""
+    found, at = {}, 1
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        found[name] = torch.arange(at, at + count).to(dtype).reshape(shape)
+        at += count
+    return found
+
+
+def assembled(meta: ParameterMetadata, canonical: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a description says that a tensor holds."""
+    out = torch.full(tuple(meta.shape), -1.0 if meta.fill is None else meta.fill, dtype=torch.float64)
+    if meta.tiles is None:
+        out.copy_(canonical[meta.resolved_name or meta.name])
+        return out
+    flat = out.reshape(-1)
+    for tile in meta.tiles:
+        r = tile.repeat
+        for i in range(r.count if r else 1):
+            offset, local = list(tile.offset), tile.local_offset
+            if r:
+                offset[r.dim] += i * r.step
+                local += i * r.local_step
+            box = canonical[tile.tensor][tuple(slice(o, o + n) for o, n in zip(offset, tile.size, strict=True))]
+            flat.as_strided(tile.size, tile.local_stride, local).copy_(box)
+    return out
+
+
+def judge(
+    params: dict[str, torch.Tensor], load: Load, shapes: dict[str, tuple[int, ...]], device: str = "cpu"
+) -> LoaderTrace:
+    """Trace a loader, run it for real, and compare."""
+    held = {name: tensor.clone() for name, tensor in params.items()}
+    traced = {name: torch.empty_strided(t.shape, t.stride(), device=device) for name, t in params.items()}
+    if device == "cpu":
+        traced = params
+    wanted = {name: (shape, torch.float64) for name, shape in shapes.items()}
+    trace = trace_loader(traced, lambda weights: load(traced, weights), wanted)
+    for name, tensor in params.items():
+        assert torch.equal(tensor, held[name]), f"{name} was written while its loader was traced"
+    canonical = numbered(shapes)
+    load(params, canonical.items())
+    for name, meta in trace.metadata.items():
+        assert torch.equal(assembled(meta, canonical), params[name].to(torch.float64)), name
+    check_layout(trace, params, canonical.items())
+    return trace
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fused_and_sharded_tensors(device: str) -> None:
+    """qkv with replicated kv heads, gate and up, a padded vocabulary, all at rank 1 of 2 (kv: 1 head for both)."""
+    heads, head, hidden = 4, 3, 8
+
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for name, w in weights:
+            if name[0] in "qkv":
+                mine = w.narrow(0, heads // 2 * head, heads // 2 * head) if name == "q" else w
+                at = {"q": 0, "k": heads // 2 * head, "v": heads // 2 * head + head}[name]
+                params["qkv"].data.narrow(0, at, mine.shape[0]).copy_(mine)
+            elif name in ("gate", "up"):
+                part = w.chunk(2, dim=0)[1]
+                params["gate_up"][(name == "up") * 5 : (name == "up") * 5 + 5].copy_(part)
+            elif name == "embed":
+                mine = w[4:7]
+                params["embed"][: mine.shape[0]].data.copy_(mine)
+                params["embed"][mine.shape[0] :].data.fill_(0)
+            else:
+                params["down"].data.copy_(w.chunk(2, dim=1)[1])
+
+    params = {"qkv": empty(12, hidden), "gate_up": empty(10, hidden), "embed": empty(4, hidden), "down": empty(hidden, 5)}
+    shapes = {
+        "q": (heads * head, hidden),
+        "k": (head, hidden),
+        "v": (head, hidden),
+        "gate": (10, hidden),
+        "up": (10, hidden),
+        "embed": (7, hidden),
+        "down": (hidden, 10),
+    }
+    trace = judge(params, load, shapes, device)
+    assert not trace.problems() and trace.metadata.keys() == params.keys()
+    assert trace.metadata["embed"].fill == 0.0 and trace.metadata["embed"].global_shape == (7, hidden)
+    assert trace.metadata["down"].resolved_name == "down"
+
+
+def test_experts_stacked_transposed_and_interleaved() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for name, w in weights:
+            if name.startswith("expert"):
+                params["w13"][int(name[-1])].copy_(w.t())
+            elif name == "gate_up":  # one gate row, one up row, ...
+                params["gate"].copy_(w[::2])
+                params["up"].copy_(w[1::2].contiguous())
+            else:
+                q = w.view(2, 4, 3, 5)  # groups of two q heads, k, v
+                params["q"].copy_(q[:, :2].reshape(-1, 5))
+                params["k"].copy_(q[:, 2].reshape(-1, 5))
+                params["v"].copy_(q[:, 3].reshape(-1, 5))
+
+    params = {"w13": empty(3, 5, 4), "gate": empty(4, 6), "up": empty(4, 6), "q": empty(12, 5), "k": empty(6, 5)}
+    params["v"] = empty(6, 5)
+    shapes = {"expert0": (4, 5), "expert1": (4, 5), "expert2": (4, 5), "gate_up": (8, 6), "qkv": (24, 5)}
+    trace = judge(params, load, shapes)
+    assert not trace.problems()
+
+
+def test_what_a_converter_builds_on_the_way_is_followed() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        w = dict(weights)
+        params["cat"].copy_(torch.cat([w["a"], w["b"].t().contiguous()], dim=0))
+        params["stack"].copy_(torch.stack([w["a"], w["a"].flip(0).flip(0) if False else w["a"]], dim=1))
+        params["pad"].copy_(torch.nn.functional.pad(w["a"], (0, 0, 0, 2)))
+        fresh = torch.zeros(4, 6, dtype=torch.float64)
+        fresh[:3, 1:5] = w["a"]
+        params["fresh"].copy_(fresh)
+        params["repeat"].copy_(w["c"].repeat(2, 1))
+        params["repeat_interleave"].copy_(w["c"][:, None].expand(2, 3, 4).reshape(6, 4))
+        params["picked"].copy_(w["a"][torch.tensor([2, 0, 1])])
+        params["half"].copy_(w["a"].to(torch.bfloat16).to(torch.float64))
+        params["scalar"].data.fill_(w["s"].item())
+
+    params = {
+        "cat": empty(8, 4),
+        "stack": empty(3, 2, 4),
+        "pad": empty(5, 4),
+        "fresh": empty(4, 6),
+        "repeat": empty(4, 4),
+        "repeat_interleave": empty(6, 4),
+        "picked": empty(3, 4),
+        "half": empty(3, 4),
+        "scalar": empty(1),
+    }
+    judge(params, load, {"a": (3, 4), "b": (4, 5), "c": (2, 4), "s": (1,)})
+
+
+def test_modules_load_their_own_state() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2)).double()
+    params = {name: p.detach() for name, p in module.state_dict().items()}
+    shapes = {name: tuple(p.shape) for name, p in params.items()}
+    trace = judge(params, lambda _, weights: module.load_state_dict(dict(weights)) and None, shapes)
+    assert all(meta.tiles is None for meta in trace.metadata.values()) and not trace.problems()
+
+
+def test_tied_and_untouched_and_unused_tensors_are_told() -> None:
+    w = empty(4, 3)
+    params = {"embed": w, "head": w, "cos": empty(5)}
+
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "embed":
+                params["embed"].data.copy_(weight)
+
+    trace = judge(params, load, {"embed": (4, 3), "extra": (2,)})
+    assert trace.untouched == ("cos",) and trace.unused == ("extra",)
+    assert trace.metadata["embed"].resolved_name == trace.metadata["head"].resolved_name == "embed"
+    assert trace.problems() == ["extra: the loader takes nothing of it"]
+
+
+def test_what_is_computed_is_told_with_what_it_is_made_of() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        w = dict(weights)
+        params["norm"].copy_(w["a"] + 1)
+        params["fused"].copy_(w["a"] @ w["b"])
+        params["scaled"].copy_(w["b"])
+        params["scaled"].mul_(2)
+        params["plain"].copy_(w["b"])
+
+    params = {"norm": empty(3, 4), "fused": empty(3, 3), "scaled": empty(4, 3), "plain": empty(4, 3)}
+    trace = judge(params, load, {"a": (3, 4), "b": (4, 3)})
+    assert trace.computed == {"norm": ("a",), "fused": ("a", "b"), "scaled": ()} and [*trace.metadata] == ["plain"]
+
+
+def test_casts_are_declared() -> None:
+    params = {"w": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    trace = trace_loader(params, lambda ws: [params["w"].copy_(w) for _, w in ws], {"w": ((4, 3), torch.float32)})
+    assert trace.metadata["w"].cast_from == "float32" and trace.metadata["w"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        (lambda p, w: p["w"][:2].copy_(w["a"][:2]), "writes 8 of its 16 elements"),
+        (lambda p, w: p["w"].copy_(w["b"]), "raised at 'b'|raised"),
+        (lambda p, w: w["nothing"], "the loader raised"),
+        (lambda p, w: p["w"].fill_(w["a"].max().item()), "needs a value"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(load: Callable[..., object], says: str) -> None:
+    params = {"w": empty(4, 4)}
+    shapes = {"a": ((4, 4), torch.float64), "b": ((5, 5), torch.float64)}
+    with pytest.raises(refitd.RefitdError, match=says):
+        trace_loader(params, lambda weights: load(params, dict(weights)), shapes)
+
+
+def test_a_layout_is_not_trusted_where_the_engine_holds_something_else() -> None:
+    params = {"w": empty(4, 6)}
+
+    def load(weights: Weights) -> None:
+        for _, w in weights:
+            params["w"].copy_(w)
+
+    trace = trace_loader(params, load, {"w": ((4, 6), torch.float64)})
+    checkpoint = numbered({"w": (4, 6)})
+    load(checkpoint.items())
+    check_layout(trace, params, checkpoint.items())
+    params["w"].copy_(params["w"].reshape(6, 4).t().reshape(4, 6).clone())  # "repacked" after loading
+    with pytest.raises(refitd.RefusedError, match=r"1 tensors do not hold .*: w \(from w\)"):
+        check_layout(trace, params, checkpoint.items())
+    with pytest.raises(refitd.RefusedError, match="lacks 1 tensors that the engine loads: w"):
+        check_layout(trace, params, [])
+
+
+# --- any loader that only moves ---------------------------------------------------------------------------
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[object, ...]]:
+    kinds = ["narrow", "t", "view", "contiguous", "chunk", "cat", "flatten", "unsqueeze", "to", "stack", "index"]
+    return [(draw(st.sampled_from(kinds)), draw(st.integers(0, 1 << 20))) for _ in range(draw(st.integers(0, 6)))]
+
+
+def run(program: list[tuple[object, ...]], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for kind, seed in program:
+        assert isinstance(seed, int)
+        dim = seed % max(1, x.dim())
+        n = x.shape[dim] if x.dim() else 1
+        if x.numel() > 4000 or not x.dim():
+            break
+        if kind == "narrow":
+            start = seed // 7 % n
+            x = x.narrow(dim, start, seed // 31 % (n - start) + 1)
+        elif kind == "t":
+            x = x.transpose(dim, seed // 5 % x.dim())
+        elif kind == "view":
+            parts = [d for d in range(1, n + 1) if n % d == 0]
+            x = x.unflatten(dim, (parts[seed // 3 % len(parts)], -1)) if x.dim() < 4 else x
+        elif kind == "contiguous":
+            x = x.contiguous()
+        elif kind == "chunk":
+            pieces = x.chunk(seed // 11 % 3 + 1, dim)
+            x = pieces[seed % len(pieces)]
+        elif kind == "cat":
+            x = torch.cat([x, y.reshape(-1)[: x.numel()].reshape(x.shape) if x.numel() <= y.numel() else x], dim)
+        elif kind == "flatten":
+            x = x.reshape(-1) if seed % 2 else x.flatten(max(0, dim - 1), dim)
+        elif kind == "unsqueeze":
+            x = x.unsqueeze(dim) if x.dim() < 4 else x
+        elif kind == "to":
+            x = x.to(torch.float32).to(torch.float64)
+        elif kind == "stack":
+            x = torch.stack([x, x], dim) if x.dim() < 4 else x
+        elif kind == "index":
+            x = x.index_select(dim, torch.tensor([seed % n, seed // 3 % n]))
+    return x
+
+
+@given(programs(), programs())
+@settings(max_examples=400, deadline=None)
+def test_any_loader_that_only_moves_elements(first: list[tuple[object, ...]], second: list[tuple[object, ...]]) -> None:
+    shapes = {"x": (6, 4, 2), "y": (12, 5)}
+    canonical = numbered(shapes)
+    made = [run(p, canonical["x"], canonical["y"]) for p in (first, second)]
+    params = {f"p{i}": torch.zeros(m.shape, dtype=torch.float64) for i, m in enumerate(made)}
+
+    def load(params: dict[str, torch.Tensor], weights: Weights) -> None:
+        w = dict(weights)
+        for i, program in enumerate((first, second)):
+            params[f"p{i}"].copy_(run(program, w["x"], w["y"]))
+
+    trace = judge(params, load, shapes)
+    assert not trace.computed and trace.metadata.keys() == params.keys()
