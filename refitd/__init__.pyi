@@ -25,7 +25,7 @@ from .copy_services.exchange import (
     ExchangeResult as ExchangeResult,
     ExchangeService as ExchangeService,
 )
-from .describe.loader import (
+from .adapters.loader import (
     LoaderTrace as LoaderTrace,
     check_layout as check_layout,
     trace_loader as trace_loader,

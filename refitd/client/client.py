@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import environ
@@ -17,7 +19,7 @@ from refitd.buffers.cuda import name_of
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
 from refitd.config import default_runtime_dir
-from refitd.errors import ConfigError, RefitdError, RefusedError
+from refitd.errors import ConfigError, DeadlineExceeded, RefitdError, RefusedError
 from refitd.logs import Escaped
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
@@ -56,6 +58,7 @@ MARGIN_S = 1.0
 # A swap without a timeout of its own ends at the coordinator's deadlines; this is beyond all sensible ones.
 SWAP_S = 3600.0
 SHORTEST_S = 0.001
+POLL_S = 0.2  # how often it is asked whether others have registered
 
 
 class Client:
@@ -314,12 +317,15 @@ class Client:
         *,
         timeout: float | None = None,
         queue: bool = False,
+        wait: float = 0.0,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
         """Make a version (None: the newest complete one) live in every replica, or in none.
 
-        With `queue` it waits for a swap of the model that is running, and is refused otherwise. `timeout` is for all of
-        it: what is not decided by then is aborted; what is decided goes on, and this raises with who is late.
+        With `queue` it waits for a swap of the model that is running, and is refused otherwise. `wait` is how many
+        seconds it waits for what is still missing: source ranks that have not registered or published the version,
+        ranks of a replica, the first replica. `timeout` is for the swap itself: what is not decided by then is
+        aborted; what is decided goes on, and this raises with who is late.
 
         Raises:
             RefusedError: it could not start; the reason says what is missing.
@@ -329,8 +335,22 @@ class Client:
         """
         model, version, timeout = _swapped(model, version, timeout, on_progress)
         queue, within = flag("queue", queue), _on_the_wire(timeout)
+        if wait:
+            self._wait_for_all(model, version, seconds("wait", wait))
         message = local.StartSwap(model=model, version=version, timeout_s=within, queue=queue)
         return self._swap(message, timeout, on_progress)
+
+    def _wait_for_all(self, model: str, version: int | None, wait: float) -> None:
+        """Return when a swap could begin, or when the time is over: the swap then says what is missing."""
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            found = next((m for m in self.status().models if m.model == model), None)
+            if found is not None and found.complete_versions and version in (None, *found.complete_versions):
+                worlds = {target.replica: target.world_size for target in found.targets}
+                there = collections.Counter(target.replica for target in found.targets)
+                if worlds and all(there[replica] == size for replica, size in worlds.items()):
+                    return
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
 
     def rollback(
         self,
@@ -378,6 +398,40 @@ class Client:
     def describe(self, model: str) -> ModelDescription:
         """Return what every registered rank of `model` holds."""
         return self._connection.request(local.GetDescription(model=text("model", model)), ModelDescription, REQUEST_S)
+
+    def tensors(self, model: str, *, timeout: float = 30.0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of every tensor that the sources of `model` offer, whole, by canonical name.
+
+        It waits until every source rank has registered.
+
+        Raises:
+            DeadlineExceeded: a source rank has not registered in time; says which.
+            PlanError: the ranks' descriptions contradict each other.
+        """
+        import torch
+
+        from refitd.describe.roster import Roster
+        from refitd.plan.offered import offered_tensors
+        from refitd.protocol.shards import metadata_of
+
+        model, timeout = text("model", model), seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                found = self.describe(model)
+            except RefusedError as exc:
+                missing = str(exc)
+            else:
+                sources = [member for member in found.members if member.role == "source"]
+                ranks = {*range(sources[0].world_size)} - {m.rank for m in sources} if sources else {0}
+                if not ranks:
+                    break
+                missing = f"source ranks {sorted(ranks)[:8]} have not registered"
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"model {model!r}: no tensors are offered after {timeout:.1f} s: {missing}")
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+        rosters = [Roster(m.rank, source=metadata_of(found.shards[m.shard], m.rank)) for m in sources]
+        return {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in offered_tensors(rosters).items()}
 
     def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
         """Check the live weights of every replica of `model` against the digest of the version that it serves.

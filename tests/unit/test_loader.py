@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 import refitd
-from refitd.describe.loader import LoaderTrace, check_layout, trace_loader
+from refitd.adapters.loader import LoaderTrace, check_layout, trace_loader
 from refitd.describe.metadata import ParameterMetadata
 
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -1,0 +1,24 @@
+"""vLLM: a weight transfer backend that takes versions over in place, driven by a trainer or by nobody.
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "refitd"}'
+    ... --additional-config '{"refitd": {"model": "policy", "replica": "a", "follow": true}}'
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). docs/vllm.md has the rest.
+"""
+
+from __future__ import annotations
+
+BACKEND = "refitd"
+
+
+def register() -> None:
+    """Make the backend known to this vLLM process; another version of vLLM than the tested ones is refused when used."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    from refitd.adapters.vllm import seams
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return  # vLLM may load its plugins several times in a process
+    WeightTransferEngineFactory.register_engine(BACKEND, "refitd.adapters.vllm.engine", "RefitdEngine")
+    WeightTransferTrainerFactory.register_engine(BACKEND, "refitd.adapters.vllm.trainer", "RefitdTrainer")
+    seams.open_seams()

@@ -1,0 +1,255 @@
+"""The engine side, in each of vLLM's workers: learns what its loader does, registers, and takes versions over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import refitd
+from refitd.adapters.vllm.seams import check_version
+
+log = logging.getLogger("refitd.vllm")
+
+# How long an engine that follows by itself waits between two tries to find its trainer, and to find an idle moment.
+TRY_AGAIN_S = 2.0
+IDLE_S = 0.005
+
+
+@dataclass
+class RefitdInitInfo(WeightTransferInitInfo):
+    """Where to register; also `--additional-config '{"refitd": {...}}'`, which `init_weight_transfer_engine` overrides.
+
+    Attributes:
+        model: the model's name in refitd.
+        replica: this engine's name; "" is its host and vLLM's instance id. Data-parallel engines add their index.
+        directory: the daemon's directory; "" is this user's default one.
+        follow: take every decided version over between two steps; nobody drives the engine.
+        check: compare what the engine holds with the checkpoint that it was started with before the layout is trusted.
+        keep_prefix_cache: follow although cached prefixes were computed by older versions.
+        timeout_s: seconds for the trainer's tensors to be known, and for one version to be taken over.
+    """
+
+    model: str = "policy"
+    replica: str = ""
+    directory: str = ""
+    follow: bool = False
+    check: bool = True
+    keep_prefix_cache: bool = False
+    timeout_s: float = 120.0
+
+
+@dataclass
+class RefitdUpdateInfo(WeightTransferUpdateInfo):
+    """The version that is to be live when `update_weights` returns."""
+
+    version: int = 0
+
+
+class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
+    """vLLM's lifecycle: init binds, update waits for a version; start and finish have nothing to do."""
+
+    init_info_cls = RefitdInitInfo
+    update_info_cls = RefitdUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        check_version()
+        self._lock = threading.Lock()  # a forward pass, or a commit
+        self._steps = 0
+        self._client: refitd.Client | None = None
+        self._target: refitd.Target | None = None
+        self._stopped = threading.Event()
+        self._follower: threading.Thread | None = None
+        given = vllm_config.additional_config
+        self._given = dict(given.get("refitd", {})) if isinstance(given, dict) else {}
+        info = self.parse_init_info({})
+        if info.follow:
+            self._follow(info)
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> RefitdInitInfo:
+        """Return the settings: those of the command line, overridden by these; raises ValueError for unknown ones."""
+        known = {field.name for field in fields(RefitdInitInfo)}
+        if unknown := sorted((self._given.keys() | init_dict.keys()) - known):
+            raise ValueError(f"refitd: unknown settings {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return super().parse_init_info({**self._given, **init_dict})
+
+    # --- driven by a trainer ------------------------------------------------------------------------------
+
+    def init_transfer_engine(self, init_info: RefitdInitInfo) -> None:
+        """Register this rank: afterwards swaps reach it."""
+        if self._follower is not None:
+            raise refitd.RefusedError("this engine follows by itself (follow = true); nobody needs to drive it")
+        if self._target is None:
+            self._bind(init_info)
+
+    def start_weight_update(self) -> None:
+        """Nothing is to be prepared: versions are staged beside the live weights."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Wait until the version is live here."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: RefitdUpdateInfo) -> None:
+        """Take the version over, in place, as soon as it is decided."""
+        target = self._bound()
+        with self._lock:
+            target.wait(update_info.version, timeout=self._info.timeout_s)
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: the version is live."""
+
+    def shutdown(self) -> None:
+        """Take the registration back."""
+        self._stopped.set()
+        client, self._client, self._target = self._client, None, None
+        if client is not None:
+            client.close()
+
+    # --- driven by nobody ---------------------------------------------------------------------------------
+
+    def _follow(self, info: RefitdInitInfo) -> None:
+        if self.vllm_config.cache_config.enable_prefix_caching and not info.keep_prefix_cache:
+            raise refitd.RefusedError(
+                "an engine that follows by itself would answer from prefixes that older versions have computed: start "
+                "it with --no-enable-prefix-caching, or say keep_prefix_cache"
+            )
+        self._follower = threading.Thread(target=self._run, args=(info,), name="refitd-follow", daemon=True)
+        self._follower.start()
+
+    def _run(self, info: RefitdInitInfo) -> None:
+        """Register once there is a trainer, and commit while no forward pass comes by."""
+        while not self._stopped.is_set():
+            try:
+                if self._target is None:
+                    self._bind(info)
+                self._commit_when_idle()
+            except (refitd.DeadlineExceeded, refitd.TransportError) as exc:
+                log.info("refitd: waiting for a trainer of %r: %s", info.model, exc)
+            except refitd.PeerLost as exc:
+                log.warning("refitd: the daemon has gone, registering again: %s", exc)
+                self._client = self._target = None
+            except refitd.CommitError as exc:
+                log.error("refitd: %s", exc)
+            except refitd.RefitdError as exc:
+                log.error("refitd: this engine is not refitted: %s", exc)
+                return
+            self._stopped.wait(TRY_AGAIN_S)
+
+    def _commit_when_idle(self) -> None:
+        target = self._bound()
+        while not self._stopped.wait(IDLE_S):
+            if target.pending is not None and self._lock.acquire(timeout=IDLE_S):
+                try:
+                    # a forward pass that comes now has this number: until then this rank stands before it
+                    target.poll(step=self._steps + 1)
+                finally:
+                    self._lock.release()
+
+    @contextlib.contextmanager
+    def refitd_step(self) -> Iterator[None]:
+        """A commit point, then one forward pass, during which nothing is committed."""
+        with self._lock:
+            self._steps += 1
+            target = self._target
+            if self._follower is not None and target is not None:
+                target.poll(step=self._steps)
+            yield
+
+    # --- registration -------------------------------------------------------------------------------------
+
+    def _bound(self) -> refitd.Target:
+        if self._target is None:
+            raise refitd.RefusedError("this engine is not registered: call init_weight_transfer_engine first")
+        return self._target
+
+    def _bind(self, info: RefitdInitInfo) -> None:
+        """Learn the layout from the model's own loader, check it, and register it."""
+        started = time.perf_counter()
+        client = self._client = self._client or refitd.connect(info.directory or None)
+        rank, world_size, replica = self._place(info)
+        params = {name: tensor.data for name, tensor in self.model.named_parameters()}
+        buffers = {name: tensor for name, tensor in self.model.named_buffers() if name not in params}
+        held = {**params, **buffers}
+        offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
+        trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+        self._check(trace, params)
+        if info.check and self.vllm_config.load_config.load_format != "dummy":
+            self._check_held(held)
+        target = client.register_target(
+            info.model,
+            {name: held[name] for name in trace.metadata},
+            replica=replica,
+            rank=rank,
+            world_size=world_size,
+            metadata=[*trace.metadata.values()],
+            timeout=info.timeout_s,
+        )
+        self._info, self._target = info, target
+        log.info(
+            "refitd: %s rank %d of %d: %d tensors of %r registered in %.2f s",
+            replica,
+            rank,
+            world_size,
+            len(trace.metadata),
+            info.model,
+            time.perf_counter() - started,
+        )
+
+    def _place(self, info: RefitdInitInfo) -> tuple[int, int, str]:
+        """Return rank, world size and name of the replica that this worker is part of."""
+        p = self.parallel_config
+        replica = info.replica or f"{socket.gethostname()}-{self.vllm_config.instance_id}"
+        if p.data_parallel_size == 1:
+            return p.rank, p.world_size, replica
+        if p.enable_expert_parallel:  # experts of one layer lie on all of them: they take versions over together
+            return p.data_parallel_index * p.world_size + p.rank, p.data_parallel_size * p.world_size, replica
+        return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.model.load_weights(weights)
+
+    def _check(self, trace: refitd.LoaderTrace, params: dict[str, torch.Tensor]) -> None:
+        """Refuse weights that no refit would keep up to date."""
+        computed = [name for name in trace.computed if name in params]
+        untouched = [name for name in trace.untouched if name in params and params[name].numel()]
+        if computed:
+            raise refitd.RefusedError(
+                f"{len(computed)} weights are no copies of what the trainer offers (quantised or packed by vLLM): "
+                f"{', '.join(computed[:5])}; serve the model unquantised"
+            )
+        if untouched:
+            raise refitd.RefusedError(
+                f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
+                f"{', '.join(untouched[:5])}; it offers {', '.join(trace.unused[:5]) or 'no other tensors'}"
+            )
+
+    def _check_held(self, held: dict[str, torch.Tensor]) -> None:
+        """Check that the engine computes with what its loader copies: vLLM repacks some weights after loading."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        loader = get_model_loader(self.vllm_config.load_config)
+        shapes = {
+            name: (tuple(weight.shape), weight.dtype)
+            for name, weight in loader.get_all_weights(self.model_config, self.model)
+        }
+        trace = refitd.trace_loader(held, self._load, shapes)
+        refitd.check_layout(trace, held, loader.get_all_weights(self.model_config, self.model))

@@ -1,0 +1,70 @@
+"""What the adapter holds on to inside vLLM that is no public interface, and the versions it was tested with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from refitd.errors import RefusedError
+
+TESTED = ("0.32.",)
+
+
+def check_version() -> None:
+    """Refuse a vLLM that the seams were not tested with.
+
+    Raises:
+        RefusedError: names the version and the tested ones.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(TESTED):
+        raise RefusedError(
+            f"vLLM {vllm.__version__} is not among the versions that this adapter was tested with "
+            f"({', '.join(v + 'x' for v in TESTED)}); install one of those, or another refitd"
+        )
+
+
+def open_seams() -> None:
+    """Have each worker pass by its weight transfer engine before a forward pass, and keep weights where they are."""
+    from vllm.model_executor.layers import utils
+    from vllm.v1.worker.gpu_worker import Worker
+
+    Worker.execute_model = _before(Worker.execute_model)
+    Worker.execute_dummy_batch = _before(Worker.execute_dummy_batch)
+    utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
+
+
+def _before(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a worker's forward pass with a commit point in front of it; while it runs, nothing is committed."""
+
+    @functools.wraps(method)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = getattr(self.weight_transfer_engine, "refitd_step", None)
+        if step is None:
+            return method(self, *args, **kwargs)
+        with step():
+            return method(self, *args, **kwargs)
+
+    return forward
+
+
+def _unpacked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a dispatch that leaves a linear layer's weight in place, for engines that refitd refits.
+
+    On CPUs vLLM packs each weight for its GEMM kernels and drops the weight itself: nothing would be left to write to.
+    """
+
+    @functools.wraps(dispatch)
+    def chosen(layer: Any, remove_weight: bool) -> None:
+        import torch
+        from vllm.config import get_current_vllm_config
+
+        config = get_current_vllm_config().weight_transfer_config
+        if config is None or config.backend != "refitd" or layer.weight.ndim != 2:
+            dispatch(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    return chosen

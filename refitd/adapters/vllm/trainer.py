@@ -1,0 +1,94 @@
+"""The trainer side of vLLM's weight transfer interface: any script that speaks it switches by naming the backend."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+
+import refitd
+
+
+@dataclass
+class RefitdTrainerInitInfo(TrainerInitInfo):
+    """This trainer rank's part of a model. `tensors` is a module, or {name: tensor}, as in `register_source`."""
+
+    backend: ClassVar[str] = "refitd"
+    tensors: Any = None
+    model: str = "policy"
+    world_size: int = 1
+    directory: str = ""
+    wait_s: float = 60.0  # for the other trainer ranks to publish
+    register: dict[str, Any] | None = None  # further arguments of `register_source`
+    engine: dict[str, Any] | None = None  # settings of the engines (refitd.adapters.vllm.engine.RefitdInitInfo)
+
+
+class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
+    """Publishes on every rank; rank 0 swaps, and has vLLM wait for the version."""
+
+    init_info_cls = RefitdTrainerInitInfo
+
+    def __init__(
+        self, info: RefitdTrainerInitInfo, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        if info.tensors is None:
+            raise refitd.RefusedError("tensors is None, expected the module or the tensors of this rank")
+        self._info = info
+        self._refitd = refitd.connect(info.directory or None)
+        self._source = self._refitd.register_source(
+            info.model, info.tensors, rank=info.rank, world_size=info.world_size, **(info.register or {})
+        )
+        self._version = self._source.next_version - 1
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: RefitdTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        """Register this rank; rank 0 has the engines register, too."""
+        made = cls(init_info, client, source)
+        if made.is_sender:
+            client.init_weight_transfer_engine({"model": init_info.model, **(init_info.engine or {})})
+        return made
+
+    def send_weights(self) -> None:
+        """Make the present weights live in every replica; call it on every rank.
+
+        Raises:
+            SwapFailed, RefusedError: they are not; the engines serve what they have served.
+        """
+        self._version += 1
+        self._source.publish(self._version)
+        if not self.is_sender:
+            return
+        self.client.start_weight_update()
+        failed: list[Exception] = []
+        waiting = threading.Thread(target=self._update, args=(failed,), daemon=True)
+        waiting.start()
+        # other ranks may not have published yet
+        self._refitd.swap(self._info.model, self._version, wait=self._info.wait_s, queue=True)
+        waiting.join()
+        self.client.finish_weight_update()
+        if failed:
+            raise failed[0]
+
+    def _update(self, failed: list[Exception]) -> None:
+        try:
+            self.client.update_weights({"version": self._version})
+        except Exception as exc:
+            failed.append(exc)
+
+    def shutdown(self) -> None:
+        """End this rank's part."""
+        self._refitd.close()

@@ -1,0 +1,37 @@
+"""The canonical tensors that source ranks offer together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from refitd.describe.roster import Roster
+from refitd.errors import PlanError
+from refitd.plan.read_rosters import read_rosters
+
+
+def offered_tensors(rosters: Sequence[Roster]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype name of every canonical tensor that these source ranks hold parts of, by name.
+
+    Where no rank says how large a tensor is, it is as large as the parts that are there.
+
+    Raises:
+        PlanError: the ranks' descriptions contradict each other.
+    """
+    layouts, wrong = read_rosters(rosters)
+    if wrong:
+        raise PlanError(f"{len(wrong)} problems: " + "; ".join(wrong[:5]))
+    g = layouts.geometries
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for tensor in np.unique(layouts.source.entry_tensor).tolist():
+        geometries = layouts.source.entry_geometry[layouts.source.entry_tensor == tensor]
+        said = g.global_shape[geometries]
+        if (said >= 0).any():
+            shape = g.shapes[int(said.max())]
+        else:
+            tiles = np.concatenate([np.arange(g.tile_start[i], g.tile_start[i + 1]) for i in np.unique(geometries)])
+            ends = (g.box_offset + g.box_size)[g.tile_box[tiles]].max(axis=0)
+            shape = tuple(ends[len(ends) - int(g.dims[geometries[0]]) :].tolist())
+        found[layouts.tensors[tensor]] = shape, g.dtypes[int(g.dtype[geometries[0]])]
+    return found
