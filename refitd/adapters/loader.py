@@ -1,26 +1,22 @@
-"""An engine's layout, learned from its own weight loader: what it copies, cuts, joins and pads is recorded, not done."""
+"""An engine's layout, learned from its own weight loader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from refitd.adapters.tracing import Origin, Shape, Tracer, Written
 from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
-from refitd.describe.walks import Axis, Laid, Walk, along, inside, walk_between
+from refitd.describe.walks import Axis, Laid, Walk, along
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
-
-aten = torch.ops.aten
-
-Shape = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ def trace_loader(
             one unwritten; by name.
         RefusedError: the loader itself raises, as it does for a name that it does not know.
     """
-    tracer = _Tracer(params, shapes)
+    tracer = Tracer(params, shapes)
     try:
         with torch.no_grad(), tracer:
             load_fn(tracer.canonical())
@@ -80,488 +76,26 @@ def trace_loader(
     except Exception as exc:
         at = f" at {tracer.last!r}" if tracer.last else ""
         raise RefusedError(f"the loader raised{at}: {type(exc).__name__}: {exc}") from exc
-    return tracer.result(owner_rank)
-
-
-# --- where elements come from -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """A canonical tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A box of a memory whose elements come from a canonical one: `offset` there, and strides per dimension."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    origin: _Origin
-    offset: int
-    strides: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Memory:
-    """One storage as a row-major tensor of `shape`, and where its elements come from."""
-
-    keep: torch.Tensor  # so that its storage's address is nobody else's
-    shape: tuple[int, ...]
-    boxes: list[_Box] = field(default_factory=list)
-    fill: float | None = None  # of what lies in no box
-    tainted: frozenset[str] = frozenset()  # computed from these
-    is_tainted: bool = False
-
-
-@dataclass(slots=True)
-class _Written:
-    """What has been written to one of the engine's tensors so far."""
-
-    name: str
-    tensor: torch.Tensor
-    pieces: list[tuple[Walk, _Origin]] = field(default_factory=list)  # side a: the tensor's memory, b: the origin
-    fills: list[tuple[Walk, float]] = field(default_factory=list)
-    computed: set[str] = field(default_factory=set)
-    is_computed: bool = False
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-class _Tracer(TorchDispatchMode):
-    """Stands between a loader and torch: moves of elements are recorded, views are made, everything else taints."""
-
-    def __init__(self, params: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
-        super().__init__()
-        self._shapes = shapes
-        self._memories: dict[int, _Memory] = {}
-        self._written: dict[int, list[_Written]] = {}  # by storage
-        self._scalars: dict[float, tuple[_Origin, int]] = {}
-        self._used: set[str] = set()
-        self._given: list[str] = []
-        self.last = ""
-        for name, tensor in params.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-                raise RefusedError(f"{name}: {type(tensor).__name__} is no dense tensor, whose loading can be followed")
-            plain = tensor.detach()
-            self._written.setdefault(_key(plain), []).append(_Written(name, plain))
-
-    def canonical(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each canonical tensor, without values."""
-        for name, (shape, dtype) in self._shapes.items():
-            self.last = name
-            tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-            size = tuple(tensor.shape)
-            origin = _Origin(name, size, dtype)
-            self._memories[_key(tensor)] = _Memory(
-                tensor, size, [_Box((0,) * len(size), size, origin, 0, row_major(size))]
-            )
-            self._given.append(name)
-            yield name, tensor
-        self.last = ""
-
-    # --- operators ----------------------------------------------------------------------------------------
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Follow one operator."""
-        kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
-        writes = [a for a, arg in zip(args, func._schema.arguments, strict=False) if _is_written(arg)]
-        target = writes[0] if writes and isinstance(writes[0], torch.Tensor) else None
-        if target is not None and self._is_ours(target):
-            return self._write(func, target, args, kwargs)
-        if not any(_key(t) in self._memories for t in tensors):
-            if target is not None and any(_key(t) in self._written for t in tensors if t is not target):
-                return func(*args, **kwargs)
-            made = func(*args, **kwargs)
-            return made
-        if target is not None:  # memory of the loader's own, which takes part from now on
-            self._adopt(target)
-            return self._write(func, target, args, kwargs)
-        packet = func.overloadpacket
-        if packet is aten._local_scalar_dense:
-            return self._scalar(args[0])
-        if func.is_view or packet is aten._unsafe_view:
-            return func(*args, **kwargs)
-        made = self._run(func, args, kwargs)
-        if isinstance(made, torch.Tensor) and not (made.is_contiguous() and made.storage_offset() == 0):
-            made = torch.empty(made.shape, dtype=made.dtype, device="meta")  # the same elements, in row-major order
-        self._follow(packet, args, kwargs, made, tensors)
-        return made
-
-    def _is_ours(self, tensor: torch.Tensor) -> bool:
-        key = _key(tensor)
-        return key in self._written or key in self._memories
-
-    def _adopt(self, tensor: torch.Tensor) -> None:
-        """Follow a tensor that the loader has made itself, as zeros or empty, and now writes to."""
-        key = _key(tensor)
-        nbytes = tensor.untyped_storage().nbytes()
-        count = nbytes // tensor.element_size()
-        base = tensor.as_strided((count,), (1,), 0)
-        values = None if base.device.type == "meta" else base
-        fill = None
-        if values is not None and count:
-            first = values[0].item()
-            fill = float(first) if bool((values == first).all()) else None
-        self._memories[key] = _Memory(base, _grid(tensor, count), fill=fill)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator without values: everything it takes is on the meta device."""
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device.type != "meta":
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            if isinstance(value, list | tuple):
-                return type(value)(moved(v) for v in value)
-            return value
-
-        kwargs = {k: moved(v) for k, v in kwargs.items()}
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        return func(*moved(args), **kwargs)
-
-    def _follow(
-        self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, tensors: list[torch.Tensor]
-    ) -> None:
-        """Note where the elements of a new tensor come from."""
-        if isinstance(made, torch.Tensor):
-            memory = _Memory(made, tuple(made.shape))
-            try:
-                if self._moves(packet, args, kwargs, memory):
-                    self._memories[_key(made)] = memory
-                    return
-            except PlanError:
-                pass
-        sources = frozenset().union(*(self._names(t) for t in tensors))
-        for tensor in _tensors(made):
-            self._memories[_key(tensor)] = _Memory(tensor, (), tainted=sources, is_tainted=True)
-
-    def _moves(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memory: _Memory) -> bool:
-        """Fill in what an operator moves that only moves; return False for any other."""
-        zero = (0,) * len(memory.shape)
-        if packet in _SAME:
-            self._put(memory, zero, args[0])
-        elif packet in (aten.cat, aten.concat, aten.concatenate):
-            dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(1, len(memory.shape))
-            at = 0
-            for part in args[0]:
-                if part.dim() == 1 and part.numel() == 0 and len(memory.shape) != 1:
-                    continue
-                self._put(memory, tuple(at if d == dim else 0 for d in range(len(memory.shape))), part)
-                at += part.shape[dim]
-        elif packet is aten.stack:
-            dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(memory.shape)
-            for at, part in enumerate(args[0]):
-                self._put(memory, tuple(at if d == dim else 0 for d in range(len(memory.shape))), part.unsqueeze(dim))
-        elif packet is aten.constant_pad_nd:
-            pad = list(args[1])
-            value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-            inner = args[0]
-            start = list(zero)
-            for i in range(len(pad) // 2):
-                dim, before, after = len(start) - 1 - i, pad[2 * i], pad[2 * i + 1]
-                cut = max(0, -before)
-                inner = inner.narrow(dim, cut, inner.shape[dim] - cut - max(0, -after))
-                start[dim] = max(0, before)
-            memory.fill = float(value)
-            self._put(memory, tuple(start), inner)
-        elif packet is aten.repeat:
-            part = args[0]
-            times = tuple(args[1])
-            part = part.reshape((1,) * (len(times) - part.dim()) + tuple(part.shape))
-            for index in torch.cartesian_prod(*(torch.arange(n) for n in times)).reshape(-1, len(times)).tolist():
-                self._put(memory, tuple(i * n for i, n in zip(index, part.shape, strict=True)), part)
-        elif packet is aten.index_select or (packet is aten.index and sum(i is not None for i in args[1]) == 1):
-            self._select(packet, args, memory)
-        else:
-            return False
-        return True
-
-    def _select(self, packet: Any, args: tuple[Any, ...], memory: _Memory) -> None:
-        """Rows (or any dimension's slices) picked by an index that has values."""
-        if packet is aten.index_select:
-            dim, index = args[1] % max(1, args[0].dim()), args[2]
-        else:
-            dim, index = next((d, i) for d, i in enumerate(args[1]) if i is not None)
-        if index.device.type == "meta" or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
-            raise PlanError("an index without values")
-        for at, row in enumerate(index.tolist()):
-            start = tuple(at if d == dim else 0 for d in range(len(memory.shape)))
-            self._put(memory, start, args[0].narrow(dim, row % args[0].shape[dim], 1))
-
-    def _put(self, memory: _Memory, start: tuple[int, ...], part: torch.Tensor) -> None:
-        """Note that a box of a new memory holds what a tensor holds."""
-        if not part.numel():
-            return
-        source = self._memories.get(_key(part))
-        if source is None:
-            raise PlanError("a constant")
-        if source.is_tainted:
-            raise PlanError("computed")
-        size = tuple(part.shape)
-        whole = sum(_volume(b.size) for b in source.boxes) == prod(source.shape)
-        offset, strides = part.storage_offset(), tuple(part.stride())
-        if not whole:
-            memory.fill = source.fill if memory.fill is None else memory.fill
-            if memory.fill != source.fill:
-                raise PlanError("two fills")
-        for laid in along(walk_between(size, (0, row_major(size)), (offset, strides)), source.shape):
-            for box in source.boxes:
-                for piece in inside(laid, box.start, box.size):
-                    self._box(memory, start, size, piece, box)
-
-    def _box(self, memory: _Memory, start: tuple[int, ...], size: tuple[int, ...], piece: Laid, box: _Box) -> None:
-        """Note one piece of a tensor: its side a runs over `size`, its side b over a box of the source."""
-        for mine in along(_through(piece, box).swapped(), size):
-            # each axis follows one dimension of the part; several that follow one are taken apart
-            todo = [mine]
-            while todo:
-                one = todo.pop()
-                double = [d for d in {*one.dims} if one.dims.count(d) > 1 or one.steps[one.dims.index(d)] != 1]
-                if not double:
-                    break_sizes = [1] * len(size)
-                    strides = [0] * len(size)
-                    for axis, dim in zip(one.walk.axes, one.dims, strict=True):
-                        break_sizes[dim], strides[dim] = axis.count, axis.a
-                    at = tuple(s + c for s, c in zip(start, one.start, strict=True))
-                    memory.boxes.append(_Box(at, tuple(break_sizes), box.origin, one.walk.a, tuple(strides)))
-                    continue
-                widest = max((i for i, d in enumerate(one.dims) if d == double[0]), key=lambda i: one.steps[i])
-                for i in range(one.walk.axes[widest].count):
-                    todo.extend(along(one.walk.cut(widest, i, i + 1), size))
-
-    def _names(self, tensor: torch.Tensor) -> frozenset[str]:
-        memory = self._memories.get(_key(tensor))
-        if memory is None:
-            return frozenset()
-        return memory.tainted | {box.origin.name for box in memory.boxes}
-
-    def _scalar(self, tensor: torch.Tensor) -> float:
-        """Give the value of one element a number that is recognised when it is written."""
-        memory = self._memories[_key(tensor)]
-        number = 1.0e30 + len(self._scalars) * 1.0e16
-        if len(memory.boxes) == 1 and not memory.is_tainted and tensor.numel() == 1:
-            (laid,) = along(Walk(0, tensor.storage_offset(), ()), memory.shape)
-            for piece in inside(laid, memory.boxes[0].start, memory.boxes[0].size):
-                self._scalars[number] = (memory.boxes[0].origin, _through(piece, memory.boxes[0]).b)
-                return number
-        raise PlanError(f"the loader needs a value of {', '.join(sorted(self._names(tensor))[:5])}: it is no plain copy")
-
-    # --- writes -------------------------------------------------------------------------------------------
-
-    def _write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a write to one of the engine's tensors, or to memory of the loader's own that is followed."""
-        packet = func.overloadpacket
-        if packet is aten.copy_:
-            source = args[1]
-            self._copy(target, source.expand(target.shape) if source.shape != target.shape else source)
-        elif packet is aten.fill_:
-            value = args[1]
-            if isinstance(value, torch.Tensor):
-                self._copy(target, value.expand(target.shape))
-            elif value in self._scalars:
-                origin, offset = self._scalars[value]
-                self._record(target, [(_constant(target, offset), origin)], None)
-            else:
-                self._record(target, [], float(value))
-        elif packet is aten.zero_:
-            self._record(target, [], 0.0)
-        elif packet in _HARMLESS:
-            return func(*args, **kwargs)
-        else:
-            others = frozenset().union(*(self._names(t) for t in _tensors((args, kwargs))))
-            self._compute(target, others)
-        return target
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not target.numel():
-            return
-        memory = self._memories.get(_key(source))
-        if memory is None:
-            self._constant_copy(target, source)
-            return
-        if memory.is_tainted:
-            self._compute(target, memory.tainted)
-            return
-        pieces: list[tuple[Walk, _Origin]] = []
-        whole = walk_between(
-            tuple(target.shape),
-            (target.storage_offset(), target.stride()),
-            (source.storage_offset(), source.stride()),
-        )
-        for laid in along(whole, memory.shape):
-            for box in memory.boxes:
-                pieces += [(_through(piece, box), box.origin) for piece in inside(laid, box.start, box.size)]
-        covered = sum(walk.count for walk, _ in pieces)
-        if covered != target.numel():
-            if memory.fill is None:
-                self._compute(target, self._names(source))
-                return
-            self._record(target, [], memory.fill)
-        self._record(target, pieces, None)
-
-    def _constant_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The loader writes something of its own: one value everywhere, or something that nothing can follow."""
-        if source.device.type != "meta" and source.numel():
-            first = source.reshape(-1)[0]
-            if bool((source == first).all()):
-                self._record(target, [], float(first.item()))
-                return
-        self._compute(target, frozenset())
-
-    def _compute(self, target: torch.Tensor, sources: frozenset[str]) -> None:
-        self._used |= sources
-        for written in self._written.get(_key(target), ()):
-            if _meets(written.tensor, target):
-                written.is_computed = True
-                written.computed |= sources
-        memory = self._memories.get(_key(target))
-        if memory is not None:
-            memory.tainted |= sources | {box.origin.name for box in memory.boxes}
-            memory.is_tainted = True
-
-    def _record(self, target: torch.Tensor, pieces: list[tuple[Walk, _Origin]], fill: float | None) -> None:
-        """Note what a view of a tensor holds from now on."""
-        view = walk_between(
-            tuple(target.shape), (target.storage_offset(), target.stride()), (0, row_major(tuple(target.shape)))
-        )
-        memory = self._memories.get(_key(target))
-        if memory is not None:
-            self._record_in(memory, view, pieces, fill)
-            return
-        for written in self._written[_key(target)]:
-            if not _meets(written.tensor, target):
-                continue
-            if fill is not None:
-                written.fills.append((view, fill))
-            for walk, origin in pieces:
-                written.pieces.append((walk, origin))
-                self._used.add(origin.name)
-
-    def _record_in(
-        self, memory: _Memory, view: Walk, pieces: list[tuple[Walk, _Origin]], fill: float | None
-    ) -> None:
-        """The same for memory of the loader's own; only boxes of it are followed, each written once."""
-        if memory.is_tainted:
-            return
-        try:
-            if fill is not None:
-                if memory.fill not in (None, fill) or memory.boxes:
-                    raise PlanError("filled again")
-                memory.fill = fill
-            for walk, origin in pieces:
-                source = _Box((0,) * len(origin.shape), origin.shape, origin, 0, row_major(origin.shape))
-                for laid in along(walk, origin.shape):
-                    self._box(memory, (0,) * len(memory.shape), memory.shape, laid, source)
-            if sum(_volume(b.size) for b in memory.boxes) > prod(memory.shape):
-                raise PlanError("written twice")
-        except (PlanError, ValueError):
-            memory.tainted = frozenset(box.origin.name for box in memory.boxes) | {o.name for _, o in pieces}
-            memory.is_tainted = True
-
-    # --- the result ---------------------------------------------------------------------------------------
-
-    def result(self, owner_rank: int | None) -> LoaderTrace:
-        """Return what has been learned."""
-        metadata, computed, untouched = {}, {}, []
-        for written in (one for group in self._written.values() for one in group):
-            if written.is_computed:
-                computed[written.name] = tuple(sorted(written.computed))
-            elif not written.pieces:
-                untouched.append(written.name)
-            else:
-                metadata[written.name] = _described(written, owner_rank)
-        unused = tuple(name for name in self._given if name not in self._used)
-        return LoaderTrace(metadata, computed, tuple(untouched), unused)
-
-
-_SAME = frozenset(
-    {
-        aten.clone,
-        aten._to_copy,
-        aten.contiguous,
-        aten.lift_fresh_copy,
-        aten._reshape_copy,
-        aten.view_copy,
-        aten.alias_copy,
-        aten.detach_copy,
-    }
-)
-_HARMLESS = frozenset({aten.requires_grad_, aten.detach_, aten.set_})
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _volume(size: Sequence[int]) -> int:
-    return prod(size)
-
-
-def _grid(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    """Return the shape of the memory that a view is a part of, as far as the view shows it."""
-    if not tensor.dim():
-        return (count,)
-    strides, sizes = list(tensor.stride()), list(tensor.shape)
-    order = sorted(range(len(sizes)), key=lambda d: -strides[d])
-    if order != list(range(len(sizes))) or strides[-1] != 1:
-        return (count,)
-    grid = [strides[d - 1] // strides[d] for d in range(1, len(sizes))]
-    inner = prod(grid)
-    return (count // inner, *grid) if inner and count % inner == 0 and prod(grid) * (count // inner) == count else (count,)
-
-
-def _through(piece: Laid, box: _Box) -> Walk:
-    """Return a walk whose side b lies in a box as one whose side b lies in the box' origin."""
-    b = box.offset + sum((c - s) * t for c, s, t in zip(piece.start, box.start, box.strides, strict=True))
-    axes = tuple(
-        Axis(axis.count, axis.a, step * box.strides[dim] if dim >= 0 else 0)
-        for axis, dim, step in zip(piece.walk.axes, piece.dims, piece.steps, strict=True)
-    )
-    return Walk(piece.walk.a, b, axes)
-
-
-def _constant(target: torch.Tensor, offset: int) -> Walk:
-    """Return the walk that writes one element everywhere in a view."""
-    shape = tuple(target.shape)
-    return walk_between(shape, (target.storage_offset(), target.stride()), (offset, (0,) * len(shape)))
-
-
-def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    low = tensor.storage_offset()
-    return low, low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
-def _meets(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.numel() or not other.numel():
-        return False
-    (a, b), (c, d) = _reach(one), _reach(other)
-    return a < d and c < b
+    return _result(tracer, owner_rank)
 
 
 # --- from what was written to a description ---------------------------------------------------------------
 
 
-def _described(written: _Written, owner_rank: int | None) -> ParameterMetadata:
+def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
+    metadata, computed, untouched = {}, {}, []
+    for written in itertools.chain.from_iterable(tracer.written.values()):
+        if written.is_computed:
+            computed[written.name] = tuple(sorted(written.computed))
+        elif not written.pieces:
+            untouched.append(written.name)
+        else:
+            metadata[written.name] = _described(written, owner_rank)
+    unused = tuple(name for name in tracer.given if name not in tracer.used)
+    return LoaderTrace(metadata, computed, tuple(untouched), unused)
+
+
+def _described(written: Written, owner_rank: int | None) -> ParameterMetadata:
     """Return the description of one of the engine's tensors.
 
     Raises:
@@ -609,13 +143,13 @@ def _described(written: _Written, owner_rank: int | None) -> ParameterMetadata:
 def _local(walk: Walk, tensor: torch.Tensor, name: str) -> Walk:
     """Return a walk over a tensor's memory as one over its elements, row-major in its own shape."""
     if tensor.is_contiguous():
-        return replace(walk, a=walk.a - tensor.storage_offset())
+        return replace(walk, a=walk.a - int(tensor.storage_offset()))
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
     dense = tuple(shape[d] for d in order)
     if row_major(dense) != tuple(strides[d] for d in order):
         raise PlanError(f"{name}: strides {strides} of shape {shape} leave gaps, which is not followed")
-    moved = replace(walk, a=walk.a - tensor.storage_offset())
+    moved = replace(walk, a=walk.a - int(tensor.storage_offset()))
     laid = list(along(moved.swapped(), dense))
     if len(laid) != 1:
         raise PlanError(f"{name}: what is written to it runs across its dimensions")
@@ -629,20 +163,18 @@ def _local(walk: Walk, tensor: torch.Tensor, name: str) -> Walk:
     return Walk(a, one.walk.a, axes)
 
 
-def _latest(pieces: list[tuple[Walk, _Origin]], numel: int) -> list[tuple[Walk, _Origin]]:
+def _latest(pieces: list[tuple[Walk, Origin]], numel: int) -> list[tuple[Walk, Origin]]:
     """Drop what was written over later."""
     if sum(walk.count for walk, _ in pieces) <= numel and len(pieces) < 2:
         return pieces
-    seen: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[Walk, _Origin]] = {}
+    seen: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[Walk, Origin]] = {}
     for walk, origin in pieces:
         place = walk.a, tuple((axis.count, axis.a) for axis in walk.axes)
         seen.pop(place, None)
         seen[place] = walk, origin
     kept = list(seen.values())
     spans = sorted((walk.a, walk.a + sum((x.count - 1) * x.a for x in walk.axes) + 1, walk.count) for walk, _ in kept)
-    if any(a < before for (_, before, _), (a, _, _) in zip(spans, spans[1:], strict=False)):
-        import numpy as np
-
+    if any(a < before for (_, before, _), (a, _, _) in itertools.pairwise(spans)):
         times = np.zeros(numel, np.uint8)
         for walk, _ in kept:
             view = np.lib.stride_tricks.as_strided(
@@ -654,13 +186,13 @@ def _latest(pieces: list[tuple[Walk, _Origin]], numel: int) -> list[tuple[Walk, 
     return kept
 
 
-def _tiles(walk: Walk, origin: _Origin) -> Iterator[Tile]:
+def _tiles(walk: Walk, origin: Origin) -> Iterator[Tile]:
     """Yield the tiles of one walk; side b is a canonical tensor."""
     for laid in along(walk, origin.shape):
         yield from _cut(laid, origin)
 
 
-def _cut(laid: Laid, origin: _Origin) -> Iterator[Tile]:
+def _cut(laid: Laid, origin: Origin) -> Iterator[Tile]:
     rank = len(origin.shape)
     size, stride = [1] * rank, [0] * rank
     extra: list[int] = []

@@ -1,4 +1,4 @@
-"""Walks: pairs of strided element sequences, one of each of two memories, and how they follow the dimensions of a shape.
+"""Walks: pairs of strided element sequences in two memories, and how they follow the dimensions of a shape.
 
 A copy between two views moves element (i, j, ...) of one to element (i, j, ...) of the other. As a walk it is two
 offsets and, for each index, its count and its stride on either side. All numbers count elements.
@@ -75,9 +75,7 @@ class Walk:
         return Walk(self.a + start * axis.a, self.b + start * axis.b, tuple(axes))
 
 
-def walk_between(
-    shape: Sequence[int], a: tuple[int, Sequence[int]], b: tuple[int, Sequence[int]]
-) -> Walk:
+def walk_between(shape: Sequence[int], a: tuple[int, Sequence[int]], b: tuple[int, Sequence[int]]) -> Walk:
     """Return the walk of two views of one shape, each given as (offset, strides); neighbouring axes are joined."""
     axes: list[Axis] = []
     for count, step_a, step_b in zip(shape, a[1], b[1], strict=True):
@@ -140,7 +138,8 @@ def _laid(walk: Walk, shape: Sequence[int]) -> Laid | list[Walk]:
         rest -= start[-1] * stride
     if walk.b < 0 or (start and start[0] >= shape[0]) or (not shape and walk.b):
         raise PlanError(f"element {walk.b} is outside of a tensor of shape {list(shape)}")
-    dims, steps = [], []
+    dims: list[int] = []
+    steps: list[int] = []
     for axis in walk.axes:
         if axis.b < 0:
             raise PlanError("a copy that runs backwards is not followed")
@@ -214,7 +213,7 @@ def inside(laid: Laid, start: Sequence[int], size: Sequence[int]) -> Iterator[La
 
 
 def _clipped(laid: Laid, dim: int, low: int, high: int) -> list[Laid]:
-    """Cut the widest axis of a dimension to what may lie in low..high; one index at a time if others move there, too."""
+    """Cut the widest axis of a dimension to what may lie in low..high: to each index, if others move there, too."""
     mine = [i for i, d in enumerate(laid.dims) if d == dim]
     index = max(mine, key=lambda i: laid.steps[i])
     axis, step, first = laid.walk.axes[index], laid.steps[index], laid.start[dim]

@@ -91,7 +91,12 @@ def test_fused_and_sharded_tensors(device: str) -> None:
             else:
                 params["down"].data.copy_(w.chunk(2, dim=1)[1])
 
-    params = {"qkv": empty(12, hidden), "gate_up": empty(10, hidden), "embed": empty(4, hidden), "down": empty(hidden, 5)}
+    params = {
+        "qkv": empty(12, hidden),
+        "gate_up": empty(10, hidden),
+        "embed": empty(4, hidden),
+        "down": empty(hidden, 5),
+    }
     shapes = {
         "q": (heads * head, hidden),
         "k": (head, hidden),

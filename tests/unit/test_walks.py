@@ -41,10 +41,7 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.Tensor]:
         elif kind == "permute":
             view = view.permute(draw(st.permutations(range(view.dim()))))
         elif kind == "merge" and dim + 1 < view.dim():
-            try:
-                view = view.flatten(dim, dim + 1) if view.is_contiguous() else view
-            except RuntimeError:
-                pass
+            view = view.flatten(dim, dim + 1) if view.is_contiguous() else view
         elif kind == "split":
             parts = draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
             view = view.unflatten(dim, (parts, n // parts))
@@ -120,4 +117,6 @@ def test_a_walk_that_does_not_follow_the_shape_is_refused(walk: Walk, says: str)
 
 
 def test_neighbouring_axes_are_joined() -> None:
-    assert walk_between((2, 3, 4), (0, (12, 4, 1)), (5, (12, 4, 1))).axes == walk_between((24,), (0, (1,)), (0, (1,))).axes
+    assert (
+        walk_between((2, 3, 4), (0, (12, 4, 1)), (5, (12, 4, 1))).axes == walk_between((24,), (0, (1,)), (0, (1,))).axes
+    )

@@ -12,7 +12,7 @@ BACKEND = "refitd"
 
 
 def register() -> None:
-    """Make the backend known to this vLLM process; another version of vLLM than the tested ones is refused when used."""
+    """Make the backend known to this vLLM process; an untested version of vLLM is refused when it is used."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     from refitd.adapters.vllm import seams

@@ -89,7 +89,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         known = {field.name for field in fields(RefitdInitInfo)}
         if unknown := sorted((self._given.keys() | init_dict.keys()) - known):
             raise ValueError(f"refitd: unknown settings {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        return super().parse_init_info({**self._given, **init_dict})
+        return RefitdInitInfo(**{**self._given, **init_dict})
 
     # --- driven by a trainer ------------------------------------------------------------------------------
 

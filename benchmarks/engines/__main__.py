@@ -1,0 +1,109 @@
+"""python -m benchmarks.engines [--quick] [--only PATTERN] [--json]: refit every real engine, print and keep a table."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe
+
+RESULTS = Path(__file__).parents[1] / "results"
+CASE_S = 900
+
+# (model, tensor-parallel size, lifecycle)
+CASES = (("llama", 1, "driven"), ("llama", 2, "driven"), ("qwen2", 1, "driven"), ("qwen2", 2, "driven"))
+FOLLOWING = (("llama", 1, "follow"), ("llama", 2, "follow"))
+
+COLUMNS = (
+    ("engine", "engine"),
+    ("MB", "bytes"),
+    ("tensors", "tensors"),
+    ("equal to its own reload", "equal"),
+    ("verify", "verified"),
+    ("bind s", "bind_s"),
+    ("refitd s", "refitd_s"),
+    ("blocked s", "refitd_blocked_s"),
+    ("disk s", "disk_s"),
+    ("blocked s", "disk_blocked_s"),
+    ("pickled call s", "pickled_s"),
+)
+
+
+def main() -> int:
+    """Run the cases one after the other, each in processes of its own."""
+    parser = argparse.ArgumentParser(prog="scripts/try-engines", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny models, few rounds, no results are kept")
+    parser.add_argument("--only", default="*", help="cases whose names (llama-tp2-follow) match this pattern")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    options = parser.parse_args()
+    found, failed = [], []
+    for kind, tp, lifecycle in CASES + FOLLOWING:
+        name = f"{kind}-tp{tp}-{lifecycle}"
+        if not fnmatch.fnmatch(name, options.only):
+            continue
+        size, rounds = ("tiny", 3) if options.quick else ("246MB", 6)
+        print(f"==> vllm {name} {size}", file=sys.stderr, flush=True)
+        case = [sys.executable, "-m", "benchmarks.engines.vllm_case", kind, str(tp), size, str(rounds), lifecycle]
+        ran = subprocess.run(case, capture_output=True, text=True, timeout=CASE_S, check=False)
+        lines = [line for line in ran.stdout.splitlines() if line.startswith('{"engine"')]
+        if ran.returncode or not lines:
+            failed.append(name)
+            print("\n".join((ran.stdout + ran.stderr).splitlines()[-40:]), file=sys.stderr)
+            continue
+        found.append(json.loads(lines[-1]))
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    wrong = [row["engine"] for row in found if not row["equal"] or row["verified"] != "proven"]
+    table = _table(found)
+    if options.json:
+        print(json.dumps({"machine": describe(), "engines": found, "failed": failed}))
+    else:
+        print(table)
+    if found and not options.quick and options.only == "*" and not failed:
+        (RESULTS / "engines.json").write_text(json.dumps({"machine": describe(), "engines": found}, indent=1) + "\n")
+        (RESULTS / "engines.md").write_text(_page(table, found))
+    if failed or wrong:
+        print(f"failed: {failed}; weights differ: {wrong}", file=sys.stderr)
+    return 1 if failed or wrong or not found else 0
+
+
+def _table(found: list[dict[str, Any]]) -> str:
+    rows = [[_shown(row.get(key)) for _, key in COLUMNS] for row in found]
+    head = [title for title, _ in COLUMNS]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, int) and value > 1_000_000:
+        return f"{value / 1e6:.0f}"
+    return "" if value is None else str(value)
+
+
+def _page(table: str, found: list[dict[str, Any]]) -> str:
+    machine, first = describe(), found[0]
+    return f"""# Real engines
+
+`scripts/try-engines` on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]}; vLLM {first["vllm"]}
+on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
+bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every round, with the same new weights.
+
+- refitd: from the first `publish` until the version is live, the cast included. `blocked`: the engine answers nothing.
+- disk: the trainer gathers, rank 0 writes safetensors, vLLM's `reload_weights` reads it.
+- pickled call: vLLM's loader on whole tensors that are sent with a call; gathering them is not counted.
+- equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload.
+
+{table}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""One rank of an FSDP2 trainer of a Hugging Face model; it answers each line, a command as JSON, with a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+import refitd
+
+
+def main(rank: int, world_size: int, store: str, checkpoint: str, directory: str) -> None:
+    """Serve `step`, `publish`, `save` and `whole` until the input ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with refitd.connect(directory, name=f"trainer-{rank}") as client:
+        source = client.register_source("policy", model, rank=rank, world_size=world_size)
+        _answer({"next_version": source.next_version})
+        for line in sys.stdin:
+            command, *arguments = json.loads(line)
+            started = time.perf_counter()
+            if command == "step":
+                _step(model, *arguments)
+            elif command == "publish":
+                source.publish(*arguments)
+            elif command == "save":
+                _save(model, rank, Path(*arguments))
+            _answer({"seconds": time.perf_counter() - started})
+
+
+def _step(model: torch.nn.Module, seed: int) -> None:
+    """Move every weight by what an optimiser may move it: other bytes in nearly all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local()
+            local.add_(torch.randn(local.shape, generator=generator), alpha=0.02)
+
+
+def _save(model: torch.nn.Module, rank: int, folder: Path) -> None:
+    """Gather the whole model in bfloat16 and have rank 0 write it, as trainers without a weight transfer do."""
+    whole = {name: p.full_tensor().to(torch.bfloat16) for name, p in model.named_parameters()}
+    if rank == 0:
+        save_file(whole, folder / "model.safetensors")
+    dist.barrier()
+
+
+def _answer(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,256 @@
+"""One vLLM engine, refitted from an FSDP2 trainer of two ranks by refitd and by vLLM's own ways; prints JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RANKS = 2
+PROMPT = [{"prompt_token_ids": [1, 2, 3, 4, 5]}]
+
+# hidden size, layers, vocabulary
+SIZES = {"tiny": (256, 4, 1003), "246MB": (768, 10, 32003)}
+
+
+def checkpoint(kind: str, size: str, folder: Path) -> int:
+    """Write a model with random weights; return its bytes in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+    hidden, layers, vocabulary = SIZES[size]
+    common: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 3,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+    }
+    config = LlamaConfig(**common) if kind == "llama" else Qwen2Config(**common, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+class Trainer:
+    """The ranks, each driven over its pipes, all with the same commands."""
+
+    def __init__(self, folder: Path, directory: Path) -> None:
+        store = tempfile.mktemp(dir=directory)
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.engines.trainer", str(rank), str(RANKS), store, folder, directory],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        self.next_version = max(answer["next_version"] for answer in self._answers())
+
+    def __call__(self, *command: object) -> float:
+        """Have every rank perform a command; return the seconds until the last one has."""
+        started = time.perf_counter()
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps(command) + "\n")
+            rank.stdin.flush()
+        self._answers()
+        return time.perf_counter() - started
+
+    def _answers(self) -> list[dict[str, Any]]:
+        found = []
+        for rank in self._ranks:
+            assert rank.stdout is not None
+            line = rank.stdout.readline()
+            if not line:
+                raise RuntimeError("a trainer rank has ended")
+            found.append(json.loads(line))
+        return found
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+            rank.wait(30)
+
+
+@contextlib.contextmanager
+def daemon(directory: Path) -> Iterator[None]:
+    """Run a standalone daemon."""
+    read, write = os.pipe()
+    log = (directory / "daemon.log").open("w")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "refitd_cli.daemon", "serve", "--standalone"),
+            *("--runtime-dir", str(directory), "--ready-fd", str(write)),
+        ],
+        pass_fds=(write,),
+        stderr=log,
+    )
+    os.close(write)
+    try:
+        if not os.read(read, 64):
+            raise RuntimeError((directory / "daemon.log").read_text())
+        yield
+    finally:
+        os.close(read)
+        process.terminate()
+        process.wait(30)
+        log.close()
+
+
+def load(tensors: list[tuple[str, Any]], model: Any) -> None:
+    """Run vLLM's own loader in a worker, on tensors that were sent with the call."""
+    model.load_weights(iter(tensors))
+
+
+def run(kind: str, tp: int, size: str, rounds: int, follow: bool) -> dict[str, Any]:
+    """Return what was measured."""
+    import refitd
+
+    work = Path(tempfile.mkdtemp(prefix="rfde"))
+    os.chmod(work, 0o700)
+    folder, saved = work / "model", work / "saved"
+    try:
+        nbytes = checkpoint(kind, size, folder)
+        saved.mkdir()
+        for file in folder.glob("*.json"):
+            shutil.copy(file, saved)
+        with daemon(work), refitd.connect(work) as client:
+            return {
+                "engine": f"{kind} TP{tp}" + (", follows" if follow else ""),
+                "bytes": nbytes,
+                **_measured(client, work, folder, saved, tp, rounds, follow),
+            }
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, follow: bool) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm import __version__ as vllm_version
+
+    trainer = Trainer(folder, work)
+    llm = LLM(
+        model=str(folder),
+        dtype="bfloat16",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=tp,
+        max_model_len=256,
+        enable_prefix_caching=False,
+        weight_transfer_config={"backend": "refitd"},
+        additional_config={"refitd": {"directory": str(work), "replica": "a", "follow": follow}},
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+
+    def answer() -> list[int]:
+        return list(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
+
+    started = time.perf_counter()
+    if not follow:
+        llm.init_weight_transfer_engine({"init_info": {}})
+    bound = time.perf_counter() - started
+    figures: dict[str, list[float]] = {}
+    equal, answers = [], [answer()]
+    first = trainer.next_version
+    for version in range(first, first + rounds):
+        trainer("step", version)
+        times = _refit(client, llm, trainer, version, follow)
+        mine, told = llm.collective_rpc("compute_weight_checksums"), answer()
+        times |= _disk(llm, trainer, saved)
+        theirs, native = llm.collective_rpc("compute_weight_checksums"), answer()
+        if not follow:
+            times |= _pickled(llm, saved)
+        equal.append(mine == theirs and told == native)
+        answers.append(told)
+        if version > first:  # the first one plans, connects, and faults memory in
+            for name, seconds in times.items():
+                figures.setdefault(name, []).append(seconds)
+    tensors = len(mine[0])
+    proven = client.verify("policy").outcome
+    trainer.close()
+    return {
+        "vllm": vllm_version,
+        "tensors": tensors,
+        "rounds": rounds - 1,
+        "equal": all(equal),
+        "answers_differ_between_versions": len({*map(tuple, answers)}) == len(answers),
+        "verified": str(proven),
+        "bind_s": bound,
+        **{name: statistics.median(found) for name, found in figures.items()},
+    }
+
+
+def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) -> dict[str, float]:
+    started = time.perf_counter()
+    published = trainer("publish", version)
+    if follow:
+        report = client.swap("policy", version, wait=60)
+        blocked = max(member.paused_s for member in report.members)
+    else:
+        failed: list[BaseException] = []
+
+        def swap() -> None:
+            try:
+                client.swap("policy", version, wait=60)
+            except BaseException as exc:
+                failed.append(exc)
+
+        swapping = threading.Thread(target=swap)
+        swapping.start()
+        begun = time.perf_counter()
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"version": version}})
+        llm.finish_weight_update()
+        blocked = time.perf_counter() - begun
+        swapping.join()
+        if failed:
+            raise failed[0]
+    return {"refitd_s": time.perf_counter() - started, "publish_s": published, "refitd_blocked_s": blocked}
+
+
+def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
+    started = time.perf_counter()
+    trainer("save", str(saved))
+    begun = time.perf_counter()
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(saved)})
+    ended = time.perf_counter()
+    return {"disk_s": ended - started, "disk_blocked_s": ended - begun}
+
+
+def _pickled(llm: Any, saved: Path) -> dict[str, float]:
+    """Send whole tensors with the call; gathering them is not counted."""
+    from safetensors.torch import load_file
+
+    tensors = list(load_file(saved / "model.safetensors").items())
+    started = time.perf_counter()
+    llm.apply_model(functools.partial(load, tensors))
+    return {"pickled_s": time.perf_counter() - started}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(int(sys.argv[2]))))
+    print(
+        json.dumps(run(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "follow")),
+        flush=True,
+    )
