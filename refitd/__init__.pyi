@@ -17,6 +17,7 @@ from .client import (
 from .client.derived import Derived as Derived
 from .client.mxfp8 import MXFP8Offer as MXFP8Offer
 from .client.source import Source as Source
+from .client.streamed import StreamedSource as StreamedSource
 from .client.target import (
     Commit as Commit,
     Target as Target,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from refitd.client.devices import Arena
     from refitd.client.mxfp8 import MXFP8Offer
     from refitd.client.source import Source
+    from refitd.client.streamed import StreamedSource
     from refitd.client.target import Commit, Target
     from refitd.client.tensors import Tensors, TensorSet
     from refitd.describe.metadata import ParameterMetadata
@@ -67,7 +68,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._arenas: dict[int, Arena] = {}
-        self._registered: list[Source | Target] = []
+        self._registered: list[Source | StreamedSource | Target] = []
         _open.add(self)
 
     @property
@@ -141,6 +142,60 @@ class Client:
         with self._given_back(registered.member):
             mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
         source = Source(self._connection, model, tensors, registered, mapped, pull, world_size, self._forget)
+        self._registered.append(source)
+        return source
+
+    def declare_source(
+        self,
+        model: str,
+        shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        metadata: Sequence[ParameterMetadata] | None = None,
+        slots: int = 2,
+        device: str | torch.device = "cpu",
+        timeout: float = 60.0,
+    ) -> StreamedSource:
+        """Offer tensors of `model` that this rank produces one after the other, and never holds all at once.
+
+        Args:
+            model: the name that trainers and engines share.
+            shapes: shape and dtype of each tensor, by name.
+            rank: as in `register_source`.
+            world_size: as in `register_source`.
+            metadata: how each tensor is cut; without it, every tensor is whole.
+            slots: versions that are kept; each takes the size of the shard on this node.
+            device: where the slots lie: "cpu" or "cuda:N".
+            timeout: seconds for allocating the slots and being admitted.
+
+        Raises:
+            RefusedError: the rank is taken, or descriptions are impossible.
+            ArenaError: there is not enough memory for the slots.
+        """
+        from refitd.client.devices import number_of
+        from refitd.client.source import check_slots
+        from refitd.client.streamed import StreamedSource, declared
+        from refitd.describe.memory import HOST
+
+        model, timeout = text("model", model), seconds("timeout", timeout)
+        rank, world_size, _ = _ranks(rank, world_size, None)
+        wire = declared(shapes, metadata, rank)
+        gpu = number_of(device)
+        message = local.RegisterSource(
+            model=model,
+            rank=rank,
+            world_size=world_size,
+            shard=shard_of(wire),
+            slots=check_slots(slots),
+            live=(),
+            device="" if gpu == HOST else name_of(gpu),
+            timeout_s=timeout,
+        )
+        registered = self._connection.request(message, local.SourceRegistered, timeout)
+        with self._given_back(registered.member):
+            mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
+        source = StreamedSource(self._connection, model, wire, registered, mapped, world_size, self._forget)
         self._registered.append(source)
         return source
 
@@ -493,7 +548,7 @@ class Client:
                 self._connection.request(local.Deregister(member=member), local.Done, REQUEST_S)
             raise
 
-    def _forget(self, registered: Source | Target) -> None:
+    def _forget(self, registered: Source | StreamedSource | Target) -> None:
         """Let go of a registration that has been closed, and of its tensors with it."""
         self._registered = [kept for kept in self._registered if kept is not registered]
 

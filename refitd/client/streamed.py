@@ -1,0 +1,209 @@
+"""Versions whose tensors are produced one after the other, and are never all in memory: exports, gathers, merges."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from refitd.buffers.arena import MappedArena
+from refitd.client.arguments import seconds, whole
+from refitd.client.connection import Connection
+from refitd.client.devices import Arena
+from refitd.client.reentrant_lock import Turn, check_process
+from refitd.describe.metadata import ParameterMetadata, plain
+from refitd.describe.replica_pieces import take_digests
+from refitd.dtypes import dtype_name
+from refitd.errors import RefitdError, RefusedError
+from refitd.protocol import local
+from refitd.protocol.base import Message
+from refitd.protocol.shards import shard_of
+from refitd.protocol.target_forms import staged
+from refitd.text import nearest, shown
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class StreamedSource:
+    """This rank's shard of a model, declared by shapes. Made by `Client.declare_source`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        model: str,
+        wire: Sequence[ParameterMetadata],
+        registered: local.SourceRegistered,
+        slots: tuple[Arena, ...],
+        world_size: int,
+        closed: Callable[[StreamedSource], object],
+    ) -> None:
+        """`closed` is told when the registration has been taken back."""
+        self._connection = connection
+        self._pid = os.getpid()
+        self._wire = wire
+        self._offsets = staged(shard_of(list(wire)), ()).wire
+        self._slots = slots
+        self._world_size = world_size
+        self._told = closed
+        self._is_first = True
+        self._closed = False
+        self._turn = Turn(f"a version of {model!r} is being published")
+        self._next_version = registered.next_version
+        self.model = model
+        self.member = registered.member
+        self.run = registered.run
+        connection.listen(self.member, self._notified)
+
+    @property
+    def next_version(self) -> int:
+        """The lowest version that may be published."""
+        return self._next_version
+
+    def publish_from(self, version: int, weights: Weights, *, timeout: float = 60.0) -> None:
+        """Make what an iterator yields version `version`.
+
+        Each tensor is copied into a snapshot slot as it comes, and may be freed or changed when the next one is asked
+        for.
+
+        Args:
+            version: above all before it.
+            weights: (name, tensor), each declared name once, in any order, on any device.
+            timeout: seconds for a slot to become free, and for the daemon to answer at the end; the iterator takes as
+                long as it takes.
+
+        Raises:
+            RefusedError: a name is unknown, comes twice or is missing, or a tensor has another shape or dtype than
+                declared; or the version is not newer. Nothing is published.
+            DeadlineExceeded: every slot is still being read.
+        """
+        version, timeout = whole("version", version), seconds("timeout", timeout)
+        check_process(self._pid)
+        if self._closed:
+            raise RefusedError(f"this source of model {self.model!r} is closed; declare it again")
+        with self._turn.taken(timeout):
+            begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
+            granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
+            try:
+                written = write_stream(self._slots[granted.slot], self._wire, self._offsets, weights)
+            except BaseException:
+                with contextlib.suppress(RefitdError):
+                    self._connection.request(local.Withdraw(member=self.member, version=version), local.Done, 10.0)
+                raise
+            replicas = b""
+            if self._is_first and self._world_size > 1:
+                replicas = take_digests(self._wire, written, self._world_size).astype("<u8").tobytes()
+            del written
+            done = local.Publish(member=self.member, version=version, slot=granted.slot, reason="", replicas=replicas)
+            self._next_version = max(self._next_version, version + 1)
+            self._connection.request(done, local.Done, timeout)
+            self._is_first = False
+
+    def close(self) -> None:
+        """Take the registration and every version of it back."""
+        if self._closed:
+            return
+        self.release()
+        self._told(self)
+        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+
+    def arenas(self) -> set[int]:
+        """Return the arenas of `allocate` that it uses: none."""
+        return set()
+
+    def release(self) -> None:
+        """Let go of the snapshot arenas; nothing can be published afterwards."""
+        self._connection.unlisten(self.member)
+        self._slots = ()
+        self._closed = True
+
+    def _notified(self, message: Message) -> None:
+        """Nothing that the daemon says of a source concerns one that lends nothing."""
+
+
+def declared(
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Sequence[ParameterMetadata] | None, rank: int
+) -> list[ParameterMetadata]:
+    """Return the description of tensors that are only declared.
+
+    Raises:
+        RefusedError: shapes and metadata do not belong together.
+    """
+    found = {}
+    for name, value in dict(shapes).items():
+        try:
+            shape, dtype = value
+            size = tuple(whole(f"shape of {name}", n) for n in shape)
+        except (TypeError, ValueError):
+            raise RefusedError(f"{name}: {shown(value)}, expected (shape, dtype)") from None
+        if not isinstance(dtype, torch.dtype):
+            raise RefusedError(f"{name}: its dtype is {shown(dtype)}, expected a torch.dtype")
+        found[name] = size, dtype
+    if metadata is None:
+        return [
+            ParameterMetadata(name, shape, dtype, dtype.itemsize, owner_rank=rank, resolved_name=name)
+            for name, (shape, dtype) in found.items()
+        ]
+    said = {m.name: plain(m) for m in metadata}
+    if wrong := sorted(said.keys() ^ found.keys()):
+        raise RefusedError(f"shapes and metadata do not name the same tensors (only one has: {wrong[:10]})")
+    for name, (shape, dtype) in found.items():
+        m = said[name]
+        if (tuple(m.shape), dtype_name(m.dtype)) != (shape, dtype_name(dtype)):
+            raise RefusedError(
+                f"{name}: declared as {list(shape)} {dtype_name(dtype)}, its metadata say {list(m.shape)} "
+                f"{dtype_name(m.dtype)}"
+            )
+    return [said[name] for name in found]
+
+
+@torch.no_grad()
+def write_stream(
+    arena: Arena, wire: Sequence[ParameterMetadata], offsets: Sequence[int], weights: Weights
+) -> dict[str, torch.Tensor]:
+    """Copy tensors into a slot as they come; return the slot's memory by name.
+
+    Raises:
+        RefusedError: as `StreamedSource.publish_from`; parts of the slot have been written.
+    """
+    memory = torch.from_numpy(arena.bytes) if isinstance(arena, MappedArena) else arena.tensor
+    places = {m.name: (m, offset) for m, offset in zip(wire, offsets, strict=True)}
+    written: dict[str, torch.Tensor] = {}
+    for item in weights:
+        try:
+            name, tensor = item
+        except (TypeError, ValueError):
+            raise RefusedError(f"the iterator yields {shown(item)}, expected (name, tensor)") from None
+        if name in written:
+            raise RefusedError(f"{name}: the iterator yields it twice")
+        if name not in places:
+            close = ", ".join(nearest(str(name), places.keys() - written.keys()))
+            raise RefusedError(f"{shown(name)}: no tensor is declared so; nearest: {close or 'none is left'}")
+        m, offset = places[name]
+        held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        problem = _stream_problem(m, held)
+        if problem:
+            raise RefusedError(f"{name}: {problem}")
+        dtype: Any = held.dtype
+        size = held.numel() * held.element_size()
+        slot = memory[offset : offset + size].view(dtype).view(held.shape)
+        slot.copy_(held)
+        written[name] = slot
+    if missing := [name for name in places if name not in written]:
+        raise RefusedError(f"the iterator has ended without {len(missing)} of {len(places)} tensors: {missing[:10]}")
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize(memory.device)
+    return written
+
+
+def _stream_problem(m: ParameterMetadata, tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        return f"it is {shown(tensor)}, expected a dense tensor with values"
+    if tuple(tensor.shape) != tuple(m.shape) or dtype_name(tensor.dtype) != dtype_name(m.dtype):
+        return (
+            f"it is {list(tensor.shape)} {dtype_name(tensor.dtype)}, declared were {list(m.shape)} "
+            f"{dtype_name(m.dtype)}"
+        )
+    return ""
