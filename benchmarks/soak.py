@@ -214,10 +214,10 @@ class Soak:
         try:
             with self._cluster.daemons["n1"].connect("soak") as client:
                 report = client.swap(MODEL, version, timeout=SWAP_S, queue=True)
-            outcome = report.outcome
+            outcome = str(report.outcome)
             self._live = (time.time(), version)
         except refitd.SwapFailed as exc:
-            outcome = exc.report.outcome
+            outcome = str(exc.report.outcome)
         except refitd.RefusedError:
             outcome = "refused"
         except refitd.RefitdError as exc:
