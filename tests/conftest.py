@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["refitd.testing.fixtures"]
+
 # each starts a pool of processes, or a cluster, that its tests share
 SHARING = ("tests/spmd/", "tests/conformance/", "tests/faults/test_faults.py")
 # their tests start what they need themselves, and take long: one by one they spread best

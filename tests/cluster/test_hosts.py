@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +9,8 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
-from tests.support.network import TwoHosts, why_not
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
+from tests.support.network import TwoHosts, start_daemons, why_not
 
 if reason := why_not():
     pytest.skip(f"no network namespaces here: {reason}", allow_module_level=True)
@@ -30,20 +28,9 @@ def hosts() -> Iterator[TwoHosts]:
 class Fleet:
     """A trainer on host a, which runs the coordinator too, and an engine on host b."""
 
-    def __init__(self, hosts: TwoHosts, start: Callable[..., RunningDaemon], keys: Path, rows: int) -> None:
-        for name in ("a", "b"):
-            keygen = [sys.executable, "-m", "refitd_cli.control", "keygen", name, "--directory", str(keys)]
-            subprocess.run(keygen, check=True, timeout=30, capture_output=True)
-        (keys / "allowed").write_text((keys / "a.pub").read_text() + (keys / "b.pub").read_text())
+    def __init__(self, hosts: TwoHosts, start: Callable[..., Daemon], keys: Path, rows: int) -> None:
         common = "[deadlines]\nplan_s = 60.0\nstage_s = 15.0\ncommit_s = 5.0\n"
-        endpoint = f"[coordinator]\nendpoint = 'tcp://{hosts.addresses[0]}:{PORT}'\n"
-        self.daemons = []
-        for name, netns in zip(("a", "b"), hosts.names, strict=True):
-            security = f"[security]\nkey = '{keys}/{name}.key'\nserver_key = '{keys}/a.pub'\n"
-            security += f"allowed = '{keys}/allowed'\n" if name == "a" else ""
-            config = f"[node]\nname = '{name}'\n{endpoint}{security}{common}"
-            self.daemons.append(start(config, standalone=name == "a", netns=netns))
-        eventually(lambda: len(self.status().nodes) == 2, "both nodes are there", 20)
+        self.daemons = start_daemons(hosts, PORT, keys, start, common)
         self.trainer, self.engine = (daemon.connect() for daemon in self.daemons)
         self.full = {"w": torch.zeros(rows, 1000, dtype=torch.bfloat16), "b": torch.zeros(1001)}
         self.mine = {name: torch.zeros_like(tensor) for name, tensor in self.full.items()}
@@ -67,9 +54,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(
-    hosts: TwoHosts, start_daemon: Callable[..., RunningDaemon], tmp_path: Path
-) -> Iterator[Callable[[int], Fleet]]:
+def fleet(hosts: TwoHosts, start_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[[int], Fleet]]:
     made: list[Fleet] = []
 
     def make(rows: int) -> Fleet:
@@ -123,7 +108,7 @@ def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
     found.swap(1)
     hosts.limit(100)  # 80 MB would take 6 s
     found.publish(2)
-    swap = RunningSwap(found.daemons[0], "policy", 2, timeout=40)
+    swap = RunningSwap(found.daemons[0].connect(), "policy", 2, timeout=40)
     swap.wait_phase("stage")
     hosts.cable(up=False)
     with pytest.raises(refitd.RefitFailed) as failed:

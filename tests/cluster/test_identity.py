@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import refitd
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
 
-Start = Callable[..., RunningDaemon]
+Start = Callable[..., Daemon]
 
 
 class Fleet:
     """A trainer of one rank and replicas a and b that serve version 1; every element of version v is v."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.trainer, self.client = daemon.connect("trainer"), daemon.connect("engines")
         self.tensors = {name: torch.full((64, 48), 0.0) for name in ("x", "y")}
@@ -45,7 +45,7 @@ class Fleet:
     def a_alone_takes_over(self, version: int) -> None:
         """The version is decided, a serves it, b has not come to a commit point yet."""
         self.publish(version)
-        running = RunningSwap(self.daemon, "policy", version)
+        running = RunningSwap(self.daemon.connect(), "policy", version)
         running.wait_phase("commit")
         with Engine(self.targets["a"]):
             assert self.targets["a"].wait(version, timeout=10) == version
@@ -85,7 +85,7 @@ def answers(client: refitd.Client) -> bool:
     return True
 
 
-def journal_files(daemon: RunningDaemon) -> list[Path]:
+def journal_files(daemon: Daemon) -> list[Path]:
     return sorted(daemon.directory.glob("journal.sqlite*"))
 
 
@@ -143,7 +143,7 @@ def test_a_second_coordinator_on_a_journal_is_refused_and_the_next_one_after_it_
 
 
 @pytest.mark.parametrize("damage", ["removed", "replaced", "truncated", "garbled"])
-def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon: RunningDaemon, damage: str) -> None:
+def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon: Daemon, damage: str) -> None:
     fleet = Fleet(daemon)
     journal = daemon.directory / "journal.sqlite"
     if damage == "removed":
@@ -164,7 +164,7 @@ def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon
 
 
 def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number_that_was_live(
-    daemon: RunningDaemon,
+    daemon: Daemon,
 ) -> None:
     fleet = Fleet(daemon)
     first = fleet.source.run
@@ -200,7 +200,7 @@ def ranks_whole() -> dict[str, torch.Tensor]:
 class Ranks:
     """Two source ranks of a model, each with two slots, published to from threads of their own."""
 
-    def __init__(self, daemon: RunningDaemon, versions: int) -> None:
+    def __init__(self, daemon: Daemon, versions: int) -> None:
         self.clients = [daemon.connect(f"rank {rank}") for rank in range(2)]
         self.sources = []
         self.tensors = [shards.cut(ranks_whole(), rank, 2)[NAME] for rank in range(2)]
@@ -271,7 +271,7 @@ def test_ranks_that_drift_complete_every_version_with_two_slots(start_daemon: St
     ranks.close()
 
 
-def test_a_rank_that_is_too_far_ahead_is_told_whom_it_waits_for(daemon: RunningDaemon) -> None:
+def test_a_rank_that_is_too_far_ahead_is_told_whom_it_waits_for(daemon: Daemon) -> None:
     ranks = Ranks(daemon, 3)
     for rank in range(2):
         ranks.publish(rank, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 UNIT = "experts.linear_fc1.weight0"
 
@@ -44,7 +44,7 @@ def want(client: refitd.Client, rank: int, **options: object) -> tuple[object, d
     return target, tensors
 
 
-def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they_hold(daemon: RunningDaemon) -> None:
+def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they_hold(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = offer(trainer, says_it=False)
         targets = [want(engine, rank) for rank in range(2)]
@@ -71,7 +71,7 @@ def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they
             assert torch.equal(tensors[UNIT], experts(rank, says_it=True)[0][UNIT])
 
 
-def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: RunningDaemon) -> None:
+def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         tensors = [{"norm": torch.ones(5)}, {"norm": torch.ones(5)}]
         tensors[1]["norm"][4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
@@ -84,7 +84,7 @@ def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Runn
             lease.withdraw()
 
 
-def test_the_check_can_be_switched_off(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_the_check_can_be_switched_off(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):
@@ -96,7 +96,7 @@ def test_the_check_can_be_switched_off(start_daemon: Callable[..., RunningDaemon
         assert float(live["w"][0]) in (1.0, 2.0)
 
 
-def test_what_no_target_wants_may_differ(daemon: RunningDaemon) -> None:
+def test_what_no_target_wants_may_differ(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):
             held = {"w": torch.ones(5), "steps_here": torch.tensor([rank])}
@@ -109,7 +109,7 @@ def test_what_no_target_wants_may_differ(daemon: RunningDaemon) -> None:
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
-    start_daemon: Callable[..., RunningDaemon], stays: bool
+    start_daemon: Callable[..., Daemon], stays: bool
 ) -> None:
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
@@ -122,7 +122,6 @@ def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
         if not stays:
             trainer.close()  # what it has published stays
         coordinator.kill()
-        coordinator.wait(10)
         daemon.start_coordinator()
         eventually(lambda: answers(engine, members=4), "a coordinator that knows everybody", 30)
         with Engine(*(target for target, _ in targets)), pytest.raises(refitd.RefusedError) as caught:
