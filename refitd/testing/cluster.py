@@ -10,11 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from refitd.client import Client
-from refitd.errors import TransportError
 from refitd.protocol import keys
 from refitd.testing import leaks
-from refitd.testing.daemon import LOG_TAIL, Coordinator, Daemon, Options, marked
+from refitd.testing.daemon import LOG_TAIL, Coordinator, Daemon, Options, joined, marked
 from refitd.testing.processes import Process, ProcessFailed, eventually
 
 
@@ -142,14 +140,6 @@ class Cluster:
             error.add_note(logs)
         elif left:
             raise ProcessFailed(f"left behind: {left}\n{logs}")
-
-
-def joined(client: Client) -> int:
-    """Return how many nodes the coordinator of a client's daemon knows, 0 while none answers."""
-    try:
-        return len(client.status().nodes)
-    except TransportError:
-        return 0
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
+from refitd.errors import TransportError
 from refitd.testing import leaks
 from refitd.testing.processes import END_S, START_S, Process, ProcessFailed, eventually, read_word
 
@@ -124,6 +125,14 @@ def marked(folder: Path, name: str, environment: Mapping[str, str]) -> dict[str,
     return {**kept, **environment, _MARK: f"{folder}/{name}/"}
 
 
+def joined(client: Client) -> int:
+    """Return how many nodes the coordinator of a client's daemon knows, 0 while none answers."""
+    try:
+        return len(client.status().nodes)
+    except TransportError:
+        return 0
+
+
 class Coordinator(Service):
     """`refitd coordinator`, for daemons that are not standalone."""
 
@@ -233,12 +242,18 @@ class Daemon(Service):
         return [pid for pid, command in self.children().items() if "refitd.worker" in command]
 
     def start_coordinator(self) -> Coordinator:
-        """Start `refitd coordinator` in this daemon's directory, for one that is not standalone."""
+        """Start `refitd coordinator` in the directory of this daemon, which is not standalone; wait until they meet.
+
+        Raises:
+            ProcessFailed: it does not start.
+        """
         config = (self.folder / f"{self.name}.toml").read_text()
         found = Coordinator(config, folder=self.folder, directory=self.directory)
         found.log_path = self.log_path
-        self._coordinators.append(found)
-        return found.start()
+        self._coordinators.append(found.start())
+        with self.connect("status") as client:
+            eventually(lambda: joined(client) > 0, "the daemon has met its coordinator", START_S)
+        return found
 
     def stop(self) -> list[str]:
         """End it in order; return what went wrong and what was left behind: processes, and files but for journals."""

@@ -9,15 +9,9 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, eventually, stopped
+from refitd.testing.daemon import joined
 
 SECOND = 1.0
-
-
-def answers(client: refitd.Client) -> bool:
-    try:
-        return bool(client.status().nodes)
-    except refitd.RefitdError:
-        return False
 
 
 def test_a_version_whose_lend_was_given_up_is_never_swapped_in(daemon: Daemon) -> None:
@@ -45,7 +39,7 @@ def test_a_publish_that_was_given_up_keeps_no_slot(daemon: Daemon) -> None:
         for version in (2, 3):
             with stopped((daemon.pid,)), pytest.raises(refitd.DeadlineExceeded):
                 source.publish(version, timeout=SECOND)
-            eventually(lambda: answers(trainer), "the daemon and its coordinator have found each other again", 20)
+            eventually(lambda: joined(trainer) > 0, "the daemon and its coordinator have found each other again", 20)
         source.publish(4, timeout=60)
         assert trainer.status().models[0].complete_versions == (4,)
 

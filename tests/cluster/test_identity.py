@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine, RunningSwap, eventually
+from refitd.testing import Coordinator, Daemon, Engine, ProcessFailed, RunningSwap, eventually
 from tests.support import shards
 
 Start = Callable[..., Daemon]
@@ -66,43 +66,28 @@ class Fleet:
 
 
 @pytest.fixture
-def alone(start_daemon: Start) -> Iterator[tuple[Fleet, subprocess.Popen[bytes]]]:
+def alone(start_daemon: Start) -> Iterator[tuple[Fleet, Coordinator]]:
     """A fleet whose coordinator is a process of its own."""
     daemon = start_daemon("[deadlines]\ncommit_s = 5.0\n", standalone=False)
     coordinator = daemon.start_coordinator()
-    with daemon.connect("waits") as client:
-        eventually(lambda: answers(client), "a coordinator", 30)
     fleet = Fleet(daemon)
     yield fleet, coordinator
     fleet.close()
-
-
-def answers(client: refitd.Client) -> bool:
-    try:
-        client.status()
-    except refitd.RefitdError:
-        return False
-    return True
 
 
 def journal_files(daemon: Daemon) -> list[Path]:
     return sorted(daemon.directory.glob("journal.sqlite*"))
 
 
-def killed(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait(10)
-
-
 @pytest.mark.parametrize("how", ["lost", "older", "another's"])
 def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
-    alone: tuple[Fleet, subprocess.Popen[bytes]], how: str, tmp_path: Path
+    alone: tuple[Fleet, Coordinator], how: str, tmp_path: Path
 ) -> None:
     fleet, coordinator = alone
     journal = fleet.daemon.directory / "journal.sqlite"
     shutil.copy(journal, tmp_path / "older")
     fleet.a_alone_takes_over(2)
-    killed(coordinator)
+    coordinator.kill()
     for path in journal_files(fleet.daemon):
         path.unlink()
     if how == "older":
@@ -125,19 +110,14 @@ def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
 
 
 def test_a_second_coordinator_on_a_journal_is_refused_and_the_next_one_after_it_is_killed_is_not(
-    alone: tuple[Fleet, subprocess.Popen[bytes]], tmp_path: Path
+    alone: tuple[Fleet, Coordinator], tmp_path: Path
 ) -> None:
     fleet, coordinator = alone
     linked = tmp_path / "linked"
     os.link(fleet.daemon.directory / "journal.sqlite", linked)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
-    environment["REFITD_NODE__RUNTIME_DIR"] = str(tmp_path / "other")
-    environment["REFITD_COORDINATOR__JOURNAL"] = str(linked)
-    command = [sys.executable, "-m", "refitd_cli.daemon", "coordinator"]
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert second.returncode != 0
-    assert f"is in use by another coordinator (pid {coordinator.pid})" in second.stdout + second.stderr
-    killed(coordinator)
+    with pytest.raises(ProcessFailed, match=rf"is in use by another coordinator \(pid {coordinator.pid}\)"):
+        Coordinator(f'[coordinator]\njournal = "{linked}"\n').start()
+    coordinator.kill()
     fleet.daemon.start_coordinator()
     eventually(lambda: (found := fleet.status()) is not None and found.live == 1, "the next one has started", 30)
 

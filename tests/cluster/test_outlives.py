@@ -94,12 +94,7 @@ def served(daemon: Daemon) -> Iterator[Served]:
 
 
 def children(daemon: Daemon, what: str) -> list[int]:
-    found = []
-    for child in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            if what.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    return sorted(found)
+    return sorted(pid for pid, command in daemon.children().items() if what in command)
 
 
 def kill_each(daemon: Daemon, what: str, times: int) -> None:

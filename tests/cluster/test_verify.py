@@ -279,21 +279,11 @@ def test_a_killed_worker_takes_no_digests_with_it(fleet: Fleet) -> None:
 def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
-
-    def answers() -> bool:
-        try:
-            with daemon.connect() as client:
-                return any(m.targets and m.sources for m in client.status().models) or not known
-        except refitd.RefitdError:
-            return False
-
-    known = False
-    eventually(answers, "the coordinator", 30)
     fleet = Fleet(daemon)
-    known = True
     coordinator.kill()
     daemon.start_coordinator()
-    eventually(answers, "a coordinator that knows the model", 30)
+    with daemon.connect() as client:
+        eventually(lambda: any(m.targets and m.sources for m in client.status().models), "it knows the model", 30)
     assert fleet.verify().outcome == "proven"
     flip(fleet.live[NAME], 0, 0)
     assert fleet.verify().outcome == "differs"

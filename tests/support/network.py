@@ -10,7 +10,7 @@ from pathlib import Path
 
 from refitd.protocol import keys
 from refitd.testing import Daemon, eventually
-from refitd.testing.cluster import joined
+from refitd.testing.daemon import joined
 
 COMMAND_S = 10.0
 
