@@ -167,8 +167,8 @@ def test_a_second_swap_while_one_runs_is_refused(fleet: Fleet) -> None:
         assert running.result().outcome == "committed"
 
 
-def test_more_memory_than_there_is_is_refused_with_the_numbers(daemon: Daemon, tmp_path: Path) -> None:
-    with daemon.connect() as client:
+def test_more_memory_than_there_is_is_refused_with_the_numbers(shared_daemon: Daemon, tmp_path: Path) -> None:
+    with shared_daemon.connect() as client:
         # a file of nothing but holes
         huge = torch.from_file(str(tmp_path / "holes"), shared=True, size=1 << 40, dtype=torch.uint8)
         with pytest.raises(refitd.ArenaError, match=r"1099511627776 bytes asked for, \d+ bytes available under \w+"):
@@ -346,21 +346,21 @@ def test_connecting_without_a_daemon_says_how_to_start_one(tmp_path: object) -> 
         refitd.connect(str(tmp_path))
 
 
-def test_a_second_daemon_in_the_same_directory_is_refused(daemon: Daemon) -> None:
-    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(daemon.directory)}
+def test_a_second_daemon_in_the_same_directory_is_refused(shared_daemon: Daemon) -> None:
+    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(shared_daemon.directory)}
     command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--standalone"]
     second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
     assert second.returncode != 0
     assert re.search("already listening", second.stderr), second.stderr
-    assert daemon.node().pid == daemon.pid
+    assert shared_daemon.node().pid == shared_daemon.pid
 
 
-def test_a_directory_that_others_may_enter_is_refused(daemon: Daemon) -> None:
-    daemon.directory.chmod(0o755)
-    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(daemon.directory)}
+def test_a_directory_that_others_may_enter_is_refused(shared_daemon: Daemon) -> None:
+    shared_daemon.directory.chmod(0o755)
+    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(shared_daemon.directory)}
     command = [sys.executable, "-m", "refitd_cli.daemon", "serve"]
     second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
-    daemon.directory.chmod(0o700)
+    shared_daemon.directory.chmod(0o700)
     assert second.returncode == 2
     assert "mode 0700" in second.stderr
 

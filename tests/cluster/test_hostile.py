@@ -83,9 +83,9 @@ print(Decoder(local.ClientReply).decode(dealer.recv())[1])
 """
 
 
-def test_token_that_another_process_has_got_hold_of_opens_nothing_for_it(daemon: Daemon) -> None:
-    with RawPeer(daemon.directory, hello=False) as peer:
-        command = [sys.executable, "-c", THIEF, f"ipc://{daemon.directory / 'refitd.sock'}", peer.token.hex()]
+def test_token_that_another_process_has_got_hold_of_opens_nothing_for_it(shared_daemon: Daemon) -> None:
+    with RawPeer(shared_daemon.directory, hello=False) as peer:
+        command = [sys.executable, "-c", THIEF, f"ipc://{shared_daemon.directory / 'refitd.sock'}", peer.token.hex()]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert "this token opens no session here" in ran.stdout
         assert isinstance(peer.hello(peer.token), local.Welcome)  # and it is not used up

@@ -186,9 +186,9 @@ def test_wrappers_have_no_names(daemon: Daemon, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_targets_of_two_clients_of_a_process_do_not_share_memory(daemon: Daemon) -> None:
+def test_targets_of_two_clients_of_a_process_do_not_share_memory(shared_daemon: Daemon) -> None:
     whole = torch.zeros(8, 12)
-    with daemon.connect("one") as one, daemon.connect("two") as two:
+    with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
         first = one.register_target("policy", {"a": whole[:4]}, replica="one")
         with pytest.raises(refitd.RefusedError, match="b: it shares memory with a of policy/one:0"):
             two.register_target("policy", {"b": whole[3:]}, replica="two")

@@ -152,9 +152,9 @@ def test_an_interpreter_that_ends_closes_its_clients_in_order(lone: Daemon, leav
 # --- clients that are closed in the middle of things --------------------------------------------------------
 
 
-def test_a_client_may_be_closed_by_several_threads_while_requests_are_in_flight(daemon: Daemon) -> None:
+def test_a_client_may_be_closed_by_several_threads_while_requests_are_in_flight(shared_daemon: Daemon) -> None:
     for _ in range(5):
-        client = daemon.connect("crowd")
+        client = shared_daemon.connect("crowd")
         errors: list[BaseException] = []
         begin = threading.Barrier(6)
 
@@ -334,9 +334,9 @@ client.close()
 """
 
 
-def test_client_calls_in_a_signal_handler_end(daemon: Daemon) -> None:
+def test_client_calls_in_a_signal_handler_end(shared_daemon: Daemon) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", HANDLER, str(daemon.directory), "3"],
+        [sys.executable, "-c", HANDLER, str(shared_daemon.directory), "3"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -667,15 +667,15 @@ def test_a_daemon_that_hands_out_a_socket_elsewhere_is_left(
     assert theirs.heard() == []
 
 
-def test_a_directory_that_others_can_write_to_is_no_daemons(daemon: Daemon, tmp_path: Path) -> None:
-    daemon.directory.chmod(0o777)
+def test_a_directory_that_others_can_write_to_is_no_daemons(shared_daemon: Daemon, tmp_path: Path) -> None:
+    shared_daemon.directory.chmod(0o777)
     try:
         with pytest.raises(refitd.RefusedError, match="mode 777"):
-            daemon.connect()
+            shared_daemon.connect()
     finally:
-        daemon.directory.chmod(0o700)
+        shared_daemon.directory.chmod(0o700)
     link = tmp_path / "link"
-    link.symlink_to(daemon.directory)
+    link.symlink_to(shared_daemon.directory)
     with refitd.connect(link) as client:  # a link of one's own, that one has named
         assert client.node == "n0"
     os.lchown(link, OTHER, OTHER)
