@@ -19,7 +19,7 @@ from refitd.testing.processes import END_S, START_S, Process, ProcessFailed, eve
 
 if TYPE_CHECKING:
     from refitd.client import Client
-    from refitd.protocol.reports import NodeStatus
+    from refitd.protocol.reports import NodeStatus, StatusReport
 
 LOG_TAIL = 20_000  # characters of a log that an error shows
 _MARK = "TESTED_IN"  # in the environment of all that is started here, and of what that starts
@@ -222,17 +222,20 @@ class Daemon(Service):
 
         return connect(self.directory, name=name, timeout=timeout)
 
+    def status(self) -> StatusReport:
+        """Return what its coordinator knows."""
+        with self.connect("status") as client:
+            return client.status()
+
     def node(self) -> NodeStatus:
         """Return its coordinator's status of the first node."""
-        with self.connect("status") as client:
-            return client.status().nodes[0]
+        return self.status().nodes[0]
 
     def node_of(self, name: str) -> NodeStatus:
         """Return the status of a node of its cluster, once all workers of that are there."""
 
         def found() -> NodeStatus:
-            with self.connect("status") as client:
-                return next(node for node in client.status().nodes if node.node == name)
+            return next(node for node in self.status().nodes if node.node == name)
 
         eventually(lambda: all(found().workers), f"the workers of {name} are there")
         return found()

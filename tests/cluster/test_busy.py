@@ -70,9 +70,7 @@ def test_four_that_register_fifty_thousand_tensors_each_keep_nobody_else_from_sw
     assert "coordinator-silent" not in log and "node-lost" not in log
 
 
-def test_what_a_client_sends_after_a_large_message_is_taken_after_it(
-    start_daemon: Callable[..., Daemon],
-) -> None:
+def test_what_a_client_sends_after_a_large_message_is_taken_after_it(start_daemon: Callable[..., Daemon]) -> None:
     from refitd.protocol import local, shards
     from refitd.protocol.codec import encode
 

@@ -21,7 +21,7 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import Decoder, encode
 from refitd.testing import Daemon, Engine, eventually, leaks
 from tests.cluster.test_keys import Head, Nodes, head, joined, nodes  # noqa: F401  fixtures among them
-from tests.support.hostile import Figures, RawPeer, coordinator_pid, figures, fleet, refused
+from tests.support.hostile import Figures, RawPeer, figures, fleet, refused
 
 # What a process may grow by and keep: freed memory stays with the allocator.
 ROOM_BYTES = 96 << 20
@@ -36,7 +36,7 @@ class Watched:
     """The daemon and its coordinator, before and after."""
 
     def __init__(self, daemon: Daemon) -> None:
-        self._pids = {"daemon": daemon.pid, "coordinator": coordinator_pid(daemon)}
+        self._pids = {"daemon": daemon.pid, "coordinator": daemon.status().coordinator_pid}
         self._before = {name: figures(pid) for name, pid in self._pids.items()}
 
     def check(self) -> None:
@@ -381,7 +381,7 @@ def test_who_is_not_let_in_yet_may_say_one_small_hello_and_nothing_is_built_of_t
     count = 62 << 20
     nested = b"\x92\x01\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     with fleet(daemon) as here, RawPeer(daemon.directory, hello=False) as stranger, RawPeer(daemon.directory) as client:
-        pids = {"daemon": daemon.pid, "coordinator": coordinator_pid(daemon)}
+        pids = {"daemon": daemon.pid, "coordinator": daemon.status().coordinator_pid}
         before = {name: peak_bytes(pid) for name, pid in pids.items()}
         # the daemon, before and after Hello, and the coordinator
         stranger.socket.send(nested)

@@ -37,10 +37,6 @@ class Fleet:
         self.source = self.trainer.register_source("policy", self.full)
         self.target = self.engine.register_target("policy", self.mine, replica="far")
 
-    def status(self) -> refitd.protocol.reports.StatusReport:  # type: ignore[name-defined]
-        with self.daemons[0].connect("status") as client:
-            return client.status()
-
     def publish(self, version: int) -> None:
         for tensor in self.full.values():
             tensor.fill_(version)
@@ -71,9 +67,9 @@ def test_weights_cross_between_hosts_that_know_each_other_by_keys(fleet: Callabl
     found = fleet(20_000)
     found.swap(1)
     found.swap(2)
-    addresses = {node.node: node.address for node in found.status().nodes}
+    addresses = {node.node: node.address for node in found.daemons[0].status().nodes}
     assert addresses == dict(zip("ab", TwoHosts.addresses, strict=True))
-    (link,) = found.status().links
+    (link,) = found.daemons[0].status().links
     assert (link.source, link.target, link.state) == ("a", "b", "up")
 
 
@@ -119,6 +115,6 @@ def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
     assert torch.equal(found.mine["w"], torch.ones_like(found.mine["w"]))
     hosts.cable(up=True)
     hosts.limit(1000)
-    eventually(lambda: len(found.status().nodes) == 2, "host b is back", 30)
-    eventually(lambda: bool(found.status().models[0].targets), "its engine is back", 30)
+    eventually(lambda: len(found.daemons[0].status().nodes) == 2, "host b is back", 30)
+    eventually(lambda: bool(found.daemons[0].status().models[0].targets), "its engine is back", 30)
     found.swap(3)

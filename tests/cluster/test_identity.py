@@ -143,9 +143,7 @@ def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon
     fleet.close()
 
 
-def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number_that_was_live(
-    daemon: Daemon,
-) -> None:
+def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number_that_was_live(daemon: Daemon) -> None:
     fleet = Fleet(daemon)
     first = fleet.source.run
     fleet.trainer.close()

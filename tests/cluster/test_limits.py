@@ -66,9 +66,7 @@ def test_clients_beyond_the_descriptors_are_turned_away_and_the_others_go_on(
         assert swap_succeeds(client, "policy")
 
 
-def test_the_soft_limit_on_descriptors_is_raised_and_the_log_says_so(
-    start_daemon: Callable[..., Daemon],
-) -> None:
+def test_the_soft_limit_on_descriptors_is_raised_and_the_log_says_so(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)))
     assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (300, 300)
     assert "event=descriptor-limit-raised was=100 now=300" in daemon.log()
@@ -116,9 +114,7 @@ def test_a_client_that_cannot_map_its_arenas_leaves_no_registration(daemon: Daem
         client.register_source("policy", weights, slots=1)
 
 
-def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_there_is_room(
-    daemon: Daemon,
-) -> None:
+def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_there_is_room(daemon: Daemon) -> None:
     full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
     with daemon.connect() as client:
         source = client.register_source("policy", full)
@@ -164,9 +160,7 @@ def test_a_coordinator_whose_journal_cannot_be_written_does_not_start(tmp_path: 
     assert "event=ready" not in ran.stderr
 
 
-def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_next_swap_works(
-    daemon: Daemon,
-) -> None:
+def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_next_swap_works(daemon: Daemon) -> None:
     """Nothing can be handed to the workers: every descriptor below the limit is taken."""
     full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
     with daemon.connect() as client:

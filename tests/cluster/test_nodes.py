@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import refitd
-from refitd.protocol.reports import StatusReport
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
 
@@ -30,15 +29,10 @@ def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., Nodes]:
         found = [start_daemon(config, workers=first)]
         for i, more in enumerate(others, 1):
             found.append(start_daemon(config, name=f"n{i}", workers=more, joins=found[0].endpoint))
-        eventually(lambda: len(status(found[0]).nodes) == count, "every node has joined")
+        eventually(lambda: len(found[0].status().nodes) == count, "every node has joined")
         return tuple(found)
 
     return start
-
-
-def status(daemon: Daemon) -> StatusReport:
-    with daemon.connect("status") as client:
-        return client.status()
 
 
 def big(seed: int) -> dict[str, torch.Tensor]:
@@ -240,7 +234,7 @@ def test_a_worker_that_dies_between_swaps_is_replaced_in_the_next_epoch(two: Two
     two.swap(1)
     victim = two.n1.node_of("n1").workers[0]
     os.kill(victim, signal.SIGKILL)
-    eventually(lambda: all(link.state == "down" for link in status(two.n0).links), "the link is down")
+    eventually(lambda: all(link.state == "down" for link in two.n0.status().links), "the link is down")
     two.swap(2)
 
 
@@ -259,7 +253,7 @@ def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
     again = start_daemon(DEADLINES, name="n1", joins=two.n0.endpoint)
     two.engine.close()
     with again.connect("engine") as engine:
-        eventually(lambda: len(status(two.n0).nodes) == 2, "the node is back")
+        eventually(lambda: len(two.n0.status().nodes) == 2, "the node is back")
         mine = {"w": torch.zeros_like(two.full["w"])}
 
         target = engine.register_target("policy", mine, replica="far")
@@ -331,7 +325,7 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
         assert target.version == 1 and torch.equal(near["w"], full["w"])
         if victim == "daemon":
             n1 = start_daemon(DEADLINES, name="n1", joins=n0.endpoint)
-        eventually(lambda: len(status(n0).nodes) == 2, "both nodes are there")
+        eventually(lambda: len(n0.status().nodes) == 2, "both nodes are there")
         with ended(far_engine(n1, "commits")):
             full["w"].fill_(2)
             source.publish(2)

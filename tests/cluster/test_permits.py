@@ -46,9 +46,7 @@ class Served:
         return self.versions
 
 
-def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(
-    start_daemon: Callable[..., Daemon],
-) -> None:
+def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(start_daemon: Callable[..., Daemon]) -> None:
     """Its daemon is stopped after version 2 was decided; on waking up, its engine takes 2 over, which is not live."""
     deadlines = "[deadlines]\ncommit_s = 1.0\n"
     n0 = start_daemon(deadlines)
@@ -81,9 +79,7 @@ def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(
             assert (version == 3) == shards.equal(live, tensors if version == 3 else shards.zeros_like(tensors))
 
 
-def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(
-    start_daemon: Callable[..., Daemon],
-) -> None:
+def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(COORDINATED, standalone=False)
     coordinator = daemon.start_coordinator()
     fleet = Fleet(daemon)
@@ -107,9 +103,7 @@ def test_engines_stop_serving_when_their_daemon_is_gone(start_daemon: Callable[.
     fleet.close()
 
 
-def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(
-    start_daemon: Callable[..., Daemon],
-) -> None:
+def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(start_daemon: Callable[..., Daemon]) -> None:
     """Its daemon is replaced at once; the engine of the old one has a permit for a while yet."""
     daemon = start_daemon("[deadlines]\nlease_s = 15.0\ncommit_s = 5.0\n")
     old = start_daemon(name="n1", joins=daemon.endpoint)

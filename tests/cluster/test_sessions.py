@@ -334,9 +334,9 @@ client.close()
 """
 
 
-def test_client_calls_in_a_signal_handler_end(shared_daemon: Daemon) -> None:
+def test_client_calls_in_a_signal_handler_end(daemon: Daemon) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", HANDLER, str(shared_daemon.directory), "3"],
+        [sys.executable, "-c", HANDLER, str(daemon.directory), "3"],
         capture_output=True,
         text=True,
         timeout=60,

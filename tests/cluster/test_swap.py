@@ -161,9 +161,7 @@ def test_publishing_lent_returns_when_the_swap_has_read(daemon: Daemon) -> None:
         assert shards.equal(mine, full)
 
 
-def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(
-    start_daemon: Callable[..., Daemon],
-) -> None:
+def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.policy]\nauto_swap = true\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = register_sources(trainer, 2, seed=1)

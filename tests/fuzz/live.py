@@ -17,7 +17,7 @@ from refitd.protocol.codec import Decoder, digest_of, encode, pack
 from refitd.protocol.reports import NodeStatus
 from refitd.testing import Daemon, eventually
 from tests.fuzz.readers import SHARD, frame_of, kinds_of
-from tests.support.hostile import Figures, Fleet, RawPeer, coordinator_pid, figures
+from tests.support.hostile import Figures, Fleet, RawPeer, figures
 
 # Frames between two looks at whether everybody still answers.
 BATCH = 200
@@ -61,7 +61,7 @@ class Live:
         self._daemon, self._rng = daemon, rng
         self._fleet = Fleet(daemon)
         self._fleet.swap()
-        self._pids = {"daemon": daemon.pid, "coordinator": coordinator_pid(daemon)}
+        self._pids = {"daemon": daemon.pid, "coordinator": daemon.status().coordinator_pid}
         self.peaks = {name: Peak(figures(pid)) for name, pid in self._pids.items()}
         self.surfaces = {
             name: Surface(name) for name in ("daemon: ZeroMQ", "daemon: descriptors", "coordinator: ZeroMQ")

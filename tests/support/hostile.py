@@ -36,11 +36,6 @@ def figures(pid: int) -> Figures:
     return Figures(int(fields["RssAnon"].split()[0]) << 10, len(os.listdir(f"/proc/{pid}/fd")))
 
 
-def coordinator_pid(daemon: Daemon) -> int:
-    with daemon.connect("status") as client:
-        return client.status().coordinator_pid
-
-
 class RawPeer:
     """The two sockets of a client, with nothing that keeps to the rules around them."""
 
