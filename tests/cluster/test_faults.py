@@ -198,7 +198,7 @@ def test_a_worker_killed_while_staging_aborts_the_swap_and_is_named(fleet: Fleet
     workers = fleet.trainer.status().nodes[0].workers
     with stopped(workers):
         running = RunningSwap(fleet.daemon.connect(), "policy", 2)
-        running.wait_phase("stage")
+        eventually(lambda: "version=2 phase=stage plan=" in fleet.daemon.log(), "the worker is told to stage")
         os.kill(workers[0], signal.SIGKILL)
         with pytest.raises(refitd.RefitFailed) as failure:
             running.result()

@@ -327,7 +327,8 @@ def test_users_that_are_not_allowed_are_turned_away_at_both_sockets(start_daemon
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
     daemon = start_daemon('[node]\nallowed_uids = [65534]\nroles = { "65534" = ["engine"] }\n')
-    daemon.directory.chmod(0o711)
+    for folder in (daemon.folder, daemon.directory):
+        folder.chmod(0o711)
     for name in ("refitd.sock", "refitd.fds"):
         (daemon.directory / name).chmod(0o666)
     try:
