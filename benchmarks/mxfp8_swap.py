@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +20,10 @@ import torch
 
 import refitd
 from benchmarks import machine
-from benchmarks.swap_processes import Daemon, Memcpy
+from benchmarks.swap_processes import Memcpy, daemon
 from refitd import MXFP8Buffer, MXFP8Offer
-from tests.support.cluster import Engine, RunningDaemon, eventually
-from tests.support.network import TwoHosts, why_not
+from refitd.testing import Daemon, Engine
+from tests.support.network import TwoHosts, start_daemons, why_not
 
 RESULTS = Path(__file__).parent / "results"
 BFLOAT16, RECEIVER, SWIZZLED, SENDER = "bfloat16", "receivers convert", "the same, swizzled", "senders convert"
@@ -150,12 +149,8 @@ def _measure(
 
 @contextlib.contextmanager
 def _one_node() -> Iterator[tuple[refitd.Client, refitd.Client]]:
-    daemon = Daemon()
-    try:
-        with refitd.connect(daemon.directory) as trainer, refitd.connect(daemon.directory) as engine:
-            yield trainer, engine
-    finally:
-        daemon.close()
+    with daemon() as found, found.connect() as trainer, found.connect() as engine:
+        yield trainer, engine
 
 
 @contextlib.contextmanager
@@ -166,21 +161,11 @@ def _two_hosts(mbit: int) -> Iterator[tuple[refitd.Client, refitd.Client]]:
         stack.callback(hosts.close)
         hosts.limit(mbit)
         keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rfb")))
-        for name in ("a", "b"):
-            keygen = [sys.executable, "-m", "refitd_cli.control", "keygen", name, "--directory", str(keys)]
-            subprocess.run(keygen, check=True, timeout=30, capture_output=True)
-        (keys / "allowed").write_text((keys / "a.pub").read_text() + (keys / "b.pub").read_text())
-        clients = []
-        for name, netns in zip("ab", hosts.names, strict=True):
-            security = f"[security]\nkey = '{keys}/{name}.key'\nserver_key = '{keys}/a.pub'\n"
-            security += f"allowed = '{keys}/allowed'\n" if name == "a" else ""
-            endpoint = f"[coordinator]\nendpoint = 'tcp://{hosts.addresses[0]}:{PORT}'\n"
-            config = f"[node]\nname = '{name}'\n{endpoint}{security}"
-            daemon = RunningDaemon(config, standalone=name == "a", netns=netns)
-            stack.callback(daemon.clean)
-            stack.callback(daemon.stop)
-            clients.append(stack.enter_context(daemon.connect()))
-        eventually(lambda: len(clients[0].status().nodes) == 2, "both nodes are there", 30)
+
+        def start(config: str, **options: Any) -> Daemon:
+            return stack.enter_context(daemon(config, **options))
+
+        clients = [stack.enter_context(host.connect()) for host in start_daemons(hosts, PORT, keys, start)]
         yield clients[0], clients[1]
 
 

@@ -22,10 +22,9 @@ from typing import Any
 
 import refitd
 from benchmarks import machine
-from tests.support import leaks
+from refitd.testing import Process, leaks
 from tests.support.crew import Crew
 from tests.support.crew_member import MODEL
-from tests.support.processes import Process
 
 RESULTS = Path(__file__).parent / "results"
 NODES = ("n0", "n1", "n2")
@@ -212,7 +211,7 @@ class Soak:
             time.sleep(0.005)
         started = time.monotonic()
         try:
-            with self._cluster.daemons["n1"].connect("soak") as client:
+            with self._cluster.daemons["n1"].connect("soak", 5) as client:
                 report = client.swap(MODEL, version, timeout=SWAP_S, queue=True)
             outcome = str(report.outcome)
             self._live = (time.time(), version)
@@ -297,7 +296,7 @@ def run(
         before = {name: leaks.descriptors(daemon.pid).total() for name, daemon in cluster.daemons.items()}
         soak.close_members()
         left = _leaks(cluster, before)
-        left += cluster.close()
+        left += cluster.stop()
         soak.check_journal()
     finally:
         if soak.problems or sys.exc_info()[0] is not None:
@@ -374,7 +373,7 @@ def _leaks(cluster: Crew, before: dict[str, int]) -> list[str]:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         found = []
-        with cluster.daemons["n1"].connect("soak") as client:
+        with cluster.daemons["n1"].connect("soak", 5) as client:
             for node in client.status().nodes:
                 if node.arenas:
                     found.append(f"{node.node}: {node.arenas} arenas, {node.arena_bytes} bytes")

@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import refitd
 from benchmarks.swap_model import ELEMENT_BYTES, Layout, Tensor, held, traffic
-from benchmarks.swap_processes import Daemon, Memcpy, Process, anonymous_bytes, available_bytes
+from benchmarks.swap_processes import Memcpy, Process, anonymous_bytes, available_bytes
+from refitd.testing import Daemon
 
 REFITD = "refitd"
 CHECKPOINT = "checkpoint"
@@ -63,8 +63,8 @@ class Crew:
         self._processes: list[Process] = []
         self._version = 0
         try:
-            self._start(daemons[0].directory, daemons[-1].directory, slots)
-            self._client = refitd.connect(daemons[-1].directory)
+            self._start(str(daemons[0].directory), str(daemons[-1].directory), slots)
+            self._client = daemons[-1].connect()
         except BaseException:
             self.close()
             raise
@@ -169,7 +169,8 @@ class Crew:
         for process in self._processes:
             process.close()
         for daemon in self._daemons:
-            daemon.close()
+            daemon.stop()
+            daemon.remove()
 
 
 class Watermark:

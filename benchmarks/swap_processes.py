@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import refitd
 from refitd.buffers import arena as memory
 from refitd.buffers.capacity import memory_limits
+from refitd.testing import Daemon, eventually
 
 ANSWER_S = 180.0
 BLOCK_BYTES = 1 << 30
@@ -69,48 +67,19 @@ class Process:
                 pipe.close()
 
 
-class Daemon:
-    """`refitd serve` in a directory of its own: standalone, unless its configuration names a coordinator."""
-
-    def __init__(self, config: str = "", coordinator: str = "") -> None:
-        """`config` is TOML over the defaults; `coordinator` is the endpoint of one that runs already."""
-        self.directory = tempfile.mkdtemp(prefix="rfb")
-        file = Path(self.directory) / "refitd.toml"
-        file.write_text(config)
-        command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--config", str(file)]
-        environment = {**os.environ, "REFITD_NODE__RUNTIME_DIR": self.directory, "REFITD_LOG__LEVEL": "warning"}
-        if coordinator:
-            environment["REFITD_COORDINATOR__ENDPOINT"] = coordinator
-        else:
-            command.append("--standalone")
-        ready_r, ready_w = os.pipe()
-        self._popen = subprocess.Popen([*command, "--ready-fd", str(ready_w)], env=environment, pass_fds=(ready_w,))
-        os.close(ready_w)
-        said = os.read(ready_r, 16)
-        os.close(ready_r)
-        if said != b"ready\n":
-            self.close()
-            raise RuntimeError("the daemon did not start; its output above says why")
-
-    def close(self) -> None:
-        """End the daemon; what runs beside it ends with it."""
-        self._popen.terminate()
-        self._popen.wait(20)
-        shutil.rmtree(self.directory, ignore_errors=True)
+def daemon(config: str = "", **options: Any) -> Daemon:
+    """Start a daemon as it is configured by default, with two workers; `options` are those of Daemon."""
+    return Daemon(config, workers=2, environment={"REFITD_LOG__LEVEL": "warning"}, **options).start()
 
 
 def daemons(nodes: int, *, verify: bool = True) -> list[Daemon]:
     """Start a daemon with a coordinator and, for two nodes, another that has joined it; `verify` as a case says."""
-    first = Daemon(f'[node]\nname = "n0"\n[models.bench]\nverify = {str(verify).lower()}\n')
+    first = daemon(f"[models.bench]\nverify = {str(verify).lower()}\n")
     if nodes == 1:
         return [first]
-    found = [first, Daemon('[node]\nname = "n1"\n', f"ipc://{first.directory}/coordinator.sock")]
-    deadline = time.monotonic() + ANSWER_S
-    with refitd.connect(first.directory) as client:
-        while len(client.status().nodes) < nodes:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the second daemon did not join within {ANSWER_S:.0f} s")
-            time.sleep(0.05)
+    found = [first, daemon(name="n1", joins=first.endpoint)]
+    with first.connect() as client:
+        eventually(lambda: len(client.status().nodes) == nodes, "the second daemon has joined", ANSWER_S)
     return found
 
 

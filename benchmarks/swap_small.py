@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.swap_crew import REFITD, Case, Crew
 from benchmarks.swap_model import Layout, Tensor
-from benchmarks.swap_processes import Daemon
+from benchmarks.swap_processes import daemon
 
 WARM_UP = 10
 
@@ -16,7 +16,7 @@ def measure(swaps: int) -> dict[str, Any]:
     """Swap so often; return milliseconds from the request to the last engine's word."""
     model = tuple(Tensor(f"layers.{i}.weight", (128, 512), 0, i) for i in range(8))
     case = Case("1 MB", model, Layout("tp", 1), Layout("tp", 2), (REFITD,), swaps)
-    crew = Crew(case, [Daemon()], slots=2)
+    crew = Crew(case, [daemon()], slots=2)
     try:
         for process in crew.targets:
             process.ask("wait_until", version=WARM_UP + swaps)

@@ -11,6 +11,8 @@ import pytest
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
 
+pytest_plugins = ["refitd.testing.fixtures"]
+
 # each starts a pool of processes, or a cluster, that its tests share
 SHARING = ("tests/spmd/", "tests/conformance/", "tests/faults/test_faults.py")
 # their tests start what they need themselves, and take long: one by one they spread best

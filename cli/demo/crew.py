@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from refitd.testing import Daemon, ProcessFailed
 from refitd_cli.demo.channel import Message
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: the child may not load anything between fork and exec
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 TICK_S = 1.0
 END_S = 10.0
 TAIL_BYTES = 3000
@@ -33,7 +35,7 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True)
 class Child:
-    """A process of the demo."""
+    """A trainer's or an engine's process."""
 
     name: str
     process: subprocess.Popen[str]
@@ -41,8 +43,8 @@ class Child:
 
     def tail(self) -> str:
         """Return the end of its log."""
-        text = self.log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace").strip()
-        return f"--- {self.name} (pid {self.process.pid}, {_status(self.process)})\n{text or '(no output)'}"
+        text = self.log.read_bytes()[-TAIL_BYTES:].decode("utf-8", "replace")
+        return _tail(self.name, self.process, text)
 
 
 class Crew:
@@ -61,25 +63,24 @@ class Crew:
         self._events: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
         self._arrived: dict[tuple[str, str], Message] = {}
         self.members: dict[str, Child] = {}
-        self.daemon: Child | None = None
+        self.daemon: Daemon | None = None
 
-    def start_daemon(self, config: Path, timeout_s: float) -> Child:
-        """Run `refitd serve --standalone` and return once clients can connect."""
-        ready, ready_in_child = os.pipe()
-        command = ["refitd_cli.daemon", "serve", "--standalone", "--config", str(config)]
+    def start_daemon(self, config: str, directory: Path, timeout_s: float) -> Daemon:
+        """Run `refitd serve --standalone` with two workers and return once clients can connect."""
+        self.daemon = Daemon(
+            config,
+            name="demo",
+            workers=2,
+            folder=self._directory,
+            directory=directory,
+            environment=_ONE_THREAD,
+            prepare=_end_with_parent,
+            own_session=True,
+        )
         try:
-            child = self._spawn("refitd", [*command, "--ready-fd", str(ready_in_child)], pass_fds=[ready_in_child])
-        finally:
-            os.close(ready_in_child)
-        self.daemon = child
-        with os.fdopen(ready, "rb", buffering=0) as pipe:
-            waiter = threading.Thread(target=lambda: self._put_word(pipe.read(16)), daemon=True)
-            waiter.start()
-            word = self.wait("pipe", ["refitd"], timeout_s)["refitd"]["word"]
-            waiter.join()
-        if word != "ready":
-            raise DemoFailed("refitd ended before it was ready")
-        return child
+            return self.daemon.start(timeout_s)
+        except ProcessFailed as exc:
+            raise DemoFailed(f"refitd ended before it was ready: {exc}") from None
 
     def start(self, name: str, module: str, *arguments: object, niceness: int = 0) -> None:
         """Start a trainer or engine process, which talks newline-separated JSON on its pipes."""
@@ -162,8 +163,10 @@ class Crew:
 
     def tails(self) -> str:
         """Return the end of every process's log."""
-        children = [*([self.daemon] if self.daemon else []), *self.members.values()]
-        return "\n".join(child.tail() for child in children)
+        tails = [child.tail() for child in self.members.values()]
+        if self.daemon is not None and self.daemon.popen is not None:
+            tails.insert(0, _tail("refitd", self.daemon.popen, self.daemon.log()[-TAIL_BYTES:]))
+        return "\n".join(tails)
 
     def dismiss(self) -> None:
         """Ask every trainer and engine to exit.
@@ -191,29 +194,20 @@ class Crew:
         for child in self.members.values():
             _end(child.process, deadline)
         if self.daemon is not None:
-            process = self.daemon.process
-            process.terminate()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                # It leads a session of its own: its workers go with it.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            self.daemon.stop()
+            self.daemon.remove()
 
-    def _spawn(self, name: str, command: list[str], pass_fds: Iterable[int] = ()) -> Child:
+    def _spawn(self, name: str, command: list[str]) -> Child:
         log = self._directory / f"{name}.log"
-        piped = not pass_fds
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command],
-                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else output,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                pass_fds=tuple(pass_fds),
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
-                preexec_fn=None if piped else _end_with_parent,  # noqa: PLW1509, it makes one system call
             )
         return Child(name, process, log)
 
@@ -224,9 +218,6 @@ class Crew:
             except ValueError:
                 self._events.put((child.name, {"event": "failed", "reason": f"printed {line!r}"}))
         self._events.put((child.name, {"event": "ended"}))
-
-    def _put_word(self, word: bytes) -> None:
-        self._events.put(("refitd", {"event": "pipe", "word": word.decode().strip()}))
 
     def _take(self, name: str, message: Message) -> None:
         match message["event"]:
@@ -241,7 +232,7 @@ class Crew:
                 self._on_event(name, message)
 
     def _daemon_has_ended(self) -> bool:
-        return self.daemon is not None and self.daemon.process.poll() is not None
+        return self.daemon is not None and not self.daemon.is_running
 
 
 def _end_with_parent() -> None:
@@ -249,7 +240,11 @@ def _end_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _status(process: subprocess.Popen[str]) -> str:
+def _tail(name: str, process: subprocess.Popen[Any], text: str) -> str:
+    return f"--- {name} (pid {process.pid}, {_status(process)})\n{text.strip() or '(no output)'}"
+
+
+def _status(process: subprocess.Popen[Any]) -> str:
     # Its pipes are closed a moment before it can be waited for.
     try:
         return f"exit status {process.wait(0.05)}"
@@ -268,4 +263,4 @@ def _end(process: subprocess.Popen[str], deadline: float) -> None:
 def _environment() -> dict[str, str]:
     """Return the environment without settings of another refitd, and with one thread per process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("REFITD_")}
-    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return kept | _ONE_THREAD

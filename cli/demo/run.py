@@ -43,11 +43,6 @@ INTERRUPTED = 130
 LONGEST_BASE = 40  # a socket's path holds 107 bytes
 
 CONFIG = """\
-[node]
-name = "demo"
-runtime_dir = "{runtime_dir}"
-workers = 2
-
 [deadlines]
 stage_s = 20.0
 commit_s = 20.0
@@ -68,12 +63,9 @@ class Demo:
 
     def start(self) -> None:
         """Start every process and return when the trainer can begin; engines may still be loading."""
-        self.runtime_dir.mkdir(mode=0o700)
-        config = self.directory / "refitd.toml"
-        config.write_text(CONFIG.format(runtime_dir=self.runtime_dir))
         self.progress.say("starting the daemon: refitd serve --standalone")
-        daemon = self.crew.start_daemon(config, START_S)
-        self.progress.say(f"refitd is ready (pid {daemon.process.pid})")
+        daemon = self.crew.start_daemon(CONFIG, self.runtime_dir, START_S)
+        self.progress.say(f"refitd is ready (pid {daemon.pid})")
         # it offers what an engine in MXFP8 wants
         offers = "mxfp8" if "mxfp8" in self.replicas.values() else "private"
         self._start(TRAINER, "trainer", TRAINER_SEED, offers)

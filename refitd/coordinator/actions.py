@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from refitd.coordinator.journal import Record, Recovered
 from refitd.coordinator.plans import LoadedPlan
@@ -18,8 +19,7 @@ from refitd.protocol.roles import ANYONE, Allowed
 # --- events -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FromNode:
+class FromNode(Struct, frozen=True):
     """A message of a daemon. Its connection was admitted with `key`; `allowed` is that key's line of the list."""
 
     identity: bytes
@@ -30,8 +30,7 @@ class FromNode:
     read: ShardRead | None = None  # of a DescribeShard that was unpacked beside the loop
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Struct, frozen=True):
     """The plan requested with this ticket, or the error."""
 
     ticket: int
@@ -39,8 +38,7 @@ class Planned:
     error: RefitdError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JournalWritten:
+class JournalWritten(Struct, frozen=True):
     """The decision is durable (or `error` says why not)."""
 
     swap: str
@@ -53,8 +51,7 @@ Event = FromNode | Planned | JournalWritten | Busy | Tick
 # --- instructions -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send a message to a daemon."""
 
     identity: bytes
@@ -62,8 +59,7 @@ class Send:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Send a daemon what `make` returns. Make and encode it outside the loop, because it takes long."""
 
     identity: bytes
@@ -71,23 +67,20 @@ class Answer:
     make: Callable[[], Message]
 
 
-@dataclass(frozen=True, slots=True)
-class MakePlan:
+class MakePlan(Struct, frozen=True):
     """Plan, then feed Planned."""
 
     ticket: int
     rosters: list[Roster]
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
+class Decide(Struct, frozen=True):
     """Journal this decision durably, then feed JournalWritten."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(Struct, frozen=True):
     """Journal how a swap ended, with its report, or a live version that only the daemons knew."""
 
     record: Record | Recovered

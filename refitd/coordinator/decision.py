@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from refitd.errors import IllegalTransition
 from refitd.text import brief
@@ -44,8 +46,7 @@ class Phase(enum.Enum):
         return self in _OVER
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Seconds that each phase may take, and the whole swap up to its decision (None: only phases are limited)."""
 
     plan_s: float
@@ -58,8 +59,7 @@ class Limits:
 # --- events -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReady:
+class PlanReady(Struct, frozen=True):
     """The plan is proven. `members` maps each target member to its node; `nodes` are all nodes that take part.
 
     `asked` members pause before the decision, `in_place` members before they are written to.
@@ -75,8 +75,7 @@ class PlanReady:
         return f"PlanReady({len(self.members)} members on {len(self.nodes)} nodes, {self.bytes_total} bytes)"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanLost:
+class PlanLost(Struct, frozen=True):
     """A node cannot use the plan, or no longer can; `where` names process and rank."""
 
     node: str
@@ -84,23 +83,20 @@ class PlanLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLoaded:
+class NodeLoaded(Struct, frozen=True):
     """A node has the plan."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeProgress:
+class NodeProgress(Struct, frozen=True):
     """A node has written this many bytes."""
 
     node: str
     bytes_done: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStaged:
+class NodeStaged(Struct, frozen=True):
     """A node has staged and verified everything it receives."""
 
     node: str
@@ -108,8 +104,7 @@ class NodeStaged:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFailed:
+class NodeFailed(Struct, frozen=True):
     """A node could not stage; `where` names process and rank."""
 
     node: str
@@ -117,58 +112,50 @@ class NodeFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class QuietReported:
+class QuietReported(Struct, frozen=True):
     """This member has paused until the swap is over."""
 
     member: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLost:
+class MemberLost(Struct, frozen=True):
     """A trainer or engine rank of this swap is gone."""
 
     member: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionHeld:
+class DecisionHeld(Struct, frozen=True):
     """The decision must not be written before `until`."""
 
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Journalled:
+class Journalled(Struct, frozen=True):
     """The decision to commit is on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitReported:
+class CommitReported(Struct, frozen=True):
     """The version is live in this member."""
 
     member: str
     paused_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class MemberFailed:
+class MemberFailed(Struct, frozen=True):
     """This member could not take over the version."""
 
     member: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AbortAsked:
+class AbortAsked(Struct, frozen=True):
     """Abort was requested."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(Struct, frozen=True):
     """Look at the deadline."""
 
 
@@ -180,55 +167,47 @@ Event: TypeAlias = PlanReady | OfNode | OfMember | DecisionHeld | Journalled | A
 # --- instructions -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SendPlan:
+class SendPlan(Struct, frozen=True):
     """Send the plan to this node."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class PauseOn:
+class PauseOn(Struct, frozen=True):
     """Ask these members of this node to pause."""
 
     node: str
     members: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageOn:
+class StageOn(Struct, frozen=True):
     """Tell this node to stage."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class JournalDecision:
+class JournalDecision(Struct, frozen=True):
     """Write the decision durably, then feed Journalled."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommitOn:
+class CommitOn(Struct, frozen=True):
     """Tell this node's members to commit."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class AbortOn:
+class AbortOn(Struct, frozen=True):
     """Tell this node to discard the swap."""
 
     node: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseSources:
+class ReleaseSources(Struct, frozen=True):
     """Everything is staged: the sources may be overwritten."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The swap has reached a final phase."""
 
 
@@ -238,8 +217,7 @@ Instruction = SendPlan | PauseOn | StageOn | JournalDecision | CommitOn | AbortO
 # --- state ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(Struct, frozen=True):
     """One swap. Made by `begin`, changed only by `step`."""
 
     swap: str
@@ -477,8 +455,7 @@ def _pauses(state: Swap, members: Iterable[str]) -> list[Instruction]:
 _Key: TypeAlias = tuple[type[Event], Phase]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """What an event does in a phase, and every phase it may lead to."""
 
     do: Callable[[Swap, Any, float], _Stepped]  # of the event that the row is for

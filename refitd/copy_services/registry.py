@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,8 @@ from refitd.copy_services.base import PACKED, Capabilities
 from refitd.errors import ConfigError
 
 if TYPE_CHECKING:
+    import importlib.metadata
+
     from refitd.copy_services.base import PACKED, MappedCopyService
     from refitd.copy_services.epoch import Epoch
     from refitd.copy_services.exchange import ExchangeService
@@ -50,19 +51,28 @@ class Backend:
 class Registry:
     """Backends by name. Whoever needs one makes it, or is given it."""
 
-    def __init__(self, backends: Iterable[Backend]) -> None:
-        """Take backends; a later one does not replace an earlier one of the same name.
+    def __init__(self, backends: Iterable[Backend], more: Callable[[], Iterable[Backend]] = tuple) -> None:
+        """Take backends, and `more` of them, loaded where a name is not among the first.
 
         Raises:
-            ConfigError: two backends have one name.
+            ConfigError: two backends have one name: a later one does not replace an earlier one.
         """
         self._backends: dict[str, Backend] = {}
+        self._more: Callable[[], Iterable[Backend]] = more
+        self._add(backends)
+
+    def _add(self, backends: Iterable[Backend]) -> None:
         for backend in backends:
             if backend.name in self._backends:
                 raise ConfigError(f"two copy services are named {backend.name!r}; uninstall one of the packages")
             self._backends[backend.name] = backend
 
+    def _load(self) -> None:
+        self._add(list(self._more()))
+        self._more = tuple
+
     def __iter__(self) -> Iterator[Backend]:
+        self._load()
         return iter(self._backends.values())
 
     def find(self, name: str) -> Backend:
@@ -71,6 +81,8 @@ class Registry:
         Raises:
             ConfigError: there is none of this name, or it lacks something; the text says what to install.
         """
+        if not isinstance(name, str) or name not in self._backends:
+            self._load()
         backend = self._backends.get(name) if isinstance(name, str) else None
         if backend is None:
             raise ConfigError(f"unknown copy service {name!r}; there are {', '.join(sorted(self._backends))}")
@@ -95,18 +107,23 @@ class Offer:
 
 
 def installed() -> Registry:
-    """Return refitd's own backends and those that other packages offer.
+    """Return refitd's own backends and those that other packages offer, which are loaded when they are needed.
 
-    Raises:
-        ConfigError: an offered backend cannot be loaded; the text names its package.
+    Whoever needs them is told by a ConfigError which package offers one that cannot be loaded.
     """
-    return Registry(offer.load() for offer in offers())
+    return Registry(_own(), lambda: (offer.load() for offer in _others()))
 
 
 def offers() -> Iterator[Offer]:
     """Yield what `installed` loads: refitd's own backends, then those of other packages."""
     for backend in _own():
         yield Offer(backend.name, OWN, partial(_loaded, backend))
+    yield from _others()
+
+
+def _others() -> Iterator[Offer]:
+    import importlib.metadata  # takes as long as a third of a worker's other imports
+
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = point.dist.name if point.dist else point.value
         yield Offer(point.name, package, partial(_load, point, package))

@@ -1,52 +1,33 @@
-"""A daemon per test, everybody's log on failure, nothing left behind."""
+"""A daemon per test, or one for all that leave no trace; logs on failure, nothing left behind."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.cluster import RunningDaemon, own_memory_files
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    outcome = yield
-    report = outcome.get_result()
-    if report.failed:
-        item.stash.setdefault(FAILED, True)
-
-
-FAILED = pytest.StashKey[bool]()
+from refitd.testing import Daemon, eventually
 
 
 @pytest.fixture
-def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., RunningDaemon]]:
-    """Start daemons that are stopped, checked for leavings and cleaned up after the test."""
-    started: list[RunningDaemon] = []
-    gc.collect()
-    before = len(own_memory_files())
-
-    def start(config: str = "", **options: object) -> RunningDaemon:
-        started.append(RunningDaemon(config, **options))
-        return started[-1]
-
-    yield start
-    left = [what for daemon in started if daemon.process.poll() is None for what in daemon.stop()]
-    gc.collect()
-    held = own_memory_files()[before:]
-    if request.node.stash.get(FAILED, False) or left or held:
-        for daemon in started:
-            print(f"--- log of the daemon in {daemon.directory}\n{daemon.log()[-20000:]}")
-    for daemon in started:
-        daemon.clean()
-    if not request.node.stash.get(FAILED, False):
-        assert not left, f"left behind: {left}"
-        assert not held, f"descriptors of arenas left in the client: {held}"
-
-
-@pytest.fixture
-def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     # a rank that misses its commit point is given up soon
     return start_daemon("[deadlines]\ncommit_s = 4.0\n")
+
+
+@pytest.fixture(scope="session")
+def _only_daemon() -> Iterator[Daemon]:
+    with Daemon() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def shared_daemon(_only_daemon: Daemon) -> Iterator[Daemon]:
+    """The daemon of all tests that register nothing for good: a start takes a second of a processor."""
+    begins = len(_only_daemon.log())
+    yield _only_daemon
+    print(f"--- log of the shared daemon\n{_only_daemon.log()[begins:]}")
+    with _only_daemon.connect("status") as client:
+        assert not client.status().models, "a test that shares the daemon has left a model; give it one of its own"
+        eventually(lambda: client.status().nodes[0].clients == 1, "the test's clients have left")
+        assert client.status().nodes[0].arenas == 0

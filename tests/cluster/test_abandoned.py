@@ -8,19 +8,13 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, eventually, stopped
+from refitd.testing import Daemon, Engine, eventually, stopped
+from refitd.testing.daemon import joined
 
 SECOND = 1.0
 
 
-def answers(client: refitd.Client) -> bool:
-    try:
-        return bool(client.status().nodes)
-    except refitd.RefitdError:
-        return False
-
-
-def test_a_version_whose_lend_was_given_up_is_never_swapped_in(daemon: RunningDaemon) -> None:
+def test_a_version_whose_lend_was_given_up_is_never_swapped_in(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as client:
         tensors, live = {"w": torch.full((64,), 1.0)}, {"w": torch.zeros(64)}
         source = trainer.register_source("policy", tensors)
@@ -28,7 +22,7 @@ def test_a_version_whose_lend_was_given_up_is_never_swapped_in(daemon: RunningDa
         with Engine(target):
             with source.lend(1):
                 trainer.swap("policy", 1, timeout=60)
-            with stopped((daemon.process.pid,)), pytest.raises(refitd.DeadlineExceeded):
+            with stopped((daemon.pid,)), pytest.raises(refitd.DeadlineExceeded):
                 source.lend(2, timeout=SECOND)
             tensors["w"].fill_(99)  # nothing is lent: they are the trainer's again
             eventually(lambda: "policy" in {m.model for m in trainer.status().models}, "the daemon answers")
@@ -37,20 +31,20 @@ def test_a_version_whose_lend_was_given_up_is_never_swapped_in(daemon: RunningDa
         assert target.version == 1 and bool((live["w"] == 1).all())
 
 
-def test_a_publish_that_was_given_up_keeps_no_slot(daemon: RunningDaemon) -> None:
+def test_a_publish_that_was_given_up_keeps_no_slot(daemon: Daemon) -> None:
     with daemon.connect() as trainer:
         tensors = {"w": torch.full((64,), 1.0)}
         source = trainer.register_source("policy", tensors, slots=1)
         source.publish(1)
         for version in (2, 3):
-            with stopped((daemon.process.pid,)), pytest.raises(refitd.DeadlineExceeded):
+            with stopped((daemon.pid,)), pytest.raises(refitd.DeadlineExceeded):
                 source.publish(version, timeout=SECOND)
-            eventually(lambda: answers(trainer), "the daemon and its coordinator have found each other again", 20)
+            eventually(lambda: joined(trainer) > 0, "the daemon and its coordinator have found each other again", 20)
         source.publish(4, timeout=60)
         assert trainer.status().models[0].complete_versions == (4,)
 
 
-def test_a_registration_that_was_given_up_is_not_in_the_way_of_the_next(daemon: RunningDaemon) -> None:
+def test_a_registration_that_was_given_up_is_not_in_the_way_of_the_next(daemon: Daemon) -> None:
     with daemon.connect() as client:
         tensors = {"w": torch.zeros(64)}
         before = daemon.node().arenas
@@ -58,16 +52,16 @@ def test_a_registration_that_was_given_up_is_not_in_the_way_of_the_next(daemon: 
             lambda timeout: client.register_source("policy", tensors, timeout=timeout),
             lambda timeout: client.register_target("policy", tensors, replica="a", timeout=timeout),
         ):
-            with stopped((daemon.process.pid,)), pytest.raises(refitd.DeadlineExceeded):
+            with stopped((daemon.pid,)), pytest.raises(refitd.DeadlineExceeded):
                 register(SECOND)
             eventually(lambda: daemon.node().arenas == before, "nothing is left of it")
             register(20.0).close()
-        with stopped((daemon.process.pid,)), pytest.raises(refitd.DeadlineExceeded):
+        with stopped((daemon.pid,)), pytest.raises(refitd.DeadlineExceeded):
             client.allocate({"w": ((64,), torch.float32)}, timeout=SECOND)
         eventually(lambda: daemon.node().arenas == before, "no arena is left that nobody can free")
 
 
-def test_a_lend_that_a_signal_handler_has_ended_is_taken_back(daemon: RunningDaemon) -> None:
+def test_a_lend_that_a_signal_handler_has_ended_is_taken_back(daemon: Daemon) -> None:
     def handler(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -76,7 +70,7 @@ def test_a_lend_that_a_signal_handler_has_ended_is_taken_back(daemon: RunningDae
         source = trainer.register_source("policy", tensors)
         previous = signal.signal(signal.SIGALRM, handler)
         try:
-            with stopped((daemon.process.pid,)):
+            with stopped((daemon.pid,)):
                 signal.setitimer(signal.ITIMER_REAL, 0.3)
                 with pytest.raises(KeyboardInterrupt):
                     source.lend(1, timeout=60)
@@ -87,7 +81,7 @@ def test_a_lend_that_a_signal_handler_has_ended_is_taken_back(daemon: RunningDae
         eventually(lambda: trainer.status().models[0].complete_versions == (), "it holds nothing")
 
 
-def test_a_swap_without_any_time_is_answered_and_not_left_to_run(daemon: RunningDaemon) -> None:
+def test_a_swap_without_any_time_is_answered_and_not_left_to_run(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as client:
         source = trainer.register_source("policy", {"w": torch.full((64,), 1.0)})
         client.register_target("policy", {"w": torch.zeros(64)}, replica="a")  # and it never polls
@@ -96,6 +90,6 @@ def test_a_swap_without_any_time_is_answered_and_not_left_to_run(daemon: Running
             trainer.swap("policy", 1, timeout=0)
 
 
-def test_a_daemon_that_does_not_answer_at_once_is_a_deadline(daemon: RunningDaemon) -> None:
-    with stopped((daemon.process.pid,)), pytest.raises(refitd.DeadlineExceeded, match="does not answer"):
+def test_a_daemon_that_does_not_answer_at_once_is_a_deadline(daemon: Daemon) -> None:
+    with stopped((daemon.pid,)), pytest.raises(refitd.DeadlineExceeded, match="does not answer"):
         refitd.connect(daemon.directory, timeout=0)

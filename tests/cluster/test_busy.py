@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 import refitd
-from tests.support.cluster import RunningDaemon
+from refitd.testing import Daemon
 from tests.support.hostile import RawPeer, fleet
 
 LARGE = """
@@ -33,9 +33,9 @@ sys.stdin.readline()
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_four_that_register_fifty_thousand_tensors_each_keep_nobody_else_from_swapping(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., Daemon],
 ) -> None:
-    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+    daemon = start_daemon()
     with fleet(daemon) as here:
         command = [sys.executable, "-c", LARGE, str(daemon.directory)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -70,13 +70,11 @@ def test_four_that_register_fifty_thousand_tensors_each_keep_nobody_else_from_sw
     assert "coordinator-silent" not in log and "node-lost" not in log
 
 
-def test_what_a_client_sends_after_a_large_message_is_taken_after_it(
-    start_daemon: Callable[..., RunningDaemon],
-) -> None:
+def test_what_a_client_sends_after_a_large_message_is_taken_after_it(start_daemon: Callable[..., Daemon]) -> None:
     from refitd.protocol import local, shards
     from refitd.protocol.codec import encode
 
-    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+    daemon = start_daemon()
     tensors = tuple(shards.WireTensor(f"layers.{i}.weight", (4,), "float32") for i in range(20_000))
     register = local.RegisterSource(model="large", rank=0, world_size=1, shard=shards.Shard(tensors), slots=1)
     with RawPeer(daemon.directory) as peer, RawPeer(daemon.directory) as other:

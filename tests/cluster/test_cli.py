@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from refitd.testing import Daemon, Engine
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon
 
 
-def refitctl(daemon: RunningDaemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+def refitctl(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "refitd_cli.control", arguments[0], "--address", str(daemon.directory)]
     return subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_swap_status_plan_and_models_show_a_live_fleet(daemon: Daemon, tmp_path: Path) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         full = shards.whole(1)
         source = trainer.register_source("policy", full)
@@ -49,7 +49,7 @@ def test_swap_status_plan_and_models_show_a_live_fleet(daemon: RunningDaemon, tm
         assert offline["bytes"] == report["bytes"]
 
 
-def test_a_swap_that_failed_exits_non_zero_and_names_the_culprit(daemon: RunningDaemon) -> None:
+def test_a_swap_that_failed_exits_non_zero_and_names_the_culprit(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source("policy", shards.whole(1))
         engine.register_target("policy", shards.whole(2), replica="deaf")

@@ -18,8 +18,8 @@ import torch
 
 import refitd
 from refitd.buffers.cuda import MappedDeviceArena
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import fake_cuda, shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 from tests.support.fake_torch.device_shim import gpu_of, put_on_gpu
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeGpus:
 
 
 @pytest.fixture
-def daemon(gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon]) -> Iterator[RunningDaemon]:
+def daemon(gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]) -> Iterator[Daemon]:
     daemon = start_daemon(DEADLINES)
     yield daemon
     # what detached sources hold goes with the daemon; this process may have kept nothing of its own
@@ -71,7 +71,7 @@ def private(like: Tensors, gpu: int) -> Tensors:
     return {name: put_on_gpu(torch.zeros_like(t), gpu) for name, t in like.items()}
 
 
-def device_bytes(daemon: RunningDaemon, node: str = "") -> dict[str, int]:
+def device_bytes(daemon: Daemon, node: str = "") -> dict[str, int]:
     found = daemon.node_of(node) if node else daemon.node()
     return {gpu.device: gpu.arenas for gpu in found.gpus}
 
@@ -93,7 +93,7 @@ def device_bytes(daemon: RunningDaemon, node: str = "") -> dict[str, int]:
     ],
 )
 def test_versions_travel_between_main_memory_and_a_gpu(
-    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus, source_on: str, target_on: str
+    daemon: Daemon, gpus: fake_cuda.FakeGpus, source_on: str, target_on: str
 ) -> None:
     full = shards.whole(0)
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
@@ -130,7 +130,7 @@ def test_versions_travel_between_main_memory_and_a_gpu(
 
 
 def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
-    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus
+    daemon: Daemon, gpus: fake_cuda.FakeGpus
 ) -> None:
     """One source rank on each GPU, so that rows go within a GPU, between two, and to main memory, in one plan."""
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
@@ -170,7 +170,7 @@ def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
 
 
 @pytest.mark.slow
-def test_padding_is_filled_on_a_gpu(daemon: RunningDaemon) -> None:
+def test_padding_is_filled_on_a_gpu(daemon: Daemon) -> None:
     def described(rows: int, fill: float | None) -> list[refitd.ParameterMetadata]:
         tile = refitd.Tile("w", offset=(0, 0), size=(5, 8), local_offset=0, local_stride=(8, 1))
         fields = {"dtype": torch.bfloat16, "element_size": 2, "owner_rank": 0, "tiles": (tile,), "fill": fill}
@@ -190,7 +190,7 @@ def test_padding_is_filled_on_a_gpu(daemon: RunningDaemon) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_worker_of_a_gpu_maps_its_memory(daemon: RunningDaemon, gpus: fake_cuda.FakeGpus) -> None:
+def test_only_the_worker_of_a_gpu_maps_its_memory(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
     workers = daemon.node_of("n0").workers
     assert len(workers) == 2
     with daemon.connect() as client:
@@ -202,13 +202,13 @@ def test_only_the_worker_of_a_gpu_maps_its_memory(daemon: RunningDaemon, gpus: f
         eventually(lambda: len(mappers()) == 1, "one worker has mapped the arena", timeout=30)
         (other,) = set(workers) - set(mappers())
         assert "libtorch" not in Path(f"/proc/{other}/maps").read_text()
-        assert "libtorch" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{daemon.pid}/maps").read_text()
         del tensors
 
 
 @pytest.mark.slow
 def test_processes_that_number_their_gpus_otherwise_mean_the_same_one(
-    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, gpus: fake_cuda.FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_VISIBLE", "1")  # as CUDA_VISIBLE_DEVICES=1 for this client alone
     with daemon.connect() as client:
@@ -229,7 +229,7 @@ def test_processes_that_number_their_gpus_otherwise_mean_the_same_one(
 
 
 def test_memory_that_a_gpu_does_not_have_is_refused_with_numbers_and_less_works(
-    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus
+    daemon: Daemon, gpus: fake_cuda.FakeGpus
 ) -> None:
     with daemon.connect() as client:
         first = client.allocate({"w": ((GPU_BYTES - 6 * MIB,), torch.uint8)}, device="cuda:0")
@@ -255,7 +255,7 @@ def test_memory_that_a_gpu_does_not_have_is_refused_with_numbers_and_less_works(
 
 @pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_refused_by_whoever_does_not_see_it(
-    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], monkeypatch: pytest.MonkeyPatch
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_VISIBLE", "0")
     daemon = start_daemon(DEADLINES)
@@ -264,7 +264,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_whoever_does_not_see_it(
     with daemon.connect() as client:
         with pytest.raises(refitd.ArenaError, match="there is no GPU 7: this process sees 2"):
             client.allocate(wanted, device="cuda:7")
-        with pytest.raises(refitd.ArenaError, match=rf"process {daemon.process.pid} does not see {gpus.name(1)}"):
+        with pytest.raises(refitd.ArenaError, match=rf"process {daemon.pid} does not see {gpus.name(1)}"):
             client.allocate(wanted, device="cuda:1")
         for nonsense in ("tpu:0", "mps"):
             with pytest.raises(refitd.RefusedError, match=nonsense):
@@ -276,7 +276,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_whoever_does_not_see_it(
 
 
 @pytest.mark.slow
-def test_tensors_in_several_places_are_refused_by_name_unless_main_memory_is_asked_for(daemon: RunningDaemon) -> None:
+def test_tensors_in_several_places_are_refused_by_name_unless_main_memory_is_asked_for(daemon: Daemon) -> None:
     full = shards.whole(1)
     mixed = {name: put_on_gpu(t.clone(), 0) if "fc1" in name else t.clone() for name, t in full.items()}
     with daemon.connect() as client:
@@ -302,7 +302,7 @@ def cast_to(dtype: torch.dtype, cast_from: str) -> list[refitd.ParameterMetadata
 
 
 @pytest.mark.parametrize("live_on", ["arena", pytest.param("private", marks=pytest.mark.slow)])
-def test_what_is_live_on_a_gpu_is_verified(daemon: RunningDaemon, live_on: str) -> None:
+def test_what_is_live_on_a_gpu_is_verified(daemon: Daemon, live_on: str) -> None:
     full = shards.whole(4)
     with daemon.connect() as client:
         live = allocated(client, full, "cuda:0") if live_on == "arena" else private(full, 0)
@@ -325,7 +325,7 @@ def test_what_is_live_on_a_gpu_is_verified(daemon: RunningDaemon, live_on: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("given_on", "live_on"), [("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu")])
-def test_declared_casts_are_made_at_a_gpu(daemon: RunningDaemon, given_on: str, live_on: str) -> None:
+def test_declared_casts_are_made_at_a_gpu(daemon: Daemon, given_on: str, live_on: str) -> None:
     full = {"w": torch.randn(40, 8)}
     given, live = {"w": full["w"].clone()}, {"w": torch.zeros(40, 8).bfloat16()}
     for tensors, on in ((given, given_on), (live, live_on)):
@@ -341,7 +341,7 @@ def test_declared_casts_are_made_at_a_gpu(daemon: RunningDaemon, given_on: str, 
 
 
 @pytest.mark.slow
-def test_private_memory_is_pulled_into_a_gpu(daemon: RunningDaemon) -> None:
+def test_private_memory_is_pulled_into_a_gpu(daemon: Daemon) -> None:
     full = shards.whole(2)
     full |= {"wide": torch.randn(40, 8)}
     wanted = {**full, "wide": full["wide"].bfloat16()}
@@ -368,11 +368,10 @@ def test_private_memory_is_pulled_into_a_gpu(daemon: RunningDaemon) -> None:
     ],
 )
 def test_what_crosses_nodes_is_read_from_and_written_to_gpus(
-    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], given_on: str, live_on: str
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon], given_on: str, live_on: str
 ) -> None:
-    n0 = start_daemon(f'[node]\nname = "n0"\n{DEADLINES}')
-    coordinator = f'[coordinator]\nendpoint = "ipc://{n0.directory}/coordinator.sock"\n'
-    n1 = start_daemon(f'[node]\nname = "n1"\n{coordinator}{DEADLINES}', standalone=False)
+    n0 = start_daemon(DEADLINES)
+    n1 = start_daemon(DEADLINES, name="n1", joins=n0.endpoint)
     eventually(lambda: n0.node_of("n1").pid > 0, "the other node has joined", timeout=30)
     full = shards.whole(3)
     # "wide" is converted on its way, "turned" has no two elements beside each other
@@ -408,7 +407,7 @@ def test_what_crosses_nodes_is_read_from_and_written_to_gpus(
 
 
 @pytest.mark.slow
-def test_an_arena_mapped_for_reading_cannot_be_written(daemon: RunningDaemon, gpus: fake_cuda.FakeGpus) -> None:
+def test_an_arena_mapped_for_reading_cannot_be_written(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
     with daemon.connect() as client:
         tensors = private(shards.whole(0), 0)
         target = client.register_target("policy", tensors, replica="r")
@@ -427,7 +426,7 @@ def test_an_arena_mapped_for_reading_cannot_be_written(daemon: RunningDaemon, gp
 class Fleet:
     """A trainer in main memory, an engine with live tensors on a GPU, serving version 1."""
 
-    def __init__(self, daemon: RunningDaemon, elements: int = 8 * MIB) -> None:
+    def __init__(self, daemon: Daemon, elements: int = 8 * MIB) -> None:
         self.daemon = daemon
         self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
         self.full = {"w": torch.zeros(elements, dtype=torch.bfloat16)}
@@ -460,13 +459,13 @@ class Fleet:
         self.engine.close()
 
 
-def test_a_worker_that_dies_while_it_stages_loses_nothing_and_its_successor_takes_over(daemon: RunningDaemon) -> None:
+def test_a_worker_that_dies_while_it_stages_loses_nothing_and_its_successor_takes_over(daemon: Daemon) -> None:
     fleet = Fleet(daemon)
     at = fleet.live["w"].data_ptr()
     fleet.publish(2)
     victim = fleet.gpu_worker()
     with stopped((victim,)):
-        swap = RunningSwap(daemon, "policy", 2, timeout=60)
+        swap = RunningSwap(daemon.connect(), "policy", 2, timeout=60)
         swap.wait_phase("stage")
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(refitd.RefitFailed, match="was killed by SIGKILL while staging") as failed:
@@ -479,12 +478,12 @@ def test_a_worker_that_dies_while_it_stages_loses_nothing_and_its_successor_take
 
 
 @pytest.mark.slow
-def test_an_abort_ends_the_worker_and_the_next_swap_has_a_fresh_one(daemon: RunningDaemon) -> None:
+def test_an_abort_ends_the_worker_and_the_next_swap_has_a_fresh_one(daemon: Daemon) -> None:
     fleet = Fleet(daemon)
     fleet.publish(2)
     victim = fleet.gpu_worker()
     with stopped((victim,)):
-        swap = RunningSwap(daemon, "policy", 2, timeout=60)
+        swap = RunningSwap(daemon.connect(), "policy", 2, timeout=60)
         swap.wait_phase("stage")
         with daemon.connect() as operator:
             operator.abort("policy", "a test")
@@ -497,10 +496,10 @@ def test_an_abort_ends_the_worker_and_the_next_swap_has_a_fresh_one(daemon: Runn
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_while_it_commits_is_replaced_and_the_commit_is_done(daemon: RunningDaemon) -> None:
+def test_a_worker_that_dies_while_it_commits_is_replaced_and_the_commit_is_done(daemon: Daemon) -> None:
     fleet = Fleet(daemon)
     fleet.publish(2)
-    swap = RunningSwap(daemon, "policy", 2, timeout=60)
+    swap = RunningSwap(daemon.connect(), "policy", 2, timeout=60)
     eventually(lambda: fleet.target.pending == 2, "the version is decided", timeout=60)
     victim = fleet.gpu_worker()
     with stopped((victim,)), Engine(fleet.target):
@@ -511,13 +510,11 @@ def test_a_worker_that_dies_while_it_commits_is_replaced_and_the_commit_is_done(
     fleet.close()
 
 
-def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(
-    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus
-) -> None:
+def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
     def descriptors() -> list[str]:
         """What the daemon has open, apart from connections of clients that come and go."""
         links = []
-        for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        for fd in Path(f"/proc/{daemon.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 links.append(os.readlink(fd))
         return sorted(link for link in links if "memfd" in link and "permits" not in link)
@@ -548,7 +545,7 @@ def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(
 
 
 @pytest.mark.slow
-def test_a_trainer_that_leaves_keeps_its_version_on_the_gpu(daemon: RunningDaemon, gpus: fake_cuda.FakeGpus) -> None:
+def test_a_trainer_that_leaves_keeps_its_version_on_the_gpu(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
     full = shards.whole(5)
     trainer = daemon.connect("trainer")
     given = private(full, 0)
@@ -568,7 +565,7 @@ def test_a_trainer_that_leaves_keeps_its_version_on_the_gpu(daemon: RunningDaemo
 
 @pytest.mark.slow
 def test_a_worker_without_torch_for_gpus_fails_the_swap_by_name_and_the_daemon_lives(
-    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], monkeypatch: pytest.MonkeyPatch
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as outside:
         outside.setenv("PYTHONPATH", "")  # the daemon's workers have this machine's torch as it is
@@ -585,13 +582,13 @@ def test_a_worker_without_torch_for_gpus_fails_the_swap_by_name_and_the_daemon_l
             with Engine(target), pytest.raises(refitd.RefitFailed, match=r"this torch has no CUDA; `pip install torch"):
                 client.swap("policy", 1, timeout=60)
         assert not any(t.any() for t in live.values())
-        assert daemon.process.poll() is None
+        assert daemon.is_running
         del live
 
 
 @pytest.mark.slow
 def test_a_daemon_without_a_driver_says_so_and_goes_on(
-    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., RunningDaemon], monkeypatch: pytest.MonkeyPatch
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as outside:
         outside.delenv("LD_LIBRARY_PATH")
@@ -610,7 +607,7 @@ def test_a_daemon_without_a_driver_says_so_and_goes_on(
     [("private", False, False), ("private", True, True), ("arena", True, False), ("arena", True, True)],
 )
 def test_mxfp8_is_made_where_the_tensors_are(
-    daemon: RunningDaemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, on_send: bool
+    daemon: Daemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, on_send: bool
 ) -> None:
     shape = (192, 320)
     full = {"w": torch.randn(shape).bfloat16(), "norm": torch.randn(7).bfloat16()}

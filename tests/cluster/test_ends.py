@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 CTL = [sys.executable, "-m", "refitd_cli.control"]
 SERVE = [sys.executable, "-m", "refitd_cli.daemon"]
@@ -50,30 +50,30 @@ OFTEN = (["status"], ["models"], ["history"], ["doctor"], ["watch", "--count", "
 
 
 @pytest.mark.parametrize("command", [*OFTEN, ["status", "--json"], ["-h"], ["--version"]], ids=" ".join)
-def test_output_that_cannot_be_written_is_one_line_and_exit_1(daemon: RunningDaemon, command: list[str]) -> None:
+def test_output_that_cannot_be_written_is_one_line_and_exit_1(shared_daemon: Daemon, command: list[str]) -> None:
     asked = [*CTL, *command]
     if not command[0].startswith("-"):
-        asked += ["--address", str(daemon.directory)]
+        asked += ["--address", str(shared_daemon.directory)]
     for shell, words in ((">/dev/full", ("No space left",)), (">&-", ("stdout is closed",))):
         found = ran(asked, shell)
         assert found.status == 1
         found.said("refitctl: ", *words)
 
 
-def test_reader_that_leaves_ends_a_command_with_one_line(daemon: RunningDaemon) -> None:
+def test_reader_that_leaves_ends_a_command_with_one_line(shared_daemon: Daemon) -> None:
     for command in (["status"], ["watch", "--interval", "0.1"], ["doctor", "--json"]):
         read, write = os.pipe()
         os.close(read)
         try:
-            found = ran([*CTL, *command, "--address", str(daemon.directory)], stdout=write)
+            found = ran([*CTL, *command, "--address", str(shared_daemon.directory)], stdout=write)
         finally:
             os.close(write)
         assert found.status == 1
         found.said("refitctl: nobody reads its output any more")
 
 
-def test_head_takes_what_it_wants(daemon: RunningDaemon) -> None:
-    whole = f"{' '.join(CTL)} status --address {daemon.directory} | head -1"
+def test_head_takes_what_it_wants(shared_daemon: Daemon) -> None:
+    whole = f"{' '.join(CTL)} status --address {shared_daemon.directory} | head -1"
     ended = subprocess.run(["sh", "-c", whole], capture_output=True, text=True, timeout=RUN_S, check=False)
     assert ended.returncode == 0 and ended.stdout.startswith("coordinator: pid") and "Traceback" not in ended.stderr
 
@@ -106,9 +106,9 @@ def limited(count: int) -> Callable[[], None]:
     "count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (6, 7, 9, 12, 14)), 10, 16]
 )
 def test_too_few_descriptors_are_one_line_that_names_the_limit(
-    daemon: RunningDaemon, tmp_path: Path, count: int
+    shared_daemon: Daemon, tmp_path: Path, count: int
 ) -> None:
-    status = ran([*CTL, "status", "--address", str(daemon.directory)], preexec_fn=limited(count))
+    status = ran([*CTL, "status", "--address", str(shared_daemon.directory)], preexec_fn=limited(count))
     if status.status:
         assert status.status == 1
         status.said("refitctl: ", "ulimit -n")
@@ -125,16 +125,12 @@ def test_umask_that_takes_everything_leaves_a_service_its_own_files(tmp_path: Pa
     def masked() -> None:
         os.umask(0o777)
 
-    daemon = RunningDaemon(preexec=masked)
-    try:
+    with Daemon(prepare=masked) as daemon:
         modes = {path.name: path.stat().st_mode & 0o777 for path in daemon.directory.iterdir()}
         assert daemon.directory.stat().st_mode & 0o777 == 0o700
         assert all(mode & 0o600 == 0o600 and not mode & 0o077 for mode in modes.values()), modes
         with daemon.connect() as client:
             assert client.status().nodes
-    finally:
-        daemon.stop()
-        daemon.clean()
     made = ran([*CTL, "keygen", "n0", "--directory", str(tmp_path)], preexec_fn=masked)
     assert made.status == 0 and (tmp_path / "n0.key").stat().st_mode & 0o777 == 0o600
 
@@ -181,8 +177,8 @@ def test_interrupt_while_it_imports_is_one_line_and_130(tmp_path: Path, command:
     found.said("interrupted")
 
 
-def test_interrupted_command_says_so(daemon: RunningDaemon) -> None:
-    command = [*CTL, "watch", "--address", str(daemon.directory), "--interval", "0.1"]
+def test_interrupted_command_says_so(shared_daemon: Daemon) -> None:
+    command = [*CTL, "watch", "--address", str(shared_daemon.directory), "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline()
@@ -193,9 +189,9 @@ def test_interrupted_command_says_so(daemon: RunningDaemon) -> None:
     assert process.returncode == 0 and "Traceback" not in said
 
 
-def test_names_from_the_command_line_that_are_not_utf_8_are_refused_in_a_line(daemon: RunningDaemon) -> None:
+def test_names_from_the_command_line_that_are_not_utf_8_are_refused_in_a_line(shared_daemon: Daemon) -> None:
     for command in (["swap", b"caf\xe9"], ["plan", b"\xff"], ["abort", b"\xff"], ["verify", b"\xff"]):
-        found = ran([*CTL, *command, "--address", str(daemon.directory)])  # type: ignore[list-item]
+        found = ran([*CTL, *command, "--address", str(shared_daemon.directory)])  # type: ignore[list-item]
         assert found.status == 1
         found.said("not valid Unicode")
 
@@ -205,7 +201,7 @@ def test_names_from_the_command_line_that_are_not_utf_8_are_refused_in_a_line(da
 NASTY = "x\x1b[2J\x1b]0;t\x07\n[red]\u202eb\u2028\x9b31m\x7f:boom:"
 
 
-def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon: RunningDaemon) -> None:
+def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon: Daemon) -> None:
     model, replica, tensor = f"model {NASTY}", f"replica {NASTY}", f"tensor {NASTY}"
     address = ["--address", str(daemon.directory)]
     with daemon.connect(f"client {NASTY}") as client:
@@ -246,8 +242,8 @@ def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon:
     assert all(line.startswith("t=") for line in log.splitlines())
 
 
-def test_nul_in_a_name_is_a_clear_error(daemon: RunningDaemon) -> None:
-    with daemon.connect() as client:
+def test_nul_in_a_name_is_a_clear_error(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
         weights = {"w": torch.zeros(8)}
         for register in (
             lambda: client.register_source("po\0licy", weights),

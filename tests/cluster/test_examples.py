@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.cluster import RunningDaemon
+from refitd.testing import Daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
 WAIT_S = 120
 
 
-def start(daemon: RunningDaemon, *arguments: str | Path) -> subprocess.Popen[str]:
+def start(daemon: Daemon, *arguments: str | Path) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
     env |= {"REFITD_RUNTIME_DIR": str(daemon.directory), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, *arguments], env=env, stdout=subprocess.PIPE, text=True)
@@ -25,7 +25,7 @@ def printed(output: str) -> list[str]:
     return re.findall(r"version (\d+ weights \w+)", output)
 
 
-def test_an_fsdp2_trainer_of_two_ranks_gives_an_engine_every_step(daemon: RunningDaemon) -> None:
+def test_an_fsdp2_trainer_of_two_ranks_gives_an_engine_every_step(daemon: Daemon) -> None:
     engine = start(daemon, EXAMPLES / "engine.py", "--versions", str(STEPS))
     trainer = None
     try:

@@ -20,25 +20,24 @@ from refitd.buffers import handoff
 from refitd.protocol import cluster, local, reports, shards, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import Decoder, encode
+from refitd.testing import Daemon, Engine, eventually, leaks
 from tests.cluster.test_keys import Head, Nodes, head, joined, nodes  # noqa: F401  fixtures among them
-from tests.support import leaks
-from tests.support.cluster import Engine, RunningDaemon, eventually
-from tests.support.hostile import Figures, RawPeer, coordinator_pid, figures, fleet, refused
+from tests.support.hostile import Figures, RawPeer, figures, fleet, refused
 
 # What a process may grow by and keep: freed memory stays with the allocator.
 ROOM_BYTES = 96 << 20
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
-    return start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon()
 
 
 class Watched:
     """The daemon and its coordinator, before and after."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
-        self._pids = {"daemon": daemon.process.pid, "coordinator": coordinator_pid(daemon)}
+    def __init__(self, daemon: Daemon) -> None:
+        self._pids = {"daemon": daemon.pid, "coordinator": daemon.status().coordinator_pid}
         self._before = {name: figures(pid) for name, pid in self._pids.items()}
 
     def check(self) -> None:
@@ -55,7 +54,7 @@ class Watched:
             assert grown < ROOM_BYTES, f"{name} grew by {grown} bytes"
 
 
-def test_token_opens_one_session_once_from_its_own_process_while_its_socket_is_open(daemon: RunningDaemon) -> None:
+def test_token_opens_one_session_once_from_its_own_process_while_its_socket_is_open(daemon: Daemon) -> None:
     with fleet(daemon), RawPeer(daemon.directory) as peer:
         second = peer.dealer(daemon.directory)
         assert "opens no session" in refused(peer.hello(peer.token, second))  # used
@@ -63,10 +62,10 @@ def test_token_opens_one_session_once_from_its_own_process_while_its_socket_is_o
         assert "opens no session" in refused(peer.hello(b"", second))
         assert "has a session already" in refused(peer.hello(os.urandom(16)))
         assert "say Hello" in refused(peer.ask(local.GetStatus(), second))
-        held = leaks.descriptors(daemon.process.pid)
+        held = leaks.descriptors(daemon.pid)
         with RawPeer(daemon.directory, hello=False) as gone:
             token = gone.token
-        eventually(lambda: leaks.descriptors(daemon.process.pid) == held, "the daemon knows that the socket has closed")
+        eventually(lambda: leaks.descriptors(daemon.pid) == held, "the daemon knows that the socket has closed")
         assert "opens no session" in refused(peer.hello(token, second))
         assert isinstance(peer.ask(local.GetStatus()), reports.StatusReport)
 
@@ -85,15 +84,15 @@ print(Decoder(local.ClientReply).decode(dealer.recv())[1])
 """
 
 
-def test_token_that_another_process_has_got_hold_of_opens_nothing_for_it(daemon: RunningDaemon) -> None:
-    with RawPeer(daemon.directory, hello=False) as peer:
-        command = [sys.executable, "-c", THIEF, f"ipc://{daemon.directory / 'refitd.sock'}", peer.token.hex()]
+def test_token_that_another_process_has_got_hold_of_opens_nothing_for_it(shared_daemon: Daemon) -> None:
+    with RawPeer(shared_daemon.directory, hello=False) as peer:
+        command = [sys.executable, "-c", THIEF, f"ipc://{shared_daemon.directory / 'refitd.sock'}", peer.token.hex()]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert "this token opens no session here" in ran.stdout
         assert isinstance(peer.hello(peer.token), local.Welcome)  # and it is not used up
 
 
-def test_nobody_speaks_for_the_members_of_another_session(daemon: RunningDaemon) -> None:
+def test_nobody_speaks_for_the_members_of_another_session(daemon: Daemon) -> None:
     with fleet(daemon) as here, RawPeer(daemon.directory) as peer:
         for member in (here.source.member, here.target.member):
             for message in (
@@ -117,7 +116,7 @@ def test_nobody_speaks_for_the_members_of_another_session(daemon: RunningDaemon)
                 other.register_target("policy", weights, replica="a")
 
 
-def test_arenas_are_handed_to_their_own_session_and_for_reading_where_that_is_enough(daemon: RunningDaemon) -> None:
+def test_arenas_are_handed_to_their_own_session_and_for_reading_where_that_is_enough(daemon: Daemon) -> None:
     with fleet(daemon), RawPeer(daemon.directory) as peer:
         for arena in range(12):  # the fleet has some of these
             for write in (False, True):
@@ -143,7 +142,7 @@ def test_arenas_are_handed_to_their_own_session_and_for_reading_where_that_is_en
 
 
 @pytest.mark.slow
-def test_a_million_small_frames_stop_nobody(daemon: RunningDaemon) -> None:
+def test_a_million_small_frames_stop_nobody(daemon: Daemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
         frames = [b"", b"\x00", b"\x92\x01\x80", os.urandom(30), encode(0, local.GetStatus())[:-1]]
@@ -158,7 +157,7 @@ def test_a_million_small_frames_stop_nobody(daemon: RunningDaemon) -> None:
 
 
 @pytest.mark.slow
-def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: RunningDaemon) -> None:
+def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: Daemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
         with RawPeer(daemon.directory) as peer:
@@ -172,7 +171,7 @@ def test_a_peer_that_asks_and_never_reads_has_its_answers_dropped(daemon: Runnin
 
 
 @pytest.mark.slow
-def test_messages_of_very_many_frames_are_dropped(daemon: RunningDaemon) -> None:
+def test_messages_of_very_many_frames_are_dropped(daemon: Daemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
         with RawPeer(daemon.directory) as peer:
@@ -184,7 +183,7 @@ def test_messages_of_very_many_frames_are_dropped(daemon: RunningDaemon) -> None
 
 
 @pytest.mark.slow
-def test_what_one_client_may_have_under_way_is_bounded(daemon: RunningDaemon) -> None:
+def test_what_one_client_may_have_under_way_is_bounded(daemon: Daemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
         with RawPeer(daemon.directory) as peer:
@@ -209,7 +208,7 @@ def test_what_one_client_may_have_under_way_is_bounded(daemon: RunningDaemon) ->
 
 
 @pytest.mark.slow
-def test_a_flood_on_the_descriptor_socket_and_visitors_that_never_say_hello(daemon: RunningDaemon) -> None:
+def test_a_flood_on_the_descriptor_socket_and_visitors_that_never_say_hello(daemon: Daemon) -> None:
     with fleet(daemon) as here:
         watched = Watched(daemon)
         visitors = [RawPeer(daemon.directory, hello=False) for _ in range(100)]
@@ -240,7 +239,8 @@ def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) 
     a = nodes.key("a")
     head.start(a)
     assert head.process is not None
-    before = figures(head.process.pid)
+    coordinator = head.process.pid
+    before = figures(coordinator)
     host, _, port = head.endpoint.removeprefix("tcp://").rpartition(":")
     half_open = []
     for number in range(300):
@@ -253,11 +253,11 @@ def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) 
     with fleet(daemon):
         pass
     eventually(
-        lambda: figures(head.process.pid).descriptors <= before.descriptors + 2,  # the daemon's connection
+        lambda: figures(coordinator).descriptors <= before.descriptors + 2,  # the daemon's connection
         "the coordinator closes what was never finished",
         30,
     )
-    assert figures(head.process.pid).private_bytes - before.private_bytes < ROOM_BYTES
+    assert figures(coordinator).private_bytes - before.private_bytes < ROOM_BYTES
     for peer in half_open:
         peer.close()
 
@@ -304,8 +304,8 @@ def test_key_is_bound_to_its_node_and_the_roles_of_its_clients(head: Head, nodes
 
 
 @pytest.mark.parametrize("role", ["engine", "trainer", "operator"])
-def test_users_of_a_node_act_in_their_roles_only(start_daemon: Callable[..., RunningDaemon], role: str) -> None:
-    daemon = start_daemon(f'[node]\nname = "n0"\nworkers = 1\nroles = {{ "{os.getuid()}" = ["{role}"] }}\n')
+def test_users_of_a_node_act_in_their_roles_only(start_daemon: Callable[..., Daemon], role: str) -> None:
+    daemon = start_daemon(f'[node]\nroles = {{ "{os.getuid()}" = ["{role}"] }}\n')
     weights = {"w": torch.zeros(64, 64)}
     with daemon.connect() as client:
         attempts = {
@@ -327,10 +327,9 @@ def test_users_of_a_node_act_in_their_roles_only(start_daemon: Callable[..., Run
 def test_users_that_are_not_allowed_are_turned_away_at_both_sockets(start_daemon, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
-    daemon = start_daemon(
-        '[node]\nname = "n0"\nworkers = 1\nallowed_uids = [65534]\nroles = { "65534" = ["engine"] }\n'
-    )
-    daemon.directory.chmod(0o711)
+    daemon = start_daemon('[node]\nallowed_uids = [65534]\nroles = { "65534" = ["engine"] }\n')
+    for folder in (daemon.folder, daemon.directory):
+        folder.chmod(0o711)
     for name in ("refitd.sock", "refitd.fds"):
         (daemon.directory / name).chmod(0o666)
     try:
@@ -380,11 +379,11 @@ def peak_bytes(pid: int) -> int:
     return int(fields["VmHWM"].split()[0]) << 10
 
 
-def test_who_is_not_let_in_yet_may_say_one_small_hello_and_nothing_is_built_of_the_rest(daemon: RunningDaemon) -> None:
+def test_who_is_not_let_in_yet_may_say_one_small_hello_and_nothing_is_built_of_the_rest(daemon: Daemon) -> None:
     count = 62 << 20
     nested = b"\x92\x01\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     with fleet(daemon) as here, RawPeer(daemon.directory, hello=False) as stranger, RawPeer(daemon.directory) as client:
-        pids = {"daemon": daemon.process.pid, "coordinator": coordinator_pid(daemon)}
+        pids = {"daemon": daemon.pid, "coordinator": daemon.status().coordinator_pid}
         before = {name: peak_bytes(pid) for name, pid in pids.items()}
         # the daemon, before and after Hello, and the coordinator
         stranger.socket.send(nested)

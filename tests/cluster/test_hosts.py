@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +9,8 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
-from tests.support.network import TwoHosts, why_not
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
+from tests.support.network import TwoHosts, start_daemons, why_not
 
 if reason := why_not():
     pytest.skip(f"no network namespaces here: {reason}", allow_module_level=True)
@@ -30,29 +28,14 @@ def hosts() -> Iterator[TwoHosts]:
 class Fleet:
     """A trainer on host a, which runs the coordinator too, and an engine on host b."""
 
-    def __init__(self, hosts: TwoHosts, start: Callable[..., RunningDaemon], keys: Path, rows: int) -> None:
-        for name in ("a", "b"):
-            keygen = [sys.executable, "-m", "refitd_cli.control", "keygen", name, "--directory", str(keys)]
-            subprocess.run(keygen, check=True, timeout=30, capture_output=True)
-        (keys / "allowed").write_text((keys / "a.pub").read_text() + (keys / "b.pub").read_text())
+    def __init__(self, hosts: TwoHosts, start: Callable[..., Daemon], keys: Path, rows: int) -> None:
         common = "[deadlines]\nplan_s = 60.0\nstage_s = 15.0\ncommit_s = 5.0\n"
-        endpoint = f"[coordinator]\nendpoint = 'tcp://{hosts.addresses[0]}:{PORT}'\n"
-        self.daemons = []
-        for name, netns in zip(("a", "b"), hosts.names, strict=True):
-            security = f"[security]\nkey = '{keys}/{name}.key'\nserver_key = '{keys}/a.pub'\n"
-            security += f"allowed = '{keys}/allowed'\n" if name == "a" else ""
-            config = f"[node]\nname = '{name}'\n{endpoint}{security}{common}"
-            self.daemons.append(start(config, standalone=name == "a", netns=netns))
-        eventually(lambda: len(self.status().nodes) == 2, "both nodes are there", 20)
+        self.daemons = start_daemons(hosts, PORT, keys, start, common)
         self.trainer, self.engine = (daemon.connect() for daemon in self.daemons)
         self.full = {"w": torch.zeros(rows, 1000, dtype=torch.bfloat16), "b": torch.zeros(1001)}
         self.mine = {name: torch.zeros_like(tensor) for name, tensor in self.full.items()}
         self.source = self.trainer.register_source("policy", self.full)
         self.target = self.engine.register_target("policy", self.mine, replica="far")
-
-    def status(self) -> refitd.protocol.reports.StatusReport:  # type: ignore[name-defined]
-        with self.daemons[0].connect("status") as client:
-            return client.status()
 
     def publish(self, version: int) -> None:
         for tensor in self.full.values():
@@ -67,9 +50,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(
-    hosts: TwoHosts, start_daemon: Callable[..., RunningDaemon], tmp_path: Path
-) -> Iterator[Callable[[int], Fleet]]:
+def fleet(hosts: TwoHosts, start_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Callable[[int], Fleet]]:
     made: list[Fleet] = []
 
     def make(rows: int) -> Fleet:
@@ -86,9 +67,9 @@ def test_weights_cross_between_hosts_that_know_each_other_by_keys(fleet: Callabl
     found = fleet(20_000)
     found.swap(1)
     found.swap(2)
-    addresses = {node.node: node.address for node in found.status().nodes}
+    addresses = {node.node: node.address for node in found.daemons[0].status().nodes}
     assert addresses == dict(zip("ab", TwoHosts.addresses, strict=True))
-    (link,) = found.status().links
+    (link,) = found.daemons[0].status().links
     assert (link.source, link.target, link.state) == ("a", "b", "up")
 
 
@@ -123,7 +104,7 @@ def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
     found.swap(1)
     hosts.limit(100)  # 80 MB would take 6 s
     found.publish(2)
-    swap = RunningSwap(found.daemons[0], "policy", 2, timeout=40)
+    swap = RunningSwap(found.daemons[0].connect(), "policy", 2, timeout=40)
     swap.wait_phase("stage")
     hosts.cable(up=False)
     with pytest.raises(refitd.RefitFailed) as failed:
@@ -134,6 +115,6 @@ def test_a_pulled_cable_aborts_in_time_and_the_swap_works_once_it_is_back(
     assert torch.equal(found.mine["w"], torch.ones_like(found.mine["w"]))
     hosts.cable(up=True)
     hosts.limit(1000)
-    eventually(lambda: len(found.status().nodes) == 2, "host b is back", 30)
-    eventually(lambda: bool(found.status().models[0].targets), "its engine is back", 30)
+    eventually(lambda: len(found.daemons[0].status().nodes) == 2, "host b is back", 30)
+    eventually(lambda: bool(found.daemons[0].status().models[0].targets), "its engine is back", 30)
     found.swap(3)

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import refitd
+from refitd.testing import Coordinator, Daemon, Engine, ProcessFailed, RunningSwap, eventually
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
 
-Start = Callable[..., RunningDaemon]
+Start = Callable[..., Daemon]
 
 
 class Fleet:
     """A trainer of one rank and replicas a and b that serve version 1; every element of version v is v."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.trainer, self.client = daemon.connect("trainer"), daemon.connect("engines")
         self.tensors = {name: torch.full((64, 48), 0.0) for name in ("x", "y")}
@@ -45,7 +45,7 @@ class Fleet:
     def a_alone_takes_over(self, version: int) -> None:
         """The version is decided, a serves it, b has not come to a commit point yet."""
         self.publish(version)
-        running = RunningSwap(self.daemon, "policy", version)
+        running = RunningSwap(self.daemon.connect(), "policy", version)
         running.wait_phase("commit")
         with Engine(self.targets["a"]):
             assert self.targets["a"].wait(version, timeout=10) == version
@@ -66,43 +66,28 @@ class Fleet:
 
 
 @pytest.fixture
-def alone(start_daemon: Start) -> Iterator[tuple[Fleet, subprocess.Popen[bytes]]]:
+def alone(start_daemon: Start) -> Iterator[tuple[Fleet, Coordinator]]:
     """A fleet whose coordinator is a process of its own."""
     daemon = start_daemon("[deadlines]\ncommit_s = 5.0\n", standalone=False)
     coordinator = daemon.start_coordinator()
-    with daemon.connect("waits") as client:
-        eventually(lambda: answers(client), "a coordinator", 30)
     fleet = Fleet(daemon)
     yield fleet, coordinator
     fleet.close()
 
 
-def answers(client: refitd.Client) -> bool:
-    try:
-        client.status()
-    except refitd.RefitdError:
-        return False
-    return True
-
-
-def journal_files(daemon: RunningDaemon) -> list[Path]:
+def journal_files(daemon: Daemon) -> list[Path]:
     return sorted(daemon.directory.glob("journal.sqlite*"))
-
-
-def killed(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait(10)
 
 
 @pytest.mark.parametrize("how", ["lost", "older", "another's"])
 def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
-    alone: tuple[Fleet, subprocess.Popen[bytes]], how: str, tmp_path: Path
+    alone: tuple[Fleet, Coordinator], how: str, tmp_path: Path
 ) -> None:
     fleet, coordinator = alone
     journal = fleet.daemon.directory / "journal.sqlite"
     shutil.copy(journal, tmp_path / "older")
     fleet.a_alone_takes_over(2)
-    killed(coordinator)
+    coordinator.kill()
     for path in journal_files(fleet.daemon):
         path.unlink()
     if how == "older":
@@ -125,25 +110,20 @@ def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
 
 
 def test_a_second_coordinator_on_a_journal_is_refused_and_the_next_one_after_it_is_killed_is_not(
-    alone: tuple[Fleet, subprocess.Popen[bytes]], tmp_path: Path
+    alone: tuple[Fleet, Coordinator], tmp_path: Path
 ) -> None:
     fleet, coordinator = alone
     linked = tmp_path / "linked"
     os.link(fleet.daemon.directory / "journal.sqlite", linked)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
-    environment["REFITD_NODE__RUNTIME_DIR"] = str(tmp_path / "other")
-    environment["REFITD_COORDINATOR__JOURNAL"] = str(linked)
-    command = [sys.executable, "-m", "refitd_cli.daemon", "coordinator"]
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert second.returncode != 0
-    assert f"is in use by another coordinator (pid {coordinator.pid})" in second.stdout + second.stderr
-    killed(coordinator)
+    with pytest.raises(ProcessFailed, match=rf"is in use by another coordinator \(pid {coordinator.pid}\)"):
+        Coordinator(f'[coordinator]\njournal = "{linked}"\n').start()
+    coordinator.kill()
     fleet.daemon.start_coordinator()
     eventually(lambda: (found := fleet.status()) is not None and found.live == 1, "the next one has started", 30)
 
 
 @pytest.mark.parametrize("damage", ["removed", "replaced", "truncated", "garbled"])
-def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon: RunningDaemon, damage: str) -> None:
+def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon: Daemon, damage: str) -> None:
     fleet = Fleet(daemon)
     journal = daemon.directory / "journal.sqlite"
     if damage == "removed":
@@ -163,9 +143,7 @@ def test_a_swap_is_not_committed_with_a_journal_that_somebody_has_touched(daemon
     fleet.close()
 
 
-def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number_that_was_live(
-    daemon: RunningDaemon,
-) -> None:
+def test_a_trainer_that_starts_again_cannot_publish_other_weights_under_a_number_that_was_live(daemon: Daemon) -> None:
     fleet = Fleet(daemon)
     first = fleet.source.run
     fleet.trainer.close()
@@ -200,7 +178,7 @@ def ranks_whole() -> dict[str, torch.Tensor]:
 class Ranks:
     """Two source ranks of a model, each with two slots, published to from threads of their own."""
 
-    def __init__(self, daemon: RunningDaemon, versions: int) -> None:
+    def __init__(self, daemon: Daemon, versions: int) -> None:
         self.clients = [daemon.connect(f"rank {rank}") for rank in range(2)]
         self.sources = []
         self.tensors = [shards.cut(ranks_whole(), rank, 2)[NAME] for rank in range(2)]
@@ -271,7 +249,7 @@ def test_ranks_that_drift_complete_every_version_with_two_slots(start_daemon: St
     ranks.close()
 
 
-def test_a_rank_that_is_too_far_ahead_is_told_whom_it_waits_for(daemon: RunningDaemon) -> None:
+def test_a_rank_that_is_too_far_ahead_is_told_whom_it_waits_for(daemon: Daemon) -> None:
     ranks = Ranks(daemon, 3)
     for rank in range(2):
         ranks.publish(rank, 1)

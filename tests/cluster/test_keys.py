@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ import zmq
 import refitd
 from refitd.protocol import keys, local
 from refitd.protocol.channel import Dealer
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Coordinator, Daemon, Engine, eventually
+from refitd.testing.cluster import free_port
 
 JOIN_S = 20.0
 
@@ -26,38 +26,25 @@ class Head:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        # nobody else takes the port while it is bound, and little time passes until the coordinator binds it
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.pair = keys.generate("head")
         self._key, self.public_file = keys.write(self.pair, directory)
         self._allowed = directory / "allowed"
-        self._log = directory / "head.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Coordinator | None = None
 
     def start(self, *allowed: keys.KeyPair, more: str = "") -> None:
         """Start with this list."""
-        text = f'[coordinator]\nendpoint = "{self.endpoint}"\n[node]\nruntime_dir = "{self._directory / "run"}"\n'
         self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
         self._allowed.chmod(0o644)
+        text = f'[coordinator]\nendpoint = "{self.endpoint}"\n'
         text += f'[security]\nkey = "{self._key}"\nallowed = "{self._allowed}"\n{more}'
-        config = self._directory / "head.toml"
-        config.write_text(text)
-        started = self.log().count("event=ready")
-        command = [sys.executable, "-m", "refitd_cli.daemon", "coordinator", "--config", str(config)]
-        env = {name: value for name, value in os.environ.items() if not name.startswith("REFITD_")}
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        eventually(lambda: self.log().count("event=ready") > started, "the coordinator listens", JOIN_S)
+        self.process = Coordinator(text, name="head", folder=self._directory).start()
 
     def stop(self) -> None:
-        assert self.process is not None
-        self.process.terminate()
-        assert self.process.wait(10) == 0
+        assert self.process is not None and self.process.stop() == []
 
     def log(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
+        return "" if self.process is None else self.process.log()
 
 
 @pytest.fixture
@@ -65,15 +52,14 @@ def head(tmp_path: Path) -> Iterator[Head]:
     head = Head(tmp_path)
     yield head
     print(f"--- log of the coordinator\n{head.log()}")
-    if head.process is not None and head.process.poll() is None:
-        head.process.kill()
-        head.process.wait()
+    if head.process is not None:
+        head.process.remove()
 
 
 class Nodes:
     """Daemons that look for `head`, each with a key of its own."""
 
-    def __init__(self, head: Head, directory: Path, start_daemon: Callable[..., RunningDaemon]) -> None:
+    def __init__(self, head: Head, directory: Path, start_daemon: Callable[..., Daemon]) -> None:
         self._head, self._directory, self._start_daemon = head, directory, start_daemon
 
     def key(self, name: str) -> keys.KeyPair:
@@ -81,22 +67,19 @@ class Nodes:
         keys.write(pair, self._directory)
         return pair
 
-    def start(
-        self, name: str, *, key: keys.KeyPair, server_key: str = "", host: str = "", more: str = ""
-    ) -> RunningDaemon:
+    def start(self, name: str, *, key: keys.KeyPair, server_key: str = "", host: str = "", more: str = "") -> Daemon:
         endpoint = self._head.endpoint.replace("127.0.0.1", host or "127.0.0.1")
-        text = f'[node]\nname = "{name}"\nworkers = 1\n[coordinator]\nendpoint = "{endpoint}"\n'
         server_key = server_key or str(self._head.public_file)
-        text += f'[security]\nkey = "{self._directory / key.name}.key"\nserver_key = "{server_key}"\n'
-        return self._start_daemon(text + more, standalone=False)
+        text = f'[security]\nkey = "{self._directory / key.name}.key"\nserver_key = "{server_key}"\n'
+        return self._start_daemon(text + more, name=name, joins=endpoint)
 
 
 @pytest.fixture
-def nodes(head: Head, tmp_path: Path, start_daemon: Callable[..., RunningDaemon]) -> Nodes:
+def nodes(head: Head, tmp_path: Path, start_daemon: Callable[..., Daemon]) -> Nodes:
     return Nodes(head, tmp_path, start_daemon)
 
 
-def joined(daemon: RunningDaemon) -> list[str]:
+def joined(daemon: Daemon) -> list[str]:
     """The nodes that this one's coordinator knows, once it has one."""
     with daemon.connect() as client:
         eventually(lambda: why_not(client) == "", f"a coordinator answers; log:\n{daemon.log()}", JOIN_S)
@@ -111,7 +94,7 @@ def why_not(client: refitd.Client) -> str:
     return ""
 
 
-def says(daemon: RunningDaemon, text: str) -> None:
+def says(daemon: Daemon, text: str) -> None:
     """Wait until the daemon's log and its clients' errors say this of the coordinator."""
     eventually(lambda: text in daemon.log(), f"the log says {text!r}:\n{daemon.log()}", JOIN_S)
     with daemon.connect() as client:
@@ -253,8 +236,9 @@ def test_standalone_daemon_lets_others_in_by_key(head: Head, nodes: Nodes, start
     allowed.write_text(f"{a.public_line}\n{head.pair.public_line}\n")
     allowed.chmod(0o644)
     alone = start_daemon(
-        f'[node]\nname = "head"\nworkers = 1\n[coordinator]\nendpoint = "{head.endpoint}"\n[security]\n'
-        f'key = "{tmp_path / "head.key"}"\nserver_key = "{head.public_file}"\nallowed = "{allowed}"\n'
+        f'[coordinator]\nendpoint = "{head.endpoint}"\n[security]\n'
+        f'key = "{tmp_path / "head.key"}"\nserver_key = "{head.public_file}"\nallowed = "{allowed}"\n',
+        name="head",
     )
     assert joined(alone)
     assert joined(nodes.start("a", key=a)) == ["a", "head"]

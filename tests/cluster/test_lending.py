@@ -14,8 +14,8 @@ import torch
 
 import refitd
 from refitd.copy_services import measure
+from refitd.testing import Daemon, Engine
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon
 
 CAP_SYS_PTRACE = 19
 
@@ -24,7 +24,7 @@ def short_rows() -> dict[str, torch.Tensor]:
     return {"w": torch.arange(16384 * 16, dtype=torch.float32).reshape(16384, 16)}
 
 
-def test_the_first_lend_measures_and_status_and_report_say_what_was_chosen(daemon: RunningDaemon) -> None:
+def test_the_first_lend_measures_and_status_and_report_say_what_was_chosen(daemon: Daemon) -> None:
     full = {"w": torch.randn(1024, 2048)}
     live = shards.zeros_like(full)
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -45,7 +45,7 @@ def test_the_first_lend_measures_and_status_and_report_say_what_was_chosen(daemo
         assert shards.equal(live, full)
 
 
-def test_rows_too_short_to_pull_are_copied_and_the_tensors_are_free_at_once(daemon: RunningDaemon) -> None:
+def test_rows_too_short_to_pull_are_copied_and_the_tensors_are_free_at_once(daemon: Daemon) -> None:
     full = short_rows()
     first, live = {"w": full["w"].clone()}, shards.zeros_like(full)
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -60,7 +60,7 @@ def test_rows_too_short_to_pull_are_copied_and_the_tensors_are_free_at_once(daem
         assert shards.equal(live, first)
 
 
-def test_a_lease_that_was_copied_stays_a_version_unless_its_block_fails(daemon: RunningDaemon) -> None:
+def test_a_lease_that_was_copied_stays_a_version_unless_its_block_fails(daemon: Daemon) -> None:
     with daemon.connect() as trainer:
         source = trainer.register_source("policy", short_rows(), pull=False)
         with source.lend(1) as lease:
@@ -73,7 +73,7 @@ def test_a_lease_that_was_copied_stays_a_version_unless_its_block_fails(daemon: 
         assert trainer.status().models[0].complete_versions == ()
 
 
-def test_tensors_that_nobody_can_read_in_place_are_copied_or_refused_as_demanded(daemon: RunningDaemon) -> None:
+def test_tensors_that_nobody_can_read_in_place_are_copied_or_refused_as_demanded(daemon: Daemon) -> None:
     full = {"w": torch.randn(64, 32).t()}
     live = {"w": torch.zeros(32, 64)}
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -108,9 +108,9 @@ def forbid_ptrace() -> None:
 
 @pytest.mark.slow
 def test_a_trainer_whose_memory_may_not_be_read_copies_and_the_report_says_why(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., Daemon],
 ) -> None:
-    daemon = start_daemon(preexec=forbid_ptrace)
+    daemon = start_daemon(prepare=forbid_ptrace)
     live = {"w": torch.zeros(512, 1024)}
 
     def trainer(way: str) -> subprocess.Popen[str]:
@@ -135,7 +135,7 @@ def test_a_trainer_whose_memory_may_not_be_read_copies_and_the_report_says_why(
         assert torch.equal(live["w"], torch.ones(512, 1024))
 
 
-def test_a_measurement_larger_than_a_sample_is_refused(daemon: RunningDaemon) -> None:
+def test_a_measurement_larger_than_a_sample_is_refused(daemon: Daemon) -> None:
     from refitd.protocol import local
 
     with daemon.connect() as client:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import refitd
+from refitd.testing import Daemon, Engine, eventually
+from refitd.testing.leaks import own_memory_files
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, eventually, own_memory_files
 
 MIB = 1 << 20
 
@@ -23,8 +24,8 @@ def tensors(mebibytes: int) -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(mebibytes * MIB, dtype=torch.uint8)}
 
 
-def descriptors(daemon: RunningDaemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+def descriptors(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
 def swap_succeeds(client: refitd.Client, model: str) -> bool:
@@ -36,9 +37,9 @@ def swap_succeeds(client: refitd.Client, model: str) -> bool:
 
 
 def test_a_registration_that_needs_too_many_descriptors_is_refused_and_a_smaller_one_works(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., Daemon],
 ) -> None:
-    daemon = start_daemon(limits={resource.RLIMIT_NOFILE: (90, 90)})
+    daemon = start_daemon(prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90)), workers=2)
     with daemon.connect() as client:
         before = descriptors(daemon)
         wanted = r"16 arenas .*: 48 more file descriptors needed .* \d+ are open, .* the limit is 90 \(RLIMIT_NOFILE\)"
@@ -50,9 +51,9 @@ def test_a_registration_that_needs_too_many_descriptors_is_refused_and_a_smaller
 
 
 def test_clients_beyond_the_descriptors_are_turned_away_and_the_others_go_on(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., Daemon],
 ) -> None:
-    daemon = start_daemon(limits={resource.RLIMIT_NOFILE: (80, 80)})
+    daemon = start_daemon(prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80)), workers=2)
     with daemon.connect() as client:
         crowd: list[refitd.Client] = []
         with pytest.raises(refitd.RefusedError, match=r"can open only \d+ more files \(RLIMIT_NOFILE\)"):
@@ -65,18 +66,16 @@ def test_clients_beyond_the_descriptors_are_turned_away_and_the_others_go_on(
         assert swap_succeeds(client, "policy")
 
 
-def test_the_soft_limit_on_descriptors_is_raised_and_the_log_says_so(
-    start_daemon: Callable[..., RunningDaemon],
-) -> None:
-    daemon = start_daemon(limits={resource.RLIMIT_NOFILE: (100, 300)})
-    assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (300, 300)
+def test_the_soft_limit_on_descriptors_is_raised_and_the_log_says_so(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)))
+    assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE) == (300, 300)
     assert "event=descriptor-limit-raised was=100 now=300" in daemon.log()
 
 
 def test_an_arena_larger_than_files_may_be_is_refused_and_a_smaller_one_works(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., Daemon],
 ) -> None:
-    daemon = start_daemon(limits={resource.RLIMIT_FSIZE: (4 * MIB, 4 * MIB)})
+    daemon = start_daemon(prepare=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB)))
     with daemon.connect() as client:
         before = descriptors(daemon)
         wanted = rf"{8 * MIB} bytes asked for, {4 * MIB} bytes available under RLIMIT_FSIZE"
@@ -90,8 +89,8 @@ def test_an_arena_larger_than_files_may_be_is_refused_and_a_smaller_one_works(
         assert swap_succeeds(client, "policy")
 
 
-def test_the_configured_limit_on_arenas_says_what_is_left_of_it(start_daemon: Callable[..., RunningDaemon]) -> None:
-    daemon = start_daemon(f'[node]\nname = "n0"\nmax_arena_bytes = {8 * MIB}\n')
+def test_the_configured_limit_on_arenas_says_what_is_left_of_it(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(f"[node]\nmax_arena_bytes = {8 * MIB}\n")
     with daemon.connect() as client:
         client.register_source("first", tensors(2), slots=1)
         wanted = rf"{8 * MIB} bytes of arenas asked for, {6 * MIB} are available .* \(node\.max_arena_bytes\); raise it"
@@ -100,7 +99,7 @@ def test_the_configured_limit_on_arenas_says_what_is_left_of_it(start_daemon: Ca
         client.register_source("policy", tensors(3), slots=2)
 
 
-def test_a_client_that_cannot_map_its_arenas_leaves_no_registration(daemon: RunningDaemon) -> None:
+def test_a_client_that_cannot_map_its_arenas_leaves_no_registration(daemon: Daemon) -> None:
     weights = tensors(64)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -115,9 +114,7 @@ def test_a_client_that_cannot_map_its_arenas_leaves_no_registration(daemon: Runn
         client.register_source("policy", weights, slots=1)
 
 
-def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_there_is_room(
-    daemon: RunningDaemon,
-) -> None:
+def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_there_is_room(daemon: Daemon) -> None:
     full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
     with daemon.connect() as client:
         source = client.register_source("policy", full)
@@ -163,9 +160,7 @@ def test_a_coordinator_whose_journal_cannot_be_written_does_not_start(tmp_path: 
     assert "event=ready" not in ran.stderr
 
 
-def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_next_swap_works(
-    daemon: RunningDaemon,
-) -> None:
+def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_next_swap_works(daemon: Daemon) -> None:
     """Nothing can be handed to the workers: every descriptor below the limit is taken."""
     full, live = shards.whole(1), shards.zeros_like(shards.whole(1))
     with daemon.connect() as client:
@@ -178,7 +173,7 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
             tensor.add_(1)
         source.publish(2)  # into the other slot: its copies are not known to the workers yet
         eventually(lambda: all(client.status().nodes[0].workers), "the workers are there")
-        pid = daemon.process.pid
+        pid = daemon.pid
         taken = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
         first_free = min(set(range(max(taken) + 2)) - taken)
         before = resource.prlimit(
@@ -192,7 +187,7 @@ def test_a_daemon_that_runs_out_of_descriptors_while_it_swaps_names_it_and_the_n
                 client.swap("policy", 2, timeout=60)
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-        assert daemon.process.poll() is None and target.version == 1
+        assert daemon.is_running and target.version == 1
         with Engine(target):
             assert client.swap("policy", 2, timeout=60).outcome == "committed"
         assert shards.equal(live, full)

@@ -11,8 +11,8 @@ import pytest
 import refitd
 from refitd.client import Client
 from refitd.client.target import Target
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually
 
 
 class Replica:
@@ -21,7 +21,7 @@ class Replica:
     `served[rank]` is the version that the rank served in each step.
     """
 
-    def __init__(self, daemon: RunningDaemon, *, by_step: bool = False) -> None:
+    def __init__(self, daemon: Daemon, *, by_step: bool = False) -> None:
         self._daemon = daemon
         self._by_step = by_step
         self._stop = threading.Event()
@@ -84,14 +84,14 @@ class Replica:
 
 
 @pytest.fixture
-def trainer(daemon: RunningDaemon) -> Iterator[Client]:
+def trainer(daemon: Daemon) -> Iterator[Client]:
     with daemon.connect("trainer") as client:
         yield client
 
 
 @pytest.mark.parametrize("by_step", [False, True], ids=["counted", "given the step"])
 def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_returns_alone(
-    daemon: RunningDaemon, trainer: Client, by_step: bool
+    daemon: Daemon, trainer: Client, by_step: bool
 ) -> None:
     """The second rank is slower; nobody gives `agree`. Each in its turn ends and comes back between two swaps."""
     tensors = shards.whole(1)
@@ -112,7 +112,7 @@ def test_ranks_in_lock_step_never_serve_two_versions_in_a_step_though_one_return
 
 
 def test_ranks_that_cannot_be_brought_to_one_poll_are_named_in_the_report_and_the_log(
-    daemon: RunningDaemon, trainer: Client
+    daemon: Daemon, trainer: Client
 ) -> None:
     """One thread polls both in turn, and one of them has polled more often."""
     tensors = shards.whole(1)
@@ -139,7 +139,7 @@ def test_ranks_that_cannot_be_brought_to_one_poll_are_named_in_the_report_and_th
             assert daemon.log().count("event=apart") == 2 * (version - 1)
 
 
-def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemon: RunningDaemon) -> None:
+def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as first:
         tensors = shards.whole(1)
         source = trainer.register_source("policy", tensors)
@@ -154,7 +154,7 @@ def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemo
             )
         source.publish(1)
         second._connection._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
-        running = RunningSwap(daemon, "policy", 1)
+        running = RunningSwap(daemon.connect(), "policy", 1)
         running.wait_phase("commit")
         second.close()
         with Engine(targets[0]), pytest.raises(refitd.RefitFailed, match="incomplete"):

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.cluster import Engine, RunningDaemon
+from refitd.testing import Daemon, Engine
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_hundred_thousand_tensors_are_swapped_and_nobody_is_taken_for_dead(
-    start_daemon: Callable[..., RunningDaemon],
+    start_daemon: Callable[..., Daemon],
 ) -> None:
     """Addressing them took the square of their number, and their node was dropped meanwhile."""
     daemon = start_daemon("[deadlines]\ncommit_s = 60.0\nstage_s = 60.0\n")

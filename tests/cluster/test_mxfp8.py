@@ -14,7 +14,7 @@ import torch
 import refitd
 from refitd import Derived, MXFP8Buffer, MXFP8Offer, ParameterMetadata, Rounding, Tile
 from refitd.protocol.reports import SwapProgress
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 # name -> shape, the dimension that is split, or None; `w` and `v` are converted
 SHAPES: Mapping[str, tuple[tuple[int, ...], int | None]] = {
@@ -190,15 +190,13 @@ class Trainer:
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     return start_daemon("[deadlines]\ncommit_s = 10.0\nstage_s = 20.0\n")
 
 
 @pytest.mark.parametrize("convert_on_send", [False, True], ids=["receiver", "sender"])
 @pytest.mark.parametrize("swizzled", [False, True], ids=["row-major", "swizzled"])
-def test_any_layout_holds_what_the_whole_tensor_would_be(
-    daemon: RunningDaemon, convert_on_send: bool, swizzled: bool
-) -> None:
+def test_any_layout_holds_what_the_whole_tensor_would_be(daemon: Daemon, convert_on_send: bool, swizzled: bool) -> None:
     """Cut along rows and columns on both sides, in private memory and in an arena, beside a bfloat16 replica."""
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         sources = Trainer((trainer,), 2, mxfp8=OFFER if convert_on_send else None)
@@ -233,7 +231,7 @@ def test_any_layout_holds_what_the_whole_tensor_would_be(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", list(Rounding))
-def test_roundings_are_what_is_declared(daemon: RunningDaemon, rounding: Rounding) -> None:
+def test_roundings_are_what_is_declared(daemon: Daemon, rounding: Rounding) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, rounding, instead=True))
         received = Replica((engine,), "sent", 2, rounding=rounding, convert_on_send=True)
@@ -245,7 +243,7 @@ def test_roundings_are_what_is_declared(daemon: RunningDaemon, rounding: Roundin
         assert not torch.equal(oracle(full["w"], rounding)[1], oracle(full["w"], other)[1])
 
 
-def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: RunningDaemon) -> None:
+def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: Daemon) -> None:
     """Of four source ranks no two meet between two blocks, and the second holds a part of one only."""
     full = {"w": model(4)["v"].repeat(1, 5)[:, :320].contiguous()}
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -268,7 +266,7 @@ def test_sources_cut_inside_a_block_are_put_together_by_receivers(daemon: Runnin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("convert_on_send", [False, True], ids=["receiver", "sender"])
-def test_float32_sources_are_rounded_to_bfloat16_first(daemon: RunningDaemon, convert_on_send: bool) -> None:
+def test_float32_sources_are_rounded_to_bfloat16_first(daemon: Daemon, convert_on_send: bool) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         offer = MXFP8Offer(CONVERTED) if convert_on_send else None
         full = model(1, torch.float32)
@@ -289,12 +287,10 @@ def test_float32_sources_are_rounded_to_bfloat16_first(daemon: RunningDaemon, co
 @pytest.mark.parametrize(
     "convert_on_send", [pytest.param(False, marks=pytest.mark.slow), True], ids=["receiver", "sender"]
 )
-def test_two_nodes(start_daemon: Callable[..., RunningDaemon], convert_on_send: bool) -> None:
+def test_two_nodes(start_daemon: Callable[..., Daemon], convert_on_send: bool) -> None:
     """Ranks of sources and targets on both nodes: bytes cross, and are converted where they arrive."""
-    n0 = start_daemon('[node]\nname = "n0"\n[deadlines]\nplan_s = 30.0\n')
-    endpoint = f"ipc://{n0.directory}/coordinator.sock"
-    head = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n'
-    n1 = start_daemon(head, standalone=False)
+    n0 = start_daemon("[deadlines]\nplan_s = 30.0\n")
+    n1 = start_daemon(name="n1", joins=n0.endpoint)
     with n0.connect() as c0, n1.connect() as c1:
         eventually(lambda: len(c0.status().nodes) == 2, "every node has joined")
         sources = Trainer((c0, c1), 2, mxfp8=OFFER if convert_on_send else None)
@@ -313,7 +309,7 @@ def test_two_nodes(start_daemon: Callable[..., RunningDaemon], convert_on_send: 
 
 
 @pytest.mark.slow
-def test_lending_what_is_offered_converts_it(daemon: RunningDaemon) -> None:
+def test_lending_what_is_offered_converts_it(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         full = model(1)
         source = trainer.register_source("m", full, mxfp8=OFFER)
@@ -379,13 +375,13 @@ SHARED = MXFP8Buffer.empty((8, 64))
     ],
 )
 def test_a_target_that_cannot_be_is_refused_by_name(
-    daemon: RunningDaemon, held: dict[str, object], metadata: list[ParameterMetadata] | None, says: str
+    daemon: Daemon, held: dict[str, object], metadata: list[ParameterMetadata] | None, says: str
 ) -> None:
     with daemon.connect() as engine, pytest.raises(refitd.RefusedError, match=says):
         engine.register_target("m", held, replica="r", metadata=metadata)
 
 
-def test_a_source_that_cannot_offer_is_refused_by_name(daemon: RunningDaemon) -> None:
+def test_a_source_that_cannot_offer_is_refused_by_name(daemon: Daemon) -> None:
     tensors = {"narrow": torch.zeros(8, 48, dtype=torch.bfloat16), "whole": torch.zeros(8, 64, dtype=torch.int32)}
     with daemon.connect() as trainer:
         for offer, says in (
@@ -399,7 +395,7 @@ def test_a_source_that_cannot_offer_is_refused_by_name(daemon: RunningDaemon) ->
             trainer.register_source("m", {"w": MXFP8Buffer.empty((8, 64))})
 
 
-def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: RunningDaemon) -> None:
+def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         Trainer((trainer,), 1).publish(1)
         received = Replica((engine,), "r", 1, convert_on_send=True)
@@ -410,7 +406,7 @@ def test_who_wants_what_nobody_offers_is_refused_before_anything_moves(daemon: R
         received.targets[0].close()
 
 
-def test_roundings_that_differ_are_refused_before_anything_moves(daemon: RunningDaemon) -> None:
+def test_roundings_that_differ_are_refused_before_anything_moves(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, Rounding.FLOOR)).publish(1)
         Replica((engine,), "r", 1, convert_on_send=True)
@@ -419,7 +415,7 @@ def test_roundings_that_differ_are_refused_before_anything_moves(daemon: Running
 
 
 @pytest.mark.slow
-def test_only_mxfp8_is_no_source_for_bfloat16(daemon: RunningDaemon) -> None:
+def test_only_mxfp8_is_no_source_for_bfloat16(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         Trainer((trainer,), 1, mxfp8=MXFP8Offer(CONVERTED, instead=True)).publish(1)
         plain = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
@@ -462,7 +458,7 @@ def stopped_while_converting(client: refitd.Client, pids: tuple[int, ...], wire:
         thread.errors = errors  # type: ignore[attr-defined]
 
 
-def test_a_worker_killed_while_converting_aborts_and_the_next_swap_succeeds(daemon: RunningDaemon) -> None:
+def test_a_worker_killed_while_converting_aborts_and_the_next_swap_succeeds(daemon: Daemon) -> None:
     shape = (4096, 16384)  # converting takes much longer than killing
     full = {"w": torch.randn(shape[0], 512).to(torch.bfloat16).repeat(1, 32)}
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -487,7 +483,7 @@ def test_a_worker_killed_while_converting_aborts_and_the_next_swap_succeeds(daem
 # --- CUDA graphs ------------------------------------------------------------------------------------------
 
 
-def swap_fails(daemon: RunningDaemon, says: str, register: Callable[[refitd.Client], object]) -> None:
+def swap_fails(daemon: Daemon, says: str, register: Callable[[refitd.Client], object]) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         Trainer((trainer,), 1).publish(1)
         with Engine(register(engine)) as running:
@@ -496,7 +492,7 @@ def swap_fails(daemon: RunningDaemon, says: str, register: Callable[[refitd.Clie
             eventually(lambda: bool(running.errors), "the engine was told")
 
 
-def test_a_buffer_that_has_moved_fails_the_commit_by_name(daemon: RunningDaemon) -> None:
+def test_a_buffer_that_has_moved_fails_the_commit_by_name(daemon: Daemon) -> None:
     def register(engine: refitd.Client) -> object:
         held = Replica((engine,), "r", 1)
         buffer = held.held[0]["v"]
@@ -508,7 +504,7 @@ def test_a_buffer_that_has_moved_fails_the_commit_by_name(daemon: RunningDaemon)
 
 
 @pytest.mark.slow
-def test_a_weight_that_moves_during_the_commit_fails_it_by_name(daemon: RunningDaemon) -> None:
+def test_a_weight_that_moves_during_the_commit_fails_it_by_name(daemon: Daemon) -> None:
     """What a load function of an engine does that replaces parameters instead of writing them."""
 
     def register(engine: refitd.Client) -> object:
@@ -523,7 +519,7 @@ def test_a_weight_that_moves_during_the_commit_fails_it_by_name(daemon: RunningD
     swap_fails(daemon, r"norm: its storage has changed during the commit", register)
 
 
-def test_derived_tensors_are_made_anew_after_the_weights_in_order(daemon: RunningDaemon) -> None:
+def test_derived_tensors_are_made_anew_after_the_weights_in_order(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = Trainer((trainer,), 1)
         seen: list[str] = []
@@ -566,7 +562,7 @@ def raises(tensor: torch.Tensor) -> None:
     ],
 )
 def test_a_hook_that_raises_or_replaces_its_tensor_fails_the_commit_by_name(
-    daemon: RunningDaemon, hook: Callable[[torch.Tensor], object], says: str
+    daemon: Daemon, hook: Callable[[torch.Tensor], object], says: str
 ) -> None:
     def register(engine: refitd.Client) -> object:
         mine = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
@@ -576,7 +572,7 @@ def test_a_hook_that_raises_or_replaces_its_tensor_fails_the_commit_by_name(
     swap_fails(daemon, says, register)
 
 
-def test_a_derived_tensor_without_a_hook_refuses_the_swap(daemon: RunningDaemon) -> None:
+def test_a_derived_tensor_without_a_hook_refuses_the_swap(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         Trainer((trainer,), 1).publish(1)
         mine = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}

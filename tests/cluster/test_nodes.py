@@ -13,35 +13,26 @@ import pytest
 import torch
 
 import refitd
-from refitd.protocol.reports import StatusReport
+from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 
-Nodes = tuple[RunningDaemon, ...]
+Nodes = tuple[Daemon, ...]
 DEADLINES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
 
 
 @pytest.fixture
-def nodes(start_daemon: Callable[..., RunningDaemon]) -> Callable[..., Nodes]:
+def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., Nodes]:
     """Start a standalone daemon n0, and others that join its coordinator."""
 
     def start(count: int, config: str = DEADLINES, workers: tuple[int, ...] = ()) -> Nodes:
-        per_node = workers or (2,) * count
-        first = start_daemon(f'[node]\nname = "n0"\nworkers = {per_node[0]}\n{config}')
-        endpoint = f"ipc://{first.directory}/coordinator.sock"
-        found = [first]
-        for i in range(1, count):
-            head = f'[node]\nname = "n{i}"\nworkers = {per_node[i]}\n[coordinator]\nendpoint = "{endpoint}"\n'
-            found.append(start_daemon(head + config, standalone=False))
-        eventually(lambda: len(status(first).nodes) == count, "every node has joined")
+        first, *others = workers or (1,) * count
+        found = [start_daemon(config, workers=first)]
+        for i, more in enumerate(others, 1):
+            found.append(start_daemon(config, name=f"n{i}", workers=more, joins=found[0].endpoint))
+        eventually(lambda: len(found[0].status().nodes) == count, "every node has joined")
         return tuple(found)
 
     return start
-
-
-def status(daemon: RunningDaemon) -> StatusReport:
-    with daemon.connect("status") as client:
-        return client.status()
 
 
 def big(seed: int) -> dict[str, torch.Tensor]:
@@ -53,7 +44,7 @@ def big(seed: int) -> dict[str, torch.Tensor]:
 
 def test_two_replicas_on_two_nodes_get_what_one_trainer_has_on_both(nodes: Callable[..., Nodes]) -> None:
     """Rows within a node and between nodes in one plan; ranks of one replica on different nodes."""
-    n0, n1 = nodes(2)
+    n0, n1 = nodes(2, workers=(2, 2))
     with n0.connect() as c0, n1.connect() as c1:
         sources = []
         for rank, client in enumerate((c0, c1)):
@@ -186,7 +177,7 @@ def test_a_stopped_worker_is_named_within_the_deadline_and_the_next_swap_works(t
     two.publish(2)
     victims = two.n1.node_of("n1").workers
     with stopped(victims):
-        swap = RunningSwap(two.n0, "policy", 2, timeout=90)
+        swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
         with pytest.raises(refitd.RefitFailed) as failed:
             swap.result(20)
         assert "on node n1" in str(failed.value)
@@ -200,10 +191,10 @@ def test_a_killed_worker_is_named_and_the_next_swap_works(two: TwoNodes, side: s
     two.swap(1)
     daemon, name = (two.n0, "n0") if side == "source" else (two.n1, "n1")
     two.publish(2)
-    victim = daemon.node_of(name).workers[1]
+    victim = daemon.node_of(name).workers[-1]
     other = (two.n1 if side == "source" else two.n0).node_of("n1" if side == "source" else "n0").workers[0]
     with stopped((other,)):  # so that the swap is still staging when its peer dies
-        swap = RunningSwap(two.n0, "policy", 2, timeout=90)
+        swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
         swap.wait_phase("stage")
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(refitd.RefitFailed) as failed:
@@ -232,9 +223,9 @@ def test_a_worker_that_does_not_come_to_the_epoch_is_named_and_the_next_swap_wor
     [("shm", "does not cross nodes"), ("carrier-pigeon", "unknown copy service 'carrier-pigeon'"), ("nvshmem", "pip")],
 )
 def test_a_service_that_cannot_run_is_refused_at_start(
-    start_daemon: Callable[..., RunningDaemon], service: str, said: str
+    start_daemon: Callable[..., Daemon], service: str, said: str
 ) -> None:
-    with pytest.raises(AssertionError, match=said) as failure:
+    with pytest.raises(ProcessFailed, match=said) as failure:
         start_daemon(f'[transport]\nservice = "{service}"\n')
     assert "it has left" not in str(failure.value)
 
@@ -243,28 +234,26 @@ def test_a_worker_that_dies_between_swaps_is_replaced_in_the_next_epoch(two: Two
     two.swap(1)
     victim = two.n1.node_of("n1").workers[0]
     os.kill(victim, signal.SIGKILL)
-    eventually(lambda: all(link.state == "down" for link in status(two.n0).links), "the link is down")
+    eventually(lambda: all(link.state == "down" for link in two.n0.status().links), "the link is down")
     two.swap(2)
 
 
 def test_a_node_that_dies_while_staging_aborts_and_its_successor_takes_over(
-    two: TwoNodes, start_daemon: Callable[..., RunningDaemon]
+    two: TwoNodes, start_daemon: Callable[..., Daemon]
 ) -> None:
     two.swap(1)
     two.publish(2)
     with stopped(two.n0.node_of("n0").workers):
-        swap = RunningSwap(two.n0, "policy", 2, timeout=90)
+        swap = RunningSwap(two.n0.connect(), "policy", 2, timeout=90)
         swap.wait_phase("stage")
-        two.n1.process.kill()
-        two.n1.process.wait()
+        two.n1.kill()
         with pytest.raises(refitd.RefitFailed) as failed:
             swap.result(25)
     assert "n1" in str(failed.value) or "far rank 0" in str(failed.value)
-    endpoint = f"ipc://{two.n0.directory}/coordinator.sock"
-    again = start_daemon(f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n{DEADLINES}', standalone=False)
+    again = start_daemon(DEADLINES, name="n1", joins=two.n0.endpoint)
     two.engine.close()
     with again.connect("engine") as engine:
-        eventually(lambda: len(status(two.n0).nodes) == 2, "the node is back")
+        eventually(lambda: len(two.n0.status().nodes) == 2, "the node is back")
         mine = {"w": torch.zeros_like(two.full["w"])}
 
         target = engine.register_target("policy", mine, replica="far")
@@ -290,7 +279,7 @@ while True:
 """
 
 
-def far_engine(daemon: RunningDaemon, *words: str) -> subprocess.Popen[str]:
+def far_engine(daemon: Daemon, *words: str) -> subprocess.Popen[str]:
     """An engine of replica "far" in a process of its own; without "commits" it stops at a decided version."""
     child = subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(daemon.directory), *words], stdout=subprocess.PIPE, text=True
@@ -313,7 +302,7 @@ def ended(child: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["engine", "daemon"])
 def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_new_version(
-    nodes: Callable[..., Nodes], start_daemon: Callable[..., RunningDaemon], victim: str
+    nodes: Callable[..., Nodes], start_daemon: Callable[..., Daemon], victim: str
 ) -> None:
     n0, n1 = nodes(2)
     full = {"w": torch.ones(1000, 1000, dtype=torch.bfloat16)}
@@ -323,9 +312,9 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
         target = engine.register_target("policy", near, replica="near")
         source.publish(1)
         with Engine(target):
-            swap = RunningSwap(n0, "policy", 1, timeout=90)
+            swap = RunningSwap(n0.connect(), "policy", 1, timeout=90)
             assert far.stdout is not None and far.stdout.readline() == "pending\n"  # decided, and not taken over
-            (far if victim == "engine" else n1.process).kill()
+            (far if victim == "engine" else n1).kill()
             with pytest.raises(refitd.RefitFailed) as failed:
                 swap.result(40)
         report = failed.value.report
@@ -335,11 +324,8 @@ def test_a_peer_that_dies_after_the_decision_is_named_and_the_others_serve_the_n
         assert by_name["near"].state == "committed" and by_name["far"].state != "committed"
         assert target.version == 1 and torch.equal(near["w"], full["w"])
         if victim == "daemon":
-            n1.process.wait()
-            endpoint = f"ipc://{n0.directory}/coordinator.sock"
-            head = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "{endpoint}"\n'
-            n1 = start_daemon(head + DEADLINES, standalone=False)
-        eventually(lambda: len(status(n0).nodes) == 2, "both nodes are there")
+            n1 = start_daemon(DEADLINES, name="n1", joins=n0.endpoint)
+        eventually(lambda: len(n0.status().nodes) == 2, "both nodes are there")
         with ended(far_engine(n1, "commits")):
             full["w"].fill_(2)
             source.publish(2)

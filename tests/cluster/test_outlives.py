@@ -19,10 +19,10 @@ import torch
 
 import refitd
 from refitd.protocol.reports import StatusReport
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 
-Start = Callable[..., RunningDaemon]
+Start = Callable[..., Daemon]
 
 
 def answers(client: refitd.Client) -> bool:
@@ -35,7 +35,7 @@ def answers(client: refitd.Client) -> bool:
 class Served:
     """A trainer and an engine that has version 1; `swap` brings the next one."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.client = daemon.connect("both")
         self.weights = shards.whole(1)
@@ -75,7 +75,7 @@ class Served:
             return True
 
         eventually(swapped, "a swap goes through", timeout)
-        assert self.daemon.process.poll() is None
+        assert self.daemon.is_running
 
     def status(self) -> StatusReport | None:
         try:
@@ -92,7 +92,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(daemon: RunningDaemon) -> Iterator[Served]:
+def served(daemon: Daemon) -> Iterator[Served]:
     found = Served(daemon)
     try:
         yield found
@@ -100,16 +100,11 @@ def served(daemon: RunningDaemon) -> Iterator[Served]:
         found.client.close()
 
 
-def children(daemon: RunningDaemon, what: str) -> list[int]:
-    found = []
-    for child in Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            if what.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    return sorted(found)
+def children(daemon: Daemon, what: str) -> list[int]:
+    return sorted(pid for pid, command in daemon.children().items() if what in command)
 
 
-def kill_each(daemon: RunningDaemon, what: str, times: int) -> None:
+def kill_each(daemon: Daemon, what: str, times: int) -> None:
     """Kill a process of the daemon's and its successors, each as soon as it is there."""
     killed: set[int] = set()
     for _ in range(times):
@@ -130,19 +125,19 @@ def test_a_daemon_outlives_its_coordinator_however_often_that_is_killed(start_da
 
 
 def test_a_daemon_outlives_a_worker_that_is_killed_again_and_again(start_daemon: Start) -> None:
-    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+    daemon = start_daemon()
     with served(daemon) as here:
         kill_each(daemon, "refitd.worker", 7)
         here.swaps_again()
 
 
 def test_workers_that_were_replaced_on_purpose_are_not_held_against_them(start_daemon: Start) -> None:
-    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n')
+    daemon = start_daemon()
     with served(daemon) as here:
         for _ in range(8):
             here.publish()
             with stopped(tuple(children(daemon, "refitd.worker"))):
-                swap = RunningSwap(daemon, "policy")
+                swap = RunningSwap(daemon.connect(), "policy")
                 swap.wait_phase("stage")
                 here.client.abort("policy", "not now")
                 with pytest.raises(refitd.RefitFailed, match="not now"):
@@ -154,7 +149,7 @@ def test_workers_that_were_replaced_on_purpose_are_not_held_against_them(start_d
 def test_a_daemon_whose_workers_cannot_start_stays_and_refuses_swaps_with_the_reason(
     start_daemon: Start, tmp_path: Path
 ) -> None:
-    daemon = start_daemon('[node]\nname = "n0"\nworkers = 1\n', preexec=lambda: os.chdir(tmp_path))
+    daemon = start_daemon(prepare=lambda: os.chdir(tmp_path))
     broken = tmp_path / "xxhash.py"  # found before the real one by whoever is started here
     with served(daemon) as here:
         broken.write_text("raise SystemExit(7)\n")
@@ -176,14 +171,14 @@ def test_a_coordinator_that_cannot_start_again_leaves_the_daemon_and_its_arenas(
 ) -> None:
     journal = tmp_path / "j" / "journal.sqlite"
     journal.parent.mkdir()
-    daemon = start_daemon(f'[node]\nname = "n0"\n[coordinator]\njournal = "{journal}"\n')
+    daemon = start_daemon(f'[coordinator]\njournal = "{journal}"\n')
     with served(daemon) as here:
         away = tmp_path / "away"
         journal.parent.rename(away)
         journal.mkdir(parents=True)  # a directory where the file should be, as good as a full disk
         kill_each(daemon, "refitd.coordinator", 1)
         eventually(lambda: "journal" in here.error() and "started in" in here.error(), "clients are told why", 30)
-        assert daemon.process.poll() is None
+        assert daemon.is_running
         journal.rmdir()
         journal.parent.rmdir()
         away.rename(journal.parent)
@@ -194,7 +189,7 @@ def test_a_coordinator_that_cannot_start_again_leaves_the_daemon_and_its_arenas(
 def test_a_directory_that_was_opened_to_allowed_users_does_not_keep_its_coordinator_from_starting_again(
     start_daemon: Start,
 ) -> None:
-    daemon = start_daemon(f'[node]\nname = "n0"\nallowed_uids = [{os.getuid() + 4242}]\n')
+    daemon = start_daemon(f"[node]\nallowed_uids = [{os.getuid() + 4242}]\n")
     with served(daemon) as here:
         for mode in (0o710, 0o750):  # what an access list for them shows as
             daemon.directory.chmod(mode)

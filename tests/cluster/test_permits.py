@@ -12,15 +12,15 @@ import torch
 import refitd
 from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Commit, Target
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.cluster.test_recovery import Fleet, crash
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 
 COORDINATED = "[deadlines]\nlease_s = 2.0\ncommit_s = 5.0\n"
 
 
 @pytest.fixture
-def fleet(daemon: RunningDaemon) -> Iterator[Fleet]:
+def fleet(daemon: Daemon) -> Iterator[Fleet]:
     fleet = Fleet(daemon)
     yield fleet
     fleet.close()
@@ -46,14 +46,11 @@ class Served:
         return self.versions
 
 
-def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(
-    start_daemon: Callable[..., RunningDaemon],
-) -> None:
+def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(start_daemon: Callable[..., Daemon]) -> None:
     """Its daemon is stopped after version 2 was decided; on waking up, its engine takes 2 over, which is not live."""
     deadlines = "[deadlines]\ncommit_s = 1.0\n"
-    n0 = start_daemon(f'[node]\nname = "n0"\n{deadlines}')
-    joins = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "ipc://{n0.directory}/coordinator.sock"\n'
-    n1 = start_daemon(joins, standalone=False)
+    n0 = start_daemon(deadlines)
+    n1 = start_daemon(name="n1", joins=n0.endpoint)
     eventually(lambda: len(n0.connect().status().nodes) == 2, "both nodes are there")
     with n0.connect() as here, n1.connect() as there:
         tensors = shards.whole(1)
@@ -66,7 +63,7 @@ def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(
             here.swap("policy", 1, timeout=60)
         assert far.version == 1
         source.publish(2)
-        with stopped((n1.process.pid,)):
+        with stopped((n1.pid,)):
             with Engine(near), pytest.raises(refitd.RefitFailed):
                 here.swap("policy", 2, timeout=30)  # aborted, or decided and incomplete: far has not heard of it
             eventually(lambda: len(here.status().nodes) == 1, "the node is lost", 30)
@@ -82,16 +79,12 @@ def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(
             assert (version == 3) == shards.equal(live, tensors if version == 3 else shards.zeros_like(tensors))
 
 
-def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(
-    start_daemon: Callable[..., RunningDaemon],
-) -> None:
+def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(COORDINATED, standalone=False)
     coordinator = daemon.start_coordinator()
-    eventually(lambda: bool(_answers(daemon)), "the coordinator answers", 30)
     fleet = Fleet(daemon)
     assert fleet.target.version == 2 and not fleet.target.fenced
     coordinator.kill()
-    coordinator.wait(10)
     eventually(lambda: fleet.target.version is None, "nobody vouches for its version")
     assert "not heard of the coordinator" in fleet.target.fenced
     assert fleet.target.poll() is None, "its loop goes on"
@@ -101,45 +94,31 @@ def test_engines_stop_serving_when_no_coordinator_has_answered_in_time(
     fleet.close()
 
 
-def test_engines_stop_serving_when_their_daemon_is_gone(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_engines_stop_serving_when_their_daemon_is_gone(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(COORDINATED)
     fleet = Fleet(daemon)
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     eventually(lambda: fleet.target.version is None, "nobody vouches for its version")
     assert "the daemon is gone" in fleet.target.fenced
     fleet.close()
 
 
-def _answers(daemon: RunningDaemon) -> bool:
-    try:
-        with daemon.connect() as client:
-            client.status()
-    except refitd.RefitdError:
-        return False
-    return True
-
-
-def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(
-    start_daemon: Callable[..., RunningDaemon],
-) -> None:
+def test_nothing_new_is_decided_while_an_engine_out_of_reach_may_serve(start_daemon: Callable[..., Daemon]) -> None:
     """Its daemon is replaced at once; the engine of the old one has a permit for a while yet."""
     daemon = start_daemon("[deadlines]\nlease_s = 15.0\ncommit_s = 5.0\n")
-    joins = f'[node]\nname = "n1"\n[coordinator]\nendpoint = "ipc://{daemon.directory}/coordinator.sock"\n'
-    old = start_daemon(joins, standalone=False)
+    old = start_daemon(name="n1", joins=daemon.endpoint)
     fleet = Fleet(daemon)
     lost = old.connect()
     engine = lost.register_target("policy", shards.zeros_like(fleet.tensors), replica="b")
     with Engine(engine):
         assert engine.wait(2, timeout=60) == 2
-    old.process.kill()
-    old.process.wait(10)
-    start_daemon(joins, standalone=False)
+    old.kill()
+    start_daemon(name="n1", joins=daemon.endpoint)
     eventually(lambda: "b" not in {t.replica for t in fleet.trainer.status().models[0].targets}, "it is lost")
     fleet.publish(3)
     served: list[int | None] = []
     with Engine(fleet.target):
-        running = RunningSwap(daemon, "policy", 3, timeout=90)
+        running = RunningSwap(daemon.connect(), "policy", 3, timeout=90)
         eventually(lambda: bool(served.append(engine.version)) or fleet.target.version == 3, "version 3 is live", 90)
         assert engine.version is None, "two versions are served"
         assert running.result().outcome == "committed"
@@ -225,7 +204,7 @@ def test_an_engine_that_dies_while_it_restores_finds_its_weights_again(
 # --- commits --------------------------------------------------------------------------------------------------
 
 
-def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.policy]\ncatch_up = false\n[deadlines]\ncommit_s = 3.0\n")
     fleet = Fleet(daemon)
     kept: list[Commit] = []
@@ -254,7 +233,7 @@ def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..
         workers = daemon.node().workers
         with Engine(fleet.target):
             with stopped(workers[:1]):
-                running = RunningSwap(daemon, "policy", 5, timeout=60)
+                running = RunningSwap(daemon.connect(), "policy", 5, timeout=60)
                 running.wait_phase("stage")
                 with pytest.raises(refitd.CommitError, match="is over"):
                     kept[1].apply()  # its staging arena is being written to
@@ -265,7 +244,7 @@ def test_a_commit_that_is_kept_can_write_nothing_later(start_daemon: Callable[..
     fleet.close()
 
 
-def test_a_callback_that_raises_leaves_nothing_to_serve(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_a_callback_that_raises_leaves_nothing_to_serve(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.policy]\ncatch_up = false\n")
     fleet = Fleet(daemon)
 
@@ -279,7 +258,7 @@ def test_a_callback_that_raises_leaves_nothing_to_serve(start_daemon: Callable[.
         for version in (3, 4):
             fleet.publish(version)
             with Engine(fleet.target):
-                running = RunningSwap(daemon, "policy", version, timeout=60)
+                running = RunningSwap(daemon.connect(), "policy", version, timeout=60)
                 if version == 4:
                     with pytest.raises(refitd.RefitFailed, match="on_commit raised"):
                         running.result()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import refitd
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 class Fleet:
     """One trainer rank that holds versions 1 and 2, one replica that serves 2; `full[v]` are the version's tensors."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
         self.tensors = shards.whole(1)
@@ -55,7 +55,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(daemon: RunningDaemon) -> Iterator[Fleet]:
+def fleet(daemon: Daemon) -> Iterator[Fleet]:
     fleet = Fleet(daemon)
     yield fleet
     fleet.close()
@@ -78,11 +78,9 @@ def test_rollback_brings_the_version_before_back_and_history_tells_it(fleet: Fle
 def test_history_outlives_the_coordinator(start_daemon) -> None:  # type: ignore[no-untyped-def]
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
-    eventually(lambda: _answers(daemon), "the coordinator", 30)
     fleet = Fleet(daemon)
     before = fleet.trainer.history("policy")
     coordinator.kill()
-    coordinator.wait(10)
     daemon.start_coordinator()
     eventually(fleet.knows_model, "a coordinator that knows the model", 30)
     assert fleet.trainer.history("policy") == before
@@ -92,7 +90,7 @@ def test_history_outlives_the_coordinator(start_daemon) -> None:  # type: ignore
 
 def test_a_queued_swap_follows_the_running_one(fleet: Fleet) -> None:
     fleet.publish(3)
-    running = RunningSwap(fleet.daemon, "policy", 3)
+    running = RunningSwap(fleet.daemon.connect(), "policy", 3)
     running.wait_phase("commit")  # nobody polls yet
     found: list[object] = []
 
@@ -131,7 +129,7 @@ def test_a_replica_that_died_in_the_commit_is_brought_up_to_date_when_it_returns
     other = fleet.daemon.connect("other")
     target = other.register_target("policy", other_live, replica="b")
     target.wait(2, timeout=60)
-    running = RunningSwap(fleet.daemon, "policy", 3)
+    running = RunningSwap(fleet.daemon.connect(), "policy", 3)
     running.wait_phase("commit")
     other.close()  # decided, and it will not take it over
     with Engine(fleet.target), pytest.raises(refitd.RefitFailed, match="incomplete"):
@@ -255,7 +253,7 @@ def test_nothing_is_kept_for_other_tensors_or_after_an_orderly_end(fleet: Fleet)
 
 @pytest.mark.slow
 def test_what_engines_left_behind_makes_room_for_others_and_goes_in_time(start_daemon) -> None:  # type: ignore[no-untyped-def]
-    daemon = start_daemon('[node]\nname = "n0"\nkeep_targets_s = 2.0\n')
+    daemon = start_daemon("[node]\nkeep_targets_s = 2.0\n")
     fleet = Fleet(daemon)
     before = daemon.node().arenas
     crash(fleet)
@@ -264,7 +262,7 @@ def test_what_engines_left_behind_makes_room_for_others_and_goes_in_time(start_d
     fleet.close()
 
     size = 1 << 20
-    daemon = start_daemon(f'[node]\nname = "n0"\nmax_arena_bytes = {8 * size}\n')
+    daemon = start_daemon(f"[node]\nmax_arena_bytes = {8 * size}\n")
     fleet = Fleet(daemon)
     crash(fleet)
     kept = daemon.node()
@@ -304,7 +302,7 @@ def test_nothing_is_decided_before_an_engine_stands_still(fleet: Fleet) -> None:
         engine.may_pause.clear()
         fleet.publish(3)
         with Engine(fleet.target):
-            running = RunningSwap(fleet.daemon, "policy", 3)
+            running = RunningSwap(fleet.daemon.connect(), "policy", 3)
             running.wait_phase("pause")
             time.sleep(0.2)  # the other replica polls all the time
             assert fleet.target.version == 2, "a replica went ahead while another one was still being asked"
@@ -392,7 +390,6 @@ def test_what_cannot_be_written_in_place_is_refused(fleet: Fleet) -> None:
 def test_who_cannot_know_what_was_decided_serves_nothing(start_daemon) -> None:  # type: ignore[no-untyped-def]
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
-    eventually(lambda: _answers(daemon), "the coordinator", 30)
     fleet = Fleet(daemon)
     live = shards.zeros_like(fleet.tensors)
     with daemon.connect("still") as client:
@@ -401,9 +398,8 @@ def test_who_cannot_know_what_was_decided_serves_nothing(start_daemon) -> None: 
         eventually(lambda: engine.target.version == 2, "it has caught up")
         engine.may_pause.clear()
         fleet.publish(3)
-        RunningSwap(daemon, "policy", 3).wait_phase("pause")
+        RunningSwap(daemon.connect(), "policy", 3).wait_phase("pause")
         coordinator.kill()
-        coordinator.wait(10)
         eventually(lambda: bool(fleet.target.fenced) and bool(engine.target.fenced), "both are fenced", 30)
         assert fleet.target.version is None and engine.target.version is None
         daemon.start_coordinator()
@@ -419,12 +415,5 @@ def test_who_cannot_know_what_was_decided_serves_nothing(start_daemon) -> None: 
 def _swapped(fleet: Fleet, version: int) -> bool:
     try:
         return fleet.trainer.swap("policy", version, timeout=60).outcome == "committed"
-    except refitd.RefitdError:
-        return False
-
-
-def _answers(daemon: RunningDaemon) -> bool:
-    try:
-        return bool(daemon.node().node)
     except refitd.RefitdError:
         return False

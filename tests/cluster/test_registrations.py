@@ -17,10 +17,10 @@ from torch import nn
 import refitd
 from refitd import ParameterMetadata, RefitdError, RefusedError
 from refitd.client import Client
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 
-def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_numbers(daemon: RunningDaemon) -> None:
+def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_numbers(daemon: Daemon) -> None:
     full, live = {"w": torch.arange(8.0)}, {"w": torch.zeros(8)}
 
     def described(**more: Any) -> list[ParameterMetadata]:
@@ -87,7 +87,7 @@ def test_no_wrong_argument_ends_a_session_and_numbers_of_numpy_and_torch_are_num
         assert [m.model for m in trainer.status().models] == ["policy"]
 
 
-def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: RunningDaemon) -> None:
+def test_ranks_without_tensors_and_tensors_held_twice_take_part(daemon: Daemon) -> None:
     """A pipeline stage without parameters; an expert in two places; an empty tensor among those of an arena."""
 
     def described(tensors: dict[str, torch.Tensor], rank: int, **names: str) -> list[ParameterMetadata]:
@@ -159,7 +159,7 @@ def wrapped_model(value: float, tmp_path: Path) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_wrappers_have_no_names(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_wrappers_have_no_names(daemon: Daemon, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with daemon.connect() as trainer, daemon.connect() as engine:
@@ -188,9 +188,9 @@ def test_wrappers_have_no_names(daemon: RunningDaemon, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_targets_of_two_clients_of_a_process_do_not_share_memory(daemon: RunningDaemon) -> None:
+def test_targets_of_two_clients_of_a_process_do_not_share_memory(shared_daemon: Daemon) -> None:
     whole = torch.zeros(8, 12)
-    with daemon.connect("one") as one, daemon.connect("two") as two:
+    with shared_daemon.connect("one") as one, shared_daemon.connect("two") as two:
         first = one.register_target("policy", {"a": whole[:4]}, replica="one")
         with pytest.raises(refitd.RefusedError, match="b: it shares memory with a of policy/one:0"):
             two.register_target("policy", {"b": whole[3:]}, replica="two")
@@ -199,7 +199,7 @@ def test_targets_of_two_clients_of_a_process_do_not_share_memory(daemon: Running
         two.register_target("policy", {"b": whole[3:]}, replica="two")
 
 
-def test_of_targets_that_two_threads_register_at_once_one_gets_the_memory(daemon: RunningDaemon) -> None:
+def test_of_targets_that_two_threads_register_at_once_one_gets_the_memory(daemon: Daemon) -> None:
     whole = torch.zeros(64)
     with daemon.connect("one") as one, daemon.connect("two") as two:
         for turn in range(5):
@@ -222,7 +222,7 @@ def test_of_targets_that_two_threads_register_at_once_one_gets_the_memory(daemon
                     each.close()  # type: ignore[attr-defined]
 
 
-def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daemon: RunningDaemon) -> None:
+def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daemon: Daemon) -> None:
     """FSDP2 registered while it is unsharded, and resharded later: a segmentation fault before."""
     given, live = {"w": torch.ones(1 << 20), "v": torch.ones(4)}, {"w": torch.zeros(1 << 20), "v": torch.zeros(4)}
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -246,7 +246,7 @@ def test_a_trainer_that_frees_what_it_has_registered_is_refused_and_goes_on(daem
         assert bool((live["w"] == 3).all())
 
 
-def test_a_copy_that_fails_gives_its_slot_back(daemon: RunningDaemon) -> None:
+def test_a_copy_that_fails_gives_its_slot_back(daemon: Daemon) -> None:
     with daemon.connect() as trainer:
         source = trainer.register_source("policy", {"w": torch.ones(4)}, slots=1)
         write = source._tensors.write_to
@@ -304,21 +304,19 @@ def register_swap_and_close(trainer: Client, engine: Client, version: int, count
         engine.free(placed)
 
 
-def held_by_each(daemon: RunningDaemon) -> dict[str, int]:
+def held_by_each(daemon: Daemon) -> dict[str, int]:
     """The memory of each process, once nobody has an arena."""
     # what was registered is let go of at once, not when the session ends or the collector comes
     status = daemon.node()
     assert (status.arenas, status.arena_bytes) == (0, 0)
-    pids = ["self", *map(str, (daemon.process.pid, *daemon.children()))]
+    pids = ["self", *map(str, (daemon.pid, *daemon.children()))]
     for pid in pids:  # workers are told to unmap, and do it in their turn
         maps = Path(f"/proc/{pid}/maps")
         eventually(lambda maps=maps: not _arenas(maps.read_text()), f"{pid} maps no arena")
     return {pid: private_bytes(pid) for pid in pids}
 
 
-def test_memory_stays_flat_over_registrations_that_are_closed_and_arenas_that_are_freed(
-    daemon: RunningDaemon,
-) -> None:
+def test_memory_stays_flat_over_registrations_that_are_closed_and_arenas_that_are_freed(daemon: Daemon) -> None:
     seen = []
     with daemon.connect() as trainer, daemon.connect() as engine:
         for version in range(1, 7):
@@ -330,7 +328,7 @@ def test_memory_stays_flat_over_registrations_that_are_closed_and_arenas_that_ar
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_memory_stays_flat_over_two_thousand_small_registrations(daemon: RunningDaemon) -> None:
+def test_memory_stays_flat_over_two_thousand_small_registrations(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         for version in range(1, 2001):
             register_swap_and_close(trainer, engine, version, 16_384)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 UNIT = "experts.linear_fc1.weight0"
 
@@ -44,7 +44,7 @@ def want(client: refitd.Client, rank: int, **options: object) -> tuple[object, d
     return target, tensors
 
 
-def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they_hold(daemon: RunningDaemon) -> None:
+def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they_hold(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = offer(trainer, says_it=False)
         targets = [want(engine, rank) for rank in range(2)]
@@ -71,7 +71,7 @@ def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they
             assert torch.equal(tensors[UNIT], experts(rank, says_it=True)[0][UNIT])
 
 
-def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: RunningDaemon) -> None:
+def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         tensors = [{"norm": torch.ones(5)}, {"norm": torch.ones(5)}]
         tensors[1]["norm"][4] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
@@ -84,7 +84,7 @@ def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Runn
             lease.withdraw()
 
 
-def test_the_check_can_be_switched_off(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_the_check_can_be_switched_off(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):
@@ -96,7 +96,7 @@ def test_the_check_can_be_switched_off(start_daemon: Callable[..., RunningDaemon
         assert float(live["w"][0]) in (1.0, 2.0)
 
 
-def test_what_no_target_wants_may_differ(daemon: RunningDaemon) -> None:
+def test_what_no_target_wants_may_differ(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):
             held = {"w": torch.ones(5), "steps_here": torch.tensor([rank])}
@@ -109,12 +109,11 @@ def test_what_no_target_wants_may_differ(daemon: RunningDaemon) -> None:
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
-    start_daemon: Callable[..., RunningDaemon], stays: bool
+    start_daemon: Callable[..., Daemon], stays: bool
 ) -> None:
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
     with daemon.connect() as trainer, daemon.connect() as engine:
-        eventually(lambda: answers(trainer), "the coordinator", 30)
         for source, _ in offer(trainer, says_it=False):
             source.publish(1)
             source.publish(2)  # which sends no digests
@@ -122,9 +121,8 @@ def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
         if not stays:
             trainer.close()  # what it has published stays
         coordinator.kill()
-        coordinator.wait(10)
         daemon.start_coordinator()
-        eventually(lambda: answers(engine, members=4), "a coordinator that knows everybody", 30)
+        eventually(lambda: members(engine) == 4, "the coordinator knows everybody", 30)
         with Engine(*(target for target, _ in targets)), pytest.raises(refitd.RefusedError) as caught:
             engine.swap("moe", 2, timeout=60)
         for words in (UNIT, "source rank 0", "source rank 1"):
@@ -132,9 +130,5 @@ def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
         assert not any(tensors[UNIT].any() for _, tensors in targets)
 
 
-def answers(client: refitd.Client, members: int = 0) -> bool:
-    """Whether a coordinator answers, and has been told of so many ranks."""
-    try:
-        return sum(len(m.sources) + len(m.targets) for m in client.status().models) >= members
-    except refitd.RefitdError:
-        return False
+def members(client: refitd.Client) -> int:
+    return sum(len(model.sources) + len(model.targets) for model in client.status().models)

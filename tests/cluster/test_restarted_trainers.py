@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 # One process is all ranks of a trainer: it publishes a version of rows that hold `value`, and is killed.
 TRAINER = """
@@ -32,7 +32,7 @@ time.sleep(60)
 """
 
 
-def trained(daemon: RunningDaemon, world: int, value: float, *, ends: bool = True) -> tuple[int, subprocess.Popen[str]]:
+def trained(daemon: Daemon, world: int, value: float, *, ends: bool = True) -> tuple[int, subprocess.Popen[str]]:
     """Return the version that was published, and the process."""
     command = [sys.executable, "-c", TRAINER, str(daemon.directory), str(world), str(value)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -49,7 +49,7 @@ def trained(daemon: RunningDaemon, world: int, value: float, *, ends: bool = Tru
 
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (1, 2, 1)])
 def test_a_trainer_that_has_crashed_starts_again_with_more_or_fewer_ranks(
-    daemon: RunningDaemon, sizes: tuple[int, ...]
+    daemon: Daemon, sizes: tuple[int, ...]
 ) -> None:
     with daemon.connect() as engine:
         live = {"w": torch.zeros(6, 2)}
@@ -65,14 +65,14 @@ def test_a_trainer_that_has_crashed_starts_again_with_more_or_fewer_ranks(
                 assert engine.swap("policy", version, timeout=60).outcome == "committed"
                 assert (live["w"] == value).all()
                 # what the trainer before it has left is given back: the target's arena, and two slots for each rank
-                assert daemon.node().arenas == 1 + 2 * world
+                assert daemon.status().arenas == 1 + 2 * world
 
 
 def attached(client: refitd.Client) -> list[bool]:
     return [source.attached for source in client.status().models[0].sources]
 
 
-def test_ranks_of_another_size_are_refused_while_one_of_the_old_ones_runs(daemon: RunningDaemon) -> None:
+def test_ranks_of_another_size_are_refused_while_one_of_the_old_ones_runs(daemon: Daemon) -> None:
     _, process = trained(daemon, 2, 1.0, ends=False)
     try:
         with (

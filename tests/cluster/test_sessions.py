@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import refitd
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support.leaver import WAYS
-from tests.support.processes import ROOT
 
+ROOT = Path(__file__).parents[2]
 ANSWER_S = 30.0
 
 
@@ -64,7 +64,7 @@ class Leavers:
 class Trainer:
     """A source that publishes and swaps."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self.client = daemon.connect("trainer")
         self.weights = {"w": torch.zeros(64, 64)}
         self.source = self.client.register_source("policy", self.weights)
@@ -81,20 +81,20 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(daemon: RunningDaemon) -> Iterator[Trainer]:
+def trainer(daemon: Daemon) -> Iterator[Trainer]:
     found = Trainer(daemon)
     yield found
     found.client.close()
 
 
 @pytest.fixture
-def lone(start_daemon: Callable[..., RunningDaemon]) -> RunningDaemon:
+def lone(start_daemon: Callable[..., Daemon]) -> Daemon:
     """A daemon whose engines get what is asked for, and nothing by themselves."""
     return start_daemon("[deadlines]\ncommit_s = 10.0\n[models.policy]\ncatch_up = false\n")
 
 
 @pytest.fixture
-def leavers(lone: RunningDaemon) -> Iterator[Leavers]:
+def leavers(lone: Daemon) -> Iterator[Leavers]:
     found = Leavers(lone.directory)
     yield found
     found.close()
@@ -110,7 +110,7 @@ def _leaves_after_a_commit(trainer: Trainer, leavers: Leavers, way: str) -> None
     eventually(lambda: not trainer.targets(), f"an engine that left by {way} is gone")
 
 
-def test_an_engine_that_leaves_right_after_its_commit_has_committed(lone: RunningDaemon, leavers: Leavers) -> None:
+def test_an_engine_that_leaves_right_after_its_commit_has_committed(lone: Daemon, leavers: Leavers) -> None:
     trainer = Trainer(lone)
     with trainer.client:
         for way in WAYS:
@@ -118,29 +118,27 @@ def test_an_engine_that_leaves_right_after_its_commit_has_committed(lone: Runnin
 
 
 @pytest.mark.slow
-def test_it_has_committed_every_time(lone: RunningDaemon, leavers: Leavers) -> None:
+def test_it_has_committed_every_time(lone: Daemon, leavers: Leavers) -> None:
     trainer = Trainer(lone)
     with trainer.client:
         for way in WAYS * 100:
             _leaves_after_a_commit(trainer, leavers, way)
 
 
-def test_a_stopped_daemon_hears_what_was_said_before_the_end_of_a_process(
-    lone: RunningDaemon, leavers: Leavers
-) -> None:
+def test_a_stopped_daemon_hears_what_was_said_before_the_end_of_a_process(lone: Daemon, leavers: Leavers) -> None:
     # the engine commits and dies while the daemon does not look: it finds the commit and the hang-up at once
     trainer = Trainer(lone)
     with trainer.client:
         leavers.start("stopped", 1)
         trainer.publish()
-        swap = RunningSwap(lone, "policy", 1, ANSWER_S)
+        swap = RunningSwap(lone.connect(), "policy", 1, ANSWER_S)
         leavers.gone()
-        os.kill(lone.process.pid, signal.SIGCONT)
+        os.kill(lone.pid, signal.SIGCONT)
         assert swap.result().outcome == "committed"
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_ends_closes_its_clients_in_order(lone: RunningDaemon, leavers: Leavers) -> None:
+def test_an_interpreter_that_ends_closes_its_clients_in_order(lone: Daemon, leavers: Leavers) -> None:
     trainer = Trainer(lone)
     with trainer.client:
         before = trainer.client.status().nodes[0].arenas
@@ -154,9 +152,9 @@ def test_an_interpreter_that_ends_closes_its_clients_in_order(lone: RunningDaemo
 # --- clients that are closed in the middle of things --------------------------------------------------------
 
 
-def test_a_client_may_be_closed_by_several_threads_while_requests_are_in_flight(daemon: RunningDaemon) -> None:
+def test_a_client_may_be_closed_by_several_threads_while_requests_are_in_flight(shared_daemon: Daemon) -> None:
     for _ in range(5):
-        client = daemon.connect("crowd")
+        client = shared_daemon.connect("crowd")
         errors: list[BaseException] = []
         begin = threading.Barrier(6)
 
@@ -201,7 +199,7 @@ target.wait(99, timeout=600)
 """
 
 
-def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: RunningDaemon, trainer: Trainer) -> None:
+def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: Daemon, trainer: Trainer) -> None:
     engine = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(daemon.directory)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -236,9 +234,7 @@ def _in_child(client: refitd.Client, target: object, source: object, said: objec
     said.put(found)  # type: ignore[attr-defined]
 
 
-def test_a_forked_child_is_told_to_connect_again_and_its_parent_goes_on(
-    daemon: RunningDaemon, trainer: Trainer
-) -> None:
+def test_a_forked_child_is_told_to_connect_again_and_its_parent_goes_on(daemon: Daemon, trainer: Trainer) -> None:
     weights = {"w": torch.zeros(64, 64)}
     with daemon.connect("engine") as client:
         target = client.register_target("policy", weights, replica="a")
@@ -270,13 +266,13 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), client.status().nodes[0].node, ta
 
 
 @pytest.mark.slow
-def test_a_forked_child_ends_without_ending_its_parents_session(daemon: RunningDaemon) -> None:
+def test_a_forked_child_ends_without_ending_its_parents_session(daemon: Daemon) -> None:
     command = [sys.executable, "-c", BORN, str(daemon.directory)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert (ran.stdout, ran.stderr) == ("3 n0 None\n", "")
 
 
-def test_closing_hangs_up_though_a_forked_child_lives(daemon: RunningDaemon, trainer: Trainer) -> None:
+def test_closing_hangs_up_though_a_forked_child_lives(daemon: Daemon, trainer: Trainer) -> None:
     client = daemon.connect("engine")
     client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
     r, w = os.pipe()
@@ -338,7 +334,7 @@ client.close()
 """
 
 
-def test_client_calls_in_a_signal_handler_end(daemon: RunningDaemon) -> None:
+def test_client_calls_in_a_signal_handler_end(daemon: Daemon) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", HANDLER, str(daemon.directory), "3"],
         capture_output=True,
@@ -381,7 +377,7 @@ print(said, flush=True)
 """
 
 
-def test_a_handler_that_would_wait_for_the_commit_it_interrupts_is_refused(daemon: RunningDaemon) -> None:
+def test_a_handler_that_would_wait_for_the_commit_it_interrupts_is_refused(daemon: Daemon) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, str(daemon.directory)],
         capture_output=True,
@@ -412,7 +408,7 @@ while True:
 """
 
 
-def test_a_handler_closes_what_its_thread_waits_on(daemon: RunningDaemon, trainer: Trainer) -> None:
+def test_a_handler_closes_what_its_thread_waits_on(daemon: Daemon, trainer: Trainer) -> None:
     command = [sys.executable, "-c", TERMINATED, str(daemon.directory)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -429,7 +425,7 @@ def test_a_handler_closes_what_its_thread_waits_on(daemon: RunningDaemon, traine
 # --- answers in time --------------------------------------------------------------------------------------
 
 
-def test_whoever_asks_for_a_swap_is_answered_in_the_time_that_was_given(daemon: RunningDaemon, start_daemon) -> None:
+def test_whoever_asks_for_a_swap_is_answered_in_the_time_that_was_given(daemon: Daemon, start_daemon) -> None:
     slow = start_daemon("[deadlines]\ncommit_s = 60.0\n")
     trainer = Trainer(slow)
     with trainer.client, slow.connect("engine") as engine:
@@ -478,7 +474,7 @@ def test_a_swap_that_waits_its_turn_is_answered_in_time_too(start_daemon) -> Non
 
 
 def test_a_coordinator_that_does_not_answer_keeps_nobody_for_longer_than_asked(
-    daemon: RunningDaemon, trainer: Trainer
+    daemon: Daemon, trainer: Trainer
 ) -> None:
     with daemon.connect("engine") as engine:
         engine.register_target("policy", {"w": torch.zeros(64, 64)}, replica="b")
@@ -672,15 +668,15 @@ def test_a_daemon_that_hands_out_a_socket_elsewhere_is_left(
     assert theirs.heard() == []
 
 
-def test_a_directory_that_others_can_write_to_is_no_daemons(daemon: RunningDaemon, tmp_path: Path) -> None:
-    daemon.directory.chmod(0o777)
+def test_a_directory_that_others_can_write_to_is_no_daemons(shared_daemon: Daemon, tmp_path: Path) -> None:
+    shared_daemon.directory.chmod(0o777)
     try:
         with pytest.raises(refitd.RefusedError, match="mode 777"):
-            daemon.connect()
+            shared_daemon.connect()
     finally:
-        daemon.directory.chmod(0o700)
+        shared_daemon.directory.chmod(0o700)
     link = tmp_path / "link"
-    link.symlink_to(daemon.directory)
+    link.symlink_to(shared_daemon.directory)
     with refitd.connect(link) as client:  # a link of one's own, that one has named
         assert client.node == "n0"
     os.lchown(link, OTHER, OTHER)

@@ -22,10 +22,10 @@ from refitd.copy_services.epoch import Epoch, Mailbox
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded
+from refitd.testing import Daemon, Engine
 from tests.cluster.test_nodes import nodes  # noqa: F401
-from tests.support.cluster import Engine, RunningDaemon
 
-Nodes = tuple[RunningDaemon, ...]
+Nodes = tuple[Daemon, ...]
 
 # Looks for ports that the processes of this test listen on, as any user of the host can, and takes every place there
 # that it guesses. Other tests run beside this one: their ports are left alone.

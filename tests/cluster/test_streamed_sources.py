@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import refitd
+from refitd.testing import Daemon, Engine
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon
 
 SHAPES = {"a": ((5, 3), torch.float32), "b": ((4,), torch.bfloat16), "none": ((0, 2), torch.float32)}
 
@@ -24,7 +24,7 @@ def temporaries(version: int) -> Iterator[tuple[str, torch.Tensor]]:
         tensor.fill_(-1.0)  # the producer goes on: what was yielded is gone
 
 
-def test_what_an_iterator_yields_is_what_engines_get(daemon: RunningDaemon) -> None:
+def test_what_an_iterator_yields_is_what_engines_get(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         source = trainer.declare_source("policy", SHAPES)
         mine = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
@@ -40,7 +40,7 @@ def test_what_an_iterator_yields_is_what_engines_get(daemon: RunningDaemon) -> N
             source.publish_from(9, temporaries(9))
 
 
-def test_ranks_stream_their_shards(daemon: RunningDaemon) -> None:
+def test_ranks_stream_their_shards(daemon: Daemon) -> None:
     full = shards.whole(1)
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         sources = []
@@ -77,7 +77,7 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 }
 
 
-def test_a_stream_that_is_wrong_publishes_nothing(daemon: RunningDaemon) -> None:
+def test_a_stream_that_is_wrong_publishes_nothing(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer:
         source = trainer.declare_source("policy", SHAPES, slots=1)
         for bad, says in BAD.values():
@@ -90,5 +90,5 @@ def test_a_stream_that_is_wrong_publishes_nothing(daemon: RunningDaemon) -> None
         assert model.complete_versions == (1,)
         with pytest.raises(refitd.RefusedError, match="expected \\(shape, dtype\\)"):
             trainer.declare_source("other", {"a": 3})
-        with pytest.raises(refitd.RefusedError, match="expected a torch.dtype"):
+        with pytest.raises(refitd.RefusedError, match=r"expected a torch\.dtype"):
             trainer.declare_source("other", {"a": ((3,), "float32")})

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import refitd
+from refitd.testing import Daemon, Engine, eventually
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, eventually
 
 
 def register_sources(client: refitd.Client, world: int, seed: int) -> list[tuple[object, dict[str, torch.Tensor]]]:
@@ -42,7 +42,7 @@ def register_targets(client: refitd.Client, replica: str, world: int, **options:
     return found
 
 
-def test_two_replicas_of_other_layouts_get_every_byte_in_place(daemon: RunningDaemon) -> None:
+def test_two_replicas_of_other_layouts_get_every_byte_in_place(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         sources = register_sources(trainer, 2, seed=1)
         targets = register_targets(engine, "fine", 4) + register_targets(engine, "whole", 1)
@@ -68,7 +68,7 @@ def test_two_replicas_of_other_layouts_get_every_byte_in_place(daemon: RunningDa
         assert [target.version for target, _ in targets] == [3] * 5
 
 
-def test_models_of_equal_layout_do_not_share_what_a_plan_says_of_members(daemon: RunningDaemon) -> None:
+def test_models_of_equal_layout_do_not_share_what_a_plan_says_of_members(daemon: Daemon) -> None:
     """A policy and its reference: their rosters, and so their plans, are the same."""
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources, targets, live = {}, [], {}
@@ -87,7 +87,7 @@ def test_models_of_equal_layout_do_not_share_what_a_plan_says_of_members(daemon:
                     assert shards.equal(live[model], full)
 
 
-def test_tensors_in_an_arena_are_written_by_the_worker(daemon: RunningDaemon) -> None:
+def test_tensors_in_an_arena_are_written_by_the_worker(daemon: Daemon) -> None:
     full = shards.whole(7)
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source("policy", full)
@@ -103,7 +103,7 @@ def test_tensors_in_an_arena_are_written_by_the_worker(daemon: RunningDaemon) ->
     del live
 
 
-def test_a_target_of_transposed_tensors_keeps_its_strides(daemon: RunningDaemon) -> None:
+def test_a_target_of_transposed_tensors_keeps_its_strides(daemon: Daemon) -> None:
     full = {"w": torch.arange(6 * 8, dtype=torch.float32).reshape(6, 8)}
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source("policy", full)
@@ -120,7 +120,7 @@ def test_a_target_of_transposed_tensors_keeps_its_strides(daemon: RunningDaemon)
 
 
 @pytest.mark.parametrize("in_arena", [False, True])
-def test_lent_tensors_are_read_where_they_live(daemon: RunningDaemon, in_arena: bool) -> None:
+def test_lent_tensors_are_read_where_they_live(daemon: Daemon, in_arena: bool) -> None:
     full = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
         live = full
@@ -144,7 +144,7 @@ def test_lent_tensors_are_read_where_they_live(daemon: RunningDaemon, in_arena: 
     del live
 
 
-def test_publishing_lent_returns_when_the_swap_has_read(daemon: RunningDaemon) -> None:
+def test_publishing_lent_returns_when_the_swap_has_read(daemon: Daemon) -> None:
     full = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source("policy", full, pull=True)
@@ -161,9 +161,7 @@ def test_publishing_lent_returns_when_the_swap_has_read(daemon: RunningDaemon) -
         assert shards.equal(mine, full)
 
 
-def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(
-    start_daemon: Callable[..., RunningDaemon],
-) -> None:
+def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.policy]\nauto_swap = true\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
         sources = register_sources(trainer, 2, seed=1)
@@ -175,7 +173,7 @@ def test_a_model_configured_so_swaps_as_soon_as_a_version_is_complete(
         assert shards.equal(mine, shards.whole(1))
 
 
-def test_a_published_version_outlives_its_trainer(daemon: RunningDaemon) -> None:
+def test_a_published_version_outlives_its_trainer(daemon: Daemon) -> None:
     full = shards.whole(4)
     with daemon.connect() as trainer:
         trainer.register_source("policy", full).publish(9)
@@ -191,7 +189,7 @@ def test_a_published_version_outlives_its_trainer(daemon: RunningDaemon) -> None
         source.publish(10)
 
 
-def test_an_on_commit_callback_decides_when_the_engine_is_quiet(daemon: RunningDaemon) -> None:
+def test_an_on_commit_callback_decides_when_the_engine_is_quiet(daemon: Daemon) -> None:
     full = shards.whole(5)
     lock, seen = threading.Lock(), []
 
@@ -214,7 +212,7 @@ def test_an_on_commit_callback_decides_when_the_engine_is_quiet(daemon: RunningD
         eventually(lambda: trainer.status().models[0].targets[0].state == "serving", "the coordinator knows")
 
 
-def test_an_agreeing_replica_flips_all_ranks_at_the_same_poll(daemon: RunningDaemon) -> None:
+def test_an_agreeing_replica_flips_all_ranks_at_the_same_poll(daemon: Daemon) -> None:
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source("policy", shards.whole(1))
         targets = register_targets(engine, "r", 2)
@@ -244,10 +242,10 @@ def test_an_agreeing_replica_flips_all_ranks_at_the_same_poll(daemon: RunningDae
         assert polls[0][-1] == polls[1][-1] == 1
 
 
-def test_many_swaps_leave_no_descriptor_in_the_daemon(daemon: RunningDaemon) -> None:
+def test_many_swaps_leave_no_descriptor_in_the_daemon(daemon: Daemon) -> None:
     from pathlib import Path
 
-    fds = Path(f"/proc/{daemon.process.pid}/fd")
+    fds = Path(f"/proc/{daemon.pid}/fd")
     with daemon.connect() as trainer, daemon.connect() as engine:
         source = trainer.register_source("policy", shards.whole(1))
         target, _ = register_targets(engine, "r", 1)[0]
@@ -263,7 +261,7 @@ def test_many_swaps_leave_no_descriptor_in_the_daemon(daemon: RunningDaemon) -> 
         eventually(lambda: client.status().nodes[0].arenas == 2, "the engine's arenas are freed")
 
 
-def test_a_rank_whose_shards_are_all_empty_commits_with_the_others(daemon: RunningDaemon) -> None:
+def test_a_rank_whose_shards_are_all_empty_commits_with_the_others(daemon: Daemon) -> None:
     full = {"w": torch.arange(8.0)}
     with daemon.connect() as trainer, daemon.connect() as engine:
         trainer.register_source("policy", full).publish(1)
@@ -285,7 +283,7 @@ def test_a_rank_whose_shards_are_all_empty_commits_with_the_others(daemon: Runni
         assert torch.equal(live[0], full["w"])
 
 
-def test_rows_that_pad_a_vocabulary_hold_what_was_declared(daemon: RunningDaemon) -> None:
+def test_rows_that_pad_a_vocabulary_hold_what_was_declared(daemon: Daemon) -> None:
     full = {"embedding": torch.arange(10 * 4, dtype=torch.float32).reshape(10, 4)}
     with daemon.connect() as trainer, daemon.connect() as engine:
         trainer.register_source("policy", full).publish(1)
@@ -312,7 +310,7 @@ def test_rows_that_pad_a_vocabulary_hold_what_was_declared(daemon: RunningDaemon
         assert torch.equal(live[1][4:], torch.full((2, 4), -1.5))
 
 
-def test_a_declared_cast_is_made_on_the_way(daemon: RunningDaemon) -> None:
+def test_a_declared_cast_is_made_on_the_way(daemon: Daemon) -> None:
     full = {"w": torch.randn(33, 7)}
     with daemon.connect() as trainer, daemon.connect() as engine:
         trainer.register_source("policy", full).publish(1)

@@ -10,7 +10,7 @@ import torch
 
 import refitd
 from refitd.adapters.loader import check_layout
-from tests.support.cluster import Engine, RunningDaemon
+from refitd.testing import Daemon, Engine
 
 HEADS, HEAD, HIDDEN, VOCABULARY, EXPERTS = 4, 8, 16, 13, 3
 SHAPES = {
@@ -54,7 +54,7 @@ def fused(rank: int, world: int) -> tuple[dict[str, torch.Tensor], Callable[[Wei
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_rank_gets_what_its_loader_gives(daemon: RunningDaemon, world: int) -> None:
+def test_every_rank_gets_what_its_loader_gives(daemon: Daemon, world: int) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         full = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         source = trainer.register_source("policy", full)
@@ -88,7 +88,7 @@ def test_every_rank_gets_what_its_loader_gives(daemon: RunningDaemon, world: int
         assert trainer.verify("policy").outcome == "proven"
 
 
-def test_a_swap_waits_for_ranks_that_have_yet_to_register_and_publish(daemon: RunningDaemon) -> None:
+def test_a_swap_waits_for_ranks_that_have_yet_to_register_and_publish(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         with pytest.raises(refitd.DeadlineExceeded, match=r"no tensors are offered after 0\.2 s"):
             engine.tensors("policy", timeout=0.2)

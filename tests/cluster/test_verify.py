@@ -17,8 +17,8 @@ import refitd
 from refitd import MXFP8Buffer, MXFP8Offer
 from refitd.client.client import Client
 from refitd.protocol.reports import MemberProof, VerifyReport
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, RunningSwap, eventually, stopped
 
 NAME, DIM = "layers.0.fc1.weight", 48
 BIG = (3, 1 << 20)  # bf16: several blocks
@@ -31,7 +31,7 @@ def whole() -> dict[str, torch.Tensor]:
 class Fleet:
     """One trainer rank, one replica of one rank, version 1 live."""
 
-    def __init__(self, daemon: RunningDaemon, way: str = "private") -> None:
+    def __init__(self, daemon: Daemon, way: str = "private") -> None:
         self.daemon = daemon
         self.trainer, self.engine = daemon.connect("trainer"), daemon.connect("engine")
         self.tensors = whole()
@@ -73,7 +73,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(daemon: RunningDaemon) -> Iterator[Fleet]:
+def fleet(daemon: Daemon) -> Iterator[Fleet]:
     fleet = Fleet(daemon)
     yield fleet
     fleet.close()
@@ -84,14 +84,14 @@ def flip(tensor: torch.Tensor, *index: int) -> None:
     tensor.view(torch.int16)[index] ^= 1 << 3
 
 
-def refitctl(daemon: RunningDaemon, *words: str) -> subprocess.CompletedProcess[str]:
+def refitctl(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "refitd_cli.control", *words, "--address", str(daemon.directory)]
     cwd = Path(__file__).parents[2]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=cwd)
 
 
 @pytest.mark.parametrize("way", ["private", "arena", "strided"])
-def test_what_is_served_is_proven_and_one_flipped_bit_is_named(daemon: RunningDaemon, way: str) -> None:
+def test_what_is_served_is_proven_and_one_flipped_bit_is_named(daemon: Daemon, way: str) -> None:
     fleet = Fleet(daemon, way)
     report = fleet.verify()
     (member,) = report.members
@@ -140,7 +140,7 @@ def test_refitctl_verify_exits_1_and_names_parameter_slice_and_rank(fleet: Fleet
 
 
 @pytest.mark.parametrize("in_arena", [False, True])
-def test_mxfp8_data_and_scales_are_checked(daemon: RunningDaemon, in_arena: bool) -> None:
+def test_mxfp8_data_and_scales_are_checked(daemon: Daemon, in_arena: bool) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = {"w": torch.randn(320, 128, generator=torch.Generator().manual_seed(3)).bfloat16()}
         source = trainer.register_source("m", tensors, mxfp8=MXFP8Offer(("w",)))
@@ -165,7 +165,7 @@ def test_mxfp8_data_and_scales_are_checked(daemon: RunningDaemon, in_arena: bool
 def test_while_a_swap_waits_for_its_commit_point_the_old_version_is_checked(fleet: Fleet) -> None:
     assert fleet.only().state == "proven"  # its digest has been taken
     fleet.publish(2)
-    running = RunningSwap(fleet.daemon, "policy", 2)
+    running = RunningSwap(fleet.daemon.connect(), "policy", 2)
     running.wait_phase("commit")  # nobody polls yet; the staging arena holds version 2
     found = fleet.only()
     assert (found.state, found.version) == ("proven", 1)
@@ -187,7 +187,7 @@ def test_engines_that_swap_all_the_time_are_proven_or_unknown_but_never_called_d
     with fleet.daemon.connect("operator") as operator, Engine(fleet.target):
         for version in range(2, 14):
             fleet.publish(version)
-            running = RunningSwap(fleet.daemon, "policy", version)
+            running = RunningSwap(fleet.daemon.connect(), "policy", version)
             for _ in range(3):
                 states.add(operator.verify("policy", timeout=30).members[0].state)
             running.result()
@@ -207,7 +207,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_is_named_and_others_are_proven(daemon: RunningDaemon) -> None:
+def test_a_stopped_engine_is_named_and_others_are_proven(daemon: Daemon) -> None:
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = shards.whole(1)
         source = trainer.register_source("policy", tensors)
@@ -243,7 +243,7 @@ def test_after_an_aborted_staging_the_digests_remain(fleet: Fleet) -> None:
     assert fleet.only().state == "proven"
     fleet.publish(2)
     with stopped(fleet.daemon.node_of("n0").workers):
-        running = RunningSwap(fleet.daemon, "policy", 2)
+        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
         running.wait_phase("stage")
         found = fleet.only()  # the workers take no part in it
         assert (found.state, found.version) == ("proven", 1)
@@ -276,25 +276,14 @@ def test_a_killed_worker_takes_no_digests_with_it(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()
-
-    def answers() -> bool:
-        try:
-            with daemon.connect() as client:
-                return any(m.targets and m.sources for m in client.status().models) or not known
-        except refitd.RefitdError:
-            return False
-
-    known = False
-    eventually(answers, "the coordinator", 30)
     fleet = Fleet(daemon)
-    known = True
     coordinator.kill()
-    coordinator.wait(10)
     daemon.start_coordinator()
-    eventually(answers, "a coordinator that knows the model", 30)
+    with daemon.connect() as client:
+        eventually(lambda: any(m.targets and m.sources for m in client.status().models), "it knows the model", 30)
     assert fleet.verify().outcome == "proven"
     flip(fleet.live[NAME], 0, 0)
     assert fleet.verify().outcome == "differs"
@@ -302,7 +291,7 @@ def test_a_coordinator_that_starts_anew_verifies(start_daemon: Callable[..., Run
 
 
 @pytest.mark.slow
-def test_an_engine_that_serves_nothing_is_no_proof(daemon: RunningDaemon) -> None:
+def test_an_engine_that_serves_nothing_is_no_proof(daemon: Daemon) -> None:
     with daemon.connect("engine") as engine:
         engine.register_target("policy", shards.zeros_like(shards.whole(1)), replica="a")
         report = engine.verify("policy", timeout=30)
@@ -331,7 +320,7 @@ def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(fleet: 
     assert [m.state for m in report.members] == ["proven", "proven"]  # each holds what it was given
 
 
-def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., RunningDaemon]) -> None:
+def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.policy]\nverify = false\n")
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         tensors = shards.whole(1)

@@ -86,7 +86,7 @@ def run_all(cases: list[Case], no_network: str) -> tuple[list[Result], list[str]
                 runner.cluster.remove()
                 runner = None
         if runner is not None:
-            left += runner.cluster.close()
+            left += runner.cluster.stop()
             runner.cluster.remove()
     return results, left
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import Counter
+from collections.abc import Sequence
 
 import refitd
+from refitd.testing import RunningSwap, leaks
 from tests.faults import clock
-from tests.support import leaks
-from tests.support.cluster import RunningSwap
-from tests.support.crew import Crew, Settings
+from tests.support.crew import Crew
 from tests.support.crew_member import MODEL
 from tests.support.network import TwoHosts
 
@@ -29,33 +29,28 @@ class Cluster(Crew):
     def __init__(self, hosts: TwoHosts | None = None) -> None:
         """`hosts`, where they can be made, hold n0 and the coordinator on the one side and n1 on the other."""
         deadlines = {"plan_s": PLAN_S, "stage_s": STAGE_S, "pause_s": PAUSE_S, "commit_s": COMMIT_S}
-        super().__init__(NODES, REPLICAS, deadlines=deadlines)
+        endpoint = "" if hosts is None else f"tcp://{hosts.coordinator}:{PORT}"
+        super().__init__(NODES, REPLICAS, deadlines=deadlines, endpoint=endpoint)
         self.hosts = hosts
         self.clocks: dict[str, clock.Clock] = {}
         self._copy = b""  # of the journal
         self._lost: dict[str, tuple[int, str, float]] = {}  # what journals said that are gone, by swap
         self._library = None if clock.why_not() else clock.build(self.folder)
-        if hosts is not None:
-            self.endpoint = f"tcp://{hosts.coordinator}:{PORT}"
         self.start()
 
     # --- what is started ----------------------------------------------------------------------------------
 
-    def settings(self, name: str) -> Settings:
-        found = super().settings(name)
-        if self.hosts is not None and name in NODES:
-            found["node"]["address"] = self.hosts.addresses[NODES.index(name)]
-        return found
-
     def environment(self, name: str) -> dict[str, str]:
         found = super().environment(name)
+        if self.hosts is not None and name in NODES:
+            found["REFITD_NODE__ADDRESS"] = self.hosts.addresses[NODES.index(name)]
         if self._library is not None and name in ("coordinator", *NODES):
             self.clocks[name] = clock.Clock(self._library, self.folder / f"{name}.clock")
             found |= self.clocks[name].environment
         return found
 
-    def prefix(self, name: str) -> list[str]:
-        return [] if self.hosts is None else ["ip", "netns", "exec", self.hosts.names[name == "n1"]]
+    def prefix(self, name: str) -> Sequence[str]:
+        return () if self.hosts is None else ["ip", "netns", "exec", self.hosts.names[name == "n1"]]
 
     def pid(self, name: str) -> int:
         """Return the pid of one of them."""
@@ -65,12 +60,12 @@ class Cluster(Crew):
 
     def swap(self, version: int, timeout: float) -> RunningSwap:
         """Ask n0 for a swap, on a thread."""
-        return RunningSwap(self.daemons["n0"], MODEL, version, timeout)  # type: ignore[arg-type]
+        return RunningSwap(self.daemons["n0"].connect("swap", 5), MODEL, version, timeout)
 
     def status(self) -> refitd.protocol.reports.StatusReport | None:  # type: ignore[name-defined]
         """Return what n0 is told, None where nobody answers."""
         try:
-            with self.daemons["n0"].connect("status") as client:
+            with self.daemons["n0"].connect("status", 5) as client:
                 return client.status()
         except refitd.RefitdError:
             return None
@@ -127,7 +122,3 @@ class Cluster(Crew):
             found[f"processes, {kind}"] += 1
         found.update(leaks.files(self.folders()))
         return dict(found)
-
-    def logs(self) -> str:
-        """Return the ends of all logs."""
-        return "\n".join(f"--- {path.stem}\n{path.read_text()[-6000:]}" for path in sorted(self.folder.glob("*.log")))

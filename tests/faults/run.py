@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import refitd
+from refitd.testing import Process, RunningSwap, leaks
 from tests.faults.cases import ANY, LIVE, Case
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
-from tests.support import leaks
-from tests.support.cluster import RunningSwap
 from tests.support.crew_member import MODEL
-from tests.support.processes import Process
 
 SWAP_S = 20.0
 # All phases' deadlines together are 14 s, and a coordinator that was stopped speaks afterwards.
@@ -192,7 +190,7 @@ class Runner:
         while True:
             result.attempts += 1
             try:
-                with self.cluster.daemons["n0"].connect() as client:
+                with self.cluster.daemons["n0"].connect("faults", 5) as client:
                     client.swap(MODEL, version, timeout=SWAP_S)
                 break
             except refitd.RefitdError as exc:

@@ -68,7 +68,7 @@ class Runners:
     def close(self) -> list[str]:
         left: list[str] = []
         if self._cluster is not None:
-            left = self._cluster.close() if self.runner is not None else []
+            left = self._cluster.stop() if self.runner is not None else []
             self._cluster.remove()
         if self._hosts is not None:
             self._hosts.close()

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import refitd
-from tests.cluster.conftest import start_daemon  # noqa: F401  the fixture
-from tests.support.cluster import Engine, RunningDaemon, eventually
+from refitd.testing import Daemon, Engine, eventually
 
 TENSORS = 8
 
@@ -41,7 +40,7 @@ while True:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("megabytes", "rounds"), [(64, 6), (1024, 3)])
 def test_an_engine_that_returns_during_swaps_is_never_torn(
-    start_daemon: Callable[..., RunningDaemon],  # noqa: F811
+    start_daemon: Callable[..., Daemon],
     megabytes: int,
     rounds: int,
 ) -> None:

@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import machine
+from refitd.testing import Daemon
 from tests.fuzz.live import CONFIG, Live
 from tests.fuzz.readers import Reader, readers
-from tests.support.cluster import RunningDaemon
 from tests.support.hostile import figures
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -102,7 +102,7 @@ def feed(reader: Reader, rng: random.Random, number: int, found: list[str]) -> N
 
 def run_live(inputs: int, seed: int, found: list[str]) -> dict[str, Any]:
     """Send `inputs` to each of the live sockets, with normal requests and swaps in between."""
-    daemon = RunningDaemon(CONFIG)
+    daemon = Daemon(CONFIG).start()
     try:
         live = Live(daemon, random.Random(f"{seed} live"))
         try:
@@ -110,7 +110,7 @@ def run_live(inputs: int, seed: int, found: list[str]) -> dict[str, Any]:
             live.close()
         except Exception as exc:
             found.append(f"live: {exc!r}; log: {daemon.log()[-2000:]}")
-        if daemon.process.poll() is not None or "internal-error" in daemon.log():
+        if not daemon.is_running or "internal-error" in daemon.log():
             found.append(f"live: the daemon or coordinator made a mistake: {daemon.log()[-4000:]}")
         for name, peak in live.peaks.items():
             if peak.private_bytes - peak.before.private_bytes > 256 << 20:
@@ -140,7 +140,7 @@ def run_live(inputs: int, seed: int, found: list[str]) -> dict[str, Any]:
             "fuzzer_mib": figures(os.getpid()).private_bytes >> 20,
         }  # fmt: skip
     finally:
-        daemon.clean()
+        daemon.remove()
 
 
 def table(result: dict[str, Any]) -> str:

@@ -15,14 +15,14 @@ from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import Decoder, digest_of, encode, pack
 from refitd.protocol.reports import NodeStatus
+from refitd.testing import Daemon, eventually
 from tests.fuzz.readers import SHARD, frame_of, kinds_of
-from tests.support.cluster import RunningDaemon, eventually
-from tests.support.hostile import Figures, Fleet, RawPeer, coordinator_pid, figures
+from tests.support.hostile import Figures, Fleet, RawPeer, figures
 
 # Frames between two looks at whether everybody still answers.
 BATCH = 200
 SWAP_EVERY = 10  # batches
-CONFIG = '[node]\nname = "n0"\nworkers = 1\nmax_arena_bytes = 67_108_864\n[log]\nlevel = "error"\n'
+CONFIG = '[node]\nmax_arena_bytes = 67_108_864\n[log]\nlevel = "error"\n'
 
 
 @dataclass
@@ -57,11 +57,11 @@ class Peak:
 class Live:
     """A daemon with its coordinator, a fleet that swaps, and three peers that send what comes to mind."""
 
-    def __init__(self, daemon: RunningDaemon, rng: random.Random) -> None:
+    def __init__(self, daemon: Daemon, rng: random.Random) -> None:
         self._daemon, self._rng = daemon, rng
         self._fleet = Fleet(daemon)
         self._fleet.swap()
-        self._pids = {"daemon": daemon.process.pid, "coordinator": coordinator_pid(daemon)}
+        self._pids = {"daemon": daemon.pid, "coordinator": daemon.status().coordinator_pid}
         self.peaks = {name: Peak(figures(pid)) for name, pid in self._pids.items()}
         self.surfaces = {
             name: Surface(name) for name in ("daemon: ZeroMQ", "daemon: descriptors", "coordinator: ZeroMQ")

@@ -10,57 +10,30 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from refitd.testing import Daemon, Engine, eventually
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def running_daemon(seconds: float, node: str = "n0", beside: Path | None = None) -> Iterator[Path]:
-    """A daemon of its own, with a coordinator or that of the daemon `beside` it; yields its directory."""
+def running_daemon(seconds: float, node: str = "n0", joins: str = "") -> Iterator[Daemon]:
+    """A daemon of its own, with a coordinator or that of the daemon whose endpoint is given."""
     with tempfile.TemporaryDirectory(prefix="rfg") as folder:
         Path(folder, "refitd_cli").symlink_to(ROOT / "cli")  # which is installed under this name
-        directory, config = Path(folder, "run"), Path(folder, "node.toml")
-        deadlines = f"plan_s = {seconds}\nstage_s = {seconds}\ncommit_s = {seconds}\n"
-        at = f'[coordinator]\nendpoint = "ipc://{beside}/coordinator.sock"\n' if beside is not None else ""
-        config.write_text(f'[node]\nname = "{node}"\nruntime_dir = "{directory}"\n{at}[deadlines]\n{deadlines}')
         path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
-        ready_r, ready_w = os.pipe()
-        command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--config", str(config)]
-        daemon = subprocess.Popen(
-            [*command, "--ready-fd", str(ready_w), *(["--standalone"] if beside is None else [])],
-            env={**os.environ, "PYTHONPATH": path},
-            pass_fds=[ready_w],
-            stdout=sys.stderr,
-        )
-        os.close(ready_w)
-        try:
-            assert os.read(ready_r, 16) == b"ready\n", "the daemon did not start"  # ends with the daemon at the latest
-            yield directory
-        finally:
-            os.close(ready_r)
-            daemon.terminate()
-            try:
-                assert daemon.wait(20) == 0
-            finally:
-                daemon.kill()
-                daemon.wait()
-
-
-def eventually(claim: Callable[[], bool], what: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.01)
+        deadlines = f"[deadlines]\nplan_s = {seconds}\nstage_s = {seconds}\ncommit_s = {seconds}\n"
+        options = {"name": node, "workers": 2, "joins": joins, "folder": Path(folder)}
+        with Daemon(deadlines, environment={"PYTHONPATH": path}, **options) as daemon:
+            yield daemon
 
 
 def used() -> int:
@@ -71,7 +44,6 @@ def used() -> int:
 
 def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
     """Two shards in arenas on the GPU: swaps, a killed worker, memory given back, refusals; returns figures."""
-    import refitd
     from refitd.errors import ArenaError, RefitFailed
 
     torch.cuda.init()
@@ -81,7 +53,7 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
     nbytes = 2 * count * shape[0] * shape[1]
     figures: dict[str, object] = {"MiB": nbytes / MIB}
     before = used()
-    with running_daemon(seconds) as directory, refitd.connect(directory) as client:
+    with running_daemon(seconds) as daemon, daemon.connect() as client:
         given, live = client.allocate(wanted, device="cuda:0"), client.allocate(wanted, device="cuda:0")
         assert used() - before >= 2 * nbytes, "the arenas are not on the GPU"
         pointers = [t.data_ptr() for t in live.values()]
@@ -98,7 +70,7 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
             return all(bool((t == version + i / 8).all()) for i, t in enumerate(tensors.values()))
 
         def swap(version: int) -> float:
-            with source.lend(version), Poller(target):
+            with source.lend(version), Engine(target):
                 return client.swap("policy", version, timeout=seconds).stage_s
 
         took = []
@@ -143,13 +115,13 @@ def daemon_arenas(seconds: float, count: int = 16) -> dict[str, object]:
         fill(host, 7)
         source = client.register_source("policy", host, slots=1)
         source.publish(7)
-        with Poller(target):
+        with Engine(target):
             report = client.swap("policy", 7, timeout=seconds)
         assert serves(live, 7)
         figures["from main memory GB/s"] = nbytes / report.stage_s / 1e9
         own = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in wanted.items()}
         private = client.register_target("policy", own, replica="private")
-        with Poller(target, private):
+        with Engine(target, private):
             source.publish(8)
             client.swap("policy", 8, timeout=seconds)
         assert serves(own, 7) and private.version == 8
@@ -203,9 +175,9 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
     figures: dict[str, object] = {"MiB": nbytes / MIB}
     with (
         running_daemon(seconds) as first,
-        running_daemon(seconds, "n1", first) as second,
-        refitd.connect(first) as trainer,
-        refitd.connect(second) as engine,
+        running_daemon(seconds, "n1", first.endpoint) as second,
+        first.connect() as trainer,
+        second.connect() as engine,
     ):
         given = trainer.allocate(given_types, device="cuda:0")
         live = engine.allocate(live_types, device="cuda:0")
@@ -215,7 +187,7 @@ def daemon_crossing(seconds: float, count: int = 8) -> dict[str, object]:
         for version in range(1, 5):
             for tensor in given.values():
                 tensor.normal_(generator=torch.Generator("cuda").manual_seed(version))
-            with source.lend(version), Poller(target):
+            with source.lend(version), Engine(target):
                 report = trainer.swap("policy", version, timeout=seconds)
             took.append(report.stage_s)
             assert all(torch.equal(live[name], tensor.bfloat16()) for name, tensor in given.items()), version
@@ -233,7 +205,7 @@ def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
     shape = (4096, 4096)
     nbytes = 2 * count * shape[0] * shape[1]
     figures: dict[str, object] = {"MiB": nbytes / MIB}
-    with running_daemon(seconds) as directory, refitd.connect(directory) as client:
+    with running_daemon(seconds) as daemon, daemon.connect() as client:
         given = client.allocate({f"layers.{i}.weight": (shape, torch.bfloat16) for i in range(count)}, device="cuda:0")
         source = client.register_source("policy", given)
         held = {
@@ -248,7 +220,7 @@ def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
         for version in range(1, 4):
             for i, tensor in enumerate(given.values()):
                 tensor.normal_(generator=torch.Generator("cuda").manual_seed(100 * version + i))
-            with source.lend(version), Poller(*targets):
+            with source.lend(version), Engine(*targets):
                 took.append(client.swap("policy", version, timeout=seconds).stage_s)
             for replica, live in held.items():
                 for name, tensor in given.items():
@@ -262,30 +234,6 @@ def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
         del given, held, live, once, tensor
     torch.cuda.empty_cache()
     return figures
-
-
-class Poller:
-    """Polls targets on a thread, as an engine does between two tokens."""
-
-    def __init__(self, *targets: object) -> None:
-        import threading
-
-        self._targets = targets
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.0005):
-            for target in self._targets:
-                target.poll()  # type: ignore[attr-defined]
-
-    def __enter__(self) -> Poller:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(10)
 
 
 CHECKS = {"daemon-arenas": daemon_arenas, "daemon-crossing": daemon_crossing, "daemon-mxfp8": daemon_mxfp8}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cluster.conftest import daemon, start_daemon
+from refitd.testing import Daemon, Engine
+from tests.cluster.conftest import daemon
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon
 
-__all__ = ["daemon", "start_daemon"]
+__all__ = ["daemon"]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 
-def test_a_graph_captured_before_a_swap_replays_with_the_new_weights(daemon: RunningDaemon) -> None:
+def test_a_graph_captured_before_a_swap_replays_with_the_new_weights(daemon: Daemon) -> None:
     torch.manual_seed(0)
     trainer_model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
     engine_model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
@@ -45,7 +45,7 @@ def test_a_graph_captured_before_a_swap_replays_with_the_new_weights(daemon: Run
             assert pointers == [p.data_ptr() for p in engine_model.parameters()]
 
 
-def test_sharded_cuda_tensors_arrive_bit_for_bit(daemon: RunningDaemon) -> None:
+def test_sharded_cuda_tensors_arrive_bit_for_bit(daemon: Daemon) -> None:
     full = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
         for rank in range(2):

@@ -18,8 +18,8 @@ from refitd.plan.lcm import Transfer, plan_lcm_transfers, sharding_descriptors
 from refitd.plan.shared import GlobalPlan, Planner
 from refitd.plan.table import CopyTable
 from refitd.plan.validate import violations
+from refitd.testing import oracle
 from tests.property.layouts import Fleet, fleets
-from tests.support import oracle
 from tests.support.layouts import rosters, tp
 
 

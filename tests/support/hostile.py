@@ -18,7 +18,7 @@ from refitd.errors import ProtocolError
 from refitd.protocol import local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.codec import Decoder, encode
-from tests.support.cluster import Engine, RunningDaemon
+from refitd.testing import Daemon, Engine
 
 ANSWER_S = 20.0
 
@@ -34,11 +34,6 @@ class Figures:
 def figures(pid: int) -> Figures:
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return Figures(int(fields["RssAnon"].split()[0]) << 10, len(os.listdir(f"/proc/{pid}/fd")))
-
-
-def coordinator_pid(daemon: RunningDaemon) -> int:
-    with daemon.connect("status") as client:
-        return client.status().coordinator_pid
 
 
 class RawPeer:
@@ -98,7 +93,7 @@ class RawPeer:
 class Fleet:
     """A trainer and an engine that want nothing but a swap now and then."""
 
-    def __init__(self, daemon: RunningDaemon) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self._trainer, self._engine = daemon.connect("trainer"), daemon.connect("engine")
         self._weights, self._live = {"w": torch.zeros(64, 64)}, {"w": torch.zeros(64, 64)}
         self.source = self._trainer.register_source("policy", self._weights)
@@ -121,7 +116,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(daemon: RunningDaemon) -> Iterator[Fleet]:
+def fleet(daemon: Daemon) -> Iterator[Fleet]:
     """A fleet that has swapped once when the block begins, and does so again when it ends."""
     found = Fleet(daemon)
     try:

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from refitd.protocol import keys
+from refitd.testing import Daemon, eventually
+from refitd.testing.daemon import joined
 
 COMMAND_S = 10.0
 
@@ -79,6 +85,25 @@ class TwoHosts:
         """Take everything down."""
         for name in self.names:
             _run("ip", "netns", "del", name)
+
+
+def start_daemons(
+    hosts: TwoHosts, port: int, folder: Path, start: Callable[..., Daemon], config: str = ""
+) -> list[Daemon]:
+    """Start a standalone daemon on host a and one on host b that joins it; keys, in `folder`, say who they are."""
+    pairs = [keys.generate(name) for name in "ab"]
+    (folder / "allowed").write_text("".join(f"{pair.public_line}\n" for pair in pairs))
+    found = []
+    for pair, netns in zip(pairs, hosts.names, strict=True):
+        key, _ = keys.write(pair, folder)
+        given = {"REFITD_COORDINATOR__ENDPOINT": f"tcp://{hosts.addresses[0]}:{port}", "REFITD_SECURITY__KEY": str(key)}
+        given["REFITD_SECURITY__SERVER_KEY"] = str(folder / "a.pub")
+        given |= {"REFITD_SECURITY__ALLOWED": str(folder / "allowed")} if pair.name == "a" else {}
+        prefix = ("ip", "netns", "exec", netns)
+        found.append(start(config, name=pair.name, standalone=pair.name == "a", environment=given, prefix=prefix))
+    with found[0].connect("status") as client:
+        eventually(lambda: joined(client) == len(found), "both nodes are there")
+    return found
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

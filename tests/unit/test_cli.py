@@ -727,7 +727,7 @@ def test_doctor_loads_backends_of_other_packages(tmp_path, monkeypatch):
     assert finding.state == "fail"
     assert "package refitd-quic cannot be loaded: No module named 'refitd_quic_is_not_there'" in finding.found
     with pytest.raises(ConfigError, match="refitd-quic"):
-        registry.installed()
+        list(registry.installed())
 
 
 def test_a_swap_says_how_its_sources_gave_the_version():

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from refitd import ParameterMetadata, PlanError, Tile, extract_param_metadata
 from refitd.describe.module import describe_module, mesh_splits
 from refitd.describe.placements import MeshSplit, cut_order, split_tiles
-from tests.support import oracle
+from refitd.testing import oracle
 
 MOST_RANKS = 24
 

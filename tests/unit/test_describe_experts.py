@@ -16,7 +16,7 @@ from refitd import PlanError, Roster
 from refitd.describe.experts import findings
 from refitd.describe.module import RankGroups, describe_module
 from refitd.plan.build import plan_copies
-from tests.support import oracle
+from refitd.testing import oracle
 
 EXPERTS, FFN, HIDDEN = 4, 8, 3
 Weights = dict[str, np.ndarray]

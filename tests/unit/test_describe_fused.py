@@ -12,7 +12,7 @@ from refitd.describe.fused import interleaved_qkv, packed, packed_qkv, stacked, 
 from refitd.describe.layout import tiles_of
 from refitd.plan.build import plan_copies
 from refitd.plan.validate import violations
-from tests.support import oracle
+from refitd.testing import oracle
 from tests.support.layouts import meta, replicated, rosters, tp
 
 Side = dict[int, ParameterMetadata]

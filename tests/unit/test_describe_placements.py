@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from refitd import PlanError, Roster, Tile, extract_param_metadata
 from refitd.describe.placements import MeshSplit, split_tiles
 from refitd.plan.build import plan_copies
-from tests.support import oracle
+from refitd.testing import oracle
 from tests.support.layouts import meta
 
 

@@ -24,10 +24,10 @@ from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import metadata_of, shard_of
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, staged
+from refitd.testing.oracle import canonical_tensors, check, local_tensor
 from refitd.transforms.mxfp8_format import quantize, swizzle
 from refitd.worker.conversions import ConversionJob
 from tests.support.layouts import meta, rosters, tp
-from tests.support.oracle import canonical_tensors, check, local_tensor
 from tests.unit.test_daemon_state import SOURCE, Harness
 
 # --- descriptions -----------------------------------------------------------------------------------------

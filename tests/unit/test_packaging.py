@@ -98,6 +98,7 @@ def test_no_extra_holds_both_nvshmem_wheels():
         "import refitd.daemon",
         "import refitd.coordinator",
         "import refitd.client",
+        "import refitd.testing",
         "import refitd_cli.control, refitd_cli.daemon",
         "from refitd_cli.commands import swap, status, watch, models, plan, abort, doctor, demo, serve, coordinator",
         "from refitd_cli import checks; list(checks.backends())",
@@ -148,7 +149,11 @@ def test_no_process_imports_another():
 
 def test_library_does_not_import_its_command_line():
     for path in FOLDERS["refitd"].rglob("*.py"):
-        assert "refitd_cli" not in path.read_text(), path
+        assert not re.search(r"^\s*(?:from|import) refitd_cli", path.read_text(), re.MULTILINE), path
+
+
+def test_what_helps_tests_needs_pytest_for_its_fixtures_only():
+    assert "pytest" not in loaded_after("import refitd.testing, refitd.testing.oracle")
 
 
 def test_image_copies_files_that_exist():

@@ -17,7 +17,7 @@ from refitd.plan.build import plan_copies
 from refitd.plan.table import CopyTable
 from refitd.plan.validate import violations
 from refitd.protocol.shards import metadata_of, shard_of
-from tests.support import oracle
+from refitd.testing import oracle
 from tests.support.layouts import meta, rosters, tp
 
 

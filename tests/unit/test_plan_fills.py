@@ -16,7 +16,7 @@ from refitd.plan.build import plan_copies, plan_reshard
 from refitd.plan.fills import FillTable
 from refitd.plan.runs import left_out
 from refitd.plan.validate import violations
-from tests.support import oracle
+from refitd.testing import oracle
 from tests.support.layouts import meta, replicated, rosters, tp
 
 # (rank, local tensor, pattern, offset, size, stride)

@@ -12,7 +12,7 @@ from refitd import ParameterMetadata, PlanError, Roster
 from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.plan.build import plan_copies
 from refitd.protocol.shards import shard_of
-from tests.support import oracle
+from refitd.testing import oracle
 from tests.support.layouts import replicated, rosters, tp
 
 Side = dict[int, ParameterMetadata]

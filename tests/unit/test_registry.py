@@ -109,7 +109,7 @@ def test_a_service_of_another_package_is_found(offer: Callable[[str], None], lin
 def test_a_package_whose_service_cannot_be_loaded_is_named(offer: Callable[[str], None], line: str, why: str) -> None:
     offer(line)
     with pytest.raises(ConfigError) as caught:
-        installed()
+        list(installed())
 
     assert "copy service 'post' of package pigeon-post" in str(caught.value) and why in str(caught.value)
 
@@ -117,4 +117,4 @@ def test_a_package_whose_service_cannot_be_loaded_is_named(offer: Callable[[str]
 def test_a_package_that_takes_the_name_of_another_service_is_refused(offer: Callable[[str], None]) -> None:
     offer("x = pigeon_post:GLOO")
     with pytest.raises(ConfigError, match="two copy services are named 'gloo'"):
-        installed()
+        list(installed())

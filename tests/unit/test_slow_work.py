@@ -7,7 +7,7 @@ import time
 
 from refitd.daemon.slow_work import PATIENCE_S, Moved, SlowWork
 from refitd.errors import ArenaError, DeadlineExceeded
-from tests.support.cluster import eventually
+from refitd.testing import eventually
 
 
 class Clock:

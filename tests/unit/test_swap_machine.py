@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from refitd.coordinator import decision as m
 from refitd.coordinator.decision import Limits, Phase

@@ -1,9 +1,9 @@
-"""What a plan must do, said with numpy and nothing of refitd.plan: build whole tensors, slice them, copy, compare."""
+"""What a swap and a plan must do, said with numpy and nothing of the planner: slice whole tensors, gather, compare."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -46,6 +46,61 @@ def local_tensor(meta: ParameterMetadata, rank: int, whole: Mapping[str, Array])
     else:
         blocks = np.split(tensor, meta.partition_stride, axis=dim)
     return np.concatenate([np.split(block, len(group), axis=dim)[me] for block in blocks], axis=dim)
+
+
+Shards = Iterable[tuple[int, ParameterMetadata, Array]]
+
+
+def gather(shapes: Mapping[str, Sequence[int]], shards: Shards) -> dict[str, Array]:
+    """Return the whole tensors that (rank, description, what that rank holds) make up.
+
+    Element types without a numpy dtype come as bits: `tensor.view(torch.int16).numpy()`.
+
+    Raises:
+        AssertionError: an element is in no shard, or differs between two of them.
+    """
+    whole: dict[str, Array] = {}
+    known = {name: np.zeros(int(np.prod(shape)), bool) for name, shape in shapes.items()}
+    for rank, name, meta, places, given in _pieces(shapes, shards):
+        flat = whole.setdefault(name, np.zeros(len(known[name]), given.dtype))
+        again = known[name][places]
+        _same(flat[places][again], given[again], f"{name}: rank {rank} and another one, {meta.name}")
+        flat[places] = given
+        known[name][places] = True
+    missing = {name: int((~held).sum()) for name, held in known.items() if not held.all()}
+    assert not missing, f"elements that no rank holds: {missing}"
+    return {name: flat.reshape(tuple(shapes[name])) for name, flat in whole.items()}
+
+
+def compare(whole: Mapping[str, Array], shards: Shards) -> None:
+    """Check that every rank holds what slicing the whole tensors gives it, bit for bit.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    for rank, name, meta, places, given in _pieces({name: array.shape for name, array in whole.items()}, shards):
+        _same(given, whole[name].reshape(-1)[places], f"{name}: rank {rank}, {meta.name}")
+
+
+def _pieces(
+    shapes: Mapping[str, Sequence[int]], shards: Shards
+) -> Iterator[tuple[int, str, ParameterMetadata, Array, Array]]:
+    """Yield what each rank holds of each tensor: rank, tensor, description, places in the flat tensor, elements."""
+    firsts, first = {}, 0
+    for name, shape in shapes.items():
+        firsts[name], first = first, first + int(np.prod(shape))
+    numbers = {name: firsts[name] + np.arange(int(np.prod(shape))).reshape(shape) for name, shape in shapes.items()}
+    for rank, meta, array in shards:
+        at = local_tensor(meta, rank, numbers).reshape(-1)
+        for name, number in numbers.items():
+            if (inside := (at >= firsts[name]) & (at < firsts[name] + number.size)).any():
+                yield rank, name, meta, at[inside] - firsts[name], array.reshape(-1)[inside]
+
+
+def _same(one: Array, other: Array, what: str) -> None:
+    bits = f"V{one.itemsize}"
+    differing = int((one.view(bits) != other.view(bits)).sum())
+    assert not differing, f"{differing} of {len(one)} elements differ: {what}"
 
 
 def run(table: CopyTable, sources: Mapping[tuple[int, str], Array], wanted: Mapping[tuple[int, str], Array]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,13 @@ def processes_of(mark: str) -> dict[int, str]:
     return found
 
 
+def kill_all(mark: str) -> None:
+    """End the processes that were started with this in their environment."""
+    for pid in processes_of(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def descriptors(pid: int) -> Counter[str]:
     """Return how many descriptors of each kind a process has open."""
     found: Counter[str] = Counter()
@@ -38,6 +46,23 @@ def _kind(link: str) -> str:
         return "memfd"
     kind = link.partition(":")[0]
     return kind if kind in ("socket", "pipe", "anon_inode") else "file"
+
+
+def own_memory_files() -> list[str]:
+    """Return refitd's arenas that this process still has open."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd:refitd" in (link := os.readlink(fd)):
+                found.append(link)
+    return found
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the names of what lies in a runtime directory, but for the journal, which is meant to stay."""
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("journal"))
 
 
 def files(folders: Mapping[str, Path]) -> dict[str, int]:

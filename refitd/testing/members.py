@@ -1,0 +1,103 @@
+"""What a test has going on beside its own thread: an engine that polls, a swap whose phases can be waited for."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Self
+
+from refitd.errors import RefitdError
+from refitd.protocol.reports import SwapProgress, SwapReport
+
+if TYPE_CHECKING:
+    from refitd.client import Client
+    from refitd.client.target import Target
+
+TOKEN_S = 0.002
+
+
+class Engine:
+    """Polls targets on a thread for the length of a block, the way an engine does between two tokens.
+
+    Attributes:
+        errors: what a poll has raised, after which none is polled.
+    """
+
+    def __init__(self, *targets: Target) -> None:
+        """Take the targets to poll, in this order."""
+        self.errors: list[RefitdError] = []
+        self._targets = targets
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TOKEN_S):
+            for target in self._targets:
+                try:
+                    target.poll()
+                except RefitdError as exc:
+                    self.errors.append(exc)
+                    return
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+
+class RunningSwap:
+    """A swap asked for on a thread, whose phases a test can wait for.
+
+    Attributes:
+        report: what became of it; None before, and where it has failed.
+        error: what it has raised, None where it has not.
+    """
+
+    def __init__(self, client: Client, model: str, version: int | None = None, timeout: float = 20.0) -> None:
+        """Ask for it; `client` is used by nobody else, and closed at the end."""
+        self.report: SwapReport | None = None
+        self.error: RefitdError | None = None
+        self._client = client
+        self._phases: set[str] = set()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, args=(model, version, timeout), daemon=True)
+        self._thread.start()
+
+    def _run(self, model: str, version: int | None, timeout: float) -> None:
+        try:
+            self.report = self._client.swap(model, version, timeout=timeout, on_progress=self._progress)
+        except RefitdError as exc:
+            self.error = exc
+        finally:
+            self._client.close()
+
+    def _progress(self, progress: SwapProgress) -> None:
+        with self._changed:
+            self._phases.add(progress.phase)
+            self._changed.notify_all()
+
+    def wait_phase(self, phase: str, timeout: float = 10.0) -> None:
+        """Wait until it has been in a phase: "plan", "stage", "verify" or "commit".
+
+        Raises:
+            AssertionError: it has not, within `timeout` seconds.
+        """
+        with self._changed:
+            reached = self._changed.wait_for(lambda: phase in self._phases, timeout)
+        assert reached, f"phase {phase} not reached; seen {self._phases}, error {self.error}"
+
+    def result(self, timeout: float = 30.0) -> SwapReport:
+        """Wait for its end; return its report.
+
+        Raises:
+            RefitdError: it has failed.
+            AssertionError: it has not ended within `timeout` seconds.
+        """
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the swap has neither succeeded nor failed"
+        if self.error is not None:
+            raise self.error
+        assert self.report is not None
+        return self.report
