@@ -65,7 +65,7 @@ def test_a_trainer_that_has_crashed_starts_again_with_more_or_fewer_ranks(
                 assert engine.swap("policy", version, timeout=60).outcome == "committed"
                 assert (live["w"] == value).all()
                 # what the trainer before it has left is given back: the target's arena, and two slots for each rank
-                assert daemon.status().arenas == 1 + 2 * world
+                assert daemon.node().arenas == 1 + 2 * world
 
 
 def attached(client: refitd.Client) -> list[bool]:
