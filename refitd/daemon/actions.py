@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from refitd.daemon.members import Member
+from refitd.daemon.members import LocalMember
 from refitd.errors import RefitdError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local, sidecar
@@ -12,7 +12,7 @@ from refitd.protocol.base import Message
 from refitd.protocol.roles import ALL_ROLES
 
 # What a registration comes to, its member without a name yet and the bytes of its arenas, or why it is refused.
-Prepared = tuple[Member, int] | RefitdError
+Prepared = tuple[LocalMember, int] | RefitdError
 
 # --- events -----------------------------------------------------------------------------------------------
 

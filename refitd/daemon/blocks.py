@@ -11,7 +11,7 @@ from refitd.addressing.places import Int64, Places
 from refitd.buffers.blocks import block_steps, slice_text
 from refitd.buffers.layout import row_major_strides
 from refitd.daemon.finishing import held_of
-from refitd.daemon.members import Member
+from refitd.daemon.members import LocalMember
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.protocol import sidecar
 from refitd.protocol.reports import Difference
@@ -25,7 +25,7 @@ RUN_NUMBERS = 2048
 class Blocks:
     """Made once for a member; columns, since its tensors may be very many."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: LocalMember) -> None:
         self._held = held_of(member.registration)
         places = member.to_commit
         elements = np.array([prod(form.shape) for form in places.forms], np.int64)[places.form]

@@ -11,7 +11,7 @@ from refitd.addressing.copies import whole_tensors
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.finishing import held_of
 from refitd.daemon.jobs import JobTable, Share, shares_of
-from refitd.daemon.members import Member
+from refitd.daemon.members import LocalMember
 from refitd.daemon.target_state import (
     Aborted,
     AskedToHalt,
@@ -54,7 +54,7 @@ class Commits:
     def __init__(
         self,
         workers: int,
-        members: dict[str, Member],
+        members: dict[str, LocalMember],
         jobs: JobTable,
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
@@ -87,7 +87,7 @@ class Commits:
                 continue
             self._out(ToClient(member.session, 0, local.AskPause(swap=swap, member=member.id, version=version)))
 
-    def paused(self, swap: str, member: Member) -> None:
+    def paused(self, swap: str, member: LocalMember) -> None:
         """The member stands still; for a swap that is over, that is of no interest."""
         if member.state.swap == swap and member.state.step in (Step.HALTING, Step.PAUSING):
             member.move(StoodStill(swap))
@@ -100,12 +100,12 @@ class Commits:
                 member.move(Doubted(reason))
                 self._tell_fence(member, reason)
 
-    def fence_behind(self, member: Member, reason: str) -> None:
+    def fence_behind(self, member: LocalMember, reason: str) -> None:
         """Have a member that holds another version than the live one serve nothing until it has caught up."""
         member.move(FellBehind(reason))
         self._tell_fence(member, reason)
 
-    def _tell_fence(self, member: Member, reason: str) -> None:
+    def _tell_fence(self, member: LocalMember, reason: str) -> None:
         if member.session is not None:
             self._log("fenced" if reason else "unfenced", member=member.id, reason=reason)
             self._out(ToClient(member.session, 0, local.Fence(member=member.id, reason=reason)))
@@ -156,7 +156,7 @@ class Commits:
             )
             self._out(ToClient(member.session, 0, prepare))
 
-    def step_reached(self, member: Member, said: local.StepReached) -> None:
+    def step_reached(self, member: LocalMember, said: local.StepReached) -> None:
         """The member says how far it has polled; the coordinator knows where the others of its replica are."""
         if member.state.swap == said.swap and member.state.step.is_decided:
             self._say(cluster.MemberStep(said.swap, member.id, said.step, said.origin, said.stands, said.thread))
@@ -167,13 +167,13 @@ class Commits:
         if member is not None and member.session is not None and member.state.swap == message.swap:
             self._out(ToClient(member.session, 0, message))
 
-    def quiet(self, swap: str, member: Member) -> None:
+    def quiet(self, swap: str, member: LocalMember) -> None:
         """The member stands still: workers may write its live tensors."""
         if member.state.swap == swap and member.state.step is Step.COMMITTING and member.live and not member.in_place:
             member.move(StoodAside(swap))
             self._copy_live(swap, member, attempt=1)
 
-    def _copy_live(self, swap: str, member: Member, attempt: int) -> None:
+    def _copy_live(self, swap: str, member: LocalMember, attempt: int) -> None:
         def make() -> list[Share]:
             sizes = np.array([ELEMENT_SIZES[tensor.dtype] for tensor in held_of(member.registration)], np.int64)
             copies = whole_tensors(member.held_places(), member.live, sizes)
@@ -191,7 +191,7 @@ class Commits:
             applied = local.CommitApplied(swap=purpose.swap, member=purpose.member, reason=reason)
             self._out(ToClient(member.session, 0, applied))
 
-    def committed(self, swap: str, member: Member, paused_s: float) -> bool:
+    def committed(self, swap: str, member: LocalMember, paused_s: float) -> bool:
         """The member has the version live; return whether that was what it had been told to do."""
         if member.state.swap != swap or not member.state.step.is_decided:
             return False
@@ -201,7 +201,7 @@ class Commits:
         self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))
         return True
 
-    def failed(self, swap: str, member: Member, reason: str) -> None:
+    def failed(self, swap: str, member: LocalMember, reason: str) -> None:
         """The member could not take the version over, and serves none until a swap succeeds; or not stand still."""
         if member.state.swap != swap:
             return
@@ -213,13 +213,13 @@ class Commits:
             return
         self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))
 
-    def _stop_copying(self, member: Member) -> None:
+    def _stop_copying(self, member: LocalMember) -> None:
         """End what workers still write into live tensors: their owner does not wait for it any more."""
         purpose = self._attempts.pop(member.id, None)
         for worker in sorted(self._jobs.busy_with(purpose)) if purpose is not None else ():
             self._end_runs(worker, f"it still wrote the live tensors of {member.id}")
 
-    def member_left(self, member: Member) -> None:
+    def member_left(self, member: LocalMember) -> None:
         """A member is gone; its jobs are of no use, and its tensors are its owner's again: nothing more is written."""
         self._stop_copying(member)
         self._jobs.drop_keys(lambda key: key == ("commit", member.id))

@@ -84,7 +84,7 @@ class PermitSlot:
 
 
 @dataclass(slots=True)
-class Member:
+class LocalMember:
     """One registered rank."""
 
     id: str
@@ -104,7 +104,7 @@ class Member:
     state: TargetState = field(default_factory=TargetState)  # a source's never changes
     history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # its last events
     is_told: bool = False  # whether the coordinator has been sent `state` and `history` as they are
-    on_move: Callable[[Member], None] = lambda member: None
+    on_move: Callable[[LocalMember], None] = lambda member: None
     boot: str = ""  # of the coordinator that has agreed to it
     permit: PermitSlot | None = None  # where its process reads until when it may serve
     verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
@@ -219,7 +219,7 @@ def new_member(
     pid: int,
     registration: RegisterSource | RegisterTarget,
     arenas: Mapping[int, Arena],
-) -> tuple[Member, int]:
+) -> tuple[LocalMember, int]:
     """Check a registration and return the member with the bytes that each of its arenas needs.
 
     Raises:
@@ -251,7 +251,7 @@ def new_member(
         ),
         {t.name: row for row, t in enumerate(r.shard.tensors)},
     )
-    member = Member(
+    member = LocalMember(
         id=member_id,
         session=session,
         pid=pid,
@@ -269,7 +269,7 @@ def new_member(
     return member, nbytes
 
 
-def lease_places(member: Member, addresses: Sequence[int]) -> Places:
+def lease_places(member: LocalMember, addresses: Sequence[int]) -> Places:
     """Return where lent tensors lie: in their arenas, or at addresses of the client's process.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from refitd.daemon.members import Member
+from refitd.daemon.members import LocalMember
 from refitd.protocol import cluster
 from refitd.states import TransferMode
 
@@ -23,7 +23,7 @@ class MemberArenas:
     `is_admitted`: the coordinator has said that it would take this rank, so that retained targets may make room for it.
     """
 
-    member: Member
+    member: LocalMember
     nbytes: int  # of each
     is_admitted: bool = False
 
@@ -69,7 +69,7 @@ class Asked:
 class Introduced:
     """A new rank; it ends if the coordinator refuses it."""
 
-    member: Member
+    member: LocalMember
     arenas: tuple[int, ...]
     nbytes: int
 
@@ -78,7 +78,7 @@ class Introduced:
 class Returned:
     """A target that has copied back what its predecessor held."""
 
-    member: Member
+    member: LocalMember
     uid: int
 
 
@@ -86,7 +86,7 @@ class Returned:
 class Readmitted:
     """A rank that another coordinator, or another life of this one, is told of."""
 
-    member: Member
+    member: LocalMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Before:
 class Announced:
     """A version that a source has published or lent; it is taken back if the coordinator refuses it."""
 
-    member: Member
+    member: LocalMember
     version: int
     before: Before
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from refitd.buffers.permits import SLOTS
 from refitd.daemon.actions import Instruction, SetPermit
-from refitd.daemon.members import Member, PermitSlot
+from refitd.daemon.members import LocalMember, PermitSlot
 from refitd.errors import RefusedError
 
 # Heartbeats whose answers are waited for; older ones say nothing any more.
@@ -20,7 +20,7 @@ class Permits:
     from the sending, not from the answer.
     """
 
-    def __init__(self, members: dict[str, Member], out: Callable[[Instruction], None]) -> None:
+    def __init__(self, members: dict[str, LocalMember], out: Callable[[Instruction], None]) -> None:
         self._members = members
         self._out = out
         self._lasts_s = 0.0  # what the coordinator grants
@@ -58,14 +58,14 @@ class Permits:
         if not self._free:
             raise RefusedError(f"this node has {SLOTS} registered target ranks already; close some first")
 
-    def allot(self, member: Member) -> None:
+    def allot(self, member: LocalMember) -> None:
         """Give a target rank a slot, of which there is one (`check_free`); it may not serve yet."""
         self._tokens += 1
         member.permit = PermitSlot(self._free.pop(), self._tokens)
         member.on_move = self.renew
         self._write(member, 0.0)
 
-    def withdraw(self, member: Member) -> None:
+    def withdraw(self, member: LocalMember) -> None:
         """A rank is registered no more: its process may not serve, whatever it does."""
         if member.permit is not None:
             self._write(member, 0.0)
@@ -73,7 +73,7 @@ class Permits:
             member.permit, member.on_move = None, lambda _: None
             self._written.pop(member.id, None)
 
-    def renew(self, member: Member) -> None:
+    def renew(self, member: LocalMember) -> None:
         """Let a rank serve for as long as it may by now."""
         if member.permit is not None:
             may = member.state.may_serve and member.boot == self._boot
@@ -81,7 +81,7 @@ class Permits:
             if until != self._written.get(member.id):
                 self._write(member, until)
 
-    def _write(self, member: Member, until: float) -> None:
+    def _write(self, member: LocalMember, until: float) -> None:
         assert member.permit is not None
         self._written[member.id] = until
         self._out(SetPermit(member.permit.slot, member.permit.token, until))

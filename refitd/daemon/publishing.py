@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from refitd.daemon.coordinator_link import CoordinatorLink
-from refitd.daemon.members import LentVersion, Member, WaitingPublish, lease_places
+from refitd.daemon.members import LentVersion, LocalMember, WaitingPublish, lease_places
 from refitd.daemon.pending import Announced, Before
 from refitd.daemon.swaps import LocalSwaps
 from refitd.describe.replica_pieces import piece_count
@@ -25,7 +25,7 @@ class Publishing:
         self._link = link
         self._reply = reply
 
-    def begin(self, member: Member, session: int, request: int, version: int, deadline: float) -> None:
+    def begin(self, member: LocalMember, session: int, request: int, version: int, deadline: float) -> None:
         """Grant a slot for `version`, at once or when a swap has finished reading one.
 
         Raises:
@@ -41,7 +41,7 @@ class Publishing:
         self._grant(member)
         self.ask_room(member)
 
-    def publish(self, member: Member, session: int, request: int, message: local.Publish) -> None:
+    def publish(self, member: LocalMember, session: int, request: int, message: local.Publish) -> None:
         """Take a finished snapshot over. Where it is refused once it was granted, the slot is free again.
 
         Raises:
@@ -62,7 +62,7 @@ class Publishing:
         slot.version = version
         self._announce(member, session, request, version, message.reason, message.replicas)
 
-    def lend(self, member: Member, session: int, request: int, message: local.Lend) -> None:
+    def lend(self, member: LocalMember, session: int, request: int, message: local.Lend) -> None:
         """Take live tensors as a version.
 
         Raises:
@@ -76,17 +76,17 @@ class Publishing:
         member.leases[version] = LentVersion(version, lease_places(member, message.addresses))
         self._announce(member, session, request, version, message.reason, message.replicas)
 
-    def ask_room(self, member: Member) -> None:
+    def ask_room(self, member: LocalMember) -> None:
         """Ask what may be overwritten for a publish that waits; said again, for a coordinator may have missed it."""
         if member.waiting and member.registration.world_size > 1:
             self._link.say(cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
 
-    def may_drop(self, member: Member, versions: Iterable[int], reason: str) -> None:
+    def may_drop(self, member: LocalMember, versions: Iterable[int], reason: str) -> None:
         """The coordinator says what no other rank needs."""
         member.may_drop, member.lagging = frozenset(versions), reason
         self._grant(member)
 
-    def withdraw(self, member: Member, version: int, reason: str) -> None:
+    def withdraw(self, member: LocalMember, version: int, reason: str) -> None:
         """Drop a version. When this returns nothing reads it any more; one that is gone already is no error."""
         member.waiting[:] = [waiting for waiting in member.waiting if waiting.version != version]
         for slot in member.slots:
@@ -105,12 +105,12 @@ class Publishing:
             held.version = None
         self._grant(member)
 
-    def withdraw_leases(self, member: Member) -> None:
+    def withdraw_leases(self, member: LocalMember) -> None:
         """Drop everything that lives in the memory of a client that has gone."""
         for version in list(member.leases):
             self.withdraw(member, version, "its client is gone")
 
-    def release(self, members: Iterable[Member], swap: str) -> None:
+    def release(self, members: Iterable[LocalMember], swap: str) -> None:
         """The swap reads nothing any more: slots may be overwritten, leases end."""
         for member in list(members):
             for version, lease in list(member.leases.items()):
@@ -121,7 +121,7 @@ class Publishing:
                 slot.readers.discard(swap)
             self._grant(member)
 
-    def expire(self, members: Iterable[Member], now: float) -> None:
+    def expire(self, members: Iterable[LocalMember], now: float) -> None:
         """Tell those who have waited too long for a slot who is reading."""
         for member in members:
             for waiting in [w for w in member.waiting if w.deadline <= now]:
@@ -133,7 +133,7 @@ class Publishing:
                 failure = local.Failure(code=error.code, message=str(error))
                 self._reply(waiting.session, waiting.request, failure)
 
-    def _grant(self, member: Member) -> None:
+    def _grant(self, member: LocalMember) -> None:
         """Give the first waiting publish a slot, if one is free."""
         while member.waiting:
             index = member.free_slot()
@@ -147,7 +147,9 @@ class Publishing:
                 self._link.say(cluster.ShardWithdrawn(member=member.id, version=old))
             self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
 
-    def _announce(self, member: Member, session: int, request: int, version: int, reason: str, replicas: bytes) -> None:
+    def _announce(
+        self, member: LocalMember, session: int, request: int, version: int, reason: str, replicas: bytes
+    ) -> None:
         before = Before(member.newest, member.mode, member.mode_reason, member.replicas, member.replicas_of)
         member.newest = version
         if replicas:
@@ -166,7 +168,7 @@ class Publishing:
             self._take_back(about.member, about.version, about.before)
         self._reply(session, request, reply)
 
-    def _check_announced(self, member: Member, replicas: bytes) -> None:
+    def _check_announced(self, member: LocalMember, replicas: bytes) -> None:
         """Refuse what could not be announced to the coordinator."""
         pieces = sum(map(piece_count, member.registration.shard.tensors)) if replicas else 0
         if len(replicas) != 8 * pieces:
@@ -175,7 +177,7 @@ class Publishing:
             )
         self._link.check()
 
-    def _take_back(self, member: Member, version: int, before: Before) -> None:
+    def _take_back(self, member: LocalMember, version: int, before: Before) -> None:
         """The coordinator has refused a version; nobody else knows of it, and its number can still be used."""
         if member.newest == version:
             member.newest, member.mode, member.mode_reason = before.newest, before.mode, before.mode_reason
@@ -186,7 +188,7 @@ class Publishing:
             slot.version = None if slot.version == version else slot.version
         self._grant(member)
 
-    def _end_lease(self, member: Member, version: int) -> None:
+    def _end_lease(self, member: LocalMember, version: int) -> None:
         if member.leases[version].readers:
             return
         del member.leases[version]
@@ -195,12 +197,12 @@ class Publishing:
             self._reply(member.session, 0, local.LeaseEnded(member=member.id, version=version))
 
 
-def _check_room(member: Member, what: str, count: int) -> None:
+def _check_room(member: LocalMember, what: str, count: int) -> None:
     if count >= MAX_OPEN:
         raise RefusedError(f"{member.id}: has {count} {what} already, at most {MAX_OPEN}; end some first")
 
 
-def _why_not(member: Member) -> str:
+def _why_not(member: LocalMember) -> str:
     """Say reason no slot of a member could be overwritten."""
     found = []
     if reading := sorted({s for slot in member.slots for s in slot.readers}):
@@ -212,7 +214,7 @@ def _why_not(member: Member) -> str:
     return "; ".join(found)
 
 
-def _check_newer(member: Member, version: int) -> None:
+def _check_newer(member: LocalMember, version: int) -> None:
     if version < member.first:
         raise RefusedError(
             f"model {member.registration.model!r} source rank {member.registration.rank}: version {version} was live "

@@ -9,7 +9,7 @@ from msgspec import structs
 from refitd.daemon.actions import Instruction, Prepared, ToClient
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.coordinator_link import CoordinatorLink
-from refitd.daemon.members import Member, Slot, new_member
+from refitd.daemon.members import LocalMember, Slot, new_member
 from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Readmitted, Returned, WantedArenas
 from refitd.daemon.permits import Permits
 from refitd.daemon.retained import RetainedTargets, is_restoring
@@ -34,14 +34,14 @@ class Registrations:
         self,
         node: str,
         sessions: Mapping[int, Session],
-        members: dict[str, Member],
+        members: dict[str, LocalMember],
         arenas: LocalArenas,
         retained: RetainedTargets,
         permits: Permits,
         proofs: Proofs,
         link: CoordinatorLink,
         out: Callable[[Instruction], None],
-        drop: Callable[[Member, str, bool, bool], None],
+        drop: Callable[[LocalMember, str, bool, bool], None],
     ) -> None:
         self._node = node
         self._sessions = sessions
@@ -188,7 +188,7 @@ class Registrations:
             done = self._registered(member, about.nbytes, member.state.version)
         self._reply(session, request, done)
 
-    def _replace_detached(self, member: Member) -> None:
+    def _replace_detached(self, member: LocalMember) -> None:
         r = member.registration
         for other in list(self._members.values()):
             o = other.registration
@@ -198,7 +198,7 @@ class Registrations:
 
     # --- a rank that returns ------------------------------------------------------------------------------
 
-    def _return(self, session: Session, request: int, member: Member, arena: int, nbytes: int) -> None:
+    def _return(self, session: Session, request: int, member: LocalMember, arena: int, nbytes: int) -> None:
         """Give an engine the staging arena of its predecessor; the coordinator hears of it once that is copied."""
         self._arenas[arena].session = session.id
         self._enter(session, member)
@@ -206,7 +206,7 @@ class Registrations:
         self._out(Log("returned", {"member": member.id, "version": member.state.holds}))
         self._reply(session.id, request, self._registered(member, nbytes, member.state.holds))
 
-    def restored(self, session: Session, request: int, member: Member) -> None:
+    def restored(self, session: Session, request: int, member: LocalMember) -> None:
         """The engine holds what its predecessor held: from now on it can take part in swaps.
 
         Raises:
@@ -255,7 +255,7 @@ class Registrations:
         self,
         session: int,
         request: int,
-        member: Member,
+        member: LocalMember,
         about: Asked | Introduced | Returned | Readmitted,
         *,
         is_question: bool = False,
@@ -269,18 +269,18 @@ class Registrations:
         # asked for once more only when it was left out: a coordinator that keeps forgetting cannot loop us
         self._link.ask(session, request, shard, Described(about, shard) if known else about)
 
-    def _agreed(self, member: Member) -> None:
+    def _agreed(self, member: LocalMember) -> None:
         """The present coordinator knows this member: it may serve by its word."""
         member.boot, member.is_told = self._link.boot, False
         self._permits.renew(member)
 
     # --- output -------------------------------------------------------------------------------------------
 
-    def _enter(self, session: Session, member: Member) -> None:
+    def _enter(self, session: Session, member: LocalMember) -> None:
         self._members[member.id] = member
         session.members.add(member.id)
 
-    def _registered(self, member: Member, nbytes: int, version: int | None) -> local.TargetRegistered:
+    def _registered(self, member: LocalMember, nbytes: int, version: int | None) -> local.TargetRegistered:
         assert member.permit is not None
         return local.TargetRegistered(
             member=member.id,
@@ -296,7 +296,7 @@ class Registrations:
         self._out(ToClient(session, request, message))
 
 
-def _shard_of(member: Member) -> cluster.AddShard:
+def _shard_of(member: LocalMember) -> cluster.AddShard:
     r = member.registration
     figures = member.figures
     return cluster.AddShard(

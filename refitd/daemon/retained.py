@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from refitd.daemon.members import Member
+from refitd.daemon.members import LocalMember
 from refitd.daemon.target_state import Step, restoring
 from refitd.protocol.local import RegisterTarget
 
@@ -14,7 +14,7 @@ from refitd.protocol.local import RegisterTarget
 class Retained:
     """What one engine rank has left: its staging arena holds `member.state.holds` whole."""
 
-    member: Member
+    member: LocalMember
     uid: int
     until: float
 
@@ -27,7 +27,7 @@ class RetainedTargets:
         self._keep_s = keep_s
         self._kept: dict[tuple[str, str, int], Retained] = {}
 
-    def keep(self, member: Member, uid: int, now: float) -> bool:
+    def keep(self, member: LocalMember, uid: int, now: float) -> bool:
         """Retain a member whose process has died, if its staging arena holds a whole version; return whether."""
         if not self._keep_s or member.is_source or member.in_place or member.state.holds is None:
             return False
@@ -37,7 +37,7 @@ class RetainedTargets:
         self._kept[key] = Retained(member, uid, now + self._keep_s)
         return True
 
-    def fitting(self, member: Member, uid: int) -> Retained | None:
+    def fitting(self, member: LocalMember, uid: int) -> Retained | None:
         """Return what is retained for this rank, if the same user registers the same tensors in the same form."""
         found = None if member.is_source else self._kept.get(_key(member))
         if found is None:
@@ -45,7 +45,7 @@ class RetainedTargets:
         same = found.uid == uid and found.member.digest == member.digest and _form(found.member) == _form(member)
         return found if same else None
 
-    def give(self, retained: Retained, member: Member) -> int:
+    def give(self, retained: Retained, member: LocalMember) -> int:
         """Have a member that registers take a retained target over; return its arena. It is not retained any more."""
         del self._kept[_key(member)]
         before = retained.member
@@ -54,7 +54,7 @@ class RetainedTargets:
         member.state = restoring(before.state.holds, before.state.run)
         return before.staging
 
-    def replaced_by(self, member: Member) -> set[int]:
+    def replaced_by(self, member: LocalMember) -> set[int]:
         """Return the arena retained for a rank that has registered otherwise; it is not retained any more."""
         found = None if member.is_source else self._kept.pop(_key(member), None)
         return set() if found is None else {found.member.staging}
@@ -75,16 +75,16 @@ class RetainedTargets:
         yield from self.expire(float("inf"))
 
 
-def is_restoring(member: Member) -> bool:
+def is_restoring(member: LocalMember) -> bool:
     """Whether a member's process still copies what was retained for it, so that no coordinator may know of it."""
     return member.state.step is Step.RESTORING
 
 
-def _key(member: Member) -> tuple[str, str, int]:
+def _key(member: LocalMember) -> tuple[str, str, int]:
     return member.registration.model, member.replica, member.registration.rank
 
 
-def _form(member: Member) -> tuple[object, ...]:
+def _form(member: LocalMember) -> tuple[object, ...]:
     r = member.registration
     assert isinstance(r, RegisterTarget)
     return r.held, r.conversions, r.device, r.world_size, r.in_place

@@ -34,7 +34,7 @@ from refitd.daemon.commits import Commits
 from refitd.daemon.coordinator_link import COORDINATOR_SILENCE_S, CoordinatorLink
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
-from refitd.daemon.members import Arena, Member
+from refitd.daemon.members import Arena, LocalMember
 from refitd.daemon.pending import (
     Announced,
     Asked,
@@ -91,7 +91,7 @@ class Daemon:
         self._worker_pids: dict[int, int] = {}
         self._workers = workers
         self._sessions: dict[int, Session] = {}
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, LocalMember] = {}
         self._live: dict[str, cluster.LiveClaim] = {}  # by model: what coordinators have decided, as far as told
         self._problems: tuple[str, ...] = ()
         self._now = 0.0
@@ -322,7 +322,9 @@ class Daemon:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
 
-    def _measure(self, session: Session, request: int, member: Member, spans: tuple[tuple[int, int, int], ...]) -> None:
+    def _measure(
+        self, session: Session, request: int, member: LocalMember, spans: tuple[tuple[int, int, int], ...]
+    ) -> None:
         nbytes, rows = sum(rows * row for _, rows, row in spans), sum(rows for _, rows, _ in spans)
         if not 0 < nbytes <= MAX_MEASURED_BYTES or rows > MAX_MEASURED_ROWS:
             raise RefusedError(
@@ -331,7 +333,7 @@ class Daemon:
             )
         self._out.append(TimePull(session.id, request, member.pid, spans))
 
-    def _own(self, session: Session, member_id: str) -> Member:
+    def _own(self, session: Session, member_id: str) -> LocalMember:
         member = self.members.get(member_id)
         if member is None or member.session != session.id:
             raise RefusedError(f"{member_id!r} is not a registration of this session; register again")
@@ -401,7 +403,7 @@ class Daemon:
         session.arenas.discard(arena)
         self.arenas.free({arena})
 
-    def _drop_member(self, member: Member, reason: str, tell: bool = True, keep: bool = False) -> None:
+    def _drop_member(self, member: LocalMember, reason: str, tell: bool = True, keep: bool = False) -> None:
         self.members.pop(member.id, None)
         if member.session in self._sessions:
             self._sessions[member.session].members.discard(member.id)

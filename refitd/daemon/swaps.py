@@ -16,7 +16,7 @@ from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
 from refitd.daemon.jobs import JobTable, Run, Share, shares_of
-from refitd.daemon.members import Member
+from refitd.daemon.members import LocalMember
 from refitd.daemon.plans import LocalPlans, NodePlan
 from refitd.daemon.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
@@ -56,7 +56,7 @@ class LocalSwaps:
         self,
         node: str,
         workers: int,
-        members: dict[str, Member],
+        members: dict[str, LocalMember],
         plans: LocalPlans,
         commits: Commits,
         jobs: JobTable,
@@ -88,7 +88,7 @@ class LocalSwaps:
             self._stage_failed(swap, "", f"node {self._node} does not have plan {plan_id}")
             return
         places_key: list[Hashable] = []
-        read: dict[int, Member] = {}
+        read: dict[int, LocalMember] = {}
         outer = plan.outer
         for rank in sorted({*np.unique(plan.table.src_rank).tolist(), *(outer.sent_ranks() if outer else ())}):
             member = self._members.get(plan.members.get(rank, ""))
@@ -184,7 +184,7 @@ class LocalSwaps:
         if not runs:
             self._staged(local_swap)
 
-    def _targets(self, plan: NodePlan) -> list[tuple[int, Member]]:
+    def _targets(self, plan: NodePlan) -> list[tuple[int, LocalMember]]:
         """Return this node's targets and their ranks; one that receives nothing (all its shards are empty) too."""
         here = [(rank, self._members.get(member)) for rank, member in plan.members.items()]
         return [(rank, member) for rank, member in here if member is not None and not member.is_source]
@@ -230,7 +230,7 @@ class LocalSwaps:
         self._replace(workers, f"it was replaced, as swap {swap} was aborted")
         self._commits.aborted(swap, reason)
 
-    def stop_reading(self, member: Member, version: int, reason: str) -> None:
+    def stop_reading(self, member: LocalMember, version: int, reason: str) -> None:
         """A source takes a version back: end whatever reads it, now."""
         readers = member.readers_of(version)
         for swap in sorted(readers or ()):

@@ -12,7 +12,7 @@ from refitd.addressing.places import Places
 from refitd.buffers.blocks import DIGEST_BYTES
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
 from refitd.daemon.blocks import Blocks
-from refitd.daemon.members import Member, Proof
+from refitd.daemon.members import LocalMember, Proof
 from refitd.daemon.target_state import Live
 from refitd.events import Log
 from refitd.protocol import cluster, local, sidecar
@@ -93,7 +93,7 @@ class Proofs:
         self,
         node: str,
         workers: int,
-        members: dict[str, Member],
+        members: dict[str, LocalMember],
         out: Callable[[Instruction], None],
         need: Callable[[int, set[int]], None],
         homes: Callable[[set[int]], dict[int, int]],
@@ -117,7 +117,7 @@ class Proofs:
 
     # --- what happens to members --------------------------------------------------------------------------
 
-    def committed(self, member: Member) -> None:
+    def committed(self, member: LocalMember) -> None:
         """The member has taken over what its staging arena holds: take its digests once there is time."""
         member.proof = None
         self._drop_work(member.id)
@@ -130,12 +130,12 @@ class Proofs:
         if check is not None and (member.live or check.phase != "live"):
             self._again(check)  # of tensors that the client reads it says itself that they have changed
 
-    def restored(self, member: Member) -> None:
+    def restored(self, member: LocalMember) -> None:
         """The member has what its predecessor's staging arena held; digests of that version stay what they are."""
         if member.proof is None:
             self.committed(member)
 
-    def left(self, member: Member, reason: str) -> None:
+    def left(self, member: LocalMember, reason: str) -> None:
         """A member is gone."""
         self._drop_work(member.id)
         self._blocks.pop(member.id, None)
@@ -200,7 +200,7 @@ class Proofs:
                 asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, version=version, reason=late)
             )
 
-    def _late(self, check: _MemberCheck | None, member: Member | None, timeout_s: float) -> str:
+    def _late(self, check: _MemberCheck | None, member: LocalMember | None, timeout_s: float) -> str:
         within = f"within {timeout_s:.1f} s"
         if check is not None and member is not None and check.phase != "stored" and not member.live:
             return (
@@ -210,12 +210,12 @@ class Proofs:
         what = "its staging arena" if check is None or check.phase == "stored" else "its live tensors"
         return f"the workers of node {self._node} have not read {what} {within}; they are stopped, or busy with a swap"
 
-    def _begin(self, member: Member, asked: list[_RequestedCheck]) -> None:
+    def _begin(self, member: LocalMember, asked: list[_RequestedCheck]) -> None:
         check = _MemberCheck(member.id, self._next(), -1, asked)
         self._checks[member.id] = check
         self._start(check, member)
 
-    def _start(self, check: _MemberCheck, member: Member) -> None:
+    def _start(self, check: _MemberCheck, member: LocalMember) -> None:
         if obstacle := self._obstacle(member):
             self._end(check, ProofState.UNKNOWN, obstacle)
             return
@@ -235,7 +235,7 @@ class Proofs:
             reason = f"the digest of version {member.state.version} could not be taken after it was written; swap again"
             self._end(check, ProofState.UNKNOWN, reason)
 
-    def _obstacle(self, member: Member) -> str:
+    def _obstacle(self, member: LocalMember) -> str:
         """Return why a member cannot be checked; "" where it can."""
         if member.state.version is None:
             return "it serves nothing"
@@ -270,13 +270,13 @@ class Proofs:
 
     # --- steps of a check ---------------------------------------------------------------------------------
 
-    def _take_stored(self, member: Member, *, is_urgent: bool) -> None:
+    def _take_stored(self, member: LocalMember, *, is_urgent: bool) -> None:
         if member.state.holds is None:
             return
         blocks, places = self._blocks_of(member), member.decided_places()
         self._add(_DigestWork(member.id, "stored", member.state.holds, blocks, places, is_urgent))
 
-    def _read_live(self, check: _MemberCheck, member: Member) -> None:
+    def _read_live(self, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "live"
         blocks = self._blocks_of(member)
         if member.live:
@@ -306,7 +306,7 @@ class Proofs:
         else:
             self._locate(check, member)
 
-    def _locate(self, check: _MemberCheck, member: Member) -> None:
+    def _locate(self, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "compare"
         blocks, located = self._blocks_of(member), check.differing[:MAX_DIFFERENCES]
         if member.live:
@@ -372,7 +372,7 @@ class Proofs:
 
     # --- clients ------------------------------------------------------------------------------------------
 
-    def client_said(self, member: Member, message: local.LiveDigests | local.LiveCompared) -> None:
+    def client_said(self, member: LocalMember, message: local.LiveDigests | local.LiveCompared) -> None:
         """Take a client's word about its live tensors."""
         check = self._checks.get(member.id)
         if check is None or check.number != message.check:
@@ -510,7 +510,7 @@ class Proofs:
 
     # --- details ------------------------------------------------------------------------------------------
 
-    def _blocks_of(self, member: Member) -> Blocks:
+    def _blocks_of(self, member: LocalMember) -> Blocks:
         blocks = self._blocks.get(member.id)
         if blocks is None:
             blocks = self._blocks[member.id] = Blocks(member)

@@ -37,7 +37,7 @@ OF_DAEMON = {
     "Registrations._described": "the coordinator was told of the tensors, and knows them though it refuses the rank",
 }
 # A publish that is refused gives its slot back, to whoever waits for one: nothing is written to it any more.
-OF_PUBLISH = {"Slot.writing", "Member.waiting", "Member.may_drop", "Member.lagging"}
+OF_PUBLISH = {"Slot.writing", "LocalMember.waiting", "LocalMember.may_drop", "LocalMember.lagging"}
 
 
 class WatchedHarness(Harness):

@@ -16,7 +16,7 @@ from refitd.buffers.layout import packed_offsets, row_major_strides
 from refitd.client.checks import LiveChecks
 from refitd.client.tensors import TensorSet
 from refitd.daemon import actions as act
-from refitd.daemon.members import Arena, Member, new_member
+from refitd.daemon.members import Arena, LocalMember, new_member
 from refitd.daemon.target_state import Live
 from refitd.daemon.verification import Proofs
 from refitd.describe.metadata import ParameterMetadata
@@ -71,7 +71,7 @@ class Node:
             pauses=way == "in-place",
             in_place=way == "in-place",
         )
-        self.member: Member = new_member("m/a:0", 1, os.getpid(), registration, known)[0]
+        self.member: LocalMember = new_member("m/a:0", 1, os.getpid(), registration, known)[0]
         self.becomes(live=Live.SERVING, version=7, holds=7)
         self.member.staging = -1 if way == "in-place" else STAGING
         tensors = TensorSet(dict(zip(self.names, self.live, strict=True)), 0, metadata, None, None)
