@@ -18,6 +18,7 @@ CASE_S = 900
 # (model, tensor-parallel size, lifecycle)
 CASES = (("llama", 1, "driven"), ("llama", 2, "driven"), ("qwen2", 1, "driven"), ("qwen2", 2, "driven"))
 FOLLOWING = (("llama", 1, "follow"), ("llama", 2, "follow"))
+OVER_HTTP = (("llama", 1, "trl"),)
 
 COLUMNS = (
     ("engine", "engine"),
@@ -42,13 +43,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     found, failed = [], []
-    for kind, tp, lifecycle in CASES + FOLLOWING:
+    for kind, tp, lifecycle in CASES + FOLLOWING + OVER_HTTP:
         name = f"{kind}-tp{tp}-{lifecycle}"
         if not fnmatch.fnmatch(name, options.only):
             continue
         size, rounds = ("tiny", 3) if options.quick else ("246MB", 6)
         print(f"==> vllm {name} {size}", file=sys.stderr, flush=True)
         case = [sys.executable, "-m", "benchmarks.engines.vllm_case", kind, str(tp), size, str(rounds), lifecycle]
+        if lifecycle == "trl":
+            case = [sys.executable, "-m", "benchmarks.engines.trl_case", str(tp), size]
         ran = subprocess.run(case, capture_output=True, text=True, timeout=CASE_S, check=False)
         lines = [line for line in ran.stdout.splitlines() if line.startswith('{"engine"')]
         if ran.returncode or not lines:
@@ -99,7 +102,8 @@ bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every roun
 - refitd: from the first `publish` until the version is live, the cast included. `blocked`: the engine answers nothing.
 - disk: the trainer gathers, rank 0 writes safetensors, vLLM's `reload_weights` reads it.
 - pickled call: vLLM's loader on whole tensors that are sent with a call; gathering them is not counted.
-- equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload.
+- equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload; over HTTP,
+  first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
 
 {table}
 """

@@ -1,0 +1,147 @@
+"""A vLLM server over HTTP, refitted through TRL's weight transfer protocol while it answers; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.vllm_case import checkpoint, daemon
+
+PROMPTS = [[7 * i + j + 1 for j in range(5)] for i in range(12)]
+# of the first tokens after these prompts; another implementation in bfloat16 may choose another one where two are close
+AGREE = 0.75
+ROUNDS = 4
+
+
+class Server:
+    """`vllm serve`, as a process."""
+
+    def __init__(self, folder: Path, work: Path, tp: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._log = (work / "vllm.log").open("w")
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+            *("--port", self.url.rpartition(":")[2], "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
+            *("--skip-tokenizer-init", "--max-model-len", "256", "--tensor-parallel-size", str(tp)),
+            *("--weight-transfer-config", json.dumps({"backend": "refitd"}), "--served-model-name", "policy"),
+            *("--additional-config", json.dumps({"refitd": {"directory": str(work)}})),
+        ]
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
+
+    def get(self, path: str) -> Any:
+        """Return what a GET answers."""
+        with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as answer:
+            return json.load(answer)
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        """Return a greedy answer, as token numbers."""
+        body = {"model": "policy", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "detokenize": False}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return list(json.load(answer)["choices"][0]["token_ids"])
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+def run(tp: int, size: str) -> dict[str, Any]:
+    """Return what was measured."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import refitd
+    from refitd.adapters.trl import RefitdWeightTransfer
+
+    work = Path(tempfile.mkdtemp(prefix="rfdt"))
+    os.chmod(work, 0o700)
+    folder = work / "model"
+    try:
+        nbytes = checkpoint("llama", size, folder)
+        with daemon(work):
+            server = Server(folder, work, tp)
+            try:
+                transfer = RefitdWeightTransfer(server.url, directory=str(work))
+                transfer.init_weight_transfer()
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                agreed, seconds = [], []
+                for seed in range(ROUNDS):
+                    generator = torch.Generator().manual_seed(seed)
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.add_(torch.randn(p.shape, generator=generator), alpha=0.02)
+                    with ThreadPoolExecutor() as busy:
+                        under_way = busy.submit(server.tokens, PROMPTS[0], 100)  # while the weights change
+                        time.sleep(0.2)
+                        started = time.perf_counter()
+                        transfer.pause()
+                        transfer.send_weights((name, p.detach()) for name, p in model.named_parameters())
+                        transfer.resume()
+                        seconds.append(time.perf_counter() - started)
+                        assert len(under_way.result()) == 100
+                    told = [server.tokens(prompt, 1)[0] for prompt in PROMPTS]
+                    expected = _expected(model, folder)
+                    agreed.append(sum(map(operator.eq, told, expected)) / len(told))
+                with refitd.connect(work) as client:
+                    proven = client.verify("policy").outcome
+                transfer.destroy()
+            finally:
+                server.close()
+            return {
+                "engine": f"llama TP{tp}, served over HTTP, TRL's protocol",
+                "bytes": nbytes,
+                "equal": min(agreed) >= AGREE,
+                "agreed": min(agreed),
+                "verified": str(proven),
+                "refitd_s": sorted(seconds[1:])[len(seconds[1:]) // 2],
+            }
+    except BaseException:
+        log = work / "vllm.log"
+        print("\n".join(log.read_text().splitlines()[-30:]) if log.exists() else "", file=sys.stderr)
+        raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _expected(model: Any, folder: Path) -> list[int]:
+    """Return the greedy next token of each prompt, by transformers with the same weights in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rounded.load_state_dict({name: p.to(torch.bfloat16) for name, p in model.state_dict().items()})
+    with torch.no_grad():
+        logits = rounded(torch.tensor(PROMPTS)).logits[:, -1]
+    return list(logits.argmax(dim=-1).tolist())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(int(sys.argv[1]))))
+    print(json.dumps(run(int(sys.argv[1]), sys.argv[2])), flush=True)
