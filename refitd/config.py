@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from refitd.errors import ConfigError
-from refitd.text import flaw
+from refitd.text import flaw, unprintable
 
 Role = Literal["trainer", "engine", "operator"]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -251,7 +251,7 @@ def _texts(value: Any, dotted: str = "") -> Iterator[tuple[str, str]]:
 
 def _check(config: Config, where: str) -> None:
     for dotted, text in _texts(msgspec.to_builtins(config)):
-        if found := flaw(text):
+        if found := unprintable(text):
             raise ConfigError(f"{where}: {dotted} {text!r} {found}")
     endpoint = config.coordinator_endpoint
     if not endpoint.startswith(("ipc://", "tcp://")):

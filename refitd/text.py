@@ -43,6 +43,11 @@ def flaw(text: str) -> str:
     return ""
 
 
+def unprintable(text: str) -> str:
+    """Return what keeps a text that an operator has chosen from being shown as it is, "" if nothing does."""
+    return flaw(text) or ("" if text.isprintable() else "holds a control character, or one that cannot be seen")
+
+
 def shown(value: Any) -> str:
     """Return a value as an error shows it: cut where it is long, with its type."""
     try:

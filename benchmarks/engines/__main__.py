@@ -102,8 +102,8 @@ bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every roun
 - refitd: from the first `publish` until the version is live, the cast included. `blocked`: the engine answers nothing.
 - disk: the trainer gathers, rank 0 writes safetensors, vLLM's `reload_weights` reads it.
 - pickled call: vLLM's loader on whole tensors that are sent with a call; gathering them is not counted.
-- equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload; over HTTP,
-  first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
+- equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload; over
+  HTTP, first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
 
 {table}
 """

@@ -36,7 +36,7 @@ from refitd.protocol.reports import (
 )
 from refitd.protocol.shards import Place, shard_of
 from refitd.states import SwapOutcome
-from refitd.text import flaw, shown
+from refitd.text import shown, unprintable
 
 if TYPE_CHECKING:
     import torch
@@ -632,7 +632,7 @@ def connect(
         directory = Path(address) if address is not None else default_runtime_dir()
     except TypeError:
         raise RefusedError(f"address is {shown(address)}, expected the directory of a daemon") from None
-    if found := flaw(str(directory)):
+    if found := unprintable(str(directory)):
         raise ConfigError(f"address {str(address)!r} {found}; give the daemon's runtime directory")
     is_named = address is not None or bool(environ.get("REFITD_RUNTIME_DIR"))
     name, timeout = text("name", name, least=0), seconds("timeout", timeout)

@@ -318,3 +318,11 @@ def test_arena_may_have_any_label() -> None:
 def test_flaw_lets_every_other_text_be_a_name() -> None:
     for text in (*HOSTILE.values(), "", "a" * 1000):
         assert bool(flaw(text)) == ("\udce9" in text)
+
+
+@pytest.mark.parametrize("text", ["n\x1b[31m0", "n\n0", "n\u202e0"])
+def test_what_an_operator_chooses_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    with pytest.raises(ConfigError, match="holds a control character"):
+        load(None, environ={}, **{"node.name": text})
+    with pytest.raises(ConfigError, match="holds a control character"):
+        refitd.connect(f"/tmp/{text}")
