@@ -25,9 +25,11 @@ from refitd.adapters.vllm.seams import check_version
 
 log = logging.getLogger("refitd.vllm")
 
-# How long an engine that follows by itself waits between two tries to find its trainer, and to find an idle moment.
+# How long an engine that follows by itself waits between two tries to find its trainer, and to find an idle moment; and
+# how often it looks whether its daemon is there.
 TRY_AGAIN_S = 2.0
 IDLE_S = 0.005
+LOOK_S = 1.0
 
 
 @dataclass
@@ -76,6 +78,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._steps = 0
         self._client: refitd.Client | None = None
         self._target: refitd.Target | None = None
+        self._is_checked = False
         self._stopped = threading.Event()
         self._follower: threading.Thread | None = None
         given = vllm_config.additional_config
@@ -119,9 +122,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     def shutdown(self) -> None:
         """Take the registration back."""
         self._stopped.set()
-        client, self._client, self._target = self._client, None, None
-        if client is not None:
-            client.close()
+        self._let_go()
 
     # --- driven by nobody ---------------------------------------------------------------------------------
 
@@ -141,11 +142,11 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 if self._target is None:
                     self._bind(info)
                 self._commit_when_idle()
-            except (refitd.DeadlineExceeded, refitd.TransportError) as exc:
+            except refitd.DeadlineExceeded as exc:
                 log.info("refitd: waiting for a trainer of %r: %s", info.model, exc)
-            except refitd.PeerLost as exc:
-                log.warning("refitd: the daemon has gone, registering again: %s", exc)
-                self._client = self._target = None
+            except refitd.TransportError as exc:  # PeerLost is one
+                log.warning("refitd: no daemon at present: %s; this engine serves what it has", exc)
+                self._let_go()
             except refitd.CommitError as exc:
                 log.error("refitd: %s", exc)
             except refitd.RefitdError as exc:
@@ -154,14 +155,23 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             self._stopped.wait(TRY_AGAIN_S)
 
     def _commit_when_idle(self) -> None:
-        target = self._bound()
-        while not self._stopped.wait(IDLE_S):
-            if target.pending is not None and self._lock.acquire(timeout=IDLE_S):
+        """Return when the registration has ended."""
+        target, looked = self._bound(), time.monotonic()
+        while not self._stopped.wait(IDLE_S) and self._target is target:
+            is_due = target.pending is not None or time.monotonic() - looked > LOOK_S
+            if is_due and self._lock.acquire(timeout=IDLE_S):
                 try:
                     # a forward pass that comes now has this number: until then this rank stands before it
                     target.poll(step=self._steps + 1)
                 finally:
                     self._lock.release()
+                looked = time.monotonic()
+
+    def _let_go(self) -> None:
+        """Forget a registration whose daemon has gone; the follower registers again."""
+        client, self._client, self._target = self._client, None, None
+        if client is not None:
+            client.close()
 
     @contextlib.contextmanager
     def refitd_step(self) -> Iterator[None]:
@@ -170,7 +180,13 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             self._steps += 1
             target = self._target
             if self._follower is not None and target is not None:
-                target.poll(step=self._steps)
+                try:
+                    target.poll(step=self._steps)
+                except refitd.CommitError:
+                    raise  # parts of two versions: nothing may be computed with them
+                except refitd.RefitdError as exc:
+                    log.warning("refitd: %s; this engine serves what it has", exc)
+                    self._target = None
             yield
 
     # --- registration -------------------------------------------------------------------------------------
@@ -191,8 +207,9 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
         trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
         self._check(trace, params)
-        if info.check and self.vllm_config.load_config.load_format != "dummy":
+        if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
             self._check_held(held)
+            self._is_checked = True  # later the engine holds other versions than its checkpoint's
         target = client.register_target(
             info.model,
             {name: held[name] for name in trace.metadata},
