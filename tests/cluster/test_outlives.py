@@ -380,7 +380,7 @@ def test_a_daemon_that_was_stopped_calls_nobody_silent_for_it(start_daemon: Star
             trainer.swap("policy", 1, timeout=60)
             before = len(daemon.log())
             with stopped((coordinator.pid,)):
-                with stopped((daemon.process.pid,)):
+                with stopped((daemon.pid,)):
                     time.sleep(6.0)
                 time.sleep(0.5)
             source.publish(2)  # at once

@@ -537,7 +537,7 @@ while True:
     ready = dict(poller.poll())
     if listener.fileno() in ready:
         kept.append(listener.accept()[0])
-        greeting = sidecar.Session(token=b"0" * 16, endpoint=endpoint or f"ipc://{directory}/refitd.sock")
+        greeting = sidecar.Greeting(token=b"0" * 16, endpoint=endpoint or f"ipc://{directory}/refitd.sock")
         handoff.send(kept[-1], encode(0, greeting))
     if router.socket in ready:
         received = router.receive()

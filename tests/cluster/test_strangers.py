@@ -351,7 +351,7 @@ def test_meetings_share_one_deadline_and_the_first_cause_is_told(
     OnBoard(board).put("here/1", b"1")
 
     class Disturbed:
-        why = "strangers came"
+        reason = "strangers came"
 
         def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
             deadlines.append(deadline)
