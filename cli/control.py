@@ -10,6 +10,8 @@ from refitd_cli.session import Session
 COMMANDS = {
     "swap": "refitd_cli.commands.swap:swap",
     "rollback": "refitd_cli.commands.rollback:rollback",
+    "publish": "refitd_cli.commands.publish:publish",
+    "save": "refitd_cli.commands.save:save",
     "verify": "refitd_cli.commands.verify:verify",
     "history": "refitd_cli.commands.history:history",
     "status": "refitd_cli.commands.status:status",

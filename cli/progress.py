@@ -1,4 +1,4 @@
-"""The progress bar of a running swap, shown on stderr if that is a terminal."""
+"""The progress bars of swaps and checkpoints, shown on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -49,3 +49,24 @@ def swap_bar(model: str) -> Iterator[Callable[[SwapProgress], None] | None]:
     with Progress(*bar_columns(), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(printable(f"{model}: asking"), total=None, members="")
         yield lambda event: progress.update(task, **bar_fields(event))
+
+
+@contextmanager
+def bytes_bar(what: str) -> Iterator[Callable[[int, int], object]]:
+    """Yield the on_progress callback for bytes that are read or written. The bar disappears at the end."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(printable(what), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

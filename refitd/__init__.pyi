@@ -11,6 +11,8 @@ from .adapters.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata as update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor as validate_uneven_dtensor,
 )
+from .checkpoints.publish import publish_checkpoint as publish_checkpoint
+from .checkpoints.save import save_checkpoint as save_checkpoint
 from .client import (
     Client as Client,
     connect as connect,
@@ -51,6 +53,7 @@ from .describe.tiles import (
 )
 from .errors import (
     ArenaError as ArenaError,
+    CheckpointError as CheckpointError,
     CommitError as CommitError,
     ConfigError as ConfigError,
     DeadlineExceeded as DeadlineExceeded,

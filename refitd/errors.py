@@ -3,7 +3,8 @@
     RefitdError
      |- ConfigError            a configuration file or argument cannot be used
      |- PlanError              rosters cannot be turned into an exact plan (carries every violation)
-     |- ArenaError             an arena cannot be made, sealed, mapped or handed out
+     |- CheckpointError        a folder of weights on disk cannot be read or written
+ |- ArenaError             an arena cannot be made, sealed, mapped or handed out
      |- TransportError         bytes did not arrive
      |   |- PeerLost           a process on the other end is gone
      |   `- DeadlineExceeded   a wait ended at its deadline
@@ -46,6 +47,12 @@ class PlanError(RefitdError):
         if len(self.violations) > len(shown):
             shown.append(f"... and {len(self.violations) - len(shown)} more")
         super().__init__("\n".join(shown))
+
+
+class CheckpointError(RefitdError):
+    """A folder of weights on disk cannot be read or written; nothing was published, or nothing is left of it."""
+
+    code = "checkpoint"
 
 
 class ArenaError(RefitdError):

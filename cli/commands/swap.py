@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -54,8 +54,9 @@ def perform(
     address: str | None,
     as_json: bool,
     ask: Callable[[Control, Callable[[SwapProgress], None] | None], SwapReport],
+    told: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run a swap, show its progress and outcome, and exit."""
+    """Run a swap, show its progress and outcome, and exit; `told` is put beside the report's fields in JSON."""
     session: Session = ctx.obj
     error: SwapFailed | None = None
     with session.client(address) as client, swap_bar(model) as on_progress:
@@ -67,7 +68,7 @@ def perform(
             say(f"no longer watching; see refitctl status, or stop the swap: refitctl abort {model}", err=True)
             ctx.exit(EXIT_INTERRUPTED)
     if as_json:
-        print_json(_as_object(report, error))
+        print_json(_as_object(report, error) | dict(told or {}))
     else:
         _show(report)
     ctx.exit(0 if report.outcome == SwapOutcome.COMMITTED and error is None else EXIT_FAILED)

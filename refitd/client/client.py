@@ -218,6 +218,7 @@ class Client:
         derived: Mapping[str, Derived] | None = None,
         mode: Literal["shadow", "in-place"] = "shadow",
         device: str | torch.device | None = None,
+        observes: bool = False,
         timeout: float = 60.0,
     ) -> Target:
         """Want this rank's tensors of `model`. Their storage is kept by every swap.
@@ -246,6 +247,8 @@ class Client:
                 staging; a swap that fails then leaves nothing to serve until the next one has succeeded.
             device: where the staging arena lies, "cuda:N", "cpu", or (None) where the tensors do; what is converted is
                 converted there. "cpu" saves a GPU the memory of one more shard, and makes commits (and MXFP8) slower.
+            observes: this is no engine (it saves a checkpoint, say): it is brought to the live version as a replica
+                that joins is, and takes part in no other swap, so that none waits for it or ends with it.
             timeout: seconds for allocating the staging arena and being admitted.
 
         Raises:
@@ -281,6 +284,7 @@ class Client:
                 conversions=tensors.conversions,
                 derived=tensors.derived,
                 pauses=on_pause is not None,
+                observes=flag("observes", observes),
                 lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None,
                 device=_gpu_name(device, tensors),
                 timeout_s=timeout,

@@ -14,6 +14,7 @@ from refitd.client.arguments import seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
 from refitd.client.reentrant_lock import Turn, check_process
+from refitd.client.tensors import copy_bytes
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.replica_pieces import take_digests
 from refitd.dtypes import dtype_name
@@ -159,7 +160,6 @@ def declared(
     return [said[name] for name in found]
 
 
-@torch.no_grad()
 def write_stream(
     arena: Arena, wire: Sequence[ParameterMetadata], offsets: Sequence[int], weights: Weights
 ) -> dict[str, torch.Tensor]:
@@ -189,7 +189,7 @@ def write_stream(
         dtype: Any = held.dtype
         size = held.numel() * held.element_size()
         slot = memory[offset : offset + size].view(dtype).view(held.shape)
-        slot.copy_(held)
+        copy_bytes(slot, held)
         written[name] = slot
     if missing := [name for name in places if name not in written]:
         raise RefusedError(f"the iterator has ended without {len(missing)} of {len(places)} tensors: {missing[:10]}")

@@ -689,15 +689,21 @@ def _view(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -
 
 
 def _copy(tensor: torch.Tensor, arena: Arena, offset: int, *, into_arena: bool) -> None:
+    staged = _view(arena, offset, tensor.shape, tensor.dtype)
+    if into_arena:
+        copy_bytes(staged, tensor)
+    else:
+        copy_bytes(tensor, staged)
+
+
+def copy_bytes(to: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor of the same shape and type, byte for byte."""
     # not no_grad: an engine's tensors may be inference tensors, which nothing else may write
     with torch.inference_mode():
-        staged = _view(arena, offset, tensor.shape, tensor.dtype)
-        if tensor.dtype == torch.bool:  # torch writes a 1 for every byte that is not 0
-            staged, tensor = staged.view(torch.uint8), tensor.view(torch.uint8)
-        if into_arena:
-            staged.copy_(tensor)
-        else:
-            tensor.copy_(staged)
+        # torch writes a 1 for every byte of a bool that is not 0, and copies no e8m0
+        if tensor.dtype in (torch.bool, torch.float8_e8m0fnu):
+            to, tensor = to.view(torch.uint8), tensor.view(torch.uint8)
+        to.copy_(tensor)
 
 
 def _place(tensor: torch.Tensor, arenas: Mapping[int, Arena]) -> Place | None:

@@ -183,10 +183,15 @@ class Model:
         targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
         return Model(self.name, self.auto_swap, dict(self.sources), targets, self.check_replicas, self.compared)
 
-    def behind(self, live: LiveVersion) -> list[str]:
+    def engines(self) -> Model:
+        """Return this model without the replicas that only observe; itself where there are none."""
+        observers = {replica for (replica, _), m in self.targets.items() if m.added.observes}
+        return self.only({replica for replica, _ in self.targets} - observers) if observers else self
+
+    def behind(self, live: LiveVersion, *, only_observers: bool = False) -> list[str]:
         """Return the complete replicas that can be brought to the live version."""
         found = []
-        for replica in sorted({replica for replica, _ in self.targets}):
+        for replica in sorted({r for (r, _), m in self.targets.items() if m.added.observes or not only_observers}):
             ranks = [m for (r, _), m in self.targets.items() if r == replica]
             late = [m for m in ranks if not live.is_at(m.version, m.run)]
             ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)

@@ -44,12 +44,13 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
     version, kind = asked.version, "asked"
     if asked.rollback:
         version, kind = _version_before(state, past) if version is None else version, "rollback"
-    version = state.fleet.version_to_swap(version, may_be_older=asked.rollback)
+    fleet = state.fleet.engines()
+    version = fleet.version_to_swap(version, may_be_older=asked.rollback)
     run = state.fleet.run() or ""
     if text := used_up(state, version, run):
         raise RefusedError(f"model {state.fleet.name!r}: {text}")
     timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
-    return DueSwap(kind, version, run, state.fleet, timeout_s, (waiter,))
+    return DueSwap(kind, version, run, fleet, timeout_s, (waiter,))
 
 
 def _version_before(state: ModelState, past: Past) -> int:
@@ -109,16 +110,17 @@ def newer(state: ModelState) -> DueSwap | None:
     Raises:
         RefusedError: such a version exists and cannot be swapped now.
     """
-    complete = state.fleet.complete_versions()
-    if not complete or complete[-1] <= state.highest or not state.fleet.targets:
+    fleet = state.fleet.engines()
+    complete = fleet.complete_versions()
+    if not complete or complete[-1] <= state.highest or not fleet.targets:
         return None
     run, (tried, tried_run) = state.fleet.run() or "", state.tried
     if run == tried_run and complete[-1] <= tried:
         return None
-    return DueSwap("auto", state.fleet.version_to_swap(None), run, state.fleet)
+    return DueSwap("auto", fleet.version_to_swap(None), run, fleet)
 
 
-def lagging(state: ModelState) -> DueSwap | None:
+def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | None:
     """Return the catch-up of replicas that joined, returned or failed, if sources still hold the live version.
 
     Raises:
@@ -127,7 +129,7 @@ def lagging(state: ModelState) -> DueSwap | None:
     live = state.live
     if live is None or live.version not in state.fleet.complete_versions() or state.fleet.run() != live.run:
         return None
-    replicas = state.fleet.behind(live)
+    replicas = state.fleet.behind(live, only_observers=only_observers)
     if not replicas:
         return None
     fleet = state.fleet.only(replicas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -127,8 +128,8 @@ class Swaps:
             self._catch_up(state, now)
 
     def _catch_up(self, state: ModelState, now: float) -> None:
-        if self._model_config(state).catch_up:
-            self._begin_if_due(state, "catch-up", lagging, now)
+        find = partial(lagging, only_observers=not self._model_config(state).catch_up)
+        self._begin_if_due(state, "catch-up", find, now)
 
     def _begin_if_due(
         self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float

@@ -318,6 +318,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         pauses=isinstance(r, local.RegisterTarget) and r.pauses,
         in_place=member.in_place,
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
+        observes=isinstance(r, local.RegisterTarget) and r.observes,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",
         held_bytes=figures.held_bytes,
         staging_bytes=figures.staging_bytes,

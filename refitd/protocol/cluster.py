@@ -115,6 +115,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     committing: bool = False  # target: it was told to take over what is staged, so that this is decided
     replicas: bytes = b""  # source: as in ShardPublished, said again to whoever may not have heard it
     replicas_of: Count = 0  # the version that these were taken of
+    observes: bool = False  # target: takes part in catch-ups alone
     is_question: bool = False  # whether it would be taken in; Done, or Failure
 
 

@@ -78,6 +78,7 @@ class RegisterTarget(Message, frozen=True):
     lockstep: bool = False  # the replica's ranks poll equally often, and flip in the same poll
     device: Label = ""  # the GPU its staging arena is to lie on; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
+    observes: bool = False  # no engine: it is brought to the live version, and no other swap waits for it
 
 
 class Restored(Message, frozen=True):

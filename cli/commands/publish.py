@@ -1,0 +1,79 @@
+"""refitctl publish: make a checkpoint on disk a version, without a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from refitd_cli.commands.swap import perform
+from refitd_cli.output import duration, print_json, rate, say, size, to_json
+from refitd_cli.progress import bytes_bar
+from refitd_cli.session import Session, address_option, json_option
+
+if TYPE_CHECKING:
+    from refitd.client import Client
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--from",
+    "folder",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A folder with model.safetensors, or with shards and their index.",
+)
+@click.option("--version", "number", type=click.IntRange(min=0), help="Its number.  [default: the next one]")
+@click.option("--swap", is_flag=True, help="Bring it into every replica, too.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds for memory and admission; with --swap for the swap, too.",
+)
+@address_option
+@json_option
+@click.pass_context
+def publish(
+    ctx: click.Context,
+    model: str,
+    folder: Path,
+    number: int | None,
+    swap: bool,
+    timeout: float,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Make the checkpoint in DIR a version of MODEL; no trainer of MODEL may be attached.
+
+    It is read once, into memory of this node's daemon, and stays there until another source of MODEL registers.
+    """
+    from refitd.checkpoints.publish import publish_checkpoint
+
+    session: Session = ctx.obj
+    with session.client(address) as client, bytes_bar(f"{model}: reading") as on_progress:
+        done = publish_checkpoint(
+            cast("Client", client), model, folder, version=number, timeout=timeout, on_progress=on_progress
+        )
+    told = to_json(done)
+    if not as_json:
+        say(
+            f"{model}: version {done.version} is published: {done.tensors} tensors in {done.files} files, "
+            f"{size(done.bytes)} in {duration(done.seconds)} ({rate(done.bytes, done.seconds)})"
+        )
+    elif not swap:
+        print_json(told)
+    if swap:
+        perform(
+            ctx,
+            model,
+            address,
+            as_json,
+            lambda client, on_progress: client.swap(model, done.version, timeout=timeout, on_progress=on_progress),
+            {"published": told},
+        )

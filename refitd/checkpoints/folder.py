@@ -1,0 +1,127 @@
+"""Look at a Hugging Face folder of safetensors: which tensor lies in which file, and whether all belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refitd.checkpoints.header import Stored, read_header, refuse, unique_keys
+from refitd.errors import CheckpointError
+from refitd.text import shown
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+MAX_INDEX_BYTES = 256_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose files have been found to belong together.
+
+    Attributes:
+        files: of each file, its tensors in the order of their bytes.
+    """
+
+    path: Path
+    files: dict[str, dict[str, Stored]]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for _, _, tensor in self.tensors())
+
+    def tensors(self) -> Iterator[tuple[str, str, Stored]]:
+        """Yield (file, name, tensor), in the order of their bytes."""
+        for file, held in self.files.items():
+            for name, tensor in held.items():
+                yield file, name, tensor
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name is one that holds, or indexes, a checkpoint's weights."""
+    return name in (WHOLE, INDEX) or SHARD.fullmatch(name) is not None
+
+
+def read_folder(path: Path) -> Checkpoint:
+    """Look at a folder with model.safetensors, or with shards and model.safetensors.index.json.
+
+    Other files of the folder are not looked at (config, tokenizer, adapters).
+
+    Raises:
+        CheckpointError: a shard is missing, truncated, damaged or not of this checkpoint, a tensor is in two of them,
+            or index and files disagree. Names all of them.
+    """
+    try:
+        there = sorted(each.name for each in path.iterdir() if is_weights(each.name))
+    except OSError as exc:
+        raise CheckpointError(
+            f"{path}: {exc.strerror or exc}; give a folder with {WHOLE}, or with shards and {INDEX}"
+        ) from exc
+    weights = [name for name in there if name != INDEX]
+    if INDEX not in there:
+        if weights != [WHOLE]:
+            has = ", ".join(weights[:5]) or "none of them"
+            raise CheckpointError(f"{path}: it has {has}, expected {WHOLE} alone, or shards and {INDEX}")
+        return Checkpoint(path, {WHOLE: _with_tensors(path, read_header(path / WHOLE))})
+    index = _read_index(path / INDEX)
+    listed = dict.fromkeys(index.values())
+    problems = [f"{path / name}: missing, and the index lists it" for name in listed if name not in weights]
+    problems += [
+        f"{path / name}: no tensor of the index is in it; it is of another checkpoint, or the index is old"
+        for name in weights
+        if name not in listed
+    ]
+    files: dict[str, dict[str, Stored]] = {}
+    for name in sorted(set(weights) & listed.keys()):
+        try:
+            files[name] = read_header(path / name)
+        except CheckpointError as exc:
+            problems.append(str(exc))
+    problems += _disagreements(path, index, files)
+    refuse(problems)
+    return Checkpoint(path, files)
+
+
+def _with_tensors(path: Path, held: dict[str, Stored]) -> dict[str, Stored]:
+    if not held:
+        raise CheckpointError(f"{path / WHOLE}: it holds no tensor")
+    return held
+
+
+def _disagreements(path: Path, index: dict[str, str], files: dict[str, dict[str, Stored]]) -> Iterator[str]:
+    owners: dict[str, str] = {}
+    for file, held in files.items():
+        for name in held:
+            if (other := owners.setdefault(name, file)) != file:
+                yield f"{name!r}: it is in {other} and in {file}; a checkpoint has each tensor once"
+            elif name not in index:
+                yield f"{name!r}: it is in {path / file}, and not in the index"
+    for name, file in index.items():
+        if file in files and name not in files[file]:
+            where = f"; it is in {owners[name]}" if name in owners else ""
+            yield f"{name!r}: the index says that it is in {file}, and it is not{where}"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise CheckpointError(f"{path}: it has more than {MAX_INDEX_BYTES} bytes; it is no index")
+        said: Any = json.loads(path.read_bytes().decode(), object_pairs_hook=unique_keys)
+    except OSError as exc:
+        raise CheckpointError(f"{path}: it cannot be read: {exc.strerror or exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError(f"{path}: it is damaged: {exc}") from exc
+    index = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(index, dict) or not index:
+        raise CheckpointError(f"{path}: its weight_map is {shown(index)}, expected an object of tensors and files")
+    refuse(
+        f"{path}: {name!r} is said to be in {shown(file)}, expected the name of a shard in this folder"
+        for name, file in index.items()
+        if not isinstance(file, str) or file != Path(file).name or not is_weights(file) or file == INDEX
+    )
+    return index

@@ -1,0 +1,110 @@
+"""Read the tensors of a checkpoint through memory maps, page by page, each page once."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from refitd.checkpoints.folder import Checkpoint
+from refitd.checkpoints.header import Stored
+from refitd.errors import CheckpointError
+
+STRIDE_BYTES = 64 << 20  # read between two calls of `on_progress`
+MADV_POPULATE_READ = 22  # Linux 5.14; unlike touching the page, it returns an error where the file cannot be read
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Mapped:
+    """The files of a checkpoint, mapped for reading: no private memory. Use it as a context manager."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Map every file; raises CheckpointError where one cannot be."""
+        self._checkpoint = checkpoint
+        self._maps: dict[str, mmap.mmap] = {}
+        self._stats: dict[str, tuple[int, int]] = {}
+        for file in checkpoint.files:
+            path = checkpoint.path / file
+            try:
+                with path.open("rb") as opened:
+                    self._stats[file] = _stat(opened.fileno())
+                    self._maps[file] = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+            except OSError as exc:
+                raise CheckpointError(f"{path}: it cannot be mapped: {exc.strerror or exc}") from exc
+        self.tensors = {name: self._view(file, stored) for file, name, stored in checkpoint.tensors()}
+
+    def read(self, on_progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor once its pages are in memory, and let go of them once it has been used.
+
+        `on_progress` is told of bytes that have been read, as they are.
+
+        Raises:
+            CheckpointError: the disk cannot be read, or a file was changed meanwhile.
+        """
+        for file, name, stored in self._checkpoint.tensors():
+            self._populate(file, stored, on_progress)
+            yield name, self.tensors[name]
+            self._advise(file, stored.offset, stored.nbytes, mmap.MADV_DONTNEED)
+        for file, was in self._stats.items():
+            self._check(file, was)
+
+    def _view(self, file: str, stored: Stored) -> torch.Tensor:
+        dtype = getattr(torch, stored.dtype)
+        if not stored.nbytes:
+            return torch.empty(stored.shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
+            flat = torch.frombuffer(self._maps[file], dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
+        if flat.data_ptr() % dtype.itemsize:
+            return flat.clone().view(dtype).view(stored.shape)  # a file that another library has written unaligned
+        return flat.view(dtype).view(stored.shape)
+
+    def _populate(self, file: str, stored: Stored, on_progress: Callable[[int], object]) -> None:
+        for at in range(0, stored.nbytes, STRIDE_BYTES):
+            size = min(STRIDE_BYTES, stored.nbytes - at)
+            failed = self._advise(file, stored.offset + at, size, MADV_POPULATE_READ)
+            if failed not in (0, errno.EINVAL):  # an older kernel reads the page when it is touched
+                self._check(file, self._stats[file])
+                raise CheckpointError(f"{self._checkpoint.path / file}: it cannot be read: {os.strerror(failed)}")
+            on_progress(size)
+
+    def _advise(self, file: str, offset: int, nbytes: int, advice: int) -> int:
+        """Advise the kernel about these bytes; return the errno, 0 where there is none."""
+        if not nbytes:
+            return 0
+        first = offset - offset % mmap.PAGESIZE
+        base = torch.frombuffer(self._maps[file], dtype=torch.uint8, count=1).data_ptr()
+        wrong: int = _libc.madvise(base + first, nbytes + offset - first, advice)
+        return ctypes.get_errno() if wrong else 0
+
+    def _check(self, file: str, was: tuple[int, int]) -> None:
+        path = self._checkpoint.path / file
+        try:
+            now = _stat(path)
+        except OSError as exc:
+            raise CheckpointError(f"{path}: it cannot be read any more: {exc.strerror or exc}") from exc
+        if now != was:
+            raise CheckpointError(f"{path}: it was changed while it was read; publish a folder that nobody writes to")
+
+    def __enter__(self) -> Mapped:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tensors = {}
+        self._maps = {}  # each is unmapped when the last tensor in it has gone
+
+
+def _stat(file: int | Path) -> tuple[int, int]:
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns

@@ -1,0 +1,243 @@
+"""Save the live version of a model as a folder of safetensors, from whatever layout its sources have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from refitd.checkpoints.folder import INDEX, WHOLE
+from refitd.checkpoints.header import header, in_file_order, is_writable, nbytes_of, refuse
+from refitd.checkpoints.new_folder import new_folder, write_file
+from refitd.client.client import Client
+from refitd.describe.mxfp8 import MARK
+from refitd.dtypes import dtype_name
+from refitd.errors import CheckpointError, DeadlineExceeded, RefusedError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD_BYTES = 5_000_000_000
+WAIT_S = 120.0
+
+# shape and dtype name of each tensor of one file, in the file's order
+Shard = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was saved."""
+
+    model: str
+    version: int
+    path: str
+    files: int
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+class _Moved(Exception):
+    """Another version went live between two shards."""
+
+
+def save_checkpoint(
+    client: Client,
+    model: str,
+    path: str | os.PathLike[str],
+    *,
+    version: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    timeout: float = WAIT_S,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Saved:
+    """Save the live version of `model` as safetensors: model.safetensors, or shards with an index.
+
+    One shard after the other is brought here as to a replica that joins: planned, staged, compared with the sources
+    byte for byte, all of it or nothing. It takes the memory of one shard; if another version goes live meanwhile, all
+    is taken anew, in one piece. Engines do not stand still, and no other swap waits for this. Tensors have the types
+    that the sources offer. The folder is there whole or not at all; what an older one at `path` has besides weights
+    (config, tokenizer) stays.
+
+    Args:
+        client: a session with the daemon whose node gets the folder.
+        model: whose live version.
+        path: the folder to make, or to replace the weights of.
+        version: what must be live; None: whatever is.
+        max_shard_bytes: the largest file; a tensor that is larger has one for itself.
+        timeout: seconds for bringing a shard here.
+        on_progress: is told of the bytes that have been written, and of all.
+
+    Raises:
+        RefusedError: nothing is live, or another version, or the sources hold the live one no more.
+        CheckpointError: a tensor cannot be saved so, the place cannot be used, or the disk is full.
+        DeadlineExceeded: a shard did not arrive in time; says why, where that is known.
+        ArenaError: there is not enough memory for a shard.
+    """
+    import torch  # noqa: F401  # seconds are the disk's, not the interpreter's
+
+    began = time.monotonic()
+    live = _savable(client, model, version)
+    wanted = _wanted(client, model, timeout)
+    shards = split(wanted, max_shard_bytes)
+    total = sum(nbytes_of(*one) for one in wanted.values())
+    names = file_names(len(shards))
+    done = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(done, total)
+
+    def write(folder: Path, groups: Sequence[Sequence[int]]) -> int:
+        nonlocal done
+        done, first = 0, None
+        for group in groups:
+            tensors = {name: one for index in group for name, one in shards[index].items()}
+            with _brought(client, model, tensors, timeout) as (arrived, held):
+                if first not in (None, arrived) or version not in (None, arrived):
+                    raise _Moved(arrived)
+                first = arrived
+                for index in group:
+                    (folder / names[index]).unlink(missing_ok=True)
+                    held_bytes = (_bytes(held[name]) for name in shards[index])
+                    write_file(folder / names[index], chain([header(dict(shards[index]))], held_bytes), progress)
+        if len(shards) > 1:
+            write_file(folder / INDEX, [_index(shards, names, total)])
+        assert first is not None
+        return first
+
+    one_by_one = [[index] for index in range(len(shards))]
+    with new_folder(Path(path), total) as folder:
+        try:
+            live = write(folder, one_by_one)
+        except _Moved as exc:
+            if version is not None:
+                raise RefusedError(
+                    f"model {model!r}: version {exc} went live while {version} was saved; nothing was saved"
+                ) from None
+            live = write(folder, [list(range(len(shards)))])
+    return Saved(model, live, str(path), len(shards), len(wanted), total, time.monotonic() - began)
+
+
+def split(wanted: Shard, max_bytes: int) -> list[Shard]:
+    """Deal tensors to files of at most `max_bytes` each, in their order; one that is larger is alone."""
+    found: list[dict[str, tuple[tuple[int, ...], str]]] = [{}]
+    size = 0
+    for name, one in wanted.items():
+        nbytes = nbytes_of(*one)
+        if found[-1] and size + nbytes > max_bytes:
+            found.append({})
+            size = 0
+        found[-1][name] = one
+        size += nbytes
+    return [in_file_order(shard) for shard in found]
+
+
+def file_names(count: int) -> list[str]:
+    """Return the names that Hugging Face gives so many files."""
+    return [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _index(shards: Sequence[Shard], names: Sequence[str], total: int) -> bytes:
+    where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    said = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return (json.dumps(said, indent=2) + "\n").encode()
+
+
+def _savable(client: Client, model: str, version: int | None) -> int:
+    """Return the live version; raises RefusedError where it cannot be saved."""
+    models = client.status().models
+    found = next((m for m in models if m.model == model), None)
+    if found is None:
+        known = ", ".join(m.model for m in models) or "none"
+        raise RefusedError(f"no model {model!r} is registered; registered models: {known}")
+    if found.live is None:
+        raise RefusedError(f"model {model!r}: no version is live; swap one first (refitctl swap {model})")
+    if version not in (None, found.live):
+        raise RefusedError(f"model {model!r}: version {found.live} is live, and {version} was to be saved")
+    if found.live not in found.complete_versions:
+        raise RefusedError(
+            f"model {model!r}: version {found.live} is live, and the sources hold it no more (complete versions: "
+            f"{list(found.complete_versions) or 'none'}); save before they publish on, or swap a newer one first"
+        )
+    return found.live
+
+
+def _wanted(client: Client, model: str, timeout: float) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return what the sources offer, by name; raises CheckpointError naming what safetensors cannot hold."""
+    offered = {
+        name: (shape, dtype_name(dtype)) for name, (shape, dtype) in client.tensors(model, timeout=timeout).items()
+    }
+    plain = {name: one for name, one in offered.items() if MARK not in name}
+    converted = {name.partition(MARK)[0] for name in offered.keys() - plain.keys()}
+    refuse(
+        [
+            *(f"{name}: it is offered in MXFP8 alone" for name in sorted(converted - plain.keys())),
+            *(f"{name}: safetensors has no {dtype}" for name, (_, dtype) in plain.items() if not is_writable(dtype)),
+        ]
+    )
+    if not plain:
+        raise CheckpointError(f"model {model!r}: its sources offer no tensor")
+    return plain
+
+
+@contextlib.contextmanager
+def _brought(
+    client: Client, model: str, wanted: Shard, timeout: float
+) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """Yield these tensors as the live version has them, and its number, in memory that is freed afterwards."""
+    import torch
+
+    tensors = client.allocate(
+        {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in wanted.items()}, timeout=timeout
+    )
+    try:
+        yield _take(client, model, tensors, timeout), tensors
+    finally:
+        client.free(tensors)
+
+
+def _take(client: Client, model: str, tensors: dict[str, torch.Tensor], timeout: float) -> int:
+    """Have the live version written into these tensors; return its number."""
+    deadline = time.monotonic() + timeout
+    while True:
+        asked: list[int] = []  # workers write these tensors only after asking
+        target = client.register_target(
+            model,
+            tensors,
+            replica=f"save-{client.node}-{os.getpid()}",
+            mode="in-place",
+            on_pause=asked.append,
+            observes=True,
+            timeout=timeout,
+        )
+        try:
+            arrived = target.wait(0, max(0.0, deadline - time.monotonic()))
+        except DeadlineExceeded as exc:
+            raise DeadlineExceeded(
+                f"model {model!r}: its live version did not arrive within {timeout:.0f} s{_why(client, model)}"
+            ) from exc
+        finally:
+            target.close()
+        if asked[-1] == arrived:
+            return arrived
+        # a newer version went live, and was being written before the registration was taken back
+
+
+def _why(client: Client, model: str) -> str:
+    swap = next((m.last_swap for m in client.status().models if m.model == model), None)
+    return "" if swap is None or not swap.reason else f"; its last swap was {swap.outcome}: {swap.reason}"
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # type: ignore[arg-type]  # it is one; numpy says so from Python 3.12 on
