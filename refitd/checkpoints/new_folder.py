@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from io import RawIOBase
 from pathlib import Path
 
 from refitd.checkpoints.folder import INDEX, WHOLE, is_weights
@@ -69,22 +70,29 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
 
 
 def write_file(
-    path: Path, parts: Iterable[bytes | memoryview], on_progress: Callable[[int], object] = lambda nbytes: None
+    path: Path,
+    head: bytes,
+    parts: Iterable[memoryview] = (),
+    on_progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Write a new file and sync it to disk; `parts` are bytes, or views of single bytes.
+    """Write a new file and sync it to disk: `head`, then `parts` (views of single bytes), of which progress is told.
 
     Raises:
         CheckpointError: the disk is full or fails.
     """
     with _told(path), path.open("xb", buffering=0) as file:
+        _write(file, memoryview(head))
         for part in parts:
-            view = memoryview(part)
-            for at in range(0, len(view), CHUNK_BYTES):
-                chunk = view[at : at + CHUNK_BYTES]
+            for at in range(0, len(part), CHUNK_BYTES):
+                chunk = part[at : at + CHUNK_BYTES]
+                _write(file, chunk)
                 on_progress(len(chunk))
-                while chunk:
-                    chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
+
+
+def _write(file: RawIOBase, chunk: memoryview) -> None:
+    while chunk:  # a write takes 2 GiB at most
+        chunk = chunk[file.write(chunk) or 0 :]
 
 
 def _check_place(place: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,10 +105,10 @@ def save_checkpoint(
                 first = arrived
                 for index in group:
                     (folder / names[index]).unlink(missing_ok=True)
-                    held_bytes = (_bytes(held[name]) for name in shards[index])
-                    write_file(folder / names[index], chain([header(dict(shards[index]))], held_bytes), progress)
+                    parts = (_bytes(held[name]) for name in shards[index])
+                    write_file(folder / names[index], header(dict(shards[index])), parts, progress)
         if len(shards) > 1:
-            write_file(folder / INDEX, [_index(shards, names, total)])
+            write_file(folder / INDEX, _index(shards, names, total))
         assert first is not None
         return first
 

@@ -1,0 +1,278 @@
+"""Checkpoints at both ends of a live fleet: published without a trainer, saved from what is live."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import refitd
+from refitd.checkpoints.folder import INDEX, WHOLE
+from refitd.client import Client
+from tests.support import shards
+from tests.support.cluster import Engine, RunningDaemon, eventually
+
+KINDS = {"scalar": torch.tensor(3.5), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 4)}
+KINDS |= {"fp8": torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn)}
+
+
+def refitctl(daemon: RunningDaemon, *arguments: str) -> tuple[int, dict]:
+    """Exit status and the JSON object on stdout."""
+    command = [sys.executable, "-m", "refitd_cli.control", arguments[0], "--address", str(daemon.directory), "--json"]
+    ran = subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=120, check=False)
+    return ran.returncode, json.loads(ran.stdout)
+
+
+def publish(daemon: RunningDaemon, folder: Path, *, swap: bool = False) -> int:
+    """Publish a folder and leave; return the version."""
+    with daemon.connect() as client:
+        version = refitd.publish_checkpoint(client, "policy", folder).version
+    with daemon.connect() as client:
+        assert not swap or client.swap("policy").version == version
+    return version
+
+
+@contextlib.contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """A disk on which no file becomes larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def folder_of(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    path.mkdir()
+    save_file(tensors, path / WHOLE, metadata={"format": "pt"})
+    (path / "config.json").write_text('{"model_type": "none"}')
+    return path
+
+
+def halves(client: Client, model: dict[str, torch.Tensor]) -> list[refitd.Source]:
+    """A trainer whose two ranks hold half of each tensor."""
+    return [
+        client.register_source(
+            "policy",
+            (mine := shards.cut(model, rank, 2)),
+            rank=rank,
+            world_size=2,
+            metadata=shards.describe(mine, rank, 2),
+        )
+        for rank in range(2)
+    ]
+
+
+def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: RunningDaemon, tmp_path: Path) -> None:
+    model = shards.whole(1) | KINDS
+    given = folder_of(tmp_path / "given", model)
+    with daemon.connect() as engine:
+        live = shards.zeros_like(shards.whole(1))
+        targets = [
+            engine.register_target(
+                "policy",
+                (mine := shards.cut(live, rank, 2)),
+                replica="tp2",
+                rank=rank,
+                world_size=2,
+                metadata=shards.describe(mine, rank, 2),
+            )
+            for rank in range(2)
+        ]
+        with Engine(targets[0]), Engine(targets[1]):
+            status, said = refitctl(daemon, "publish", "policy", "--from", str(given), "--version", "7", "--swap")
+        assert (status, said["outcome"], said["published"]["version"]) == (0, "committed", 7)
+        assert targets[0].version == targets[1].version == 7
+        # the publisher has left, and its version is there for whoever comes
+        joined = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+        assert engine.register_target("policy", joined, replica="late").wait(7) == 7
+        assert all(torch.equal(joined[n].view(torch.uint8), t.view(torch.uint8)) for n, t in model.items() if t.dim())
+        out = tmp_path / "out"
+        status, said = refitctl(daemon, "save", "policy", "--version", "7", "-o", str(out))
+        assert (status, said["version"], said["files"], said["tensors"]) == (0, 7, 1, len(model))
+        assert (out / WHOLE).read_bytes() == (given / WHOLE).read_bytes()
+        # in shards, over a folder that has a config: by another road to the same bytes
+        done: list[tuple[int, int]] = []
+        again = refitd.save_checkpoint(
+            engine, "policy", given, max_shard_bytes=9000, on_progress=lambda *progress: done.append(progress)
+        )
+        assert again.files > 1 and done[-1] == (again.bytes, again.bytes) == (said["bytes"], said["bytes"])
+        files = sorted(set(json.loads((given / INDEX).read_text())["weight_map"].values()))
+        assert sorted(each.name for each in given.iterdir()) == sorted(["config.json", INDEX, *files])
+        saved = {name: tensor for file in files for name, tensor in load_file(given / file).items()}
+        assert shards.equal({n: t for n, t in saved.items() if t.dim()}, {n: t for n, t in model.items() if t.dim()})
+        (seen,) = engine.status().models
+        assert {target.replica for target in seen.targets} == {"tp2", "late"}
+        assert publish(daemon, given) == 8
+
+
+def test_a_running_trainers_version_is_saved_whole_and_a_disk_that_fails_leaves_the_older_one(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    model = shards.whole(3)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        sources = halves(trainer, model)
+        target = engine.register_target("policy", shards.zeros_like(model), replica="a")
+        with pytest.raises(refitd.RefusedError, match="no version is live; swap one first"):
+            refitd.save_checkpoint(engine, "policy", tmp_path / "out")
+        for source in sources:
+            source.publish(1)
+        with Engine(target):
+            trainer.swap("policy", 1)
+        older = folder_of(tmp_path / "older", shards.whole(9))
+        before = (older / WHOLE).read_bytes()
+        with largest_file(4096), pytest.raises(refitd.CheckpointError, match=f"{tmp_path}.*: File too large"):
+            refitd.save_checkpoint(engine, "policy", older)
+        assert [each.name for each in tmp_path.iterdir()] == ["older"]
+        assert (older / WHOLE).read_bytes() == before
+        assert refitd.save_checkpoint(engine, "policy", older).version == 1
+        assert shards.equal(load_file(older / WHOLE), model)
+        with pytest.raises(refitd.RefusedError, match="version 1 is live, and 2 was to be saved"):
+            refitd.save_checkpoint(engine, "policy", older, version=2)
+        # engines serve version 1, and the trainer's slots hold newer ones
+        for version in (2, 3):
+            for source in sources:
+                source.publish(version)
+        with pytest.raises(refitd.RefusedError, match=r"sources hold it no more \(complete versions: \[2, 3\]\)"):
+            refitd.save_checkpoint(engine, "policy", tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_refuses_the_save(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    model = shards.whole(1)
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("policy", model)
+        target = engine.register_target("policy", shards.zeros_like(model), replica="a")
+
+        def step() -> None:
+            for tensor in model.values():
+                tensor.add_(1)
+            source.publish(source.next_version)
+            trainer.swap("policy")
+
+        with Engine(target), daemon.connect() as saver:
+            step()
+            stepped = iter([step])
+            done = refitd.save_checkpoint(
+                saver, "policy", tmp_path / "out", max_shard_bytes=9000, on_progress=lambda *_: next(stepped, int)()
+            )
+            assert done.version == 2 and done.files > 1
+            saved = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+            assert shards.equal(saved, model)
+            stepped = iter([step])
+            with pytest.raises(refitd.RefusedError, match="version 3 went live while 2 was saved; nothing was saved"):
+                refitd.save_checkpoint(
+                    saver,
+                    "policy",
+                    tmp_path / "new",
+                    version=2,
+                    max_shard_bytes=9000,
+                    on_progress=lambda *_: next(stepped, int)(),
+                )
+        assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: RunningDaemon, tmp_path: Path) -> None:
+    given = folder_of(tmp_path / "given", shards.whole(1))
+    os.truncate(given / WHOLE, 5000)
+    status, said = refitctl(daemon, "publish", "policy", "--from", str(given))
+    assert status == 1 and said["error"]["code"] == "checkpoint"
+    assert f"{given / WHOLE}: its tensors end at byte" in said["error"]["message"]
+    with daemon.connect() as client:
+        assert client.status().models == ()
+        client.register_source("policy", shards.whole(2))
+        with pytest.raises(refitd.RefusedError, match=f"already registered by pid {os.getpid()}"):
+            publish(daemon, folder_of(tmp_path / "good", shards.whole(1)))
+
+
+def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_from_a_trainer(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    first, second = shards.whole(1), shards.whole(2)
+    given = folder_of(tmp_path / "given", first)
+    with daemon.connect() as engine:
+        live = shards.zeros_like(first)
+        target = engine.register_target("policy", live, replica="a")
+        with Engine(target):
+            assert publish(daemon, given, swap=True)
+            assert shards.equal(live, first)
+            with daemon.connect() as trainer:
+                sources = halves(trainer, second)
+                for source in sources:
+                    source.publish(source.next_version)
+                assert trainer.swap("policy").version == 2
+                assert shards.equal(live, second)
+            # the trainer has ended; its versions have not
+            assert publish(daemon, given, swap=True)
+            assert shards.equal(live, first)
+        with daemon.connect() as client:
+            (seen,) = client.status().models
+            assert [(source.rank, source.versions) for source in seen.sources] == [(0, (3,))]
+    eventually(lambda: daemon.node().arenas <= 1, "the slots of whom nobody needs are free")
+
+
+def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: RunningDaemon) -> None:
+    model = shards.whole(1)
+    with daemon.connect() as client, daemon.connect() as other:
+        source = client.register_source("policy", model)
+        source.publish(1)
+        observer = other.register_target("policy", shards.zeros_like(model), replica="o", observes=True)
+        with pytest.raises(refitd.RefusedError, match="has no target"):
+            client.swap("policy")
+        target = client.register_target("policy", shards.zeros_like(model), replica="a")
+        with Engine(target):
+            assert {member.replica for member in client.swap("policy").members} == {"a"}
+            assert observer.wait(1) == 1
+            source.publish(2)
+            assert client.swap("policy").version == 2  # the observer does not poll
+            assert target.version == 2 and observer.version is None
+            assert observer.wait(2) == 2
+
+
+def test_an_iterator_publishes_each_registered_name_once_or_nothing(daemon: RunningDaemon) -> None:
+    model, other = shards.whole(1), shards.whole(2)
+    name, *rest = model
+
+    def broken():
+        yield name, other[name]
+        raise OSError("the disk")
+
+    def pairs(*names: str) -> list[tuple[str, torch.Tensor]]:
+        return [(each, other[each]) for each in names]
+
+    with daemon.connect() as client:
+        source = client.register_source("policy", model, slots=1)
+        for given, words in (
+            (pairs(name), f"{len(rest)} tensors were not given"),
+            (pairs(name, name), "it came twice"),
+            ([*pairs(name), ("nothing", other[name])], "'nothing': it is not registered"),
+            ([(name, other[name][1:])], f"{name}: .* is registered"),
+            ([(name, other[name].float())], f"{name}: .*float32 was given"),
+            ([(name, None)], f"{name}: None .* was given"),
+        ):
+            with pytest.raises(refitd.RefusedError, match=words):
+                source.publish_from(1, given)
+        with pytest.raises(OSError, match="the disk"):
+            source.publish_from(1, broken())
+        assert client.status().models[0].complete_versions == ()
+        source.publish_from(1, reversed(pairs(*model)))
+        live = shards.zeros_like(model)
+        target = client.register_target("policy", live, replica="a")
+        with Engine(target):
+            client.swap("policy", 1)
+        assert shards.equal(live, other)
+        lent = client.register_source("lent", client.allocate({"w": ((2,), torch.float32)}))
+        with pytest.raises(refitd.RefusedError, match="publish what it holds"):
+            lent.publish_from(1, [])
