@@ -1286,3 +1286,24 @@ def test_ranks_of_a_trainer_of_another_size_replace_all_that_is_left_and_abort_w
     assert kinds(h.add("src3", rank=0, world_size=2)) == ["SourceAdmitted"]
     failure = h.add("src4", rank=2, world_size=3)[-1]
     assert isinstance(failure, local.Failure) and "says there are 3 ranks" in failure.message
+
+
+def test_an_observer_is_caught_up_even_where_engines_are_not_and_is_fenced_by_the_next_decision() -> None:
+    h = Harness(NO_CATCH_UP)
+    h.ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    assert kinds(h.add("late")) == ["DropPlan", "Done"]
+    done, load = (m for m in h.add("o", observes=True))
+    assert isinstance(done, local.Done) and isinstance(load, cluster.LoadPlan)
+    (stage,) = (m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage))
+    h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="o", paused_s=0.0))
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    swap = h.until_staging()
+    decided = h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))
+    assert [m.member for m in decided if isinstance(m, cluster.FenceMember)] == ["o"]
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    ended = h.say("n0", cluster.MemberCommitted(swap=swap, member="late", paused_s=0.0))
+    assert [member.replica for member in reports(ended)[0].members] == ["a", "late"]
