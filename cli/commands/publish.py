@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from refitd.client import Client
 
 
+class Part(click.ParamType[tuple[int, int]]):
+    """One of several parts: 2/4."""
+
+    name = "part"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Return which one, from 1, and how many."""
+        found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", str(value))
+        which, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= which <= count:
+            self.fail(f"{value!r} is no part; give 1/4, 2/4, ...", param, ctx)
+        return which, count
+
+
 @click.command()
 @click.argument("model")
 @click.option(
@@ -27,6 +42,14 @@ if TYPE_CHECKING:
     help="A folder with model.safetensors, or with shards and their index.",
 )
 @click.option("--version", "number", type=click.IntRange(min=0), help="Its number.  [default: the next one]")
+@click.option(
+    "--part",
+    type=Part(),
+    default="1/1",
+    show_default=True,
+    metavar="I/N",
+    help="This node's part, where N nodes that see DIR publish it together: each reads and holds a part.",
+)
 @click.option("--swap", is_flag=True, help="Bring it into every replica, too.")
 @click.option(
     "--timeout",
@@ -44,6 +67,7 @@ def publish(
     model: str,
     folder: Path,
     number: int | None,
+    part: tuple[int, int],
     swap: bool,
     timeout: float,
     address: str | None,
@@ -58,7 +82,14 @@ def publish(
     session: Session = ctx.obj
     with session.client(address) as client, bytes_bar(f"{model}: reading") as on_progress:
         done = publish_checkpoint(
-            cast("Client", client), model, folder, version=number, timeout=timeout, on_progress=on_progress
+            cast("Client", client),
+            model,
+            folder,
+            version=number,
+            rank=part[0] - 1,
+            world_size=part[1],
+            timeout=timeout,
+            on_progress=on_progress,
         )
     told = to_json(done)
     if not as_json:

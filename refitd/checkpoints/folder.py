@@ -42,6 +42,21 @@ class Checkpoint:
                 yield file, name, tensor
 
 
+def part_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Checkpoint:
+    """Return what one of several nodes publishes: as many bytes as the others, one after the other in the files.
+
+    0-----4-----8 bytes, 2 nodes: a tensor is of the node in whose half its middle lies
+    """
+    total, before = max(1, checkpoint.nbytes), 0
+    files: dict[str, dict[str, Stored]] = {}
+    for file, name, tensor in checkpoint.tensors():
+        middle = before + tensor.nbytes // 2
+        if min(middle * world_size // total, world_size - 1) == rank:
+            files.setdefault(file, {})[name] = tensor
+        before += tensor.nbytes
+    return Checkpoint(checkpoint.path, files)
+
+
 def is_weights(name: str) -> bool:
     """Whether a file of this name is one that holds, or indexes, a checkpoint's weights."""
     return name in (WHOLE, INDEX) or SHARD.fullmatch(name) is not None

@@ -696,8 +696,18 @@ def _copy(tensor: torch.Tensor, arena: Arena, offset: int, *, into_arena: bool) 
         copy_bytes(tensor, staged)
 
 
+def held_of_given(name: str, value: Any) -> Any:
+    """Return the memory of what is published under a name; raises RefusedError where it is nothing that can be read."""
+    if problem := _problem(value):
+        raise RefusedError(f"{name}: {problem}")
+    return _held_here(value)
+
+
 def copy_bytes(to: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy a tensor of the same shape and type, byte for byte."""
+    if to.device.type == tensor.device.type == "cpu" and to.is_contiguous() and tensor.is_contiguous():
+        ctypes.memmove(to.data_ptr(), tensor.data_ptr(), to.numel() * to.element_size())  # without waking OpenMP
+        return
     # not no_grad: an engine's tensors may be inference tensors, which nothing else may write
     with torch.inference_mode():
         # torch writes a 1 for every byte of a bool that is not 0, and copies no e8m0

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,29 @@ def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: R
             publish(daemon, folder_of(tmp_path / "good", shards.whole(1)))
 
 
+def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    model = shards.whole(1)
+    given = folder_of(tmp_path / "given", model)
+
+    def part(rank: int, timeout: float) -> refitd.checkpoints.publish.Published:
+        with daemon.connect() as client:
+            return refitd.publish_checkpoint(client, "policy", given, rank=rank, world_size=3, timeout=timeout)
+
+    with pytest.raises(refitd.DeadlineExceeded, match=r"parts \[1, 3\] of 3 were not published"):
+        part(1, 0.5)
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(part, range(3), [60.0] * 3))
+    assert {each.version for each in done} == {1}
+    assert sum(each.bytes for each in done) == sum(tensor.nbytes for tensor in model.values())
+    with daemon.connect() as engine:
+        live = shards.zeros_like(model)
+        with Engine(engine.register_target("policy", live, replica="a")):
+            engine.swap("policy", 1)
+    assert shards.equal(live, model)
+
+
 def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_from_a_trainer(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
@@ -260,7 +284,9 @@ def test_an_iterator_publishes_each_registered_name_once_or_nothing(daemon: Runn
             ([*pairs(name), ("nothing", other[name])], "'nothing': it is not registered"),
             ([(name, other[name][1:])], f"{name}: .* is registered"),
             ([(name, other[name].float())], f"{name}: .*float32 was given"),
-            ([(name, None)], f"{name}: None .* was given"),
+            ([(name, None)], f"{name}: it is None, expected a tensor"),
+            ([(name, other[name].to("meta"))], f"{name}: it is on the meta device"),
+            ([(name, torch._neg_view(other[name]))], f"{name}: it is a lazy conjugate or negative"),
         ):
             with pytest.raises(refitd.RefusedError, match=words):
                 source.publish_from(1, given)

@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from refitd.checkpoints import new_folder as placing
-from refitd.checkpoints.folder import INDEX, WHOLE, read_folder
+from refitd.checkpoints.folder import INDEX, WHOLE, part_of, read_folder
 from refitd.checkpoints.header import NAMES, header, in_file_order, read_header
 from refitd.checkpoints.new_folder import new_folder, write_file
 from refitd.checkpoints.reading import Mapped
 from refitd.checkpoints.save import file_names, split
 from refitd.errors import CheckpointError
+from refitd_cli.commands.save import Size
+from refitd_cli.control import main as refitctl
 
 A, B = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 
@@ -217,6 +220,15 @@ def test_a_file_that_shrinks_or_grows_while_it_is_read_is_an_error_and_not_a_sig
             list(reading)
 
 
+def test_parts_of_a_folder_are_all_of_it_once_and_equal_in_bytes(sharded: Path) -> None:
+    checkpoint = read_folder(sharded)
+    for count in (1, 2, 3, 4, 7):
+        parts = [part_of(checkpoint, rank, count) for rank in range(count)]
+        assert sorted(name for part in parts for _, name, _ in part.tensors()) == ["a", "b", "c", "d"]
+        assert sum(part.nbytes for part in parts) == 48
+    assert [part_of(checkpoint, rank, 2).files.keys() for rank in range(2)] == [{A}, {B}]
+
+
 # --- what is written --------------------------------------------------------------------------------------
 
 
@@ -314,3 +326,14 @@ def test_what_a_killed_writer_has_left_is_removed_and_what_a_living_one_writes_i
             write_file(second / WHOLE, b"")
         write_file(first / WHOLE, b"x")
     assert (tmp_path / "out" / WHOLE).read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("7", 7), ("9kB", 9000), ("1.5G", 1_500_000_000), ("2 MB", 2_000_000)])
+def test_a_size_on_the_command_line_is_bytes(text: str, nbytes: int) -> None:
+    assert Size().convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "1e9"])
+def test_what_is_no_size_is_a_wrong_argument(text: str) -> None:
+    ran = CliRunner().invoke(refitctl, ["save", "policy", "-o", "x", "--max-shard-size", text], prog_name="refitctl")
+    assert ran.exit_code == 2 and "is no size; give bytes, or 500MB, 5GB" in ran.stderr
