@@ -82,7 +82,7 @@ def publish_checkpoint(
         try:
             source.publish_from(number, mapped.read(progress), timeout=timeout)
             if world_size > 1:
-                _wait_for_others(client, model, number, timeout)
+                _wait_for_others(client, model, number, world_size, timeout)
         except BaseException:
             source.close()
             raise
@@ -90,18 +90,19 @@ def publish_checkpoint(
     return Published(model, number, str(path), len(checkpoint.files), count, total, time.monotonic() - began)
 
 
-def _wait_for_others(client: Client, model: str, version: int, timeout: float) -> None:
+def _wait_for_others(client: Client, model: str, version: int, world_size: int, timeout: float) -> None:
     """Return once every part is published: who leaves earlier is no part of the others' version."""
     deadline = time.monotonic() + timeout
     while True:
-        found = next(m for m in client.status().models if m.model == model)
-        if version in found.complete_versions:
+        # a coordinator that has just been started knows of nobody yet
+        found = next((m for m in client.status().models if m.model == model), None)
+        if found is not None and version in found.complete_versions:
             return
         if time.monotonic() >= deadline:
-            there = {source.rank for source in found.sources if version in source.versions}
-            missing = sorted(set(range(found.source_world_size)) - there)
+            there = {source.rank for source in found.sources if version in source.versions} if found else set()
+            missing = sorted(set(range(world_size)) - there)
             raise DeadlineExceeded(
-                f"model {model!r}: parts {[rank + 1 for rank in missing]} of {found.source_world_size} were not published "
-                f"within {timeout:.0f} s; publish on all nodes at the same time, with one version"
+                f"model {model!r}: parts {[rank + 1 for rank in missing]} of {world_size} were not "
+                f"published within {timeout:.0f} s; publish on all nodes at the same time, with one version"
             )
         time.sleep(POLL_S)

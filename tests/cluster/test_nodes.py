@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
@@ -40,6 +43,25 @@ def big(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     large = torch.randn(3000, 4001, generator=generator).to(torch.bfloat16)
     return {"large": large, "odd": torch.randn(7, 13, generator=generator), "one": torch.tensor([seed])}
+
+
+def test_a_checkpoint_that_two_nodes_publish_is_saved_on_one(nodes: Callable[..., Nodes], tmp_path: Path) -> None:
+    n0, n1 = nodes(2)
+    given = tmp_path / "given"
+    given.mkdir()
+    save_file(big(1), given / "model.safetensors", metadata={"format": "pt"})
+
+    def part(rank: int) -> int:
+        with (n0, n1)[rank].connect() as client:
+            return refitd.publish_checkpoint(client, "policy", given, rank=rank, world_size=2).version
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(part, range(2))) == [1, 1]
+    with n0.connect() as c0, n1.connect() as c1:
+        with Engine(c1.register_target("policy", {n: torch.zeros_like(t) for n, t in big(1).items()}, replica="a")):
+            c0.swap("policy", 1, timeout=90)
+        assert refitd.save_checkpoint(c0, "policy", tmp_path / "out").version == 1  # half of it comes from n1
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
 
 
 def test_two_replicas_on_two_nodes_get_what_one_trainer_has_on_both(nodes: Callable[..., Nodes]) -> None:
