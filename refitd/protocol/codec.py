@@ -111,7 +111,7 @@ def _envelope(frame: bytes | memoryview) -> tuple[int, msgspec.Raw]:
 def _kind_of(body: msgspec.Raw) -> str:
     try:
         return _KIND.decode(body).type
-    except msgspec.DecodeError:
+    except Exception:  # UnicodeDecodeError among them, which is no DecodeError
         return ""
 
 

@@ -10,14 +10,14 @@ import zlib
 import msgpack
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from refitd import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.errors import ProtocolError
 from refitd.protocol import cluster, codec, local, shards
-from refitd.protocol.codec import Decoder, digest_of, encode, pack, unpack
+from refitd.protocol.codec import Decoder, digest_of, encode, pack, request_of, unpack
 
 DECODER: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
 
@@ -102,6 +102,13 @@ def test_no_bytes_do_more_than_raise_a_protocol_error(frame: bytes) -> None:
     for decoder in (DECODER, Decoder(cluster.NodeMessage)):
         with contextlib.suppress(ProtocolError):
             decoder.decode(frame)
+
+
+@given(st.binary(max_size=200))
+@example(b"\x92\x00\x81\xa4type\xa2a\xdf")  # a type that is no text
+def test_no_bytes_do_more_than_raise_a_protocol_error_where_only_the_kind_is_read(frame: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        request_of(frame)
 
 
 def test_a_shard_that_describes_a_name_twice_is_refused() -> None:
