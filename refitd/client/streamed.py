@@ -14,7 +14,7 @@ from refitd.client.arguments import seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
 from refitd.client.reentrant_lock import Turn, check_process
-from refitd.client.tensors import copy_bytes
+from refitd.client.tensors import copy_bytes, held_of_given
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.replica_pieces import take_digests
 from refitd.dtypes import dtype_name
@@ -182,7 +182,7 @@ def write_stream(
             close = ", ".join(nearest(str(name), places.keys() - written.keys()))
             raise RefusedError(f"{shown(name)}: no tensor is declared so; nearest: {close or 'none is left'}")
         m, offset = places[name]
-        held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        held = held_of_given(name, tensor)
         problem = _stream_problem(m, held)
         if problem:
             raise RefusedError(f"{name}: {problem}")
@@ -198,10 +198,8 @@ def write_stream(
     return written
 
 
-def _stream_problem(m: ParameterMetadata, tensor: object) -> str:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-        return f"it is {shown(tensor)}, expected a dense tensor with values"
-    if tuple(tensor.shape) != tuple(m.shape) or dtype_name(tensor.dtype) != dtype_name(m.dtype):
+def _stream_problem(m: ParameterMetadata, tensor: torch.Tensor) -> str:
+    if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (tuple(m.shape), dtype_name(m.dtype)):
         return (
             f"it is {list(tensor.shape)} {dtype_name(tensor.dtype)}, declared were {list(m.shape)} "
             f"{dtype_name(m.dtype)}"

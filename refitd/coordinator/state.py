@@ -371,7 +371,7 @@ class Coordinator:
         if shard is None:
             raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
         if added.is_question:
-            self._replacing(state, added)
+            state.fleet.replaced_by(added)
             return local.Done()
         nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
         is_source = added.role == "source"

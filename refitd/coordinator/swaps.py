@@ -491,9 +491,6 @@ class Swaps:
                 if member.id not in running.swap.members:
                     self.fence_unless_live(member)
             self.step(state, decision.Journalled(), now)
-            for member in state.fleet.targets.values():
-                if member.added.observes and member.id not in running.members:
-                    self.fence_unless_live(member)
 
     def tell_live(self, model: str) -> None:
         """Tell all daemons what is live, so that they remember it."""

@@ -19,21 +19,21 @@ from safetensors.torch import load_file, save_file
 import refitd
 from refitd.checkpoints.folder import INDEX, WHOLE
 from refitd.client import Client
+from refitd.testing import Daemon, Engine, eventually
 from tests.support import shards
-from tests.support.cluster import Engine, RunningDaemon, eventually
 
 KINDS = {"scalar": torch.tensor(3.5), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 4)}
 KINDS |= {"fp8": torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn)}
 
 
-def refitctl(daemon: RunningDaemon, *arguments: str) -> tuple[int, dict]:
+def refitctl(daemon: Daemon, *arguments: str) -> tuple[int, dict]:
     """Exit status and the JSON object on stdout."""
     command = [sys.executable, "-m", "refitd_cli.control", arguments[0], "--address", str(daemon.directory), "--json"]
     ran = subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=120, check=False)
     return ran.returncode, json.loads(ran.stdout)
 
 
-def publish(daemon: RunningDaemon, folder: Path, *, swap: bool = False) -> int:
+def publish(daemon: Daemon, folder: Path, *, swap: bool = False) -> int:
     """Publish a folder and leave; return the version."""
     with daemon.connect() as client:
         version = refitd.publish_checkpoint(client, "policy", folder).version
@@ -74,7 +74,7 @@ def halves(client: Client, model: dict[str, torch.Tensor]) -> list[refitd.Source
     ]
 
 
-def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: Daemon, tmp_path: Path) -> None:
     model = shards.whole(1) | KINDS
     given = folder_of(tmp_path / "given", model)
     with daemon.connect() as engine:
@@ -118,7 +118,7 @@ def test_what_was_published_and_swapped_is_saved_byte_for_byte(daemon: RunningDa
 
 
 def test_a_running_trainers_version_is_saved_whole_and_a_disk_that_fails_leaves_the_older_one(
-    daemon: RunningDaemon, tmp_path: Path
+    daemon: Daemon, tmp_path: Path
 ) -> None:
     model = shards.whole(3)
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -150,7 +150,7 @@ def test_a_running_trainers_version_is_saved_whole_and_a_disk_that_fails_leaves_
 
 
 def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_refuses_the_save(
-    daemon: RunningDaemon, tmp_path: Path
+    daemon: Daemon, tmp_path: Path
 ) -> None:
     model = shards.whole(1)
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -185,7 +185,7 @@ def test_a_version_that_goes_live_between_two_shards_is_saved_in_its_place_or_re
         assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: Daemon, tmp_path: Path) -> None:
     given = folder_of(tmp_path / "given", shards.whole(1))
     os.truncate(given / WHOLE, 5000)
     status, said = refitctl(daemon, "publish", "policy", "--from", str(given))
@@ -198,9 +198,7 @@ def test_a_checkpoint_is_refused_by_name_before_anything_is_registered(daemon: R
             publish(daemon, folder_of(tmp_path / "good", shards.whole(1)))
 
 
-def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(
-    daemon: RunningDaemon, tmp_path: Path
-) -> None:
+def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(daemon: Daemon, tmp_path: Path) -> None:
     model = shards.whole(1)
     given = folder_of(tmp_path / "given", model)
 
@@ -222,7 +220,7 @@ def test_several_nodes_publish_a_part_each_and_none_leaves_before_all_have(
 
 
 def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_from_a_trainer(
-    daemon: RunningDaemon, tmp_path: Path
+    daemon: Daemon, tmp_path: Path
 ) -> None:
     first, second = shards.whole(1), shards.whole(2)
     given = folder_of(tmp_path / "given", first)
@@ -247,7 +245,7 @@ def test_a_trainer_of_any_size_takes_over_from_a_checkpoint_and_a_checkpoint_fro
     eventually(lambda: daemon.node().arenas <= 1, "the slots of whom nobody needs are free")
 
 
-def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: RunningDaemon) -> None:
+def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: Daemon) -> None:
     model = shards.whole(1)
     with daemon.connect() as client, daemon.connect() as other:
         source = client.register_source("policy", model)
@@ -263,42 +261,3 @@ def test_no_swap_waits_for_a_replica_that_only_observes_or_ends_with_it(daemon: 
             assert client.swap("policy").version == 2  # the observer does not poll
             assert target.version == 2 and observer.version is None
             assert observer.wait(2) == 2
-
-
-def test_an_iterator_publishes_each_registered_name_once_or_nothing(daemon: RunningDaemon) -> None:
-    model, other = shards.whole(1), shards.whole(2)
-    name, *rest = model
-
-    def broken():
-        yield name, other[name]
-        raise OSError("the disk")
-
-    def pairs(*names: str) -> list[tuple[str, torch.Tensor]]:
-        return [(each, other[each]) for each in names]
-
-    with daemon.connect() as client:
-        source = client.register_source("policy", model, slots=1)
-        for given, words in (
-            (pairs(name), f"{len(rest)} tensors were not given"),
-            (pairs(name, name), "it came twice"),
-            ([*pairs(name), ("nothing", other[name])], "'nothing': it is not registered"),
-            ([(name, other[name][1:])], f"{name}: .* is registered"),
-            ([(name, other[name].float())], f"{name}: .*float32 was given"),
-            ([(name, None)], f"{name}: it is None, expected a tensor"),
-            ([(name, other[name].to("meta"))], f"{name}: it is on the meta device"),
-            ([(name, torch._neg_view(other[name]))], f"{name}: it is a lazy conjugate or negative"),
-        ):
-            with pytest.raises(refitd.RefusedError, match=words):
-                source.publish_from(1, given)
-        with pytest.raises(OSError, match="the disk"):
-            source.publish_from(1, broken())
-        assert client.status().models[0].complete_versions == ()
-        source.publish_from(1, reversed(pairs(*model)))
-        live = shards.zeros_like(model)
-        target = client.register_target("policy", live, replica="a")
-        with Engine(target):
-            client.swap("policy", 1)
-        assert shards.equal(live, other)
-        lent = client.register_source("lent", client.allocate({"w": ((2,), torch.float32)}))
-        with pytest.raises(refitd.RefusedError, match="publish what it holds"):
-            lent.publish_from(1, [])

@@ -71,7 +71,9 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "unknown": (lambda v: [("bb", v["b"])], r"'bb' .*no tensor is declared so; nearest: b"),
     "shape": (lambda v: [("a", v["a"].t())], r"a: it is \[3, 5\] float32, declared were \[5, 3\]"),
     "dtype": (lambda v: [("a", v["a"].double())], "a: it is .* float64, declared were"),
-    "meta": (lambda v: [("a", v["a"].to("meta"))], "a: it is .*expected a dense tensor with values"),
+    "meta": (lambda v: [("a", v["a"].to("meta"))], "a: it is on the meta device"),
+    "negative": (lambda v: [("a", torch._neg_view(v["a"]))], "a: it is a lazy conjugate or negative"),
+    "none": (lambda v: [("a", None)], "a: it is None, expected a tensor"),
     "no pair": (lambda v: [v["b"]], r"expected \(name, tensor\)"),
     "raises": (raises, "the gather failed"),
 }
