@@ -6,68 +6,20 @@ import json
 import operator
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.server import Server
 from benchmarks.engines.vllm_case import checkpoint, daemon
 
 PROMPTS = [[7 * i + j + 1 for j in range(5)] for i in range(12)]
 # of the first tokens after these prompts; another implementation in bfloat16 may choose another one where two are close
 AGREE = 0.75
 ROUNDS = 4
-
-
-class Server:
-    """`vllm serve`, as a process."""
-
-    def __init__(self, folder: Path, work: Path, tp: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._log = (work / "vllm.log").open("w")
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
-            *("--port", self.url.rpartition(":")[2], "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
-            *("--skip-tokenizer-init", "--max-model-len", "256", "--tensor-parallel-size", str(tp)),
-            *("--weight-transfer-config", json.dumps({"backend": "refitd"}), "--served-model-name", "policy"),
-            *("--additional-config", json.dumps({"refitd": {"directory": str(work)}})),
-        ]
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
-
-    def get(self, path: str) -> Any:
-        """Return what a GET answers."""
-        with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as answer:
-            return json.load(answer)
-
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        """Return a greedy answer, as token numbers."""
-        body = {"model": "policy", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-        body |= {"return_token_ids": True, "detokenize": False}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return list(json.load(answer)["choices"][0]["token_ids"])
-
-    def close(self) -> None:
-        """End it."""
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
 
 
 def run(tp: int, size: str) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""scripts/demo --vllm: an FSDP2 trainer learns a rule, and a vLLM server that answers meanwhile gets better at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.engines.server import Server
+from benchmarks.engines.vllm_case import daemon
+
+RANKS, VERSIONS = 2, 12
+LENGTH, ASKED, PROMPT = 16, 6, 4
+
+
+def following(start: int, length: int) -> list[int]:
+    """Return the rule's sequence: each token is five times the one before and three, modulo 61."""
+    found = [start]
+    while len(found) < length:
+        found.append((5 * found[-1] + 3) % 61)
+    return found
+
+
+def model(folder: Path) -> None:
+    """Write a small Llama with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=256,
+    )
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+class Asker:
+    """Asks the server all the time, and counts how many tokens of its answers follow the rule."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._right: list[bool] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.failed = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        chosen = random.Random(0)
+        while not self._over.is_set():
+            expected = following(chosen.randrange(1, 60), PROMPT + ASKED)
+            try:
+                told = self._server.tokens(expected[:PROMPT], ASKED)
+            except OSError:
+                self.failed += 1
+                continue
+            with self._lock:
+                self._right += [a == b for a, b in zip(told, expected[PROMPT:], strict=True)]
+
+    def share(self, answers: int = 4) -> float:
+        """Return the share of right tokens in the next answers."""
+        with self._lock:
+            self._right.clear()
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with self._lock:
+                if len(self._right) >= answers * ASKED:
+                    return sum(self._right) / len(self._right)
+            time.sleep(0.02)
+        raise RuntimeError("the server does not answer")
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._over.set()
+        self._thread.join(60)
+
+
+def main() -> int:
+    """Run it; print a line a version. Returns 0 if the answers got good, and none failed."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
+    began = time.monotonic()
+    work = Path(tempfile.mkdtemp(prefix="rfdl"))
+    os.chmod(work, 0o700)
+    folder, store = work / "model", str(work / "store")
+    learners: list[subprocess.Popen[str]] = []
+    try:
+        model(folder)
+        with daemon(work):
+            print("starting vLLM (a minute or so)", flush=True)
+            server = Server(folder, work, follow=True, replica="vllm")
+            try:
+                server.wait()
+                asker = Asker(server)
+                print(f"{'version':>8} {'loss':>7}   tokens that follow the rule, as the server answers meanwhile")
+                first = last = asker.share()
+                print(f"{'-':>8} {'':>7}   {first:4.0%} {'#' * round(40 * first)}", flush=True)
+                command = [sys.executable, "-m", "benchmarks.engines.learner"]
+                learners = [
+                    subprocess.Popen(
+                        [*command, str(rank), str(RANKS), store, str(folder), str(work), str(VERSIONS)],
+                        stdout=subprocess.PIPE,
+                        text=True,
+                    )
+                    for rank in range(RANKS)
+                ]
+                assert learners[0].stdout is not None
+                for line in learners[0].stdout:
+                    version, loss = line.split()
+                    last = asker.share()
+                    print(f"{version:>8} {loss:>7}   {last:4.0%} {'#' * round(40 * last)}", flush=True)
+                asker.close()
+                codes = [learner.wait(60) for learner in learners]
+            finally:
+                server.close()
+        good = not any(codes) and first < 0.3 and last > 0.9 and not asker.failed
+        print(json.dumps({"before": first, "after": last, "failed_requests": asker.failed, "trainers": codes}))
+        print(f"{'done' if good else 'NOT as expected'} in {time.monotonic() - began:.0f} s")
+        return 0 if good else 1
+    finally:
+        for learner in learners:
+            learner.kill()
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

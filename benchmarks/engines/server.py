@@ -1,0 +1,70 @@
+"""A vLLM server with the refitd backend, as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+
+class Server:
+    """`vllm serve`, as a process."""
+
+    def __init__(self, folder: Path, work: Path, tp: int = 1, **settings: object) -> None:
+        """Start it; `settings` are refitd's, as in docs/vllm.md."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._log_path = work / "vllm.log"
+        self._log = self._log_path.open("w")
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+            *("--port", self.url.rpartition(":")[2], "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
+            *("--skip-tokenizer-init", "--max-model-len", "256", "--tensor-parallel-size", str(tp)),
+            *("--weight-transfer-config", json.dumps({"backend": "refitd"}), "--served-model-name", "policy"),
+            *("--additional-config", json.dumps({"refitd": {"directory": str(work), **settings}})),
+            "--no-enable-prefix-caching",
+        ]
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
+
+    def wait(self, seconds: float = 300.0) -> None:
+        """Return once it answers.
+
+        Raises:
+            RuntimeError: it has ended, or does not answer in time.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            time.sleep(0.5)
+        raise RuntimeError(f"{self.url} does not answer; it has said:\n{self._log_path.read_text()[-3000:]}")
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        """Return a greedy answer, as token numbers."""
+        body = {"model": "policy", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "detokenize": False}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return list(json.load(answer)["choices"][0]["token_ids"])
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
