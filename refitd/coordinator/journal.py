@@ -205,6 +205,7 @@ class Journal:
         self._place = self._stat(self._path)
         if self._place[:2] != _place(os.fstat(self._lock))[:2]:
             raise CommitError(f"journal {self._path}: it was replaced while it was opened; start again")
+        self._remember_place()
         self._checkpoint()
 
     def _take_over_history(self) -> None:
@@ -239,7 +240,7 @@ class Journal:
         self._late.append(entry)
         del self._late[:-KEPT]
         self.flush()
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write says what is wrong
             self._checkpoint()
 
     def flush(self) -> None:
@@ -332,7 +333,12 @@ class Journal:
             raise
 
     def _checkpoint(self) -> None:
-        """Move the -wal's content into the file, so that losing the -wal loses nothing."""
+        """Move the -wal's content into the file, so that losing the -wal loses nothing.
+
+        Raises:
+            CommitError: others have changed the files; moving it would cover that up.
+        """
+        self._check_place()
         try:
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         finally:

@@ -236,6 +236,26 @@ def test_nothing_is_decided_with_a_file_that_is_not_as_it_was_left(
     journal.close()
 
 
+@pytest.mark.parametrize("damage", [truncated, garbled])
+def test_what_others_change_before_a_checkpoint_is_not_covered_up_by_it(
+    tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.write(DECIDED)
+    flush = journal.flush
+
+    def flushed_then_damaged() -> None:
+        flush()
+        damage(tmp_path / "j")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "flush", flushed_then_damaged)
+        journal.note(replace(DECIDED, state="committed"))
+    with pytest.raises(CommitError, match="recovers what is live"):
+        journal.write(replace(DECIDED, swap="s2", version=5))
+    journal.close()
+
+
 @pytest.mark.parametrize("damage", [wal_garbled, wal_truncated, wal_removed])
 def test_what_was_live_before_the_last_swap_ended_does_not_hang_on_the_wal(
     tmp_path: Path, damage: Callable[[Path], None]
