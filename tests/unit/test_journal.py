@@ -202,6 +202,10 @@ def truncated(path: Path) -> None:
     os.truncate(path, 0)
 
 
+def halved(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
 def garbled(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -218,7 +222,7 @@ def wal_removed(path: Path) -> None:
     path.with_name("j-wal").unlink()
 
 
-DAMAGES = (removed, all_removed, replaced, truncated, garbled, wal_garbled, wal_truncated, wal_removed)
+DAMAGES = (removed, all_removed, replaced, truncated, halved, garbled, wal_garbled, wal_truncated, wal_removed)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -236,7 +240,7 @@ def test_nothing_is_decided_with_a_file_that_is_not_as_it_was_left(
     journal.close()
 
 
-@pytest.mark.parametrize("damage", [truncated, garbled])
+@pytest.mark.parametrize("damage", [truncated, halved, garbled])
 def test_what_others_change_before_a_checkpoint_is_not_covered_up_by_it(
     tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
