@@ -145,8 +145,8 @@ ASKED: dict[str, tuple[str, ...]] = {
     "abort": ("abort", "policy"),
     "evict": ("evict", "policy", "--replica", "a"),
 }
-# of manifests, of keys, of this machine: no daemon's word is in them, except as an error (below)
-OFFLINE = {"explain", "keygen", "doctor", "demo"}
+# of manifests, keys, checkpoints and this machine: no daemon's word is in them, except as an error (below)
+OFFLINE = {"explain", "keygen", "doctor", "demo", "publish", "save"}
 
 
 def ran(client: object, *arguments: str) -> tuple[int, str, str]:
