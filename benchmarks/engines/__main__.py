@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.shapes import MODELS
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -60,18 +61,37 @@ def main() -> int:
             continue
         found.append(json.loads(lines[-1]))
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    learned = _shapes(failed) if options.only == "*" and not options.quick else []
     wrong = [row["engine"] for row in found if not row["equal"] or row["verified"] != "proven"]
     table = _table(found)
     if options.json:
-        print(json.dumps({"machine": describe(), "engines": found, "failed": failed}))
+        print(json.dumps({"machine": describe(), "engines": found, "learned": learned, "failed": failed}))
     else:
         print(table)
     if found and not options.quick and options.only == "*" and not failed:
-        (RESULTS / "engines.json").write_text(json.dumps({"machine": describe(), "engines": found}, indent=1) + "\n")
-        (RESULTS / "engines.md").write_text(_page(table, found))
+        kept = {"machine": describe(), "engines": found, "learned": learned}
+        (RESULTS / "engines.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (RESULTS / "engines.md").write_text(_page(table, found, learned))
     if failed or wrong:
         print(f"failed: {failed}; weights differ: {wrong}", file=sys.stderr)
     return 1 if failed or wrong or not found else 0
+
+
+def _shapes(failed: list[str]) -> list[dict[str, Any]]:
+    """Learn the layouts of large models, without memory."""
+    found = []
+    for name in MODELS:
+        print(f"==> the layout of {name}", file=sys.stderr, flush=True)
+        case = [sys.executable, "-m", "benchmarks.engines.shapes", name]
+        ran = subprocess.run(case, capture_output=True, text=True, timeout=CASE_S, check=False)
+        lines = [line for line in ran.stdout.splitlines() if line.startswith('{"model"')]
+        if ran.returncode or not lines:
+            failed.append(name)
+            print("\n".join((ran.stdout + ran.stderr).splitlines()[-40:]), file=sys.stderr)
+            continue
+        found.append(json.loads(lines[-1]))
+        print(lines[-1], file=sys.stderr, flush=True)
+    return found
 
 
 def _table(found: list[dict[str, Any]]) -> str:
@@ -91,8 +111,13 @@ def _shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _page(table: str, found: list[dict[str, Any]]) -> str:
+def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]) -> str:
     machine, first = describe(), found[0]
+    rows = "\n".join(
+        f"| {m['model']} | {m['gigabytes']} | {m['canonical']} | {m['params']} | {m['tiles']} | {_shown(m['whole'])} "
+        f"| {m['trace_cpu_s']:.1f} |"
+        for m in learned
+    )
     return f"""# Real engines
 
 `scripts/try-engines` on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]}; vLLM {first["vllm"]}
@@ -106,6 +131,12 @@ bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every roun
   HTTP, first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
 
 {table}
+
+## Layouts learned from vLLM's loaders, on the meta device
+
+| model | GB | canonical tensors | parameters | tiles | nothing left out | CPU s |
+| --- | --- | --- | --- | --- | --- | --- |
+{rows}
 """
 
 
