@@ -37,6 +37,11 @@ class PollSteps:
             self._origin = CALLERS_STEP
         self._step, self._thread = step, threading.get_ident()
 
+    def stay(self) -> None:
+        """The poll was before a step that has not begun: the rank may poll before it again."""
+        if self._origin == CALLERS_STEP:
+            self._step = max(0, self._step - 1)
+
     def decided(self) -> None:
         """Another version is to be taken over; in which poll is not known yet."""
         self.flip_at, self.stands = None, ""

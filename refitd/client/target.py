@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from refitd.buffers.permits import Permit
-from refitd.client.arguments import hook, seconds, whole
+from refitd.client.arguments import flag, hook, seconds, whole
 from refitd.client.checks import LiveChecks
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
@@ -193,14 +193,18 @@ class Target:
         prepare = self._prepare
         return None if prepare is None else prepare.version
 
-    def poll(self, agree: Callable[[int], int] | None = None, *, step: int | None = None) -> int | None:
+    def poll(
+        self, agree: Callable[[int], int] | None = None, *, step: int | None = None, begin: bool = True
+    ) -> int | None:
         """A commit point: take a pending version over, in place, and return it; None when there is none.
 
         The ranks of a replica flip before the same step. An engine that counts its steps gives `step`, which only goes
-        up and is the same on all ranks. Otherwise polls are counted, from the last version that the ranks took over
-        together: call it equally often on all of them, as ranks in lock step do. In a new replica, or one with a rank
-        that has returned, each rank waits in its poll until all stand in one, and they count from there. The first
-        poll with a version pending waits for the others to say how far they are, about as long as two messages take.
+        up and is the same on all ranks; an idle one may poll before its next step as often as it likes, with
+        `begin=False`: that step has not begun, and nothing of it may until this returns. Otherwise polls are counted,
+        from the last version that the ranks took over together: call it equally often on all of them, as ranks in lock
+        step do. In a new replica, or one with a rank that has returned, each rank waits in its poll until all stand in
+        one, and they count from there. The first poll with a version pending waits for the others to say how far they
+        are, about as long as two messages take.
         Ranks that do not run in lock step give `agree`: it is called at every poll with this rank's pending version
         (-1: none) and returns what all ranks agree on, for instance an all_reduce MIN of it; the commit happens if that
         is the pending version.
@@ -214,8 +218,10 @@ class Target:
         check_process(self._pid)
         hook("agree", agree)
         step = None if step is None else whole("step", step)
+        if not flag("begin", begin) and step is None:
+            raise RefusedError("begin is False, and no step is given that does not begin; pass step=")
         agree = self._agree if agree is None else agree
-        prepare = self._prepare if agree is not None else self._next_in_step(step)
+        prepare = self._prepare if agree is not None else self._next_in_step(step, begin)
         if agree is not None:
             agreed = _agreed(agree(NOTHING_PENDING if prepare is None else prepare.version))
             if prepare is None or agreed != prepare.version:
@@ -270,8 +276,20 @@ class Target:
             if prepare is not None:
                 self._apply(prepare)
 
-    def _next_in_step(self, step: int | None) -> local.PrepareCommit | None:
+    def _next_in_step(self, step: int | None, begin: bool = True) -> local.PrepareCommit | None:
         """Count a poll; return the commit to take over in it, None if there is none, or not in this poll yet."""
+        with self._changed:
+            if step is not None and not begin and self._prepare is None:
+                self._steps.count(max(0, step - 1))  # nobody may hear in between that the step has begun
+                return None
+            try:
+                return self._counted(step)
+            finally:
+                if step is not None and not begin:
+                    self._steps.stay()
+
+    def _counted(self, step: int | None) -> local.PrepareCommit | None:
+        """As `_next_in_step`, under the lock."""
         with self._changed:
             self._steps.count(step)
             prepare = self._prepare

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import refitd
 from refitd.client import Client
@@ -159,3 +160,54 @@ def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemo
         second.close()
         with Engine(targets[0]), pytest.raises(refitd.RefitFailed, match="incomplete"):
             running.result()
+
+
+def test_ranks_that_are_idle_flip_before_the_step_that_comes_next(daemon: Daemon) -> None:
+    """They stand before one step again and again, also while nothing is pending, and steps come in between."""
+    with daemon.connect("trainer") as trainer, daemon.connect("a") as a, daemon.connect("b") as b:
+        weights = {"w": torch.zeros(8)}
+        source = trainer.register_source("policy", weights)
+        held = [torch.zeros(8), torch.zeros(8)]
+        targets = [
+            client.register_target("policy", {"w": tensor}, replica="r", rank=rank, world_size=2)
+            for rank, (client, tensor) in enumerate(zip((a, b), held, strict=True))
+        ]
+        done, over, began = [0, 0], threading.Event(), threading.Barrier(3)
+        locks = [threading.Lock(), threading.Lock()]
+        seen: list[tuple[int, int, float]] = []  # (step, rank, what was computed with)
+
+        def idle(rank: int) -> None:
+            while not over.wait(0.002):
+                with locks[rank]:
+                    targets[rank].poll(step=done[rank] + 1, begin=False)
+
+        def compute(rank: int) -> None:
+            for _ in range(20):
+                began.wait(60)  # ranks begin together, as a forward pass that one of them is missing from would
+                with locks[rank]:
+                    done[rank] += 1
+                    targets[rank].poll(step=done[rank])
+                    seen.append((done[rank], rank, held[rank][0].item()))
+
+        threads = [threading.Thread(target=idle, args=(rank,)) for rank in range(2)]
+        threads += [threading.Thread(target=compute, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for version in range(1, 11):
+            weights["w"].fill_(version)
+            source.publish(version)
+            swapping = threading.Thread(target=trainer.swap, args=("policy", version), kwargs={"timeout": 60})
+            swapping.start()
+            if version % 2:
+                swapping.join()  # without any step: every second version goes live in an idle engine
+            for _ in range(2):
+                began.wait(60)
+            swapping.join()
+            assert [tensor[0].item() for tensor in held] == [version] * 2
+        over.set()
+        for thread in threads:
+            thread.join(60)
+        values = {step: {value for at, _, value in seen if at == step} for step, _, _ in seen}
+        assert len(values) == 20 and all(len(found) == 1 for found in values.values())
+        with pytest.raises(refitd.RefusedError, match="no step is given"):
+            targets[0].poll(begin=False)

@@ -161,8 +161,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             is_due = target.pending is not None or time.monotonic() - looked > LOOK_S
             if is_due and self._lock.acquire(timeout=IDLE_S):
                 try:
-                    # a forward pass that comes now has this number: until then this rank stands before it
-                    target.poll(step=self._steps + 1)
+                    # the next forward pass has this number, and waits for the lock: this rank stands before it
+                    target.poll(step=self._steps + 1, begin=False)
                 finally:
                     self._lock.release()
                 looked = time.monotonic()
