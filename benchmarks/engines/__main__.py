@@ -19,7 +19,7 @@ CASE_S = 900
 # (model, tensor-parallel size, lifecycle)
 CASES = (("llama", 1, "driven"), ("llama", 2, "driven"), ("qwen2", 1, "driven"), ("qwen2", 2, "driven"))
 FOLLOWING = (("llama", 1, "follow"), ("llama", 2, "follow"))
-OVER_HTTP = (("llama", 1, "trl"),)
+OVER_HTTP = (("llama", 1, "trl"), ("llama", 1, "native"))
 
 COLUMNS = (
     ("engine", "engine"),
@@ -51,8 +51,8 @@ def main() -> int:
         size, rounds = ("tiny", 3) if options.quick else ("246MB", 6)
         print(f"==> vllm {name} {size}", file=sys.stderr, flush=True)
         case = [sys.executable, "-m", "benchmarks.engines.vllm_case", kind, str(tp), size, str(rounds), lifecycle]
-        if lifecycle == "trl":
-            case = [sys.executable, "-m", "benchmarks.engines.trl_case", str(tp), size]
+        if (kind, tp, lifecycle) in OVER_HTTP:
+            case = [sys.executable, "-m", "benchmarks.engines.http_case", str(tp), size, lifecycle]
         ran = subprocess.run(case, capture_output=True, text=True, timeout=CASE_S, check=False)
         lines = [line for line in ran.stdout.splitlines() if line.startswith('{"engine"')]
         if ran.returncode or not lines:

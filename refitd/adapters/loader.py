@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from refitd.describe.walks import Axis, Laid, Walk, along
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
+
+# Units of one tensor that are looked at where its writes overlap, four bytes each.
+MAX_PAINTED = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ def trace_loader(
     with `copy_`, `fill_` or `load_state_dict`. No memory of `params` is read or written.
 
     Args:
-        params: the engine's tensors by its own names, on any device (also meta).
+        params: the engine's tensors by its own names, on any device (also meta): the Parameters themselves where the
+            loader may give one other memory (`p.data = ...`), so that this is found, undone and refused.
         load_fn: takes (canonical name, tensor) pairs, as `load_weights` of vLLM's models does.
         shapes: shape and dtype of every canonical tensor.
         owner_rank: for the descriptions.
@@ -76,6 +81,10 @@ def trace_loader(
     except Exception as exc:
         at = f" at {tracer.last!r}" if tracer.last else ""
         raise RefusedError(f"the loader raised{at}: {type(exc).__name__}: {exc}") from exc
+    finally:
+        replaced = tracer.put_back(params)
+    if replaced:
+        raise PlanError(f"{', '.join(replaced[:5])}: the loader gives {len(replaced)} tensors other memory; put back")
     return _result(tracer, owner_rank)
 
 
@@ -87,7 +96,7 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
     for written in itertools.chain.from_iterable(tracer.written.values()):
         if written.is_computed:
             computed[written.name] = tuple(sorted(written.computed))
-        elif not written.pieces:
+        elif not any(isinstance(what, Origin) for _, what in written.writes):
             untouched.append(written.name)
         else:
             metadata[written.name] = _described(written, owner_rank)
@@ -103,17 +112,7 @@ def _described(written: Written, owner_rank: int | None) -> ParameterMetadata:
     """
     name, tensor = written.name, written.tensor
     shape = tuple(tensor.shape)
-    pieces = _latest([(_local(walk, tensor, name), origin) for walk, origin in written.pieces], tensor.numel())
-    covered = sum(walk.count for walk, _ in pieces)
-    fill = None
-    if covered < tensor.numel():
-        values = {value for _, value in written.fills}
-        blank = sum(walk.count for walk, _ in written.fills)
-        if len(values) != 1 or blank + covered < tensor.numel():
-            raise PlanError(
-                f"{name}: the loader writes {covered} of its {tensor.numel()} elements; the rest keeps what it holds"
-            )
-        fill = values.pop()
+    pieces, fill = _visible([(_local(walk, tensor, name), what) for walk, what in written.writes], tensor.numel(), name)
     tiles = [tile for walk, origin in pieces for tile in _tiles(walk, origin)]
     dtypes = {dtype_name(origin.dtype) for _, origin in pieces}
     if len(dtypes) > 1:
@@ -163,27 +162,63 @@ def _local(walk: Walk, tensor: torch.Tensor, name: str) -> Walk:
     return Walk(a, one.walk.a, axes)
 
 
-def _latest(pieces: list[tuple[Walk, Origin]], numel: int) -> list[tuple[Walk, Origin]]:
-    """Drop what was written over later."""
-    if sum(walk.count for walk, _ in pieces) <= numel and len(pieces) < 2:
-        return pieces
-    seen: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[Walk, Origin]] = {}
-    for walk, origin in pieces:
+def _visible(
+    writes: list[tuple[Walk, Origin | float]], numel: int, name: str
+) -> tuple[list[tuple[Walk, Origin]], float | None]:
+    """Return what is left of a tensor's writes, the later over the earlier, and what the rest is filled with.
+
+    Raises:
+        PlanError: a write leaves the tensor; elements are not written, are filled with several values, or a write is
+            covered in part by a later one.
+    """
+    latest: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[Walk, Origin | float]] = {}
+    for walk, what in writes:
         place = walk.a, tuple((axis.count, axis.a) for axis in walk.axes)
-        seen.pop(place, None)
-        seen[place] = walk, origin
-    kept = list(seen.values())
-    spans = sorted((walk.a, walk.a + sum((x.count - 1) * x.a for x in walk.axes) + 1, walk.count) for walk, _ in kept)
-    if any(a < before for (_, before, _), (a, _, _) in itertools.pairwise(spans)):
-        times = np.zeros(numel, np.uint8)
-        for walk, _ in kept:
-            view = np.lib.stride_tricks.as_strided(
-                times[walk.a :], [x.count for x in walk.axes] or [1], [x.a for x in walk.axes] or [1]
-            )
-            view += 1
-        if times.max(initial=0) > 1:
-            raise PlanError("the loader writes elements twice, from different places")
-    return kept
+        latest.pop(place, None)
+        latest[place] = walk, what
+    spans = sorted((walk.a, walk.a + sum((x.count - 1) * x.a for x in walk.axes) + 1) for walk, _ in latest.values())
+    if spans and (spans[0][0] < 0 or max(end for _, end in spans) > numel):
+        raise PlanError(f"{name}: the loader writes beyond its {numel} elements, through a view of its memory")
+    pieces = [(walk, what) for walk, what in latest.values() if isinstance(what, Origin)]
+    apart = all(before <= start for (_, before), (start, _) in itertools.pairwise(spans))
+    if apart and len(pieces) == len(latest) and sum(walk.count for walk, _ in pieces) == numel:
+        return pieces, None
+    kept = list(latest.values())
+    unit = _unit([walk for walk, _ in kept], numel)
+    if numel // unit > MAX_PAINTED:
+        raise PlanError(f"{name}: the loader writes it in pieces too small and too many to be told apart")
+    shown = np.full(numel // unit, -1, np.int32)
+    cells = []
+    for number, (walk, _) in enumerate(kept):
+        axes = [(x.count // unit, 1) if x.a == 1 else (x.count, x.a // unit) for x in walk.axes] or [(1, 1)]
+        view = np.lib.stride_tricks.as_strided(
+            shown[walk.a // unit :], [n for n, _ in axes], [4 * step for _, step in axes]
+        )
+        view[...] = number
+        cells.append(view.size)
+    seen = np.bincount(shown[shown >= 0], minlength=len(kept))
+    left = numel - unit * int((shown < 0).sum())
+    if left < numel:
+        raise PlanError(f"{name}: the loader writes {left} of its {numel} elements; the rest keeps what it holds")
+    fills = {what for (_, what), count in zip(kept, seen, strict=True) if not isinstance(what, Origin) and count}
+    if len(fills) > 1:
+        raise PlanError(f"{name}: the loader fills parts of it with {sorted(fills)}; one value can be declared")
+    found = []
+    for (walk, what), count, all_of_it in zip(kept, seen, cells, strict=True):
+        if isinstance(what, Origin) and 0 < count < all_of_it:
+            raise PlanError(f"{name}: the loader writes parts of what it takes of {what.name} over again")
+        if isinstance(what, Origin) and count:
+            found.append((walk, what))
+    return found, fills.pop() if fills else None
+
+
+def _unit(walks: list[Walk], numel: int) -> int:
+    """Return how many neighbouring elements are always written together."""
+    unit = numel
+    for walk in walks:
+        run = next((axis.count for axis in walk.axes if axis.a == 1), 1)
+        unit = gcd(unit, walk.a, run, *(axis.a for axis in walk.axes if axis.a != 1))
+    return max(1, unit)
 
 
 def _tiles(walk: Walk, origin: Origin) -> Iterator[Tile]:
@@ -257,6 +292,9 @@ def check_layout(
         for local, tile in wanted.pop(name, ()):
             if local not in differing and not _holds(params[local], tile, weight):
                 differing[local] = name
+    for local, meta in trace.metadata.items():
+        if meta.fill is not None and local not in differing and not _is_filled(params[local], meta, meta.fill):
+            differing[local] = "nothing, but filled"
     if differing:
         shown = "; ".join(f"{local} (from {name})" for local, name in list(differing.items())[:5])
         raise RefusedError(
@@ -292,3 +330,15 @@ def _holds(tensor: torch.Tensor, tile: Tile, weight: torch.Tensor) -> bool:
         if not torch.equal(mine.contiguous().view(torch.uint8), converted.contiguous().view(torch.uint8)):
             return False
     return True
+
+
+def _is_filled(tensor: torch.Tensor, meta: ParameterMetadata, fill: float) -> bool:
+    """Whether a tensor holds its fill wherever no tile lies."""
+    rest = torch.ones(tensor.numel(), dtype=torch.bool)
+    for tile in meta.tiles or ():
+        r = tile.repeat
+        for i in range(r.count if r else 1):
+            at = tile.local_offset + (i * r.local_step if r else 0)
+            rest.as_strided(tile.size, tile.local_stride, at).fill_(False)
+    left = tensor.detach().reshape(-1)[rest.to(tensor.device)]
+    return bool(torch.eq(left, fill).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -47,6 +48,7 @@ class TracedStorage:
     shape: tuple[int, ...]
     boxes: list[OriginBox] = field(default_factory=list)
     fill: float | None = None  # of what lies in no box
+    through: frozenset[torch.dtype] = frozenset()  # dtypes that its elements were rounded to
     tainted: frozenset[str] = frozenset()  # computed from these
     is_tainted: bool = False
 
@@ -57,8 +59,7 @@ class Written:
 
     name: str
     tensor: torch.Tensor
-    pieces: list[tuple[Walk, Origin]] = field(default_factory=list)  # side a: the tensor's memory, b: the origin
-    fills: list[tuple[Walk, float]] = field(default_factory=list)
+    writes: list[tuple[Walk, Origin | float]] = field(default_factory=list)  # in order; side a: the tensor's memory
     computed: set[str] = field(default_factory=set)
     is_computed: bool = False
 
@@ -99,6 +100,16 @@ class Tracer(TorchDispatchMode):
             yield name, tensor
         self.last = ""
 
+    def put_back(self, params: Mapping[str, torch.Tensor]) -> list[str]:
+        """Give tensors that a loader has given other memory their own again; return their names."""
+        found = []
+        for written in itertools.chain.from_iterable(self.written.values()):
+            tensor = params[written.name]
+            if _key(tensor) != _key(written.tensor) or tensor.shape != written.tensor.shape:
+                tensor.data = written.tensor
+                found.append(written.name)
+        return found
+
     # --- operators ----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -111,11 +122,8 @@ class Tracer(TorchDispatchMode):
         target = writes[0] if writes and isinstance(writes[0], torch.Tensor) else None
         if target is not None and self._is_ours(target):
             return self._write(func, target, args, kwargs)
-        if not any(_key(t) in self._memories for t in tensors):
-            if target is not None and any(_key(t) in self.written for t in tensors if t is not target):
-                return func(*args, **kwargs)
-            made = func(*args, **kwargs)
-            return made
+        if not any(self._is_ours(t) for t in tensors):
+            return func(*args, **kwargs)
         if target is not None:  # memory of the loader's own, which takes part from now on
             self._adopt(target)
             return self._write(func, target, args, kwargs)
@@ -123,7 +131,10 @@ class Tracer(TorchDispatchMode):
         if packet is aten._local_scalar_dense:
             return self._scalar(args[0])
         if func.is_view or packet is aten._unsafe_view:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if packet in _LAZY or any(view.dtype != tensors[0].dtype for view in _tensors(made)):
+                self._compute(tensors[0], self._names(tensors[0]))  # other values, or elements of another size
+            return made
         made = self._run(func, args, kwargs)
         if isinstance(made, torch.Tensor) and not (made.is_contiguous() and made.storage_offset() == 0):
             made = torch.empty(made.shape, dtype=made.dtype, device="meta")  # the same elements, in row-major order
@@ -175,6 +186,7 @@ class Tracer(TorchDispatchMode):
             except PlanError:
                 pass
         sources = frozenset().union(*(self._names(t) for t in tensors))
+        self.used |= sources
         for tensor in _tensors(made):
             self._memories[_key(tensor)] = TracedStorage(tensor, (), tainted=sources, is_tainted=True)
 
@@ -183,6 +195,8 @@ class Tracer(TorchDispatchMode):
         zero = (0,) * len(memory.shape)
         if packet in _SAME:
             self._put(memory, zero, args[0])
+            if not _is_lossless(args[0].dtype, memory.keep.dtype):
+                memory.through |= {memory.keep.dtype}
         elif packet in (aten.cat, aten.concat, aten.concatenate):
             dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(1, len(memory.shape))
             at = 0
@@ -241,6 +255,9 @@ class Tracer(TorchDispatchMode):
         if source.is_tainted:
             raise PlanError("computed")
         size = tuple(part.shape)
+        memory.through |= source.through
+        if part.dtype != memory.keep.dtype and not _is_lossless(part.dtype, memory.keep.dtype):
+            memory.through |= {memory.keep.dtype}  # joined with tensors of another dtype, say
         whole = sum(_volume(b.size) for b in source.boxes) == prod(source.shape)
         if not whole:
             memory.fill = source.fill if memory.fill is None else memory.fill
@@ -274,16 +291,23 @@ class Tracer(TorchDispatchMode):
                     todo.extend(along(one.walk.cut(widest, i, i + 1), size))
 
     def _names(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Return the canonical tensors that a tensor is made of; one of the engine's, of those written to it so far."""
         memory = self._memories.get(_key(tensor))
-        if memory is None:
-            return frozenset()
-        return memory.tainted | {box.origin.name for box in memory.boxes}
+        if memory is not None:
+            return memory.tainted | {box.origin.name for box in memory.boxes}
+        written = self.written.get(_key(tensor), ())
+        return frozenset(
+            origin.name for one in written for _, origin in one.writes if isinstance(origin, Origin)
+        ).union(*(one.computed for one in written))
 
     def _scalar(self, tensor: torch.Tensor) -> float:
-        """Give the value of one element a number that is recognised when it is written."""
-        memory = self._memories[_key(tensor)]
+        """Give the value of one element a number that is recognised when it is written.
+
+        From then on no other number is taken for a constant: it may have been computed with this one.
+        """
+        memory = self._memories.get(_key(tensor))
         number = 1.0e30 + len(self._scalars) * 1.0e16
-        if len(memory.boxes) == 1 and not memory.is_tainted and tensor.numel() == 1:
+        if memory is not None and len(memory.boxes) == 1 and not memory.is_tainted and tensor.numel() == 1:
             (laid,) = along(Walk(0, _view(tensor)[0], ()), memory.shape)
             for piece in inside(laid, memory.boxes[0].start, memory.boxes[0].size):
                 self._scalars[number] = (memory.boxes[0].origin, _through(piece, memory.boxes[0]).b)
@@ -306,12 +330,17 @@ class Tracer(TorchDispatchMode):
             elif value in self._scalars:
                 origin, offset = self._scalars[value]
                 self._record(target, [(_constant(target, offset), origin)], None)
+            elif self._scalars and value:
+                self._compute(target, frozenset(origin.name for origin, _ in self._scalars.values()))
             else:
                 self._record(target, [], float(value))
         elif packet is aten.zero_:
             self._record(target, [], 0.0)
         elif packet in _HARMLESS:
             return func(*args, **kwargs)
+        elif packet is aten.set_:
+            names = ", ".join(one.name for one in self.written.get(_key(target), ()))
+            raise PlanError(f"{names or 'a tensor'}: the loader gives it other memory; nothing has been replaced")
         else:
             others = frozenset().union(*(self._names(t) for t in _tensors((args, kwargs))))
             self._compute(target, others)
@@ -321,11 +350,15 @@ class Tracer(TorchDispatchMode):
         if not target.numel():
             return
         memory = self._memories.get(_key(source))
+        if memory is None and _key(source) in self.written:
+            self._compute(target, self._names(source))  # what one of the engine's own tensors holds now
+            return
         if memory is None:
             self._constant_copy(target, source)
             return
-        if memory.is_tainted:
-            self._compute(target, memory.tainted)
+        # rounded on the way to another dtype than it ends in, which no declared cast does
+        if memory.is_tainted or memory.through - {target.dtype}:
+            self._compute(target, self._names(source))
             return
         pieces: list[tuple[Walk, Origin]] = []
         whole = walk_between(
@@ -375,9 +408,9 @@ class Tracer(TorchDispatchMode):
             if not _meets(written.tensor, target):
                 continue
             if fill is not None:
-                written.fills.append((view, fill))
+                written.writes.append((view, fill))
             for walk, origin in pieces:
-                written.pieces.append((walk, origin))
+                written.writes.append((walk, origin))
                 self.used.add(origin.name)
 
     def _record_in(
@@ -414,7 +447,15 @@ _SAME = frozenset(
         aten.detach_copy,
     }
 )
-_HARMLESS = frozenset({aten.requires_grad_, aten.detach_, aten.set_})
+_HARMLESS = frozenset({aten.requires_grad_, aten.detach_})
+_LAZY = frozenset({aten._conj, aten._neg_view, aten.view_as_real, aten.view_as_complex})
+
+
+def _is_lossless(held: torch.dtype, made: torch.dtype) -> bool:
+    """Whether every value of one dtype is one of the other."""
+    if held.is_floating_point != made.is_floating_point or held.is_complex != made.is_complex:
+        return False
+    return held == made or (made.itemsize > held.itemsize and torch.promote_types(held, made) == made)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -102,9 +102,12 @@ class RefitdWeightTransfer:
         ]
         for thread in waiting:
             thread.start()
-        self._client.swap(self._model, version, wait=self._timeout, timeout=self._timeout, queue=True)
-        for thread in waiting:
-            thread.join()
+        try:
+            self._client.swap(self._model, version, wait=self._timeout, timeout=self._timeout, queue=True)
+        finally:
+            # the servers wait for the version at most as long as their `timeout_s` says; that ends their update, too
+            for thread in waiting:
+                thread.join()
         if failed:
             raise failed[0]
         self._post("finish_weight_update")

@@ -19,7 +19,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-tp1-driven", "llama-tp2-driven", "qwen2-tp2-driven", "llama-tp2-follow", "llama-tp1-trl"]
+    "case",
+    [
+        "llama-tp1-driven",
+        "llama-tp2-driven",
+        "qwen2-tp2-driven",
+        "llama-tp2-follow",
+        "llama-tp1-trl",
+        "llama-tp1-native",
+    ],
 )
 def test_an_engine_holds_what_its_own_loader_gives(case: str) -> None:
     command = [PYTHON, "-m", "benchmarks.engines", "--quick", "--only", case]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import refitd
+from refitd.adapters.trl import RefitdWeightTransfer
 from refitd.testing import Daemon, Engine
 from tests.support import shards
 
@@ -94,3 +95,22 @@ def test_a_stream_that_is_wrong_publishes_nothing(daemon: Daemon) -> None:
             trainer.declare_source("other", {"a": 3})
         with pytest.raises(refitd.RefusedError, match=r"expected a torch\.dtype"):
             trainer.declare_source("other", {"a": ((3,), "float32")})
+
+
+def test_trls_protocol_makes_what_it_streams_live(daemon: Daemon) -> None:
+    """Without servers to drive: engines that take versions over by themselves. With them: scripts/try-engines."""
+    transfer = RefitdWeightTransfer(directory=str(daemon.directory), timeout=60.0)
+    with pytest.raises(refitd.RefusedError, match="has not been called"):
+        transfer.send_weights(iter([]))
+    transfer.init_weight_transfer()
+    mine = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+    with daemon.connect("engine") as engine, Engine(engine.register_target("policy", mine, replica="a")):
+        for version in (1, 2):
+            transfer.pause()
+            transfer.send_weights(iter([*values(version).items()]))
+            transfer.resume()
+            assert all(torch.equal(mine[name], tensor) for name, tensor in values(version).items())
+        with pytest.raises(refitd.RefusedError, match="ended without"):
+            transfer.send_weights(iter([("a", values(3)["a"])]))
+        assert torch.equal(mine["a"], values(2)["a"])
+    transfer.destroy()

@@ -79,6 +79,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._client: refitd.Client | None = None
         self._target: refitd.Target | None = None
         self._is_checked = False
+        self._torn = ""  # why the weights may be parts of two versions
         self._stopped = threading.Event()
         self._follower: threading.Thread | None = None
         given = vllm_config.additional_config
@@ -149,6 +150,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 self._let_go()
             except refitd.CommitError as exc:
                 log.error("refitd: %s", exc)
+                self._torn = str(exc)  # until a version has been taken over whole
             except refitd.RefitdError as exc:
                 log.error("refitd: this engine is not refitted: %s", exc)
                 return
@@ -162,7 +164,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             if is_due and self._lock.acquire(timeout=IDLE_S):
                 try:
                     # the next forward pass has this number, and waits for the lock: this rank stands before it
-                    target.poll(step=self._steps + 1, begin=False)
+                    if target.poll(step=self._steps + 1, begin=False) is not None:
+                        self._torn = ""
                 finally:
                     self._lock.release()
                 looked = time.monotonic()
@@ -181,12 +184,15 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             target = self._target
             if self._follower is not None and target is not None:
                 try:
-                    target.poll(step=self._steps)
-                except refitd.CommitError:
-                    raise  # parts of two versions: nothing may be computed with them
+                    if target.poll(step=self._steps) is not None:
+                        self._torn = ""
+                except refitd.CommitError as exc:
+                    self._torn = str(exc)
                 except refitd.RefitdError as exc:
                     log.warning("refitd: %s; this engine serves what it has", exc)
                     self._target = None
+            if self._torn:
+                raise refitd.CommitError(f"nothing may be computed with parts of two versions: {self._torn}")
             yield
 
     # --- registration -------------------------------------------------------------------------------------
@@ -201,18 +207,18 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         started = time.perf_counter()
         client = self._client = self._client or refitd.connect(info.directory or None)
         rank, world_size, replica = self._place(info)
-        params = {name: tensor.data for name, tensor in self.model.named_parameters()}
-        buffers = {name: tensor for name, tensor in self.model.named_buffers() if name not in params}
-        held = {**params, **buffers}
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
-        trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
-        self._check(trace, params)
-        if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
-            self._check_held(held)
-            self._is_checked = True  # later the engine holds other versions than its checkpoint's
+        params = dict(self.model.named_parameters())
+        held = {**dict(self.model.named_buffers()), **params}
+        with self._lock:  # the model's loader and vLLM's configuration of the moment are nothing for two threads
+            trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+            self._check(trace, params)
+            if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
+                self._check_held(held)
+                self._is_checked = True  # later the engine holds other versions than its checkpoint's
         target = client.register_target(
             info.model,
-            {name: held[name] for name in trace.metadata},
+            {name: held[name].data for name in trace.metadata},
             replica=replica,
             rank=rank,
             world_size=world_size,

@@ -76,12 +76,15 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         failed: list[Exception] = []
         waiting = threading.Thread(target=self._update, args=(failed,), daemon=True)
         waiting.start()
-        # other ranks may not have published yet
-        self._refitd.swap(self._info.model, self._version, wait=self._info.wait_s, queue=True)
-        waiting.join()
-        self.client.finish_weight_update()
+        try:
+            # other ranks may not have published yet
+            self._refitd.swap(self._info.model, self._version, wait=self._info.wait_s, queue=True)
+        finally:
+            # the engines wait for the version at most as long as their `timeout_s` says; that ends their update, too
+            waiting.join()
         if failed:
             raise failed[0]
+        self.client.finish_weight_update()
 
     def _update(self, failed: list[Exception]) -> None:
         try:

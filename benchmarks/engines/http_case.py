@@ -1,4 +1,4 @@
-"""A vLLM server over HTTP, refitted through TRL's weight transfer protocol while it answers; prints JSON."""
+"""A vLLM server over HTTP, refitted through TRL's or vLLM's own trainer protocol while it answers; prints JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,37 @@ AGREE = 0.75
 ROUNDS = 4
 
 
-def run(tp: int, size: str) -> dict[str, Any]:
+class NativeTransfer:
+    """vLLM's trainer side, with the methods of TRL's protocol."""
+
+    def __init__(self, url: str, model: Any, work: Path) -> None:
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        import refitd.adapters.vllm
+        from refitd.adapters.vllm.trainer import RefitdTrainerInitInfo
+
+        refitd.adapters.vllm.register()
+        tensors = {name: p.detach() for name, p in model.named_parameters()}
+        info = RefitdTrainerInitInfo(rank=0, tensors=tensors, directory=str(work), engine={"replica": "a"})
+        self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=HTTPVLLMWeightSyncClient(url))
+
+    def send_weights(self, _: object) -> None:
+        """Send what the model holds."""
+        self._trainer.send_weights()
+
+    def pause(self) -> None:
+        """VLLM's trainers pause by themselves or not at all."""
+
+    def resume(self) -> None:
+        """As `pause`."""
+
+    def destroy(self) -> None:
+        """End it."""
+        self._trainer.shutdown()
+
+
+def run(tp: int, size: str, protocol: str) -> dict[str, Any]:
     """Return what was measured."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -38,9 +68,14 @@ def run(tp: int, size: str) -> dict[str, Any]:
         with daemon(work):
             server = Server(folder, work, tp)
             try:
-                transfer = RefitdWeightTransfer(server.url, directory=str(work))
-                transfer.init_weight_transfer()
+                server.wait()
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+                transfer: Any
+                if protocol == "trl":
+                    transfer = RefitdWeightTransfer(server.url, directory=str(work))
+                    transfer.init_weight_transfer()
+                else:
+                    transfer = NativeTransfer(server.url, model, work)
                 agreed, seconds = [], []
                 for seed in range(ROUNDS):
                     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +100,7 @@ def run(tp: int, size: str) -> dict[str, Any]:
             finally:
                 server.close()
             return {
-                "engine": f"llama TP{tp}, served over HTTP, TRL's protocol",
+                "engine": f"llama TP{tp}, served over HTTP, {'TRL' if protocol == 'trl' else 'vLLM'}'s protocol",
                 "bytes": nbytes,
                 "equal": min(agreed) >= AGREE,
                 "agreed": min(agreed),
@@ -96,4 +131,4 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(int(sys.argv[1]))))
-    print(json.dumps(run(int(sys.argv[1]), sys.argv[2])), flush=True)
+    print(json.dumps(run(int(sys.argv[1]), sys.argv[2], sys.argv[3])), flush=True)
