@@ -14,6 +14,7 @@ from refitd.addressing.work import WorkList
 from refitd.buffers.layout import row_major_strides
 from refitd.plan.columns import ranges
 from refitd.plan.fills import FillTable
+from refitd.plan.regions import RegionTable
 from refitd.plan.table import CopyTable, PlanTable
 
 # A copy longer than this is cut, so that several workers can share one large tensor.
@@ -216,6 +217,11 @@ def destination_addresses(table: CopyTable, places: Mapping[int, Places]) -> Add
     """Return where in memory each row writes; raises as `address` does."""
     t = table
     return _addresses(t, t.element_size, t.dst_rank, t.dst_local, t.dst_offset, t.dst_stride, places)
+
+
+def region_addresses(table: RegionTable, places: Mapping[int, Places]) -> Addresses:
+    """Return where in memory each region lies; raises as `address` does."""
+    return _addresses(table, table.element_size, table.rank, table.local, table.offset, table.stride, places)
 
 
 def _addresses(

@@ -9,6 +9,7 @@ from refitd.coordinator.decision import Phase, Swap
 from refitd.coordinator.journal import LiveVersion, Record
 from refitd.coordinator.membership import Member, Model
 from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.replica_digests import RegionComparison
 from refitd.coordinator.steps import FlipSteps
 from refitd.errors import RefusedError
 from refitd.protocol import local
@@ -38,6 +39,7 @@ class Running:
     sources: tuple[SourceReport, ...] = ()  # likewise: a lent version ends when it has been read
     answer_by: float | None = None  # when whoever waits is told how it stands; None: when it has ended
     plan: LoadedPlan | None = None
+    comparison: RegionComparison | None = None  # what the plan waits for
     held_until: float | None = None  # when engines out of reach will have stopped serving: it is decided then
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may not have flipped with the others
     gives_way: bool = False  # a catch-up that was ended for the sake of a swap that somebody asked for

@@ -16,6 +16,7 @@ from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
+from refitd.plan.regions import RegionTable
 from refitd.plan.table import CopyTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
@@ -30,6 +31,8 @@ class LoadedPlan:
     fills: FillTable
     unused_sources: tuple[str, ...]
     plan_s: float
+    regions: RegionTable  # what sources hold in different cuts, by source rank
+    not_compared: tuple[str, ...]
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of the workers that exchange between nodes; None until it is formed
@@ -113,7 +116,16 @@ def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
     started = time.perf_counter()
     plan = plan_copies(rosters)
     took_s = time.perf_counter() - started
-    return LoadedPlan(plan.digest, plan.table, plan.fills, plan.unused_sources, took_s, pairs=_pairs(plan.table))
+    return LoadedPlan(
+        plan.digest,
+        plan.table,
+        plan.fills,
+        plan.unused_sources,
+        took_s,
+        plan.regions,
+        plan.not_compared,
+        pairs=_pairs(plan.table),
+    )
 
 
 def _pairs(table: CopyTable) -> tuple[tuple[int, int, int, int], ...]:

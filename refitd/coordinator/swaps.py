@@ -19,6 +19,7 @@ from refitd.coordinator.membership import Member, Model, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
 from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.replica_digests import HeldRegions, region_comparison
 from refitd.coordinator.report import (
     apart_report,
     decided_report,
@@ -45,6 +46,9 @@ from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
+
+# Whoever is asked answers in this share of the time that there is: its own errors name who is late.
+NODE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,8 @@ class Swaps:
 
     def _plan_ready(self, state: ModelState, plan: LoadedPlan, now: float) -> None:
         assert state.running is not None
+        if not self._are_equal(state, state.running, plan, now):
+            return
         fleet = state.running.fleet
         links = plan.links(fleet)
         if links and plan.epoch is None:
@@ -228,6 +234,54 @@ class Swaps:
         asked = frozenset(m.id for m in fleet.targets.values() if m.added.pauses)
         nbytes = plan.table.total_bytes + fleet.converted_bytes()
         self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
+
+    # --- sources in different cuts ------------------------------------------------------------------------
+
+    def _are_equal(self, state: ModelState, running: Running, plan: LoadedPlan, now: float) -> bool:
+        """Whether what sources hold in different cuts is known to be equal; else nodes are asked to digest it."""
+        fleet, swap = running.fleet, running.swap
+        if not len(plan.regions) or not fleet.check_replicas:
+            return True
+        held = {rank: HeldRegions(m.id, m.node, m.describe()) for rank, m in fleet.sources.items()}
+        timeout_s = NODE_SHARE * (swap.deadline - now)
+        comparison = region_comparison(plan.regions, held, now + timeout_s)
+        if fleet.compared.equal.get(comparison.key):
+            return True
+        self._log("comparing", swap=swap.swap, regions=len(plan.regions), left_out=", ".join(plan.not_compared))
+        running.plan, running.comparison = plan, comparison
+        for node, request in comparison.requests(swap.swap, swap.version, running.run, NODE_SHARE * timeout_s):
+            self._to_node(node, request)
+        return False
+
+    def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
+        """A node has digested regions; once all have, the swap goes on with its plan, or names what differs."""
+        state = self._models.swapping(message.swap)
+        running = state.running if state is not None else None
+        if state is None or running is None or (comparison := running.comparison) is None:
+            return  # the swap has ended meanwhile
+        model = state.fleet.name
+        if message.reason:
+            running.comparison = None
+            self.step(state, decision.AbortAsked(f"comparing the sources of {model!r}: {message.reason}"), now)
+            return
+        if not comparison.answered(node, message.digests):
+            return
+        running.comparison = None
+        if problems := comparison.problems():
+            advice = f"[models.{model}] check_replicas = false at the coordinator swaps all the same"
+            self.step(state, decision.AbortAsked(f"{'; '.join(problems)} ({advice})"), now)
+            return
+        running.fleet.compared.equal.put(comparison.key, True)
+        assert running.plan is not None
+        self._plan_ready(state, running.plan, now)
+
+    def _compare_in_time(self, state: ModelState, now: float) -> None:
+        """Name the nodes that have not digested their regions in time."""
+        running = state.running
+        if running is not None and (comparison := running.comparison) is not None and now >= comparison.deadline:
+            running.comparison = None
+            late = ", ".join(comparison.waiting)
+            self.step(state, decision.AbortAsked(f"nodes {late} have not compared their sources in time"), now)
 
     def members_changed(self, state: ModelState) -> None:
         """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
@@ -306,6 +360,8 @@ class Swaps:
                 self._plan_lost(plan, epoch, name, where, reason, now)
             case cluster.EpochPut(epoch, lane, key, value):
                 self._relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
+            case cluster.RegionsDigested():
+                self._digested(name, message, now)
             case cluster.StageProgress(swap, bytes_done):
                 self.step_swap(swap, decision.NodeProgress(name, bytes_done), now)
             case cluster.StageDone(swap, copies, nbytes, _, crossing_s, _, converted):
@@ -433,8 +489,10 @@ class Swaps:
                 stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run)
                 self._to_node(node, stage)
             case decision.ReleaseSources():
-                for node in sorted({m.node for m in state.fleet.sources.values()}):
-                    self._to_node(node, cluster.EndSwap(swap=s.swap))
+                sources = state.fleet.sources.values()
+                for node in sorted({m.node for m in sources}):
+                    members = tuple(sorted(m.id for m in sources if m.node == node and m.run == running.run))
+                    self._to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=members))
             case decision.JournalDecision():
                 self._decide(state, running, now)
             case decision.CommitOn(node):
@@ -571,6 +629,8 @@ class Swaps:
                 found.append(due_at)
             if state.running is not None:
                 found.append(state.running.swap.deadline)
+                if state.running.comparison is not None:
+                    found.append(state.running.comparison.deadline)
                 if state.running.answer_by is not None:
                     found.append(state.running.answer_by)
         return min(found, default=None)
@@ -584,6 +644,7 @@ class Swaps:
             if running is not None and running.is_due(now):
                 self._decide(state, running, now)  # nothing may end the swap before the journal has answered
             elif running is not None:
+                self._compare_in_time(state, now)
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
             elif try_again(state, now):

@@ -121,6 +121,19 @@ class Publishing:
                 slot.readers.discard(swap)
             self._grant(member)
 
+    def end_unread(self, members: Iterable[LocalMember], version: int) -> None:
+        """A swap of `version` is over: end the leases of ranks, too, whose replicas it has read instead."""
+        for member in members:
+            if version in member.leases:
+                self._end_lease(member, version)
+
+    def let_go(self, members: Iterable[LocalMember], swap: str) -> None:
+        """The swap has compared what it is going to read: until it reads, slots may be overwritten; leases go on."""
+        for member in members:
+            for readers in [held.readers for held in member.leases.values()] + [slot.readers for slot in member.slots]:
+                readers.discard(swap)
+            self._grant(member)
+
     def expire(self, members: Iterable[LocalMember], now: float) -> None:
         """Tell those who have waited too long for a slot who is reading."""
         for member in members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES
@@ -52,6 +53,7 @@ from refitd.daemon.pending import (
 from refitd.daemon.permits import Permits
 from refitd.daemon.plans import LocalPlans
 from refitd.daemon.publishing import Publishing
+from refitd.daemon.region_digests import RegionDigests
 from refitd.daemon.registration import PART_OF_TIMEOUT, Registrations
 from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
@@ -137,8 +139,14 @@ class Daemon:
             out,
             self._restart,
         )
-        self._proofs = Proofs(node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping)
+        numbers = itertools.count(1).__next__  # of what workers are to digest
+        self._proofs = Proofs(
+            node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping, numbers
+        )
         self._publishing = Publishing(self._swaps, self._link, self._reply)
+        self._regions = RegionDigests(
+            node, workers, self.members, out, self._maps.need, self._maps.homes, numbers, self._let_go
+        )
         self._registrations = Registrations(
             node,
             self._sessions,
@@ -171,7 +179,9 @@ class Daemon:
                 if isinstance(message, sidecar.WorkerReady):
                     self._worker_pids[worker] = message.pid
                 elif isinstance(message, sidecar.DigestsTaken | sidecar.SpansCompared):
-                    self._proofs.worker_said(message)
+                    is_mine = isinstance(message, sidecar.DigestsTaken) and self._regions.worker_said(message)
+                    if not is_mine:
+                        self._proofs.worker_said(message)
                 else:
                     self._swaps.worker_said(worker, message)
             case WorkerDied(worker, how):
@@ -179,7 +189,7 @@ class Daemon:
             case WorkerStarted(worker):
                 self._log("worker-started", worker=worker)
                 self._maps.renewed(worker)
-                self._proofs.worker_gone(worker)
+                self._stops_digesting(worker)
             case Problems(texts):
                 self._problems = texts
             case NotSent(worker, message, reason):
@@ -198,8 +208,10 @@ class Daemon:
                 self.arenas.refused(event)
             case Due():
                 self._proofs.expire(now)
+                self._regions.expire(now)
             case Tick():
                 self._tick()
+        self._regions.dispatch()
         self._proofs.dispatch()
         done = self._out[:]
         self._out.clear()
@@ -208,7 +220,8 @@ class Daemon:
     @property
     def next_deadline(self) -> float | None:
         """When a `Due` is needed next, None where the next `Tick` is early enough."""
-        return self._proofs.next_deadline
+        deadlines = (self._proofs.next_deadline, self._regions.next_deadline)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     @property
     def is_coordinated(self) -> bool:
@@ -458,6 +471,8 @@ class Daemon:
                 self._swaps.stage(swap, plan, version, timeout_s, verify, run)
             case cluster.CheckMembers():
                 self._proofs.check(message, self._now)
+            case cluster.DigestRegions():
+                self._regions.begin(message, self._now)
             case cluster.CommitStaged(swap, version):
                 self._commits.begin(swap, version)
             case cluster.FlipMember(swap, member, step, origin):
@@ -468,8 +483,9 @@ class Daemon:
                 self._abort(swap, reason)
             case cluster.EvictMember(member, reason):
                 self._evict(member, reason)
-            case cluster.EndSwap(swap):
+            case cluster.EndSwap(swap, version, members):
                 self._publishing.release(self.members.values(), swap)
+                self._publishing.end_unread((self.members[m] for m in members if m in self.members), version)
             case _:
                 pass  # the reply to a request whose client has gone
 
@@ -496,6 +512,7 @@ class Daemon:
         halted = {state.swap for state in states if state.step in (Step.HALTING, Step.HALTED)}
         for swap in sorted(self._swaps.staging() | {swap for swap in halted if swap is not None}):
             self._abort(swap, "the coordinator was out of reach")
+        self._regions.stop()
         # what is staged may have been decided and is settled below; it reads nothing any more
         for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):
             self._publishing.release(self.members.values(), swap)
@@ -552,7 +569,7 @@ class Daemon:
         pid = self._worker_pids.pop(worker, 0)
         self._log("worker-died", worker=worker, pid=pid, how=how)
         self._maps.renewed(worker)
-        self._proofs.worker_gone(worker)
+        self._stops_digesting(worker)
         who = f"worker {worker} (pid {pid})" if pid else f"worker {worker}"  # it had not said who it is
         self._swaps.worker_died(worker, f"{who} on node {self._node} (host {self._host})", how)
 
@@ -560,7 +577,14 @@ class Daemon:
         """Replace a worker that is in the middle of something nobody wants any more."""
         self._out.append(RestartWorker(worker))
         self._maps.renewed(worker)
+        self._stops_digesting(worker)
+
+    def _stops_digesting(self, worker: int) -> None:
         self._proofs.worker_gone(worker)
+        self._regions.worker_gone(worker)
+
+    def _let_go(self, swap: str) -> None:
+        self._publishing.let_go(self.members.values(), swap)
 
     def _replace_worker(self, worker: int, reason: str) -> None:
         self._swaps.replace_worker(worker, reason)
@@ -582,6 +606,7 @@ class Daemon:
         self.arenas.free(self._plans.unneeded())
         self._proofs.expire(self._now)
         self._proofs.tick()
+        self._regions.expire(self._now)
         self.arenas.expire(self._now)
         self._publishing.expire(self.members.values(), self._now)
         for member in self.members.values():

@@ -98,6 +98,7 @@ class Proofs:
         need: Callable[[int, set[int]], None],
         homes: Callable[[set[int]], dict[int, int]],
         is_swapping: Callable[[], bool],
+        numbers: Callable[[], int],
     ) -> None:
         self._node = node
         self._workers = workers
@@ -106,6 +107,7 @@ class Proofs:
         self._need = need
         self._homes = homes
         self._is_swapping = is_swapping
+        self._next = numbers
         self._work: list[_DigestWork] = []
         self._runs: dict[int, _Run] = {}
         self._checks: dict[str, _MemberCheck] = {}
@@ -113,7 +115,6 @@ class Proofs:
         # by member: they do not change, and making them takes long where tensors are very many
         self._blocks: dict[str, Blocks] = {}
         self._later: set[str] = set()  # members whose digests are to be taken, from the next tick on
-        self._numbers = 0
 
     # --- what happens to members --------------------------------------------------------------------------
 
@@ -515,10 +516,6 @@ class Proofs:
         if blocks is None:
             blocks = self._blocks[member.id] = Blocks(member)
         return blocks
-
-    def _next(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def _log(self, event: str, **fields: object) -> None:
         self._out(Log(event, fields))

@@ -8,7 +8,7 @@ canonical order, however the piece lies in memory; 0 stands for "not taken".
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -81,7 +81,7 @@ class PlaceNumbers:
         return [None if number is None else (canonical_name(meta), number)]
 
     def _number(self, dtype: str, tiles: Sequence[Tile]) -> int:
-        return self._numbers.setdefault((dtype, *(_place(tile) for tile in tiles)), len(self._numbers))
+        return self._numbers.setdefault((dtype, *(place_of(tile) for tile in tiles)), len(self._numbers))
 
 
 def take_digests(
@@ -134,7 +134,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _place(tile: Tile) -> tuple[object, ...]:
+def place_of(tile: Tile) -> Hashable:
+    """Return which elements of its canonical tensor a tile is: equal for tiles whose digests are compared."""
     repeat = tile.repeat
     again = None if repeat is None or repeat.count == 1 else (repeat.dim, repeat.count, repeat.step)
     return tuple(tile.offset), tuple(tile.size), again

@@ -31,7 +31,7 @@ from refitd.inprocess.wire import (
     texts,
 )
 from refitd.plan.build import plan_copies
-from refitd.plan.replica_digests import twins_of
+from refitd.plan.replica_digests import source_twins
 from refitd.protocol.codec import encode
 from refitd.protocol.shards import metadata_of
 
@@ -106,7 +106,7 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
     if len(plan.fills) or plan.table.cast.any():
         raise PlanError("declared fills and cast_from are performed by the service only; here pass `casts` to the call")
     # twins are compared only where every rank agrees to: all take part, or none
-    twins = twins_of(rosters) if checks else {}
+    twins = source_twins(rosters, plan) if checks else {}
     parts = (replace(p, twins=tuple(twins.get(p.rank, ()))) for p in rank_plans(plan, rosters))
     return [encode(0, part_of(replace(part, check=TwinCheck(is_due=bool(twins))))) for part in parts]
 

@@ -68,7 +68,9 @@ def _digests(plan: RankPlan, tensors: RankTensors) -> bytes:
     for twin in plan.twins:
         number, meta = first[twin.local]
         tensor = tensors.sources[twin.local]
-        tile = meta.tiles[twin.number - number] if meta.tiles is not None and piece_count(meta) else None
+        tile = twin.tile
+        if tile is None:
+            tile = meta.tiles[twin.number - number] if meta.tiles is not None and piece_count(meta) else None
         found.append(digest_of(tensor, tile) if tensor.numel() and not is_quantized(tensor) else 0)
     return np.array(found, "<u8").tobytes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from refitd.describe.tiles import Tile
 from refitd.errors import ProtocolError
 from refitd.inprocess.rank_plan import RankPlan, TwinCheck
 from refitd.plan.replica_digests import Twin
@@ -35,6 +36,9 @@ class LocalShape(Value, frozen=True, array_like=True):
     shape: tuple[Count, ...]
 
 
+WireBox = tuple[Count, tuple[Count, ...], tuple[Count, ...]]  # local offset, size, local stride
+
+
 class WireTwin(Value, frozen=True, array_like=True):
     """`refitd.plan.replica_digests.Twin` on the wire."""
 
@@ -42,6 +46,7 @@ class WireTwin(Value, frozen=True, array_like=True):
     local: Name
     group: Count
     tensor: Name
+    box: WireBox | None = None  # of its tile
 
 
 class RankPart(Message, frozen=True):
@@ -84,12 +89,23 @@ COMPARED = Decoder[TwinsCompared](TwinsCompared)
 
 def wire_twins(twins: tuple[Twin, ...]) -> tuple[WireTwin, ...]:
     """Pack twins."""
-    return tuple(WireTwin(t.number, t.local, t.group, t.tensor) for t in twins)
+    return tuple(WireTwin(t.number, t.local, t.group, t.tensor, _box(t.tile)) for t in twins)
 
 
 def twins_from(twins: tuple[WireTwin, ...]) -> tuple[Twin, ...]:
     """Unpack twins."""
-    return tuple(Twin(t.number, t.local, t.group, t.tensor) for t in twins)
+    return tuple(Twin(t.number, t.local, t.group, t.tensor, _tile(t)) for t in twins)
+
+
+def _box(tile: Tile | None) -> WireBox | None:
+    return None if tile is None else (tile.local_offset, tile.size, tile.local_stride)
+
+
+def _tile(twin: WireTwin) -> Tile | None:
+    if twin.box is None:
+        return None
+    offset, size, stride = twin.box
+    return Tile(twin.tensor, (0,) * len(size), size, offset, stride)
 
 
 def part_of(plan: RankPlan) -> RankPart:

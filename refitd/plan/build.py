@@ -2,6 +2,7 @@
 
     rosters -> layouts      names, geometries and layout classes as columns        (read_rosters.py, layouts.py)
             -> match        pieces of each destination class, and who holds them   (match.py, lcm.py, intersect.py)
+            -> regions      what sources hold in different cuts, to be compared            (regions.py)
             -> shares       which rank sends which pieces to which                 (replicas.py)
             -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
             -> table        one row per copy                                       (table.py)
@@ -25,6 +26,7 @@ from refitd.plan.layouts import Layouts, Side
 from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
 from refitd.plan.read_rosters import read_rosters
+from refitd.plan.regions import regions_of
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
@@ -62,7 +64,9 @@ def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
     shared = _shared_plan(layouts, found, _shares(layouts, found))
     if wrong := shared_violations(shared, layouts):
         raise PlanError(wrong)
-    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest()), layouts
+    crossed = match(layouts.with_ties_merged())[0].crossed if layouts.has_ties else found.crossed
+    regions, left_out = regions_of(layouts, crossed)
+    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions, left_out), layouts
 
 
 @dataclass(frozen=True, eq=False)

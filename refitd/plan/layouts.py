@@ -8,7 +8,7 @@ class      all entries of one side of a rank; ranks that say the same are of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class Geometries:
     tile_box: Ints
     tile_offset: Ints  # elements into the local tensor
     tile_stride: Ints  # [tiles, D]
+    tile_piece: Ints  # number of the piece (refitd.describe.replica_pieces) that the tile is a part of
     box_offset: Ints  # [boxes, D], padded in front to D dimensions
     box_size: Ints  # [boxes, D]
     element_size: Ints
@@ -98,12 +99,23 @@ class Layouts:
     source: Side
     destination: Side
     geometries: Geometries
+    tied: Ints  # [tensors] the first of the tensors that each is tied to; itself where it is tied to none
 
     def padded(self, side: Side) -> Ints:
         """Return the rows of a side's entry columns whose local tensors have padding, one for each of them."""
         rows = np.flatnonzero(self.geometries.padding[side.entry_geometry] != NO_PADDING)
         first, _ = numbered(side.entry_class[rows] * len(self.locals) + side.entry_local[rows])
         return rows[first]
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether any tensors are tied."""
+        return bool((self.tied != np.arange(len(self.tied))).any())
+
+    def with_ties_merged(self) -> Layouts:
+        """Return the layouts with one tensor for each tied weight, whatever names its holders have for it."""
+        sides = [replace(side, entry_tensor=self.tied[side.entry_tensor]) for side in (self.source, self.destination)]
+        return replace(self, source=sides[0], destination=sides[1])
 
     def members(self, side: Side, number: int) -> str:
         """Name the ranks of a class for a message: the first one's label and how many more there are."""

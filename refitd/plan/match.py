@@ -6,6 +6,7 @@ result is a pattern, and every tensor refers to its pattern. What comes out are
     holding   (source class, tensor, cell) and where the cell lies in the class's local tensor
     piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor
     set       the source classes that hold a cell: any of their ranks can send it
+    crossed   a holding of a cell that sources hold as parts of different pieces: it is compared on its own
 """
 
 from __future__ import annotations
@@ -54,10 +55,25 @@ class WantedPieces:
 
 
 @dataclass(frozen=True, eq=False)
+class CrossedCells:
+    """Holdings of wanted cells that are parts of different pieces of their holders, sorted by (spot, class)."""
+
+    spot: Ints  # equal for holdings of the same elements
+    tensor: Ints
+    source_class: Ints
+    local: Ints
+    element_size: Ints
+    offset: Ints  # of the cell's first element in the local tensor
+    stride: Ints  # [holdings, D]
+    size: Ints  # [holdings, D]
+
+
+@dataclass(frozen=True, eq=False)
 class Match:
     """All pieces, all holdings, and the source classes of each set (rows set_start[s]:set_start[s + 1])."""
 
     holdings: Holdings
+    crossed: CrossedCells
     pieces: WantedPieces
     set_start: Ints
     set_class: Ints
@@ -70,6 +86,8 @@ class _Patterns:
     """Cells of all patterns end to end, and how each pattern's boxes lie on them (sorted by key)."""
 
     cell_offset: Ints
+    cell_size: Ints
+    is_wanted: Flags  # [cells] whether some destination wants a part of the cell
     held_key: Ints  # pattern * boxes + source box
     held_cell: Ints
     want_key: Ints  # pattern * boxes + destination box
@@ -119,11 +137,12 @@ def match(layouts: Layouts) -> tuple[Match, list[str]]:
     examples, pattern[both] = numbered(kind[both])
     patterns, missing = _patterns(layouts, np.flatnonzero(both)[examples], held_boxes, wanted_boxes)
     problems += _gaps(layouts, wanted, pattern, missing)
-    holdings, spots = _holdings(layouts, held, pattern, patterns)
+    holdings, spots, crossed = _holdings(layouts, held, pattern, patterns)
     is_lcm = np.zeros(tensors, bool)
     is_lcm[both] = patterns.is_lcm[pattern[both]]
     return Match(
         holdings=holdings,
+        crossed=crossed,
         pieces=_wanted_pieces(layouts, wanted, pattern, patterns, spots),
         set_start=spots.set_start,
         set_class=spots.set_class,
@@ -152,6 +171,7 @@ def _patterns(
     columns: dict[str, list[Ints]] = defaultdict(list)
     missing: dict[int, int] = {}
     is_lcm: list[bool] = []
+    wanted_cells: list[Flags] = [np.zeros(0, bool)]
     count = 0
     for number, tensor in enumerate(examples.tolist()):
         held, wanted = (
@@ -168,6 +188,10 @@ def _patterns(
         for i in np.flatnonzero(lacking).tolist():
             missing[number * boxes + int(wanted[i])] = int(lacking[i])
         columns["cell_offset"].append(cells.offset)
+        columns["cell_size"].append(cells.size)
+        is_wanted = np.zeros(len(cells.offset), bool)
+        is_wanted[pieces.cell] = True
+        wanted_cells.append(is_wanted)
         columns["held_key"].append(number * boxes + held[cells.box[by_box]])
         columns["held_cell"].append(count + cells.cell[by_box])
         columns["want_key"].append(number * boxes + wanted[pieces.want[by_want]])
@@ -176,13 +200,15 @@ def _patterns(
         columns["want_size"].append(pieces.size[by_want])
         count += len(cells.offset)
     none = np.zeros(0, np.int64)
-    empty = {name: none.reshape(0, dims) for name in ("cell_offset", "want_offset", "want_size")}
-    names = ("cell_offset", "held_key", "held_cell", "want_key", "want_cell", "want_offset", "want_size")
+    empty = {name: none.reshape(0, dims) for name in ("cell_offset", "cell_size", "want_offset", "want_size")}
+    names = ("cell_offset", "cell_size", "held_key", "held_cell", "want_key", "want_cell", "want_offset", "want_size")
     joined = {name: np.concatenate([empty.get(name, none), *columns[name]]) for name in names}
-    return _Patterns(**joined, is_lcm=np.array(is_lcm, bool)), missing
+    return _Patterns(**joined, is_wanted=np.concatenate(wanted_cells), is_lcm=np.array(is_lcm, bool)), missing
 
 
-def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns) -> tuple[Holdings, _Spots]:
+def _holdings(
+    layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
+) -> tuple[Holdings, _Spots, CrossedCells]:
     """Spread the source classes' tiles over cells, and find who holds the same.
 
     What a rank holds twice (one expert in two places, say) it gives from the first.
@@ -208,7 +234,23 @@ def _holdings(layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
     _, members = ranges(start[examples], start[examples + 1] - start[examples])
     set_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(start[examples + 1] - start[examples])])
     holdings = Holdings(key, source_class, held.local[tile[order]], offset[order], stride[order])
-    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members])
+    # a spot is crossed where its holders have it in different pieces; equal pieces are compared as such
+    piece = geometries.tile_piece[row[order]]
+    begin = start[:-1]
+    one = np.minimum.reduceat(piece, begin) == np.maximum.reduceat(piece, begin) if len(piece) else np.zeros(0, bool)
+    at = np.flatnonzero(~one[key // classes] & patterns.is_wanted[cell[order]])
+    rows = order[at]
+    crossed = CrossedCells(
+        spot=key[at] // classes,
+        tensor=held.tensor[tile[rows]],
+        source_class=source_class[at],
+        local=holdings.local[at],
+        element_size=geometries.element_size[held.geometry[tile[rows]]],
+        offset=holdings.offset[at],
+        stride=holdings.stride[at],
+        size=patterns.cell_size[cell[rows]],
+    )
+    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members]), crossed
 
 
 def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _Patterns, spots: _Spots) -> WantedPieces:

@@ -13,8 +13,10 @@ from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.replica_pieces import Piece, PlaceNumbers, enumerated
 from refitd.describe.roster import Roster
+from refitd.describe.tiles import Tile
 from refitd.plan.aliases import tied_name
 from refitd.plan.completion import completed
+from refitd.plan.shared import GlobalPlan
 
 MAX_NAMED = 5  # tensors that one refusal names
 
@@ -27,12 +29,16 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """Piece `number` of a rank (its description `local`) belongs to `group`, which holds `tensor`."""
+    """Piece `number` of a rank (its description `local`) belongs to `group`, which holds `tensor`.
+
+    With a `tile` it is that part of the local tensor, and no piece.
+    """
 
     number: int
     local: str
     group: int
     tensor: str
+    tile: Tile | None = None
 
 
 def twins_of(rosters: Sequence[Roster]) -> dict[int, list[Twin]]:
@@ -57,6 +63,21 @@ def twins_of(rosters: Sequence[Roster]) -> dict[int, list[Twin]]:
     for group, pieces in enumerate(shared):
         for rank, number, local, tensor in pieces:
             found[rank].append(Twin(number, local, group, tensor))
+    return found
+
+
+def source_twins(rosters: Sequence[Roster], plan: GlobalPlan) -> dict[int, list[Twin]]:
+    """Return, by rank, the pieces of `twins_of` and the regions that sources hold as parts of different cuts."""
+    found = twins_of(rosters)
+    regions = plan.regions
+    groups = 1 + max((twin.group for twins in found.values() for twin in twins), default=-1)
+    lead = (0,) * regions.size.shape[1]
+    for row in range(len(regions)):
+        tensor, local = regions.tensors[int(regions.tensor[row])], regions.locals[int(regions.local[row])]
+        size, stride = tuple(regions.size[row].tolist()), tuple(regions.stride[row].tolist())
+        tile = Tile(tensor, lead, size, int(regions.offset[row]), stride)
+        twin = Twin(0, local, groups + int(regions.group[row]), tensor, tile)
+        found.setdefault(int(regions.rank[row]), []).append(twin)
     return found
 
 

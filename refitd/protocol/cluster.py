@@ -195,6 +195,14 @@ class EpochLost(Message, frozen=True):
     reason: Text
 
 
+class RegionsDigested(Message, frozen=True):
+    """The digests (little-endian uint64) of the rows of DigestRegions; or the reason why there are none."""
+
+    swap: Name
+    digests: bytes = b""
+    reason: Text = ""
+
+
 class StageProgress(Message, frozen=True):
     """Bytes written so far on this node."""
 
@@ -428,6 +436,21 @@ class CheckMembers(Message, frozen=True):
     timeout_s: Seconds
 
 
+class DigestRegions(Message, frozen=True):
+    """Digest regions of source ranks of this node at a version. Reply: RegionsDigested, within `timeout_s`.
+
+    `table` is `refitd.plan.regions.RegionTable.to_wire()`; its ranks are those in `ranks`, whose members are `members`.
+    """
+
+    swap: Name
+    version: Count
+    run: Label
+    ranks: tuple[Count, ...]
+    members: tuple[Name, ...]
+    table: dict[str, int | bytes | list[str]]
+    timeout_s: Seconds
+
+
 class EvictMember(Message, frozen=True):
     """This member was evicted by an operator, or is what a trainer that is gone has left: free what is kept for it."""
 
@@ -436,9 +459,11 @@ class EvictMember(Message, frozen=True):
 
 
 class EndSwap(Message, frozen=True):
-    """The swap is over: its sources may be overwritten, leases end."""
+    """The swap is over: its sources may be overwritten, leases end, of those `members` too that it did not read."""
 
     swap: Name
+    version: Count = 0
+    members: tuple[Name, ...] = ()
 
 
 NodeMessage = (
@@ -463,6 +488,7 @@ NodeMessage = (
     | MemberCommitted
     | MemberCommitFailed
     | MembersChecked
+    | RegionsDigested
     | StartSwap
     | AbortSwap
     | Evict
@@ -492,6 +518,7 @@ CoordinatorMessage = (
     | Abort
     | EndSwap
     | CheckMembers
+    | DigestRegions
     | EvictMember
     | EvictReport
     | SwapProgress

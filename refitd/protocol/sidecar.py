@@ -85,7 +85,10 @@ class DropJob(Message, frozen=True):
 
 
 class Span(Value, frozen=True):
-    """Elements [first : first + count], row-major, of a tensor in an arena in main memory. Strides in bytes."""
+    """Elements [first : first + count], row-major, of a tensor in an arena. Strides in bytes.
+
+    With a `pid` there is no arena: `offset` is an address of that process.
+    """
 
     arena: Count
     offset: Count
@@ -94,6 +97,7 @@ class Span(Value, frozen=True):
     element_size: Small
     first: Count
     count: Count
+    pid: Count = 0
 
 
 class TakeDigests(Message, frozen=True):

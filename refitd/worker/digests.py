@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from refitd.buffers.arena import MappedArena
-from refitd.buffers.blocks import Elements, compare, digest, packed
+from refitd.buffers.blocks import CHUNK_BYTES, Elements, compare, digest, packed
 from refitd.buffers.layout import extent
+from refitd.copy_services.process_memory import RemoteChunk
 from refitd.errors import TransportError
 from refitd.protocol import sidecar
 
@@ -47,6 +48,9 @@ def _compared(live: sidecar.Span, expected: sidecar.Span, arenas: Arenas) -> tup
 
 def _parts(span: sidecar.Span, arenas: Arenas) -> Iterator[Elements]:
     """Yield the elements of a span as contiguous parts in main memory."""
+    if span.pid:
+        yield from _read(span)
+        return
     arena = arenas.get(span.arena)
     if arena is None:
         raise TransportError(f"arena {span.arena} is not mapped here")
@@ -59,8 +63,37 @@ def _parts(span: sidecar.Span, arenas: Arenas) -> Iterator[Elements]:
         )
     if isinstance(arena, MappedArena):
         array = np.ndarray(span.shape, f"V{span.element_size}", arena.bytes, span.offset, span.strides)
-        return packed(array, span.first, span.count)
-    return packed(_fetched(span, arena), 0, span.count)
+        yield from packed(array, span.first, span.count)
+    else:
+        yield from packed(_fetched(span, arena), 0, span.count)
+
+
+def _read(span: sidecar.Span) -> Iterator[Elements]:
+    """Read a span of another process's memory."""
+    if len(span.shape) != len(span.strides) or span.first + span.count > prod(span.shape):
+        raise TransportError(f"elements {span.first}..{span.first + span.count} are not all of {list(span.shape)}")
+    box = list(zip(span.shape, span.strides, strict=True))
+    yield from _read_box(span.pid, span.offset, box, span.element_size, span.first, span.count)
+
+
+def _read_box(
+    pid: int, address: int, box: list[tuple[int, int]], element: int, first: int, count: int
+) -> Iterator[Elements]:
+    """Read elements [first : first + count] of a box of (size, stride), in parts of about CHUNK_BYTES at most."""
+    (_, stride), *rest = box
+    inner = prod(size for size, _ in rest)
+    end = first + count
+    while first < end:
+        row, skip = divmod(first, inner)
+        rows = min(CHUNK_BYTES // (inner * element), (end - first) // inner)
+        part = rows * inner
+        if rest and (skip or not rows):
+            part = min(inner - skip, end - first)
+            yield from _read_box(pid, address + row * stride, rest, element, skip, part)
+        else:
+            chunk = RemoteChunk(pid, address + row * stride, [(rows, stride), *rest], element)
+            yield chunk.read(np.empty(chunk.nbytes, np.uint8)).view(f"V{element}")
+        first += part
 
 
 def _fetched(span: sidecar.Span, arena: MappedDeviceArena) -> Elements:

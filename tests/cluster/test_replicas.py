@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import refitd
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Cluster, Daemon, Engine, eventually
 
 UNIT = "experts.linear_fc1.weight0"
 
@@ -84,6 +85,30 @@ def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Daem
             lease.withdraw()
 
 
+@pytest.mark.parametrize("lends", ["lend", "publish"])
+def test_a_rank_whose_replica_is_read_instead_is_told_that_the_swap_has_read(daemon: Daemon, lends: str) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        sources = [
+            trainer.register_source("m", {"w": torch.ones(5)}, rank=rank, world_size=3, pull=True) for rank in range(3)
+        ]
+        target = engine.register_target("m", live := {"w": torch.zeros(5)}, replica="r")
+        with Engine(target), ThreadPoolExecutor() as pool:
+            for version in (1, 2):
+                if lends == "lend":
+                    leases = [source.lend(version) for source in sources]
+                    assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                    for lease in leases:
+                        lease.wait(30)
+                    continue
+                done = [pool.submit(source.publish, version, lend=True, timeout=30) for source in sources]
+                eventually(
+                    lambda v=version: all(v in one.versions for one in engine.status().models[0].sources), "lent"
+                )
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert [each.result(30) for each in done] == [None] * 3
+        assert torch.equal(live["w"], torch.ones(5))
+
+
 def test_the_check_can_be_switched_off(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
     with daemon.connect() as trainer, daemon.connect() as engine:
@@ -132,3 +157,111 @@ def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
 
 def members(client: refitd.Client) -> int:
     return sum(len(model.sources) + len(model.targets) for model in client.status().models)
+
+
+ROWS, COLUMNS = 8, 6
+
+
+def in_cuts(
+    whole: torch.Tensor, cuts: tuple[int | None, ...]
+) -> list[tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]]:
+    """The weight once for each cut: None is whole on one rank, a dimension is split over two ranks."""
+    found: list[tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]] = []
+    for dim in cuts:
+        first = len(found)
+        parts = [whole] if dim is None else whole.chunk(2, dim)
+        for part in parts:
+            meta = refitd.ParameterMetadata(
+                name="w",
+                shape=tuple(part.shape),
+                dtype=whole.dtype,
+                element_size=whole.element_size(),
+                is_tp=dim is not None,
+                partition_dim=dim or 0,
+                owner_rank=len(found),
+                tensor_parallel_group_ranks=None if dim is None else [first, first + 1],
+            )
+            found.append(({"w": part.clone()}, [meta]))
+    return found
+
+
+def offered_in_cuts(
+    trainer: refitd.Client, model: str, held: list, mode: str, ranks: Sequence[int] = ()
+) -> list[tuple[refitd.Source, torch.Tensor]]:
+    found = []
+    for rank in ranks or range(len(held)):
+        tensors, described = held[rank]
+        if mode in ("arena", "strided"):
+            rows, columns = tensors["w"].shape
+            shape = (columns, rows) if mode == "strided" else (rows, columns)
+            lent = trainer.allocate({"w": (shape, tensors["w"].dtype)})["w"]
+            lent = lent.t() if mode == "strided" else lent
+            tensors = {"w": lent.copy_(tensors["w"])}
+        source = trainer.register_source(
+            model,
+            {"w": tensors["w"]},
+            rank=rank,
+            world_size=len(held),
+            metadata=described,
+            pull={"copied": False, "pulled": True}.get(mode),
+        )
+        found.append((source, tensors["w"]))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["copied", "pulled", "strided", "arena"])
+@pytest.mark.parametrize("cuts", [(None, 0), (0, None), (0, 1), (1, 0, None)])
+def test_ranks_that_hold_the_same_elements_in_different_cuts_must_agree(
+    shared_daemon: Daemon, cuts: tuple[int | None, ...], mode: str
+) -> None:
+    whole, model = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS) + 1, f"cuts-{mode}-{cuts}"
+    with shared_daemon.connect() as trainer, shared_daemon.connect() as engine:
+        offered = offered_in_cuts(trainer, model, in_cuts(whole, cuts), mode)
+        target = engine.register_target(model, live := {"w": torch.zeros(ROWS, COLUMNS)}, replica="r")
+        with Engine(target):
+            for rank, (_, wrong) in enumerate(offered):
+                wrong[-1, -1] += 0.5  # of any one rank
+                leases = [source.lend(rank + 1) for source, _ in offered]
+                with pytest.raises(refitd.SwapFailed) as caught:
+                    trainer.swap(model, rank + 1, timeout=60)
+                for words in ("w: source rank", f"source rank {rank} ", "describe the same elements", "check_replicas"):
+                    assert words in str(caught.value)
+                assert not live["w"].any()
+                for lease in leases:
+                    lease.withdraw()
+                wrong[-1, -1] -= 0.5
+            for version in (10, 11):  # they are compared once
+                leases = [source.lend(version) for source, _ in offered]
+                assert trainer.swap(model, version, timeout=60).outcome == "committed"
+                for lease in leases:
+                    lease.wait(30)
+                assert torch.equal(live["w"], whole + version - 10)
+                for _, tensor in offered:
+                    tensor.add_(1)
+        for source, _ in offered:
+            source.close()
+        target.close()
+
+
+def test_sources_in_different_cuts_on_several_nodes_are_compared() -> None:
+    whole = torch.arange(512.0 * 600).view(512, 600)
+    held = in_cuts(whole, (None, 0, 1))
+    with (
+        Cluster(("n0", "n1")) as cluster,
+        cluster.daemons["n0"].connect() as here,
+        cluster.daemons["n1"].connect() as there,
+    ):
+        offered = [offered_in_cuts((here, there)[rank % 2], "m", held, "copied", [rank])[0] for rank in range(5)]
+        target = there.register_target("m", live := {"w": torch.zeros_like(whole)}, replica="r")
+        with Engine(target):
+            for version, rank in enumerate((0, 2, 3), start=1):
+                offered[rank][1][0, -1] += 64
+                for source, _ in offered:
+                    source.publish(version)
+                with pytest.raises(refitd.SwapFailed, match=f"w: .*source rank {rank} .*hold different values"):
+                    here.swap("m", version, timeout=60)
+                offered[rank][1][0, -1] -= 64
+            for source, _ in offered:
+                source.publish(9)
+            assert here.swap("m", 9, timeout=60).outcome == "committed"
+        assert torch.equal(live["w"], whole)

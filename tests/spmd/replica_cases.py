@@ -120,3 +120,73 @@ def tied_copies_differ(world: World) -> str:
     source = linear({("embed", "output")[world.rank]: numbers(4, 4, start=world.rank)}) if world.rank < 2 else None
     target = linear({"embed": torch.zeros(4, 4)}) if world.rank == 4 else None
     return refused(lambda: refitd.swap_model_weights(source, target, "gloo", aliases=ties, timeout=TIMEOUT_S))
+
+
+def any_cut_that_differs_is_named(world: World, seeds: Sequence[int]) -> int:
+    """One weight in several cuts at once; change one element of one rank: refused where others hold it, too."""
+    refusals = 0
+    for seed in seeds:
+        refitd.clear_plan_cache()  # layouts occur twice, and are compared once
+        rng = random.Random(seed)
+        shape = rng.choice([(8, 12), (12, 4, 8), (24,)])
+        whole, cuts = numbers(*shape), []
+        while len(cuts) < 6:
+            size, dim = rng.choice([1, 1, 2, 2, 4]), rng.randrange(len(shape))
+            if len(cuts) + size <= 6 and shape[dim] % size == 0:
+                cuts += [(dim, size, len(cuts))] * size
+        victim, is_transposed = rng.randrange(6), rng.random() < 0.5
+        is_shared = len({first for *_, first in cuts}) > 1
+        source = target = None
+        if world.rank < 6:
+            dim, size, first = cuts[world.rank]
+            weight = whole.chunk(size, dim)[world.rank - first].clone()
+            if is_transposed:
+                weight = weight.transpose(0, -1).contiguous().transpose(0, -1)
+            source = linear({"w": weight})
+            source.pg_collection = RankGroups(tp=list(range(first, first + size)))
+            if size > 1:
+                source.w.tensor_model_parallel, source.w.partition_dim, source.w.partition_stride = True, dim, 1
+            if world.rank == victim and is_shared:
+                source.w.data[(-1,) * len(shape)] += 1
+        else:
+            target = linear({"w": torch.zeros(shape)})
+
+        def swap(source=source, target=target) -> object:
+            return refitd.swap_model_weights(source, target, "gloo", timeout=TIMEOUT_S)
+
+        if is_shared:
+            words = refused(swap)
+            assert "w: rank" in words and f"rank {victim} " in words, words
+            assert target is None or not target.w.any()
+            refusals += 1
+            if world.rank == victim:
+                source.w.data[(-1,) * len(shape)] -= 1
+        swap()
+        assert target is None or torch.equal(target.w, whole)
+    return refusals
+
+
+def tied_copies_in_different_cuts_differ(world: World) -> str:
+    """An embedding over TP2 on ranks 0 and 1, its tied output over TP4 on ranks 2 to 5."""
+    source = target = None
+    size, first = (2, 0) if world.rank < 2 else (4, 2)
+    if world.rank < 6:
+        name = "embed" if size == 2 else "output"
+        source = linear({name: numbers(8, 4).chunk(size)[world.rank - first].clone()})
+        source.pg_collection = RankGroups(tp=list(range(first, first + size)))
+        weight = getattr(source, name)
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+        if world.rank == 4:
+            weight.data[0, 0] += 1
+    else:
+        target = linear({"embed": torch.zeros(8, 4)})
+
+    def swap() -> object:
+        return refitd.swap_model_weights(source, target, "gloo", aliases={"embed": "output"}, timeout=TIMEOUT_S)
+
+    said = refused(swap)
+    if world.rank == 4:
+        weight.data[0, 0] -= 1
+    swap()
+    assert target is None or torch.equal(target.embed, numbers(8, 4))
+    return said

@@ -24,3 +24,14 @@ def test_twins_are_compared_at_the_first_exchange_of_a_plan_only(pool: Pool) -> 
 def test_tied_copies_of_a_pipelines_ends_are_twins(pool: Pool) -> None:
     for said in pool.run("replica_cases:tied_copies_differ"):
         assert "rank 0 and rank 1 describe the same elements" in said
+
+
+def test_one_wrong_element_of_any_cut_is_refused_by_name(pool: Pool) -> None:
+    said = pool.run("replica_cases:any_cut_that_differs_is_named", range(24), timeout=240)
+
+    assert said[0] > 15 and all(each == said[0] for each in said)
+
+
+def test_tied_copies_in_different_cuts_must_agree(pool: Pool) -> None:
+    for said in pool.run("replica_cases:tied_copies_in_different_cuts_differ"):
+        assert "rank 1 and rank 4 describe the same elements" in said

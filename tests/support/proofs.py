@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from math import prod
@@ -89,6 +90,7 @@ class Node:
             lambda *_: None,
             lambda arenas: {a: w for a, w in self.gpus.items() if a in arenas},
             lambda: self.is_swapping,
+            itertools.count(1).__next__,
         )
         for i in range(len(shapes)):
             self.write(i, self.staged(i))
