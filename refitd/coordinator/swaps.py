@@ -261,16 +261,15 @@ class Swaps:
             return  # the swap has ended meanwhile
         model = state.fleet.name
         if message.reason:
-            running.comparison = None
             self.step(state, decision.AbortAsked(f"comparing the sources of {model!r}: {message.reason}"), now)
             return
         if not comparison.answered(node, message.digests):
             return
-        running.comparison = None
         if problems := comparison.problems():
             advice = f"[models.{model}] check_replicas = false at the coordinator swaps all the same"
             self.step(state, decision.AbortAsked(f"{'; '.join(problems)} ({advice})"), now)
             return
+        running.comparison = None
         running.fleet.compared.equal.put(comparison.key, True)
         assert running.plan is not None
         self._plan_ready(state, running.plan, now)
@@ -279,9 +278,11 @@ class Swaps:
         """Name the nodes that have not digested their regions in time."""
         running = state.running
         if running is not None and (comparison := running.comparison) is not None and now >= comparison.deadline:
-            running.comparison = None
             late = ", ".join(comparison.waiting)
-            self.step(state, decision.AbortAsked(f"nodes {late} have not compared their sources in time"), now)
+            waited_s = now - running.swap.entered[running.swap.phase]
+            reason = f"nodes {late}: what sources hold in different cuts is not compared after {waited_s:.1f} s"
+            advice = f"allow more time, or set [models.{state.fleet.name}] check_replicas = false at the coordinator"
+            self.step(state, decision.AbortAsked(f"{reason} ({advice})"), now)
 
     def members_changed(self, state: ModelState) -> None:
         """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
@@ -565,6 +566,9 @@ class Swaps:
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
             self._drop(plan)  # an epoch does not outlive a swap that failed
+        if running.comparison is not None:
+            for node in running.comparison.waiting:
+                self._to_node(node, cluster.Abort(swap=s.swap, reason=s.reason))
         outcome, written = report.outcome, msgspec.json.encode(report)
         for waiter in running.waiters:
             self._send(*waiter, report)

@@ -171,11 +171,15 @@ class RegionDigests:
                     asked, reason=f"workers of node {self._node} died {ATTEMPTS} times while they read its sources"
                 )
 
-    def stop(self) -> None:
-        """Nobody waits for these digests any more: another coordinator has taken over."""
-        for swap in list(self._asked):
-            del self._asked[swap]
+    def forget(self, swap: str) -> None:
+        """The swap has ended: nobody waits for its digests any more."""
+        if self._asked.pop(swap, None) is not None:
             self._let_go(swap)
+
+    def stop(self) -> None:
+        """Another coordinator has taken over: nobody waits for any of these digests."""
+        for swap in list(self._asked):
+            self.forget(swap)
 
     def _finish(self, asked: _Asked) -> None:
         for member in asked.members:

@@ -543,6 +543,7 @@ class Daemon:
 
     def _abort(self, swap: str, reason: str) -> None:
         self._swaps.abort(swap, reason)
+        self._regions.forget(swap)
         self._publishing.release(self.members.values(), swap)
 
     def _hello(self) -> None:

@@ -6,16 +6,18 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from refitd.buffers.blocks import DIGEST_BYTES
 from refitd.daemon import actions as act
 from refitd.daemon.publishing import MAX_OPEN
 from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import RefusedError
 from refitd.events import Tick
 from refitd.protocol import cluster, local, sidecar
-from tests.unit.test_daemon_state import SOURCE, TARGET, Harness
+from tests.support.daemon_harness import FC1, SOURCE, TARGET, Harness, regions
 
 SESSIONS = (1, 2, 3)
 SWAPS = ("s", "s1", "s2")
+REGIONS = regions(FC1, (96, 48), [(0, 48), (48, 96)]).to_wire()
 
 
 class DaemonMachine(RuleBasedStateMachine):
@@ -76,7 +78,7 @@ class DaemonMachine(RuleBasedStateMachine):
         if session in self.open and what < 10 and owner != session:
             assert isinstance(answer, local.Failure) and answer.code == RefusedError.code
 
-    @rule(swap=st.sampled_from(SWAPS), version=st.integers(0, 5), what=st.integers(0, 5))
+    @rule(swap=st.sampled_from(SWAPS), version=st.integers(0, 5), what=st.integers(0, 6))
     def coordinator_says(self, swap: str, version: int, what: int) -> None:
         if what == 0:
             self.runs = self.h.stage(swap, version)
@@ -86,9 +88,14 @@ class DaemonMachine(RuleBasedStateMachine):
             cluster.Abort(swap=swap, reason="r"),
             cluster.EndSwap(swap=swap),
             cluster.Pause(swap=swap, version=version, members=tuple(self.ids[:2])),
+            cluster.DigestRegions(swap, version, self.run_of(0), (0,), tuple(self.ids[:1]), REGIONS, 5.0),
             local.Done(),
         )[what - 1]
         self.h.feed(act.CoordinatorSaid(0, message))
+
+    def run_of(self, number: int) -> str:
+        member = self.h.daemon.members.get(self.ids[number])
+        return member.run if member is not None else ""
 
     @rule()
     def coordinator_is_another(self) -> None:
@@ -102,6 +109,15 @@ class DaemonMachine(RuleBasedStateMachine):
         done = sidecar.RunDone(run=run, copies=1, bytes=1, seconds=0.1)
         for _ in range(1 + twice):
             self.h.feed(act.WorkerSaid(worker, done if works else sidecar.RunFailed(run=run, reason="r", copy=0)))
+
+    @rule(works=st.booleans(), wrong=st.booleans())
+    def worker_has_digested(self, works: bool, wrong: bool) -> None:
+        """Answer the last request for digests, once or again."""
+        asked = [(worker, m) for worker, m in self.h.to_worker if isinstance(m, sidecar.TakeDigests)]
+        for worker, m in asked[-1:]:
+            digests = bytes(DIGEST_BYTES * len(m.spans) + wrong)
+            taken = sidecar.DigestsTaken(m.run, digests) if works else sidecar.DigestsTaken(m.run, reason="r")
+            self.h.feed(act.WorkerSaid(worker, taken))
 
     @rule(worker=st.integers(0, 1))
     def worker_dies(self, worker: int) -> None:
@@ -139,6 +155,9 @@ class DaemonMachine(RuleBasedStateMachine):
             return
         for session in sorted(self.open):
             self.h.feed(act.SessionClosed(session, "gone"))
+        self.h.now += 6.0
+        self.h.feed(Tick())
+        assert self.h.daemon._regions.next_deadline is None, "somebody still waits for digests"
         held = {arena for member in self.h.daemon.members.values() for arena in member.arenas()}
         assert self.h.daemon.arenas.keys() <= held, "arenas that belong to nobody"
         assert all(member.is_source and member.held() for member in self.h.daemon.members.values())

@@ -19,8 +19,8 @@ from refitd.protocol.reports import NodeStatus
 from refitd.protocol.shards import Place
 from tests.property.test_coordinator_machine import DIGEST, NODES, CoordinatorMachine, Sim
 from tests.property.test_daemon_machine import SESSIONS, DaemonMachine
+from tests.support.daemon_harness import SOURCE, TARGET, Harness
 from tests.support.snapshots import changes, snapshot
-from tests.unit.test_daemon_state import SOURCE, TARGET, Harness
 
 registered = Harness().ask(TARGET)
 assert isinstance(registered, local.TargetRegistered)
@@ -34,6 +34,7 @@ OF_DAEMON = {
     "CoordinatorLink._numbers": "it numbers requests and registrations; one that is used up is missed by nobody",
     "LocalArenas._tickets": "likewise",
     "Permits._tokens": "likewise: a registration that the coordinator refuses had a permit, of which nobody was told",
+    "LocalMember.is_told": "the coordinator was told where targets stand, and knows it though it refuses the request",
     "Registrations._described": "the coordinator was told of the tensors, and knows them though it refuses the rank",
 }
 # A publish that is refused gives its slot back, to whoever waits for one: nothing is written to it any more.

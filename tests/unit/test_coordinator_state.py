@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -11,12 +10,12 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.journal import LiveVersion, Record, Recovered
+from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
-from refitd.errors import CommitError, RefitdError
-from refitd.events import Busy, Log, Tick
+from refitd.coordinator.state import NODE_SILENCE_S
+from refitd.errors import CommitError
+from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import (
@@ -26,147 +25,12 @@ from refitd.protocol.reports import (
     NodeStatus,
     SourceReport,
     StatusReport,
-    SwapProgress,
     SwapReport,
     VerifyReport,
 )
+from tests.support.coordinator_harness import Harness, kinds, reports
 
 NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
-
-
-class Past:
-    """What a journal would know that has decided these, in this order, and nothing else."""
-
-    def __init__(self, records: dict[str, Record], journal: str = "j") -> None:
-        self.records, self.id, self.recovered = records, journal, {}
-
-    @property
-    def is_new(self) -> bool:
-        return not self.records
-
-    def decided(self, model: str) -> list[LiveVersion]:
-        found = [r for r in self.records.values() if r.model == model and r.is_decided]
-        return [LiveVersion(r.version, r.run, n, r.swap) for n, r in enumerate(found, 1)]
-
-    def live(self, model: str) -> LiveVersion | None:
-        return self.decided(model)[-1] if self.decided(model) else None
-
-    def highest(self, model: str) -> int:
-        return max((live.version for live in self.decided(model)), default=-1)
-
-    def tried(self, model: str) -> tuple[int, str]:
-        return -1, ""
-
-    def before(self, model: str, version: int) -> LiveVersion | None:
-        return next((live for live in reversed(self.decided(model)) if live.version < version), None)
-
-    def continues(self, journal: str) -> bool:
-        return journal == self.id
-
-
-class Harness:
-    """Feeds a coordinator, performs its plans and journal writes at once, collects what it sends."""
-
-    def __init__(
-        self, config: Config | None = None, journal: dict[str, Record] | None = None, *, is_beside: bool = True
-    ) -> None:
-        self.journal = {} if journal is None else journal
-        self.recovered: list[Recovered] = []
-        runs = itertools.count(1)
-        self.journal_error: RefitdError | None = None
-        numbers = itertools.count(1)
-        self.state = Coordinator(
-            config=config or Config(),
-            boot="boot",
-            pid=1,
-            started=0.0,
-            new_swap_id=lambda: f"swap{next(numbers)}",
-            wall_clock=lambda: 1.0,
-            decided=self.journal.get,
-            recent=lambda model, limit: [r for r in reversed(self.journal.values()) if model in ("", r.model)][:limit],
-            past=Past(self.journal),
-            is_beside=is_beside,
-            new_run=lambda: f"run{next(runs)}",
-        )
-        self.now = 0.0
-        self.plans_made = 0
-        self.sent: list[tuple[str, int, object]] = []
-        self.illegal: list[object] = []
-
-    def feed(self, event: act.Event) -> None:
-        pending = [event]
-        while pending:
-            for instruction in self.state.handle(pending.pop(0), self.now):
-                match instruction:
-                    case act.Send(identity, request, message):
-                        self.sent.append((identity.decode(), request, message))
-                    case act.Answer(identity, request, make):
-                        self.sent.append((identity.decode(), request, make()))
-                    case act.MakePlan(ticket, rosters):
-                        self.plans_made += 1
-                        try:
-                            pending.append(act.Planned(ticket, make_plan(rosters)))
-                        except RefitdError as exc:
-                            pending.append(act.Planned(ticket, None, exc))
-                    case act.Decide(record):
-                        if self.journal_error is None:
-                            self.journal[record.swap] = record
-                        pending.append(act.JournalWritten(record.swap, self.journal_error))
-                    case Log("illegal", fields):
-                        self.illegal.append(fields["reason"])
-                    case act.Remember(Recovered() as found):
-                        self.recovered.append(found)
-                    case act.Remember(record):
-                        self.journal.pop(record.swap, None)
-                        self.journal[record.swap] = record
-
-    def say(self, node: str, message: cluster.NodeMessage, request: int = 0) -> list[object]:
-        """A daemon says something; what it caused to be sent is returned."""
-        self.sent.clear()
-        self.feed(act.FromNode(node.encode(), request, message))
-        return [message for _, _, message in self.sent]
-
-    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> None:
-        status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
-        assert isinstance(self.say(node, cluster.NodeHello(protocol=1, status=status))[-1], cluster.NodeWelcome)
-
-    def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:
-        role = "source" if member.startswith("src") else "target"
-        metadata = [ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w")]
-        added = {
-            "member": member,
-            "model": "m",
-            "role": role,
-            "replica": "" if role == "source" else member,
-            "rank": 0,
-            "world_size": 1,
-            "pid": 5,
-            "digest": digest_of(shards.shard_of(metadata)),
-        } | fields
-        shard = shards.shard_of(metadata)
-        self.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
-        return self.say(node, cluster.AddShard(**added), request=3)
-
-    def ready(self) -> None:
-        """One source with version 1, one target, on one node."""
-        self.join()
-        assert self.add("src") == [cluster.SourceAdmitted(run="run1", next_version=0)]
-        assert self.add("a") == [local.Done()]
-        self.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
-
-    def until_staging(self, timeout_s: float = 0.0) -> str:
-        asked = self.say("n0", local.StartSwap("m", timeout_s=timeout_s), request=9)
-        (load,) = [m for m in asked if isinstance(m, cluster.LoadPlan)]
-        (stage,) = [m for m in self.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
-        return stage.swap
-
-
-def reports(sent: list[object]) -> list[SwapReport]:
-    return [m for m in sent if isinstance(m, SwapReport)]
-
-
-def kinds(sent: list[object]) -> list[str]:
-    return [type(m).__name__ for m in sent if not isinstance(m, SwapProgress | cluster.LiveIs)]
 
 
 def test_a_swap_goes_from_plan_to_report() -> None:

@@ -27,8 +27,8 @@ from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor, 
 from refitd.testing.oracle import canonical_tensors, check, local_tensor
 from refitd.transforms.mxfp8_format import quantize, swizzle
 from refitd.worker.conversions import ConversionJob
+from tests.support.daemon_harness import SOURCE, Harness
 from tests.support.layouts import meta, rosters, tp
-from tests.unit.test_daemon_state import SOURCE, Harness
 
 # --- descriptions -----------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from refitd.protocol.reports import NodeStatus
 from refitd.protocol.roles import ALL_ROLES, Allowed, check_role, roles_for
 from refitd.protocol.shards import Shard, WireTensor
 from refitd.security import node_users
-from tests.unit.test_coordinator_state import Harness as Fleet
-from tests.unit.test_daemon_state import SOURCE, TARGET
-from tests.unit.test_daemon_state import Harness as OneNode
+from tests.support.coordinator_harness import Harness as Fleet
+from tests.support.daemon_harness import SOURCE, TARGET
+from tests.support.daemon_harness import Harness as OneNode
 
 TRAINER, ENGINE, OPERATOR = (frozenset({role}) for role in ("trainer", "engine", "operator"))
 

@@ -1,0 +1,132 @@
+"""One node's state without sockets: a made-up coordinator, client and workers talk to it."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import structs
+
+from refitd.daemon import actions as act
+from refitd.daemon.state import Daemon
+from refitd.describe.roster import Roster
+from refitd.errors import ArenaError
+from refitd.plan.build import plan_copies
+from refitd.plan.regions import RegionTable
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.shards import metadata_of, shard_of
+from tests.support.shards import describe, whole
+
+SHARD = shard_of(describe(whole(1), 0, 1))
+FC1 = "layers.0.fc1.weight"  # [96, 48]
+SOURCE = local.RegisterSource(model="m", rank=0, world_size=1, shard=SHARD)
+TARGET = local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=SHARD)
+
+
+class Harness:
+    """Drives a daemon; `coordinator` answers Done to everything unless told otherwise."""
+
+    def __init__(self, workers: int = 2, max_arena_bytes: int = 1 << 30, keep_targets_s: float = 0.0) -> None:
+        self.daemon = Daemon("n0", "h", 1, workers, max_arena_bytes, keep_targets_s=keep_targets_s)
+        self.now = 0.0
+        self.arenas = 0
+        self.closed: list[int] = []
+        self.restarted: list[int] = []
+        self.to_coordinator: list[object] = []
+        self.to_client: list[tuple[int, int, object]] = []
+        self.to_worker: list[tuple[int, object]] = []
+        self.refuse_with: local.Failure | None = None
+        self.no_memory: ArenaError | None = None  # for the next arenas
+        self.no_memory_times = 1
+        self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
+        self.feed(act.SessionOpened(1, 100, "client"))
+
+    def feed(self, *events: act.Event) -> None:
+        pending = list(events)
+        while pending:
+            for do in self.daemon.handle(pending.pop(0), self.now):
+                match do:
+                    case act.MakeArenas(ticket) if self.no_memory is not None:
+                        pending.append(act.ArenasRefused(ticket, self.no_memory))
+                        self.no_memory_times -= 1
+                        if not self.no_memory_times:
+                            self.no_memory, self.no_memory_times = None, 1
+                    case act.MakeArenas(ticket, wanted):
+                        made = tuple(range(self.arenas + 1, self.arenas + 1 + len(wanted)))
+                        self.arenas += len(wanted)
+                        pending.append(act.ArenasMade(ticket, made))
+                    case act.ToCoordinator(request, message):
+                        self.to_coordinator.append(message)
+                        if request and not isinstance(message, local.StartSwap):
+                            pending.append(act.CoordinatorSaid(request, self.refuse_with or local.Done()))
+                    case act.ToClient(session, request, message):
+                        self.to_client.append((session, request, message))
+                    case act.ToWorker(worker, message):
+                        self.to_worker.append((worker, message))
+                    case act.CloseArena(arena):
+                        self.closed.append(arena)
+                    case act.RestartWorker(worker):
+                        self.restarted.append(worker)
+
+    def ask(self, message: local.ClientRequest, session: int = 1) -> object:
+        """Send a client's request; return the last answer to it, or None while there is none."""
+        self.to_client.clear()
+        self.feed(act.ClientSaid(session, 7, message))
+        answers = [m for s, request, m in self.to_client if (s, request) == (session, 7)]
+        return answers[-1] if answers else None
+
+    def publish(self, member: str, version: int) -> object:
+        granted = self.ask(local.BeginPublish(member=member, version=version, timeout_s=5.0))
+        if not isinstance(granted, local.SlotGranted):
+            return granted
+        return self.ask(local.Publish(member=member, version=version, slot=granted.slot))
+
+    def fleet(self, model: str = "m", plan_id: str = "p") -> tuple[str, str]:
+        """A source that holds version 1, and a target, with their plan loaded."""
+        source, target = (self.ask(structs.replace(one, model=model)) for one in (SOURCE, TARGET))
+        assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
+        assert self.publish(source.member, 1) == local.Done()
+        rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]
+        table = plan_copies(rosters).table.to_wire()
+        members = (source.member, target.member)
+        plan = cluster.LoadPlan(plan=plan_id, model=model, ranks=(0, 1), members=members, table=table)
+        self.feed(act.CoordinatorSaid(0, plan))
+        assert self.to_coordinator[-1] == cluster.PlanLoaded(plan=plan_id)
+        return members
+
+    def stage(self, swap: str = "s", version: int = 1, plan: str = "p") -> list[tuple[int, int]]:
+        """Stage; return (worker, run) of everything started."""
+        self.to_worker.clear()
+        self.feed(act.CoordinatorSaid(0, cluster.Stage(swap=swap, plan=plan, version=version)))
+        return self.runs()
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(worker, run) of everything that workers have been told to run."""
+        return [(worker, m.run) for worker, m in self.to_worker if isinstance(m, sidecar.RunJob)]
+
+    def done(self, runs: list[tuple[int, int]]) -> None:
+        for worker, run in runs:
+            self.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=1, bytes=1, seconds=0.1)))
+
+    def commit(self, member: str, swap: str = "s", version: int = 1) -> None:
+        self.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap=swap, version=version)))
+        self.ask(local.CommitDone(swap=swap, member=member, paused_s=0.0))
+
+    def said(self, kind: type) -> list[object]:
+        return [m for m in self.to_coordinator if isinstance(m, kind)]
+
+
+def regions(tensor: str, shape: tuple[int, ...], boxes: list[tuple[int, int]]) -> RegionTable:
+    """Boxes of rows [a, b) of rank 0's local tensor."""
+    n, inner = len(boxes), int(np.prod(shape[1:]))
+    stride = [int(np.prod(shape[d + 1 :])) for d in range(len(shape))]
+    return RegionTable(
+        tensors=(tensor,),
+        locals=(tensor,),
+        size=np.array([[b - a, *shape[1:]] for a, b in boxes], np.int64),
+        element_size=np.full(n, 2, np.int32),
+        group=np.arange(n, dtype=np.int32),
+        tensor=np.zeros(n, np.int32),
+        rank=np.zeros(n, np.int32),
+        local=np.zeros(n, np.int32),
+        offset=np.array([a * inner for a, _ in boxes], np.int64),
+        stride=np.array([stride] * n, np.int64),
+    )
