@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
     from refitd.client.derived import Derived
     from refitd.client.devices import Arena
+    from refitd.client.given import Tensors
     from refitd.client.mxfp8 import MXFP8Offer
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
     from refitd.client.target import Commit, Target
-    from refitd.client.tensors import Tensors, TensorSet
+    from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
 
 # What the stub logs goes to the application's handlers, and holds names and reasons of others.
@@ -332,8 +333,9 @@ class Client:
         Raises:
             ArenaError: there is not so much memory left, or the GPU is not there, or its memory cannot be shared.
         """
+        from refitd.client.arena_copies import packed_bytes, tensors_in
         from refitd.client.devices import number_of
-        from refitd.client.tensors import checked_wanted, packed_bytes, tensors_in
+        from refitd.client.given import checked_wanted
         from refitd.describe.memory import HOST
 
         wanted, timeout = checked_wanted(wanted), seconds("timeout", timeout)
@@ -355,7 +357,7 @@ class Client:
             RefusedError: a tensor is not of this client's arenas, or a registration has tensors in one (close that
                 first). Nothing has been given back.
         """
-        from refitd.client.tensors import arena_of
+        from refitd.client.arena_copies import arena_of
 
         timeout = seconds("timeout", timeout)
         named = tensors if isinstance(tensors, Mapping) else {"tensors": tensors}

@@ -12,7 +12,9 @@ import torch
 from refitd.buffers.arena import MappedArena
 from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
-from refitd.client.tensors import Tensors, TensorSet, fingerprint, refuse_all
+from refitd.client.given import Tensors, refuse_all
+from refitd.client.tensors import TensorSet, fingerprint
+from refitd.client.written_memory import WrittenMemory
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
@@ -65,6 +67,7 @@ class TargetTensors(TensorSet):
         held: the live tensors, where they are not simply what arrives; else empty.
         conversions: how these are made.
         derived: what the coordinator is told of derived tensors.
+        written: the memory of both; no other registration may write it.
     """
 
     _writes = True
@@ -99,7 +102,8 @@ class TargetTensors(TensorSet):
             self._check(buffers)
             self._declare(buffers, convert_on_send)
             self.offsets = list(staged(shard_of(self.wire), self.held).held)
-        self.check_overlaps({name: one.tensor for name, one in self._made.items()})
+        made = {name: one.tensor for name, one in self._made.items()}
+        self.written = WrittenMemory(self.names, self.tensors, self.metadata, made)
 
     def check_unmoved(self, when: str = "since registration", *, is_described: bool = False) -> None:
         """See TensorSet.check_unmoved; of derived tensors too."""
@@ -110,10 +114,6 @@ class TargetTensors(TensorSet):
                     f"{name}: the storage of this derived tensor has changed {when} ({self._made_prints[name]} is now "
                     f"{found}); write it in place, or register again"
                 )
-
-    def _written(self) -> tuple[list[str], list[torch.Tensor]]:
-        names, tensors = super()._written()
-        return [*names, *self._made], [*tensors, *(one.tensor for one in self._made.values())]
 
     def restore(self, arena: Arena) -> None:
         """Take over what a process before this one has left in the staging arena, and compare it.

@@ -12,9 +12,9 @@ from types import TracebackType
 from refitd.client.arguments import flag, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
+from refitd.client.given import refuse_all
 from refitd.client.mxfp8 import SourceTensors
 from refitd.client.reentrant_lock import Turn, check_process
-from refitd.client.tensors import refuse_all
 from refitd.copy_services.measure import Choice, allow_reader, choose, copy_seconds, sample
 from refitd.describe.replica_pieces import take_digests, tie_problems
 from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, from_code

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from refitd.buffers.arena import MappedArena
+from refitd.client.arena_copies import copy_bytes
 from refitd.client.arguments import seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
+from refitd.client.given import held_of_given
 from refitd.client.reentrant_lock import Turn, check_process
-from refitd.client.tensors import copy_bytes, held_of_given
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.replica_pieces import take_digests
 from refitd.dtypes import dtype_name

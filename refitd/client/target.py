@@ -95,7 +95,7 @@ def registering(tensors: TargetTensors) -> Iterator[None]:
             if other is mine:
                 break
             if other[0] == mine[0]:  # a fork has copied the list, and not the thread
-                other[1].check_apart(tensors, "a target that another thread is registering")
+                other[1].written.check_apart(tensors.written, "a target that another thread is registering")
         for target in list(_REGISTERED):
             target.check_apart(tensors)
         yield
@@ -339,7 +339,7 @@ class Target:
     def check_apart(self, tensors: TargetTensors) -> None:
         """Raise RefusedError where tensors to be registered share memory with these: two swaps would write it."""
         if not self._closed and self._failure is None and not self._connection.is_foreign:
-            self._tensors.check_apart(tensors, self.member)
+            self._tensors.written.check_apart(tensors.written, self.member)
 
     def arenas(self) -> set[int]:
         """Return the arenas of `allocate` that its tensors lie in."""

@@ -15,8 +15,8 @@ from refitd.client.arguments import flag, seconds, text, whole
 from refitd.client.connection import _encoded
 from refitd.client.derived import Derived
 from refitd.client.devices import number_of
+from refitd.client.given import checked_wanted
 from refitd.client.mxfp8 import MXFP8Offer, SourceTensors, TargetTensors
-from refitd.client.tensors import checked_wanted
 from refitd.describe.metadata import plain
 from refitd.describe.module import describe_module
 from refitd.protocol import local

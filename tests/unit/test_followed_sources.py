@@ -12,9 +12,9 @@ from torch import nn
 
 from refitd import ParameterMetadata, RefusedError
 from refitd.buffers.arena import MappedArena, create
+from refitd.buffers.layout import packed_offsets
 from refitd.client.mxfp8 import SourceTensors, TargetTensors
 from refitd.client.source import Source
-from refitd.client.tensors import packed_offsets
 from refitd.describe.module import RankGroups
 from refitd.describe.replica_pieces import digest_of
 from refitd.errors import CommitError

@@ -1,0 +1,168 @@
+"""Tensors in arenas: where they lie, views of arenas, and copies between both."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.layout import packed_offsets
+from refitd.client.devices import Arena
+from refitd.describe.memory import (
+    HOST,
+    gpu_of,
+)
+from refitd.errors import RefusedError
+from refitd.protocol.shards import Place
+from refitd.text import shown
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Moves:
+    """Copies between tensors and an arena. They are made once: tensors that have not moved are not looked at again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
+        self._all = list(zip(tensors, offsets, strict=True))
+        plain = [tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]
+        self._rest = [pair for pair, is_plain in zip(self._all, plain, strict=True) if not is_plain]
+        spans = [
+            (tensor.data_ptr(), offset, tensor.numel() * tensor.element_size())
+            for (tensor, offset), is_plain in zip(self._all, plain, strict=True)
+            if is_plain
+        ]
+        columns = np.array([span for span in spans if span[2]], np.uint64).reshape(-1, 3)
+        here, there, size = columns.T
+        # what follows one another at both ends is one copy
+        joins = (here[1:] == here[:-1] + size[:-1]) & (there[1:] == there[:-1] + size[:-1])
+        first = np.flatnonzero(np.append(True, ~joins)[: len(columns)])
+        sizes = np.add.reduceat(size, first) if len(first) else size
+        self._runs = list(zip(here[first].tolist(), there[first].tolist(), sizes.tolist(), strict=True))
+
+    def perform(self, arena: Arena, *, into_arena: bool) -> None:
+        """Copy everything into an arena, or out of it."""
+        if arena.device != HOST:
+            for tensor, offset in self._all:
+                _copy(tensor, arena, offset, into_arena=into_arena)
+            return
+        # one memmove each, without waking OpenMP
+        memmove, base = ctypes.memmove, arena.address
+        if into_arena:
+            for here, there, nbytes in self._runs:
+                memmove(base + there, here, nbytes)
+        else:
+            for here, there, nbytes in self._runs:
+                memmove(here, base + there, nbytes)
+        for tensor, offset in self._rest:
+            _copy(tensor, arena, offset, into_arena=into_arena)
+
+
+def same_bytes(tensor: torch.Tensor, arena: Arena, offset: int) -> bool:
+    """Whether a tensor holds, element by element, the bytes that lie at `offset` of an arena."""
+    if not tensor.numel():
+        return True
+    held = _view(arena, offset, tensor.shape, tensor.dtype)
+    if tensor.device.type == "cpu" and arena.device == HOST and tensor.is_contiguous():
+        size = tensor.numel() * tensor.element_size()
+        differs: int = _libc.memcmp(tensor.data_ptr(), held.data_ptr(), size)
+        return not differs
+    # as bytes: a NaN is equal to itself
+    mine, theirs = (
+        (t.view(torch.uint8) if t.dtype == torch.bool else t).detach().contiguous().view(-1).view(torch.uint8)
+        for t in (tensor, held)
+    )
+    return torch.equal(mine, theirs.to(mine.device))
+
+
+def tensors_in(arena: Arena, wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, torch.Tensor]:
+    """Return tensors of these shapes and dtypes laid out in a writable arena."""
+    offsets, _ = packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])
+    return {
+        name: _view(arena, offset, shape, dtype)
+        for offset, (name, (shape, dtype)) in zip(offsets, wanted.items(), strict=True)
+    }
+
+
+def arena_of(name: str, tensor: Any, arenas: Mapping[int, Arena]) -> int | None:
+    """Return which arena a tensor lies in, None for one without elements.
+
+    Raises:
+        RefusedError: it is no tensor, or lies in none of them.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise RefusedError(f"{name} is {shown(tensor)}, expected a tensor of client.allocate()")
+    if not tensor.numel():
+        return None
+    place = place_of(tensor, arenas)
+    if place is None:
+        raise RefusedError(
+            f"{name}: it lies in no arena that this client has allocated, or that is free already; give back what "
+            "client.allocate() gave"
+        )
+    return place.arena
+
+
+def packed_bytes(wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> int:
+    """Return the bytes an arena needs for these tensors."""
+    return packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])[1]
+
+
+def _view(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if prod(shape) == 0:
+        where = arena.tensor.device if isinstance(arena, MappedDeviceArena) else None
+        return torch.empty(tuple(shape), dtype=dtype, device=where)
+    if isinstance(arena, MappedDeviceArena):
+        return arena.tensor[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+    with warnings.catch_warnings():
+        # a staging arena is mapped for reading only, and only read
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(arena.bytes, dtype=dtype, count=prod(shape), offset=offset)
+    return flat.view(tuple(shape))
+
+
+def _copy(tensor: torch.Tensor, arena: Arena, offset: int, *, into_arena: bool) -> None:
+    staged = _view(arena, offset, tensor.shape, tensor.dtype)
+    if into_arena:
+        copy_bytes(staged, tensor)
+    else:
+        copy_bytes(tensor, staged)
+
+
+def copy_bytes(to: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor of the same shape and type, byte for byte."""
+    if to.device.type == tensor.device.type == "cpu" and to.is_contiguous() and tensor.is_contiguous():
+        ctypes.memmove(to.data_ptr(), tensor.data_ptr(), to.numel() * to.element_size())  # without waking OpenMP
+        return
+    # not no_grad: an engine's tensors may be inference tensors, which nothing else may write
+    with torch.inference_mode():
+        # torch writes a 1 for every byte of a bool that is not 0, and copies no e8m0
+        if tensor.dtype in (torch.bool, torch.float8_e8m0fnu):
+            to, tensor = to.view(torch.uint8), tensor.view(torch.uint8)
+        to.copy_(tensor)
+
+
+def place_of(tensor: torch.Tensor, arenas: Mapping[int, Arena]) -> Place | None:
+    """Return where a tensor lies in one of these arenas, None where in none."""
+    if tensor.device.type not in ("cpu", "cuda") or any(stride < 0 for stride in tensor.stride()):
+        return None
+    es = tensor.element_size()
+    span = (sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * es
+    for number, arena in arenas.items():
+        if arena.device != gpu_of(tensor):
+            continue
+        offset = arena.offset_of(tensor.data_ptr(), span)
+        if offset is not None:
+            return Place(number, offset, byte_strides(tensor))
+    return None
+
+
+def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides in bytes."""
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())

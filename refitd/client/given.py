@@ -1,0 +1,183 @@
+"""What users give to be registered, checked and described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from refitd.client.arguments import MAX_NAME, whole
+from refitd.client.cuts import PLAIN_TYPES
+from refitd.describe.metadata import ParameterMetadata, plain
+from refitd.describe.module import (
+    extract_param_metadata,
+    is_dtensor,
+)
+from refitd.describe.usable import lazy_problem, tensor_problem
+from refitd.describe.wrappers import unwrapped_name, without_module
+from refitd.dtypes import ELEMENT_SIZES, dtype_name
+from refitd.errors import RefusedError
+from refitd.text import shown
+from refitd.transforms.mxfp8_buffers import held_of, is_quantized
+
+Tensors = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tensor] | Mapping[str, Any]
+
+
+def checked_wanted(wanted: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes in plain types; raises RefusedError naming the tensor whose are none."""
+    if not isinstance(wanted, Mapping):
+        raise RefusedError(f"wanted is {shown(wanted)}, expected {{name: (shape, dtype)}}")
+    found = {}
+    for name, one in wanted.items():
+        if not isinstance(name, str) or not isinstance(one, tuple | list) or len(one) != 2:
+            raise RefusedError(f"wanted[{name!r}] is {shown(one)}, expected (shape, dtype)")
+        shape, dtype = one
+        if isinstance(shape, str | bytes) or not isinstance(shape, Iterable) or _is_single(shape):
+            raise RefusedError(f"wanted[{name!r}]: shape is {shown(shape)}, expected a tuple of sizes")
+        if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in ELEMENT_SIZES:
+            raise RefusedError(
+                f"wanted[{name!r}]: dtype is {shown(dtype)}, expected one of {', '.join(ELEMENT_SIZES)} of torch"
+            )
+        found[name] = tuple(whole(f"a size of wanted[{name!r}]", size) for size in shape), dtype
+    return found
+
+
+def held_of_given(name: str, value: Any) -> Any:
+    """Return the memory of what is published under a name; raises RefusedError where it is nothing that can be read."""
+    if problem := problem_of(value):
+        raise RefusedError(f"{name}: {problem}")
+    return held_here(value)
+
+
+def checked_tensors(tensors: Any) -> Tensors:
+    """Return what is to be registered; raises RefusedError where it is nothing that has tensors."""
+    if isinstance(tensors, Mapping):
+        refuse_all(
+            f"module_or_tensors: a key is {shown(name)}, expected the name of a tensor"
+            for name in tensors
+            if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME
+        )
+        return tensors
+    if isinstance(tensors, torch.nn.Module):
+        return tensors
+    if isinstance(tensors, Sequence) and not isinstance(tensors, str | bytes):
+        for index, chunk in enumerate(tensors):
+            if not isinstance(chunk, torch.nn.Module):
+                raise RefusedError(f"module_or_tensors[{index}] is {shown(chunk)}, expected a module")
+        return tensors
+    raise RefusedError(
+        f"module_or_tensors is {shown(tensors)}, expected a module, a list of modules, or {{name: tensor}}"
+    )
+
+
+def _is_single(value: Any) -> bool:
+    """Whether it is an array or tensor without dimensions, which cannot be iterated over."""
+    return getattr(value, "ndim", None) == 0
+
+
+def matched_metadata(metadata: Any, named: Mapping[str, Any]) -> list[ParameterMetadata]:
+    """Return one description for each tensor, in plain values, in the order of the tensors."""
+    if (
+        isinstance(metadata, str | bytes | Mapping | ParameterMetadata)
+        or not isinstance(metadata, Iterable)
+        or (_is_single(metadata))
+    ):
+        raise RefusedError(f"metadata is {shown(metadata)}, expected a list of ParameterMetadata")
+    described: dict[str, ParameterMetadata] = {}
+    for index, m in enumerate(metadata):
+        if not isinstance(m, ParameterMetadata):
+            raise RefusedError(f"metadata[{index}] is {shown(m)}, expected a ParameterMetadata")
+        found = plain(m)
+        if found.name in described:
+            raise RefusedError(f"{found.name}: metadata describes it twice; give one ParameterMetadata per tensor")
+        described[found.name] = found
+    if missing := sorted(named.keys() ^ described.keys()):
+        raise RefusedError(
+            f"tensors and metadata name different parameters: {missing[:10]}; give one ParameterMetadata per tensor"
+        )
+    return [described[name] for name in named]
+
+
+def problem_of(value: Any) -> str:
+    """Return why what is registered under a name cannot be read, "" where it can."""
+    if problem := lazy_problem(value):
+        return problem
+    problem = tensor_problem(held_here(value))
+    is_buffer = not isinstance(value, torch.Tensor) and hasattr(value, "data") and hasattr(value, "scale")
+    if problem and (is_buffer or is_quantized(value)):
+        return ""  # held_of says what is wrong with it
+    return problem
+
+
+def held_here(value: Any) -> Any:
+    """Return what this rank holds: the local tensor of a DTensor, anything else as it is."""
+    # most are torch's own
+    return value._local_tensor if type(value) not in PLAIN_TYPES and is_dtensor(value) else value
+
+
+def mismatch(m: ParameterMetadata, value: Any) -> str:
+    """Return how a description and its tensor differ, and what to do, "" where they do not."""
+    found = difference(m, value)
+    return f"{m.name}: {found}; correct its ParameterMetadata" if found else ""
+
+
+def difference(m: ParameterMetadata, value: Any) -> str:
+    """Return how a description and its tensor differ, "" where they do not."""
+    shape, dtype = _stands_for(m.name, value)
+    if m.shape != shape or dtype_name(m.dtype) != dtype_name(dtype):
+        return f"described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is {shape} {dtype_name(dtype)}"
+    if m.element_size != dtype.itemsize:
+        return f"element_size is {m.element_size}, expected {dtype.itemsize} bytes for {dtype_name(dtype)}"
+    return ""
+
+
+def refuse_all(problems: Iterable[str]) -> None:
+    """Raise RefusedError with these problems, if there are any."""
+    found = list(problems)
+    if found:
+        more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
+        raise RefusedError("; ".join(found[:10]) + more)
+
+
+def described_dict(named: Mapping[str, Any], rank: int, num_experts: int | None) -> list[ParameterMetadata]:
+    """Describe the tensors of a dict: DTensors say how they are cut, every other tensor is whole."""
+    further = without_module(unwrapped_name(name) for name in named)
+    found: list[ParameterMetadata] = []
+    owners: dict[str, str] = {}
+    for name, value in named.items():
+        known = unwrapped_name(name)
+        if (other := owners.setdefault(known, name)) != name:
+            raise RefusedError(f"{other} and {name}: without their wrappers both are called {known}; register one")
+        if is_dtensor(value):
+            m = replace(extract_param_metadata(value, known, rank, None, num_experts), name=name)
+        else:
+            shape, dtype = _stands_for(name, value)
+            m = ParameterMetadata(
+                name=name, shape=shape, dtype=dtype, element_size=dtype.itemsize, owner_rank=rank, resolved_name=known
+            )
+        if known in further and not is_quantized(value):
+            m.aliases = (further[known],)
+        found.append(m)
+    return found
+
+
+def described_again(
+    before: Sequence[ParameterMetadata], rank: int, num_experts: int | None, raw: Mapping[str, Any]
+) -> list[ParameterMetadata]:
+    """Describe the DTensors of a dict: nothing else says more than its shape, which has been compared."""
+    found = []
+    for m in before:
+        value = raw[m.name]
+        if is_dtensor(value):
+            now = extract_param_metadata(value, unwrapped_name(m.name), rank, None, num_experts)
+            found.append(replace(now, name=m.name, aliases=m.aliases))
+    return found
+
+
+def _stands_for(name: str, value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a tensor, or of the bfloat16 one that one in MXFP8 stands for."""
+    if isinstance(value, torch.Tensor) and not is_quantized(value):
+        return tuple(value.shape), value.dtype
+    return tuple(held_of(name, value).data.shape), torch.bfloat16

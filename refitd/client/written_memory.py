@@ -1,0 +1,149 @@
+"""The memory that commits write: nothing else of it may be written, in one registration or across several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from refitd.describe.layout import canonical_name, same_elements, same_places
+from refitd.describe.memory import (
+    extents,
+    files_mapped_twice,
+    lie_in,
+    mapped_twice,
+    met,
+    overlapping,
+    overlaps_itself,
+    same_memory,
+)
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.module import local_tensor
+from refitd.errors import RefusedError
+from refitd.transforms.mxfp8_buffers import is_quantized
+
+
+def one_of_each(
+    metadata: Sequence[ParameterMetadata], values: Mapping[str, Any]
+) -> tuple[list[ParameterMetadata], dict[str, str]]:
+    """Leave out further names of one memory that descriptions tie, and have the first one say them.
+
+        embedding (aliases: output) and output, one memory   ->   embedding, with output as an alias
+
+    Whatever sources hold, one tensor then feeds that memory.
+
+    Returns:
+        The descriptions that are left, and for each name that was left out the one that stands for it.
+    """
+    by_place: dict[Any, list[ParameterMetadata]] = {}
+    for m in metadata:
+        value = values[m.name]
+        if isinstance(value, torch.Tensor) and not is_quantized(value) and value.numel():
+            tensor = local_tensor(value)
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            by_place.setdefault(place, []).append(m)
+    kept = {m.name: m for m in metadata}
+    tied: dict[str, str] = {}
+    for group in by_place.values():
+        first, first_name = group[0], canonical_name(group[0])
+        for other in group[1:]:
+            name = canonical_name(other)
+            if name == first_name or not (name in first.aliases or first_name in other.aliases):
+                continue
+            if not same_places(first, other):  # other elements of that weight: WrittenMemory refuses them
+                continue
+            said = dict.fromkeys((*first.aliases, name, *other.aliases))
+            first = kept[first.name] = replace(first, aliases=tuple(a for a in said if a != first_name))
+            tied[other.name] = first.name
+            del kept[other.name]
+    return list(kept.values()), tied
+
+
+class WrittenMemory:
+    """Where the tensors of one registration lie, and what is made of them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        metadata: Sequence[ParameterMetadata],
+        made: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Refuse tensors that share memory, unless they are the same elements of one tensor.
+
+        Args:
+            names: of `tensors`, which swaps write.
+            tensors: see `names`.
+            metadata: their descriptions; tensors in MXFP8 have none by their names here.
+            made: tensors that are derived from them. They may share memory among themselves.
+
+        Raises:
+            RefusedError: names two of them.
+        """
+        for name, tensor in zip(names, tensors, strict=True):
+            if overlaps_itself(tensor):
+                raise RefusedError(
+                    f"{name}: several of its elements lie in one place (shape {tuple(tensor.shape)}, strides "
+                    f"{tuple(tensor.stride())}), so that what is written last would win; register what it was expanded "
+                    "from, or a clone"
+                )
+        count = len(names)
+        self._names, self._tensors = [*names, *made], [*tensors, *made.values()]
+        self._described = {m.name: m for m in metadata}
+
+        def is_one_weight(a: int, b: int) -> bool:
+            if a >= count and b >= count:
+                return True
+            one, other = (self._described.get(self._names[each]) for each in (a, b))
+            if one is None or other is None or b >= count:
+                return False
+            return same_memory(self._tensors[a], self._tensors[b]) and same_elements(one, other)
+
+        self._lies = extents(self._tensors)
+        if (found := overlapping(self._tensors, self._lies, is_one_weight)) is not None:
+            one, other = (self._names[each] for each in found)
+            raise RefusedError(
+                f"{one} and {other} share memory, so that what is written last would win; register it once (tied "
+                f"weights: as {one}, with the other's canonical name in its ParameterMetadata.aliases), or clone one"
+            )
+        files = files_mapped_twice()
+        self._in_file_mapped_twice = lie_in(files, self._lies)
+        if (found := mapped_twice(self._lies, files)) is not None:
+            raise RefusedError(
+                f"{self._names[found[0]]} and {self._names[found[1]]} lie in one place of a file that is mapped twice, "
+                "so that what is written last would win; register one of them, or clone one"
+            )
+
+    def check_apart(self, other: WrittenMemory, whose: str) -> None:
+        """Refuse what shares memory with this, which `whose` registration has.
+
+        The same weight in the same place is none of that: two models may be served from one memory in turn.
+
+        Raises:
+            RefusedError: names a tensor of each.
+        """
+        has_met, is_twice = met(self._lies, other._lies), other._in_file_mapped_twice
+        if not has_met and not is_twice:
+            return
+        names, tensors, count = [*self._names, *other._names], [*self._tensors, *other._tensors], len(self._names)
+
+        def is_apart(a: int, b: int) -> bool:
+            if (a < count) == (b < count):
+                return True
+            one, two = self._described.get(names[a]), other._described.get(names[b])
+            is_one = names[a] == names[b] if one is None or two is None else same_elements(one, two)
+            return is_one and same_memory(tensors[a], tensors[b])
+
+        lies = extents(tensors)
+        how = "shares memory with"
+        found = overlapping(tensors, lies, is_apart) if has_met else None
+        if found is None and is_twice:
+            how = "lies, by another mapping of a file, in one place with"
+            found = mapped_twice(lies, files_mapped_twice())
+        if found is not None:
+            raise RefusedError(
+                f"{names[found[1]]}: it {how} {names[found[0]]} of {whose}, and both "
+                "would be written; register it once, or close the other registration first"
+            )
