@@ -18,10 +18,11 @@ from refitd.buffers.arena import die_with_parent
 from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
 from refitd.config import Config
 from refitd.coordinator import actions as act
+from refitd.coordinator.descriptions import unpack_shard
 from refitd.coordinator.journal import Journal, Record
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.rosters import ShardRead
-from refitd.coordinator.state import Coordinator, unpack_shard
+from refitd.coordinator.state import Coordinator
 from refitd.describe.roster import Roster
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick

@@ -11,23 +11,21 @@ from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.actions import Event, FromNode, Instruction, JournalWritten, Planned, Remember, Send
 from refitd.coordinator.admission import (
-    MAX_UNUSED_PARTS,
     check_hello,
     check_message,
     check_replica,
-    check_shard,
-    parts_of,
 )
+from refitd.coordinator.descriptions import Descriptions, unpack_shard
 from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.replica_digests import read_digests
-from refitd.coordinator.report import swap_progress, written_report
+from refitd.coordinator.report import written_report
 from refitd.coordinator.requirements import wanted_parts
-from refitd.coordinator.rosters import ShardRead, read_shard
-from refitd.coordinator.schedule import used_up
+from refitd.coordinator.source_versions import SourceVersions
+from refitd.coordinator.status import history_report, status_report
 from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
@@ -35,45 +33,17 @@ from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.codec import unpack
 from refitd.protocol.reports import (
     EvictReport,
-    HistoryEntry,
-    HistoryReport,
-    LinkStatus,
-    ModelStatus,
-    StatusReport,
     VerifyReport,
 )
-from refitd.protocol.shards import Shard
-from refitd.states import LinkState, SwapOutcome
 
 # Daemons send a heartbeat every second; after this long without one their members count as lost.
 NODE_SILENCE_S = 10.0
 
-# Unused descriptions that are kept, so that restarting engines need not send theirs again.
-MAX_UNUSED_SHARDS = 256
-
-
-class UnknownShard(RefusedError):
-    """A member's description was not sent, or was discarded."""
-
-    code = "unknown-shard"
-
 
 def _nothing(model: str, limit: int) -> Sequence[Record]:
     return ()
-
-
-def unpack_shard(packed: bytes, digest: str) -> ShardRead:
-    """Unpack and read a description. Large ones take seconds.
-
-    Raises:
-        ProtocolError: it is damaged, does not match `digest`, or exceeds a limit.
-    """
-    shard = unpack(packed, Shard, digest)
-    check_shard(shard)
-    return read_shard(shard)
 
 
 class Coordinator:
@@ -103,7 +73,6 @@ class Coordinator:
         self.nodes: dict[str, Node] = {}
         self.models = Models()
         self._members: dict[str, Member] = {}
-        self._shards: dict[str, Shard] = {}  # by digest
         self._checks = Checks()
         self._new_run = new_run
         self._lives = LiveVersions(
@@ -133,6 +102,8 @@ class Coordinator:
             self._absent,
             self._out.append,
         )
+        self._descriptions = Descriptions(self.swaps.planning.reader)
+        self._sources = SourceVersions(self._members, self._new_run, self._to_node, self._log)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Handle an event; return instructions. A refused request changes nothing."""
@@ -221,7 +192,7 @@ class Coordinator:
 
     def _live_learned(self, model: str, now: float) -> None:
         """Handle a changed live version: fence ranks that hold another one, and catch them up."""
-        self.swaps.tell_live(model)
+        self.swaps.fences.tell_live(model)
         state = self.models.get(model)
         if state is None:
             return
@@ -231,7 +202,7 @@ class Coordinator:
             self.swaps.step(state, decision.AbortAsked(f"it was learned that version {state.live} is live"), now)
         for member in state.fleet.targets.values():
             if member.staged is None:
-                self.swaps.fence_unless_live(member)
+                self.swaps.fences.fence_unless_live(member)
 
     def _begin_if_settled(self, now: float) -> None:
         """Once the live version is certain, settle staged swaps and begin the waiting ones."""
@@ -257,7 +228,8 @@ class Coordinator:
                         self._members[one.member].step, self._members[one.member].events = one.step, one.events
                 reply = local.Done()
             case cluster.DescribeShard(digest, packed):
-                self._describe(digest, event.read or unpack_shard(packed, digest))
+                used = {member.added.digest for member in self._members.values()}
+                self._descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
             case cluster.AddShard():
                 reply = self._add(node, message, now)
             case cluster.RemoveShard(member, reason):
@@ -265,16 +237,18 @@ class Coordinator:
             case cluster.DetachShard(member, reason):
                 self._detach(member, reason)
             case cluster.ShardPublished():
-                self._published(message)
+                source = self._member(message.member)
+                self._sources.published(self.models[source.added.model], source, message)
                 reply = local.Done()
             case cluster.ShardWithdrawn(member, version):
                 self._withdrawn(member, version, now)
             case cluster.WantsRoom(member, _, slots):
-                self._wants_room(self._member(member), slots)
+                found = self._member(member)
+                self._sources.wants_room(self.models[found.added.model], found, slots)
             case local.StartSwap():
                 self.swaps.start(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
-                reply = self._history(model, limit)
+                reply = history_report(self._recent(model, min(limit, MAX_HISTORY)))
             case local.AbortSwap(model, reason):
                 self.swaps.abort(self.models.named(model), reason, now)
                 reply = local.Done()
@@ -290,11 +264,12 @@ class Coordinator:
             case cluster.MembersChecked():
                 self._answer_checks(self._checks.answered(message, now))
             case local.GetStatus():
-                reply = self._status(now)
+                uptime_s = max(0.0, now - self._started)
+                reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config)
             case local.GetDescription(model):
                 reply = self.models.named(model).fleet.description()
             case local.GetPlan(model):
-                self.swaps.show_plan(self.models.named(model), (node.identity, request), now)
+                self.swaps.planning.show(self.models.named(model), (node.identity, request))
             case _:
                 self.swaps.node_said(node.status.node, message, now)
         if reply is not None:
@@ -320,19 +295,6 @@ class Coordinator:
 
     # --- members ------------------------------------------------------------------------------------------
 
-    def _describe(self, digest: str, read: ShardRead) -> None:
-        used = {member.added.digest for member in self._members.values()}
-        # evict unused descriptions; a daemon that refers to one is asked to send it again
-        unused = [d for d in self._shards if d not in used]
-        parts = sum(parts_of(self._shards[d]) for d in unused)
-        for count, old in zip(range(len(unused), 0, -1), unused, strict=True):
-            if count <= MAX_UNUSED_SHARDS and parts <= MAX_UNUSED_PARTS:
-                break
-            parts -= parts_of(self._shards.pop(old))
-        self.swaps.reader.keep(self._shards.keys())
-        self._shards[digest] = read.shard
-        self.swaps.reader.learn(digest, read)
-
     def _new_state(self, model: str) -> ModelState:
         """Return the state of a newly named model; its history comes from the journal and the daemons."""
         configured = self._model_config(model)
@@ -342,40 +304,18 @@ class Coordinator:
         state.last = next((report for r in past if (report := written_report(r)) is not None), None)
         return state
 
-    def _run_of(self, state: ModelState, added: cluster.AddShard) -> tuple[str, int, int | None]:
-        """Return the run that a source rank is part of, and the highest number that it may not publish any more.
-
-        And, where the run begins with it, the highest number that others have used up before.
-        """
-        if added.run:  # it was let in before
-            used = max(added.versions, default=-1) if added.newest is None else added.newest
-            return added.run, max(used, state.published.get((added.run, added.rank), -1)), None
-        joined = sorted(m.run for m in state.fleet.sources.values() if m.attached)
-        if not joined:
-            running = state.running
-            base = max(state.highest, -1 if running is None else running.version)
-            return self._new_run(), base, base
-        run = joined[0]
-        used = -1
-        if (run, added.rank) in state.published:
-            # it returns alone, with its own weights, which are not those of any version published before
-            used = max(version for (of, _), version in state.published.items() if of == run)
-        return run, max(state.bases.get(run, state.highest), used), None
-
     def _add(self, node: Node, added: cluster.AddShard, now: float) -> Message:
         if added.rank >= added.world_size:
             raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
         check_replica(added, self._model_config(added.model))
         state = self.models.get(added.model) or self._new_state(added.model)
-        shard = self._shards.get(added.digest)
-        if shard is None:
-            raise UnknownShard(f"{added.member}: no shard {added.digest} has been described to this coordinator")
+        shard = self._descriptions.of(added)
         if added.is_question:
             state.fleet.replaced_by(added)
             return local.Done()
         nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
         is_source = added.role == "source"
-        run, newest, base = self._run_of(state, added) if is_source else (added.run, -1, None)
+        run, newest, base = self._sources.run_of(state, added) if is_source else (added.run, -1, None)
         member = Member(
             added,
             shard,
@@ -409,14 +349,7 @@ class Coordinator:
         self.swaps.members_changed(state)
         self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)
         if is_source:
-            if base is not None:
-                state.bases[run] = base
-            state.published[run, added.rank] = newest
-            for old in {old for old, _ in state.published} - {m.run for m in state.fleet.sources.values()}:
-                state.bases.pop(old, None)
-                for rank in [rank for at, rank in state.published if at == old]:
-                    del state.published[old, rank]
-            self._room_changed(state)
+            self._sources.registered(state, member, base)
             return cluster.SourceAdmitted(run=run, next_version=newest + 1)
         if added.staged is not None:
             if added.committing and added.staged_version is not None:
@@ -425,7 +358,7 @@ class Coordinator:
         elif added.version is not None:
             if self._lives.serves(added.model, member.describe(), added.version, added.run):
                 self._live_learned(added.model, now)  # a due swap begins after this answer
-            self.swaps.fence_unless_live(member)
+            self.swaps.fences.fence_unless_live(member)
         self.swaps.ended_late(self._unfinished.registered(member))
         return local.Done()
 
@@ -444,7 +377,7 @@ class Coordinator:
 
     def _settle(self, node: Node, member: Member, swap: str, now: float) -> None:
         """Finish or undo a swap that an earlier coordinator left behind."""
-        found = self.swaps.identity_of(swap)
+        found = self.swaps.fences.identity_of(swap)
         live = self.models[member.added.model].live
         staged = member.added.staged_version, member.added.staged_run
         if found is None and self._lives.is_in_doubt and live is not None and live.is_at(*staged):
@@ -459,7 +392,7 @@ class Coordinator:
         if member.added.in_place:
             poison(member, swap, reason)
         self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
-        self.swaps.fence_unless_live(member)
+        self.swaps.fences.fence_unless_live(member)
 
     def _remove(self, member_id: str, reason: str, now: float) -> None:
         member = self._members.pop(member_id, None)
@@ -472,7 +405,7 @@ class Coordinator:
         self.swaps.members_changed(state)
         if takes_part:
             self.swaps.step(state, decision.MemberLost(member_id, reason), now)
-        self._room_changed(state)
+        self._sources.room_changed(state)
         if not state.fleet.members() and state.running is None:
             for queued in state.queue:
                 gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
@@ -506,60 +439,8 @@ class Coordinator:
         member = self._members.get(member_id)
         if member is not None:
             member.attached = False
-            self._room_changed(self.models[member.added.model])
+            self._sources.room_changed(self.models[member.added.model])
             self._log("detached", model=member.added.model, member=member_id, reason=reason)
-
-    def _published(self, published: cluster.ShardPublished) -> None:
-        member, version = self._member(published.member), published.version
-        state = self.models[member.added.model]
-        text = used_up(state, version, member.run)
-        if not text and version <= state.bases.get(member.run, -1):
-            first = state.bases[member.run] + 1
-            text = f"version {version} may have been live with other contents; publish {first} or above"
-        if text:
-            raise RefusedError(f"model {state.fleet.name!r} {member.describe()}: {text} (source.next_version)")
-        if published.replicas:
-            member.replicas = read_digests(member.describe(), member.shard, version, published.replicas)
-        member.versions.add(version)
-        member.newest = max(member.newest, version)
-        state.published[member.run, member.added.rank] = member.newest
-        member.modes[version] = member.mode = published.mode
-        member.mode_reason = published.mode_reason
-        self._room_changed(state)
-        self._log("published", model=state.fleet.name, member=member.id, version=version, mode=published.mode)
-
-    def _wants_room(self, member: Member, slots: int) -> None:
-        """Answer a source rank without a free slot: which versions it may overwrite, now and whenever that changes."""
-        if member.added.role == "source":
-            state = self.models[member.added.model]
-            state.wants_room[member.id] = slots
-            self._tell_room(state, member, *state.fleet.droppable(), asks=True)
-
-    def _room_changed(self, state: ModelState) -> None:
-        """Tell waiting source ranks which slots they may now overwrite."""
-        if not state.wants_room:
-            return
-        found = state.fleet.droppable()
-        for member_id in list(state.wants_room):
-            member = self._members.get(member_id)
-            if member is None:
-                del state.wants_room[member_id]
-            else:
-                self._tell_room(state, member, *found)
-
-    def _tell_room(
-        self, state: ModelState, member: Member, droppable: set[int], complete: int, *, asks: bool = False
-    ) -> None:
-        if state.wants_room[member.id] == 1:
-            droppable = droppable | {complete}  # it has no slot for the newest complete version and another one
-        versions, reason = tuple(sorted(droppable & member.versions)), ""
-        if versions:
-            del state.wants_room[member.id]
-        elif asks:
-            held = ", ".join(f"{v} (complete)" if v == complete else str(v) for v in sorted(member.versions))
-            reason = f"it holds {held}; {state.fleet.lagging_sources(member)}" if held else ""
-        if versions or asks:
-            self._to_node(member.node, cluster.MayDrop(member=member.id, versions=versions, reason=reason))
 
     def _withdrawn(self, member_id: str, version: int, now: float) -> None:
         member = self._members.get(member_id)
@@ -568,7 +449,7 @@ class Coordinator:
         member.versions.discard(version)
         member.modes.pop(version, None)
         state = self.models[member.added.model]
-        self._room_changed(state)
+        self._sources.room_changed(state)
         running = state.running
         if running is not None and running.version == version and state.takes_part(member):
             lost = decision.MemberLost(member_id, f"it withdrew version {version} while it was being read")
@@ -596,71 +477,6 @@ class Coordinator:
         if not self._began:
             found.append(self._lives.deadline())
         return min((at for at in found if at is not None), default=None)
-
-    def _status(self, now: float) -> StatusReport:
-        return StatusReport(
-            coordinator_pid=self._pid,
-            uptime_s=max(0.0, now - self._started),
-            nodes=tuple(node.status for _, node in sorted(self.nodes.items())),
-            models=tuple(self._model_status(state) for _, state in sorted(self.models.items())),
-            links=tuple(link for _, state in sorted(self.models.items()) for link in self._links(state)),
-        )
-
-    def _links(self, state: ModelState) -> list[LinkStatus]:
-        plan = state.plan
-        if plan is None:
-            return []
-        epoch = plan.epoch
-        is_up = epoch is not None and plan.loaded_on.issuperset(epoch.nodes)
-        return [
-            LinkStatus(
-                model=state.fleet.name,
-                source=source,
-                target=target,
-                service=epoch.service if epoch is not None else self._config.transport.service,
-                lanes=epoch.lanes if epoch is not None else 0,
-                bytes=nbytes,
-                state=LinkState.UP if is_up else LinkState.DOWN,
-                seconds=plan.crossing_s.get(target, 0.0),
-            )
-            for (source, target), nbytes in sorted(plan.links(state.fleet).items())
-        ]
-
-    def _model_status(self, state: ModelState) -> ModelStatus:
-        fleet = state.fleet
-        return ModelStatus(
-            model=fleet.name,
-            source_world_size=fleet.source_world(),
-            complete_versions=tuple(fleet.complete_versions()),
-            auto_swap=fleet.auto_swap,
-            sources=fleet.source_status(),
-            live=None if state.live is None else state.live.version,
-            live_run="" if state.live is None else state.live.run,
-            next_version=state.highest + 1 if state.highest >= 0 else 1,
-            queued=len(state.queue),
-            targets=fleet.target_status(state.live),
-            swap=swap_progress(state.running.swap) if state.running else None,
-            swap_events=state.running.swap.history if state.running else (),
-            last_swap=state.last,
-            verify=self._model_config(fleet.name).verify,
-        )
-
-    def _history(self, model: str, limit: int) -> HistoryReport:
-        return HistoryReport(
-            swaps=tuple(
-                HistoryEntry(
-                    swap=r.swap,
-                    model=r.model,
-                    version=r.version,
-                    state=SwapOutcome(r.state),
-                    at=r.at,
-                    reason=r.reason,
-                    report=written_report(r),
-                    run=r.run,
-                )
-                for r in self._recent(model, min(limit, MAX_HISTORY))
-            )
-        )
 
     def _model_config(self, model: str) -> ModelConfig:
         return self._config.models.get(model, ModelConfig())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -11,15 +11,18 @@ import msgspec
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Answer, Decide, Instruction, MakePlan, Planned, Remember, Send
+from refitd.coordinator.actions import Decide, Instruction, Planned, Remember, Send
+from refitd.coordinator.comparisons import Comparisons
 from refitd.coordinator.decision import Limits, Phase
+from refitd.coordinator.epochs import Epochs
+from refitd.coordinator.fences import Fences
 from refitd.coordinator.journal import LiveVersion, Record
 from refitd.coordinator.live_versions import LiveVersions
-from refitd.coordinator.membership import Member, Model, Node
+from refitd.coordinator.membership import Member, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
-from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
+from refitd.coordinator.planning import Planning
+from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.recovery import Unfinished
-from refitd.coordinator.replica_digests import HeldRegions, region_comparison
 from refitd.coordinator.report import (
     apart_report,
     decided_report,
@@ -28,7 +31,6 @@ from refitd.coordinator.report import (
     swap_report,
     written_report,
 )
-from refitd.coordinator.rosters import ShardReader
 from refitd.coordinator.schedule import (
     DueSwap,
     asked_for,
@@ -41,23 +43,11 @@ from refitd.coordinator.schedule import (
     used_up,
 )
 from refitd.coordinator.steps import Flip, Reached
-from refitd.errors import DeadlineExceeded, IllegalTransition, PlanError, RefitdError, RefusedError
+from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
-
-# Whoever is asked answers in this share of the time that there is: its own errors name who is late.
-NODE_SHARE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """Who asked for a plan, and of which members: ranks may join and leave while it is made."""
-
-    model: str
-    who: str | Waiter  # a swap, or an operator
-    fleet: Model
 
 
 class Swaps:
@@ -90,11 +80,10 @@ class Swaps:
         self._unfinished = unfinished
         self._absent = absent
         self._out = out
-        self._plans = PlanCache()
-        self._tickets = 0
-        # by ticket: the swap or operator that asked for a plan
-        self.plan_requests: dict[int, PlanRequest] = {}
-        self.reader = ShardReader()
+        self.planning = Planning(models, out)
+        self._comparisons = Comparisons(self._to_node, self._log)
+        self.fences = Fences(nodes, models, lives, decided, self._to_node)
+        self._epochs = Epochs(boot, config, nodes, models, self._to_node)
 
     # --- what begins --------------------------------------------------------------------------------------
 
@@ -166,67 +155,30 @@ class Swaps:
         else:
             # the present members: a rank that joins while the plan is made is caught up afterwards
             state.running.fleet = fleet.only({replica for replica, _ in fleet.targets})
-            self._ask_plan(state.running.fleet, swap.swap, now)
+            event = self.planning.ask(state.running.fleet, swap.swap)
+            if event is not None:
+                self.planned(event, now)
 
     # --- plans --------------------------------------------------------------------------------------------
 
-    def show_plan(self, state: ModelState, viewer: Waiter, now: float) -> None:
-        """Answer an operator's plan request, once the plan exists."""
-        if unoffered := state.fleet.unoffered():
-            raise PlanError(unoffered)
-        if state.plan is not None:
-            self._out(Answer(*viewer, plan_report(state.fleet, state.plan)))
-        else:
-            self._ask_plan(state.fleet.only({replica for replica, _ in state.fleet.targets}), viewer, now)
-
-    def _ask_plan(self, fleet: Model, who: str | Waiter, now: float) -> None:
-        pools = fleet.pools()
-        kept = self._plans.get(pools)
-        self._tickets += 1
-        self.plan_requests[self._tickets] = PlanRequest(fleet.name, who, fleet)
-        if kept is not None:
-            self.planned(Planned(self._tickets, kept), now)
-            return
-        try:
-            rosters = self.reader.rosters(pools)
-        except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
-            self.planned(Planned(self._tickets, None, exc), now)
-        else:
-            self._out(MakePlan(self._tickets, rosters))
-
     def planned(self, event: Planned, now: float) -> None:
-        """Use a plan that was requested."""
-        asked = self.plan_requests.pop(event.ticket)
-        model, who, fleet = asked.model, asked.who, asked.fleet
-        state = self._models.get(model)
-        running = state.running if state is not None else None
-        mine = running if running is not None and running.swap.swap == who else None
-        if event.plan is not None and state is not None:
-            self._plans.put(fleet.pools(), event.plan)
-            event.plan.members = fleet.ranks()
-            event.plan.belongs_to(fleet.name)
-            if fleet.ranks() == state.fleet.ranks():
-                state.plan = event.plan
-        error = str(event.error) if event.error else ""  # of a plan: one reason per line
-        if not isinstance(who, str):
-            if event.plan is None or state is None:
-                self._send(*who, local.Failure(code="plan", message=error or "the model has left"))
+        """Use a plan that was requested; a running swap that waits for it goes on, or ends with the reason."""
+        found = self.planning.planned(event)
+        if found is not None:
+            state, plan = found
+            if isinstance(plan, str):
+                self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(plan.splitlines())}"), now)
             else:
-                self._out(Answer(*who, plan_report(fleet, event.plan)))
-        elif state is not None and mine is not None:
-            if event.plan is None:
-                self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(error.splitlines())}"), now)
-            else:
-                self._plan_ready(state, event.plan, now)
+                self._plan_ready(state, plan, now)
 
     def _plan_ready(self, state: ModelState, plan: LoadedPlan, now: float) -> None:
         assert state.running is not None
-        if not self._are_equal(state, state.running, plan, now):
+        if not self._comparisons.are_equal(state.running, plan, now):
             return
         fleet = state.running.fleet
         links = plan.links(fleet)
         if links and plan.epoch is None:
-            plan.epoch = self._new_epoch({node for link in links for node in link})
+            plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan
         members = {m.id: m.node for m in fleet.targets.values()}
         nodes = frozenset(members.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
@@ -235,118 +187,32 @@ class Swaps:
         nbytes = plan.table.total_bytes + fleet.converted_bytes()
         self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
 
-    # --- sources in different cuts ------------------------------------------------------------------------
-
-    def _are_equal(self, state: ModelState, running: Running, plan: LoadedPlan, now: float) -> bool:
-        """Whether what sources hold in different cuts is known to be equal; else nodes are asked to digest it."""
-        fleet, swap = running.fleet, running.swap
-        if not len(plan.regions) or not fleet.check_replicas:
-            return True
-        held = {rank: HeldRegions(m.id, m.node, m.describe()) for rank, m in fleet.sources.items()}
-        timeout_s = NODE_SHARE * (swap.deadline - now)
-        comparison = region_comparison(plan.regions, held, now + timeout_s)
-        if fleet.compared.equal.get(comparison.key):
-            return True
-        self._log("comparing", swap=swap.swap, regions=len(plan.regions), left_out=", ".join(plan.not_compared))
-        running.plan, running.comparison = plan, comparison
-        for node, request in comparison.requests(swap.swap, swap.version, running.run, NODE_SHARE * timeout_s):
-            self._to_node(node, request)
-        return False
-
     def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
-        """A node has digested regions; once all have, the swap goes on with its plan, or names what differs."""
+        """Once all nodes have digested their regions, the swap goes on with its plan, or names what differs."""
         state = self._models.swapping(message.swap)
-        running = state.running if state is not None else None
-        if state is None or running is None or (comparison := running.comparison) is None:
+        if state is None or state.running is None:
             return  # the swap has ended meanwhile
-        model = state.fleet.name
-        if message.reason:
-            self.step(state, decision.AbortAsked(f"comparing the sources of {model!r}: {message.reason}"), now)
-            return
-        if not comparison.answered(node, message.digests):
-            return
-        if problems := comparison.problems():
-            advice = f"[models.{model}] check_replicas = false at the coordinator swaps all the same"
-            self.step(state, decision.AbortAsked(f"{'; '.join(problems)} ({advice})"), now)
-            return
-        running.comparison = None
-        running.fleet.compared.equal.put(comparison.key, True)
-        assert running.plan is not None
-        self._plan_ready(state, running.plan, now)
-
-    def _compare_in_time(self, state: ModelState, now: float) -> None:
-        """Name the nodes that have not digested their regions in time."""
-        running = state.running
-        if running is not None and (comparison := running.comparison) is not None and now >= comparison.deadline:
-            late = ", ".join(comparison.waiting)
-            waited_s = now - running.swap.entered[running.swap.phase]
-            reason = f"nodes {late}: what sources hold in different cuts is not compared after {waited_s:.1f} s"
-            advice = f"allow more time, or set [models.{state.fleet.name}] check_replicas = false at the coordinator"
-            self.step(state, decision.AbortAsked(f"{reason} ({advice})"), now)
+        found = self._comparisons.digested(state.running, node, message)
+        if isinstance(found, str):
+            self.step(state, decision.AbortAsked(found), now)
+        elif found is not None:
+            self._plan_ready(state, found, now)
 
     def members_changed(self, state: ModelState) -> None:
         """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
         plan, state.plan = state.plan, None
         if plan is not None and (state.running is None or state.running.plan is not plan):
-            self._drop(plan)
-
-    def _drop(self, plan: LoadedPlan) -> None:
-        """Tell every node to drop a plan. If it is used again, it is loaded again with a new epoch."""
-        nodes = plan.loaded_on | set(plan.epoch.nodes if plan.epoch is not None else ())
-        plan.loaded_on, plan.epoch = set(), None
-        for name in sorted(nodes & self._nodes.keys()):
-            self._to_node(name, cluster.DropPlan(plan=plan.id))
-
-    # --- epochs -------------------------------------------------------------------------------------------
-
-    def _new_epoch(self, names: set[str]) -> cluster.EpochPlan:
-        """Return a new epoch of these nodes; it is formed while the plan is loaded."""
-        nodes = tuple(sorted(names & self._nodes.keys()))
-        status = [self._nodes[name].status for name in nodes]
-        transport = self._config.transport
-        self._tickets += 1
-        lanes = min((len(s.workers) for s in status), default=1)
-        return cluster.EpochPlan(
-            id=f"{self._boot}.{self._tickets}",
-            service=transport.service,
-            nodes=nodes,
-            hosts=tuple(s.host for s in status),
-            lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
-            staging_bytes=transport.staging_bytes,
-            # the workers' own errors, which name who is missing, must arrive before the phase ends
-            timeout_s=0.9 * self._config.deadlines.plan_s,
-        )
-
-    def _using(self, plan: str, epoch: str) -> list[tuple[ModelState, LoadedPlan]]:
-        """Return the models whose running swap uses this plan in this epoch."""
-        return [
-            (state, used)
-            for state in self._models.values()
-            if (running := state.running) is not None
-            and (used := running.plan) is not None
-            and used.id == plan
-            and (used.epoch.id if used.epoch is not None else "") == epoch
-        ]
+            self._epochs.drop(plan)
 
     def _plan_lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
         """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
         self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
-        for state, _ in self._using(plan, epoch):
+        for state, _ in self._epochs.using(plan, epoch):
             self.step(state, decision.PlanLost(node, where, reason), now)
         for state in self._models.values():
             kept = state.plan
             if kept is not None and kept.id == plan and kept.epoch is not None and kept.epoch.id == epoch:
-                self._drop(kept)
-
-    def _relay(self, origin: str, message: cluster.EpochValue) -> None:
-        """Pass a worker's value on to its peers."""
-        states = self._models.values()
-        plans = [s.plan for s in states] + [s.running.plan for s in states if s.running]
-        epoch = next((p.epoch for p in plans if p is not None and p.epoch and p.epoch.id == message.epoch), None)
-        if epoch is not None and origin in epoch.nodes and message.lane < epoch.lanes:
-            for node in epoch.nodes:
-                if node != origin:
-                    self._to_node(node, message)
+                self._epochs.drop(kept)
 
     # --- events of nodes ----------------------------------------------------------------------------------
 
@@ -354,13 +220,13 @@ class Swaps:
         """Handle a node's message about its part in a swap."""
         match message:
             case cluster.PlanLoaded(plan, epoch):
-                for state, used in self._using(plan, epoch):
+                for state, used in self._epochs.using(plan, epoch):
                     used.loaded_on.add(name)
                     self.step(state, decision.NodeLoaded(name), now)
             case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
                 self._plan_lost(plan, epoch, name, where, reason, now)
             case cluster.EpochPut(epoch, lane, key, value):
-                self._relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
+                self._epochs.relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
             case cluster.RegionsDigested():
                 self._digested(name, message, now)
             case cluster.StageProgress(swap, bytes_done):
@@ -412,28 +278,12 @@ class Swaps:
             running = self._models[member.added.model].running
             if running is not None and running.swap.swap == swap:
                 member.version, member.run = running.version, running.run
-            elif (found := self.identity_of(swap)) is not None:
+            elif (found := self.fences.identity_of(swap)) is not None:
                 member.version, member.run = found  # a late commit, or one decided before this coordinator started
                 self.ended_late(self._unfinished.committed(swap, member, paused_s))
-                self.fence_unless_live(member)
+                self.fences.fence_unless_live(member)
                 self.next(self._models[member.added.model], now)
         self.step_swap(swap, decision.CommitReported(member_id, paused_s), now)
-
-    def identity_of(self, swap: str) -> tuple[int, str] | None:
-        """Return version and run of a decided swap; None if it is not known to be decided."""
-        record = self._decided(swap)
-        return (record.version, record.run) if record is not None else self._lives.was_decided(swap)
-
-    def fence_unless_live(self, member: Member) -> None:
-        """Fence a rank that serves another version than the live one, until it has caught up."""
-        live = self._models[member.added.model].live
-        if member.version is not None and live is not None and not live.is_at(member.version, member.run):
-            reason = f"it holds version {member.version}, and {live.version} is live"
-            if member.version == live.version:
-                reason = (
-                    f"it holds version {live.version} of run {member.run or '?'}, and that of run {live.run} is live"
-                )
-            self._to_node(member.node, cluster.FenceMember(member=member.id, reason=reason))
 
     def _member_failed(self, swap: str, member_id: str, reason: str, now: float) -> None:
         member = self._members.get(member_id)
@@ -545,18 +395,11 @@ class Swaps:
             state.live, state.highest = self._lives.of(model), self._lives.highest(model)
             # before any node commits: every daemon with a committed rank knows what is live; and who has registered
             # since the swap began, and takes no part in it, does not serve what it came with
-            self.tell_live(model)
+            self.fences.tell_live(model)
             for member in state.fleet.targets.values():
                 if member.id not in running.swap.members:
-                    self.fence_unless_live(member)
+                    self.fences.fence_unless_live(member)
             self.step(state, decision.Journalled(), now)
-
-    def tell_live(self, model: str) -> None:
-        """Tell all daemons what is live, so that they remember it."""
-        claim = self._lives.claim(model)
-        if claim is not None:
-            for name in sorted(self._nodes):
-                self._to_node(name, cluster.LiveIs(live=claim))
 
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
         left_behind(state, running, now)
@@ -565,10 +408,8 @@ class Swaps:
         state.running, state.last = None, report
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
-            self._drop(plan)  # an epoch does not outlive a swap that failed
-        if running.comparison is not None:
-            for node in running.comparison.waiting:
-                self._to_node(node, cluster.Abort(swap=s.swap, reason=s.reason))
+            self._epochs.drop(plan)  # an epoch does not outlive a swap that failed
+        self._comparisons.ended(running)
         outcome, written = report.outcome, msgspec.json.encode(report)
         for waiter in running.waiters:
             self._send(*waiter, report)
@@ -648,7 +489,8 @@ class Swaps:
             if running is not None and running.is_due(now):
                 self._decide(state, running, now)  # nothing may end the swap before the journal has answered
             elif running is not None:
-                self._compare_in_time(state, now)
+                if late := self._comparisons.late(running, now):
+                    self.step(state, decision.AbortAsked(late), now)
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
             elif try_again(state, now):

@@ -17,10 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refitd import ParameterMetadata
 from refitd.config import Config
 from refitd.coordinator import actions as act
+from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
 from refitd.coordinator.journal import Journal, Record, Recovered
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.schedule import MAX_QUEUED
-from refitd.coordinator.state import MAX_UNUSED_SHARDS, NODE_SILENCE_S, Coordinator
+from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
 from refitd.events import Log, Tick
 from refitd.protocol import cluster, local
@@ -463,8 +464,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             return
         s = self.state
         assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
-        assert len(s._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
-        assert not s.swaps.plan_requests
+        assert len(s._descriptions._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
+        assert not s.swaps.planning.requests
         assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
 
     @invariant()

@@ -134,16 +134,16 @@ def test_shard_larger_than_can_be_counted_is_refused():
 
 
 def test_descriptions_nobody_uses_make_room_by_size(monkeypatch):
-    from refitd.coordinator import state
+    from refitd.coordinator import descriptions
     from refitd.protocol.codec import digest_of, pack
 
-    monkeypatch.setattr(state, "MAX_UNUSED_PARTS", 10)
+    monkeypatch.setattr(descriptions, "MAX_UNUSED_PARTS", 10)
     h = Fleet()
     h.join()
     for number in range(20):
         shard = Shard(tuple(WireTensor(f"w{number}.{i}", (1,), "float32") for i in range(4)))
         h.say("n0", cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
-    assert sum(admission.parts_of(shard) for shard in h.state._shards.values()) <= 10 + 4
+    assert sum(admission.parts_of(shard) for shard in h.state._descriptions._shards.values()) <= 10 + 4
 
 
 # --- on a node --------------------------------------------------------------------------------------------

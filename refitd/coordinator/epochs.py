@@ -1,0 +1,77 @@
+"""Epochs: the nodes between which a plan's rows cross, with a connection for each lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from refitd.config import Config
+from refitd.coordinator.membership import Node
+from refitd.coordinator.models import Models, ModelState
+from refitd.coordinator.plans import LoadedPlan
+from refitd.protocol import cluster
+from refitd.protocol.base import Message
+
+
+class Epochs:
+    """Forms epochs for plans, passes on what their workers tell each other, and drops plans with their epochs."""
+
+    def __init__(
+        self,
+        boot: str,
+        config: Config,
+        nodes: Mapping[str, Node],
+        models: Models,
+        to_node: Callable[[str, Message], None],
+    ) -> None:
+        self._boot = boot
+        self._config = config
+        self._nodes = nodes
+        self._models = models
+        self._to_node = to_node
+        self._numbers = 0
+
+    def new(self, names: set[str]) -> cluster.EpochPlan:
+        """Return a new epoch of these nodes; it is formed while the plan is loaded."""
+        nodes = tuple(sorted(names & self._nodes.keys()))
+        status = [self._nodes[name].status for name in nodes]
+        transport = self._config.transport
+        self._numbers += 1
+        lanes = min((len(s.workers) for s in status), default=1)
+        return cluster.EpochPlan(
+            id=f"{self._boot}.{self._numbers}",
+            service=transport.service,
+            nodes=nodes,
+            hosts=tuple(s.host for s in status),
+            lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
+            staging_bytes=transport.staging_bytes,
+            # the workers' own errors, which name who is missing, must arrive before the phase ends
+            timeout_s=0.9 * self._config.deadlines.plan_s,
+        )
+
+    def using(self, plan: str, epoch: str) -> list[tuple[ModelState, LoadedPlan]]:
+        """Return the models whose running swap uses this plan in this epoch."""
+        return [
+            (state, used)
+            for state in self._models.values()
+            if (running := state.running) is not None
+            and (used := running.plan) is not None
+            and used.id == plan
+            and (used.epoch.id if used.epoch is not None else "") == epoch
+        ]
+
+    def relay(self, origin: str, message: cluster.EpochValue) -> None:
+        """Pass a worker's value on to its peers."""
+        states = self._models.values()
+        plans = [s.plan for s in states] + [s.running.plan for s in states if s.running]
+        epoch = next((p.epoch for p in plans if p is not None and p.epoch and p.epoch.id == message.epoch), None)
+        if epoch is not None and origin in epoch.nodes and message.lane < epoch.lanes:
+            for node in epoch.nodes:
+                if node != origin:
+                    self._to_node(node, message)
+
+    def drop(self, plan: LoadedPlan) -> None:
+        """Tell every node to drop a plan. If it is used again, it is loaded again with a new epoch."""
+        nodes = plan.loaded_on | set(plan.epoch.nodes if plan.epoch is not None else ())
+        plan.loaded_on, plan.epoch = set(), None
+        for name in sorted(nodes & self._nodes.keys()):
+            self._to_node(name, cluster.DropPlan(plan=plan.id))

@@ -1,0 +1,97 @@
+"""Requests for plans: of swaps that begin, and of operators who want to see one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from refitd.coordinator.actions import Answer, Instruction, MakePlan, Planned, Send
+from refitd.coordinator.membership import Model
+from refitd.coordinator.models import Models, ModelState, Waiter
+from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
+from refitd.coordinator.rosters import ShardReader
+from refitd.errors import PlanError, RefitdError
+from refitd.protocol import local
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Who asked for a plan, and of which members: ranks may join and leave while it is made."""
+
+    model: str
+    who: str | Waiter  # a swap, or an operator
+    fleet: Model
+
+
+class Planning:
+    """Has plans made, on a thread beside the loop, and keeps them. Instructions go to `out`.
+
+    Attributes:
+        requests: those that are not answered, by ticket.
+        reader: what it knows of descriptions.
+    """
+
+    def __init__(self, models: Models, out: Callable[[Instruction], None]) -> None:
+        self._models = models
+        self._out = out
+        self._kept = PlanCache()
+        self._tickets = 0
+        self.requests: dict[int, PlanRequest] = {}
+        self.reader = ShardReader()
+
+    def show(self, state: ModelState, viewer: Waiter) -> None:
+        """Answer an operator's request, once the plan exists.
+
+        Raises:
+            PlanError: targets want what no source offers.
+        """
+        if unoffered := state.fleet.unoffered():
+            raise PlanError(unoffered)
+        if state.plan is not None:
+            self._out(Answer(*viewer, plan_report(state.fleet, state.plan)))
+            return
+        event = self.ask(state.fleet.only({replica for replica, _ in state.fleet.targets}), viewer)
+        if event is not None:
+            self.planned(event)
+
+    def ask(self, fleet: Model, who: str | Waiter) -> Planned | None:
+        """Have a plan made for these members; what is known at once is returned, to be handed to `planned`."""
+        pools = fleet.pools()
+        kept = self._kept.get(pools)
+        self._tickets += 1
+        self.requests[self._tickets] = PlanRequest(fleet.name, who, fleet)
+        if kept is not None:
+            return Planned(self._tickets, kept)
+        try:
+            rosters = self.reader.rosters(pools)
+        except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
+            return Planned(self._tickets, None, exc)
+        self._out(MakePlan(self._tickets, rosters))
+        return None
+
+    def planned(self, event: Planned) -> tuple[ModelState, LoadedPlan | str] | None:
+        """Keep a plan that was requested, and answer an operator.
+
+        Returns:
+            The model whose running swap waits for it, with the plan, or why there is none; None if no swap does.
+        """
+        asked = self.requests.pop(event.ticket)
+        who, fleet, plan = asked.who, asked.fleet, event.plan
+        state = self._models.get(asked.model)
+        if plan is not None and state is not None:
+            self._kept.put(fleet.pools(), plan)
+            plan.members = fleet.ranks()
+            plan.belongs_to(fleet.name)
+            if fleet.ranks() == state.fleet.ranks():
+                state.plan = plan
+        error = str(event.error) if event.error else ""  # one reason per line
+        if not isinstance(who, str):
+            if plan is None or state is None:
+                failure = local.Failure(code=PlanError.code, message=error or "the model has left")
+                self._out(Send(*who, failure))
+            else:
+                self._out(Answer(*who, plan_report(fleet, plan)))
+            return None
+        if state is None or state.running is None or state.running.swap.swap != who:
+            return None
+        return state, error if plan is None else plan
