@@ -10,7 +10,8 @@ from math import gcd
 import numpy as np
 import torch
 
-from refitd.adapters.tracing import Origin, Shape, Tracer, Written
+from refitd.adapters.traced_memory import Origin, Written
+from refitd.adapters.tracing import Shape, Tracer
 from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile

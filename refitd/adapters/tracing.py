@@ -4,64 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from refitd.adapters.traced_memory import (
+    Origin,
+    OriginBox,
+    TracedStorage,
+    Written,
+    constant_walk,
+    grid_of,
+    meets,
+    view_of,
+    walk_through,
+)
 from refitd.describe.layout import row_major
-from refitd.describe.walks import Axis, Laid, Walk, along, inside, walk_between
+from refitd.describe.walks import Laid, Walk, along, inside, walk_between
 from refitd.errors import PlanError, RefusedError
 
 aten = torch.ops.aten
 
 Shape = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A canonical tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class OriginBox:
-    """A box of a memory whose elements come from a canonical one: `offset` there, and strides per dimension."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    origin: Origin
-    offset: int
-    strides: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class TracedStorage:
-    """One storage as a row-major tensor of `shape`, and where its elements come from."""
-
-    keep: torch.Tensor  # so that its storage's address is nobody else's
-    shape: tuple[int, ...]
-    boxes: list[OriginBox] = field(default_factory=list)
-    fill: float | None = None  # of what lies in no box
-    through: frozenset[torch.dtype] = frozenset()  # dtypes that its elements were rounded to
-    tainted: frozenset[str] = frozenset()  # computed from these
-    is_tainted: bool = False
-
-
-@dataclass(slots=True)
-class Written:
-    """What has been written to one of the engine's tensors so far."""
-
-    name: str
-    tensor: torch.Tensor
-    writes: list[tuple[Walk, Origin | float]] = field(default_factory=list)  # in order; side a: the tensor's memory
-    computed: set[str] = field(default_factory=set)
-    is_computed: bool = False
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -156,7 +122,7 @@ class Tracer(TorchDispatchMode):
         if values is not None and count:
             first = values[0].item()
             fill = float(first) if bool((values == first).all()) else None
-        self._memories[key] = TracedStorage(base, _grid(tensor, count), fill=fill)
+        self._memories[key] = TracedStorage(base, grid_of(tensor, count), fill=fill)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator without values: everything it takes is on the meta device."""
@@ -258,12 +224,12 @@ class Tracer(TorchDispatchMode):
         memory.through |= source.through
         if part.dtype != memory.keep.dtype and not _is_lossless(part.dtype, memory.keep.dtype):
             memory.through |= {memory.keep.dtype}  # joined with tensors of another dtype, say
-        whole = sum(_volume(b.size) for b in source.boxes) == prod(source.shape)
+        whole = sum(prod(b.size) for b in source.boxes) == prod(source.shape)
         if not whole:
             memory.fill = source.fill if memory.fill is None else memory.fill
             if memory.fill != source.fill:
                 raise PlanError("two fills")
-        for laid in along(walk_between(size, (0, row_major(size)), _view(part)), source.shape):
+        for laid in along(walk_between(size, (0, row_major(size)), view_of(part)), source.shape):
             for box in source.boxes:
                 for piece in inside(laid, box.start, box.size):
                     self._box(memory, start, size, piece, box)
@@ -272,7 +238,7 @@ class Tracer(TorchDispatchMode):
         self, memory: TracedStorage, start: tuple[int, ...], size: tuple[int, ...], piece: Laid, box: OriginBox
     ) -> None:
         """Note one piece of a tensor: its side a runs over `size`, its side b over a box of the source."""
-        for mine in along(_through(piece, box).swapped(), size):
+        for mine in along(walk_through(piece, box).swapped(), size):
             # each axis follows one dimension of the part; several that follow one are taken apart
             todo = [mine]
             while todo:
@@ -308,9 +274,9 @@ class Tracer(TorchDispatchMode):
         memory = self._memories.get(_key(tensor))
         number = 1.0e30 + len(self._scalars) * 1.0e16
         if memory is not None and len(memory.boxes) == 1 and not memory.is_tainted and tensor.numel() == 1:
-            (laid,) = along(Walk(0, _view(tensor)[0], ()), memory.shape)
+            (laid,) = along(Walk(0, view_of(tensor)[0], ()), memory.shape)
             for piece in inside(laid, memory.boxes[0].start, memory.boxes[0].size):
-                self._scalars[number] = (memory.boxes[0].origin, _through(piece, memory.boxes[0]).b)
+                self._scalars[number] = (memory.boxes[0].origin, walk_through(piece, memory.boxes[0]).b)
                 return number
         names = ", ".join(sorted(self._names(tensor))[:5])
         raise PlanError(f"the loader needs a value of {names}: it is no plain copy")
@@ -329,7 +295,7 @@ class Tracer(TorchDispatchMode):
                 self._copy(target, value.expand(target.shape))
             elif value in self._scalars:
                 origin, offset = self._scalars[value]
-                self._record(target, [(_constant(target, offset), origin)], None)
+                self._record(target, [(constant_walk(target, offset), origin)], None)
             elif self._scalars and value:
                 self._compute(target, frozenset(origin.name for origin, _ in self._scalars.values()))
             else:
@@ -363,12 +329,12 @@ class Tracer(TorchDispatchMode):
         pieces: list[tuple[Walk, Origin]] = []
         whole = walk_between(
             tuple(target.shape),
-            _view(target),
-            _view(source),
+            view_of(target),
+            view_of(source),
         )
         for laid in along(whole, memory.shape):
             for box in memory.boxes:
-                pieces += [(_through(piece, box), box.origin) for piece in inside(laid, box.start, box.size)]
+                pieces += [(walk_through(piece, box), box.origin) for piece in inside(laid, box.start, box.size)]
         covered = sum(walk.count for walk, _ in pieces)
         if covered != target.numel():
             if memory.fill is None:
@@ -389,7 +355,7 @@ class Tracer(TorchDispatchMode):
     def _compute(self, target: torch.Tensor, sources: frozenset[str]) -> None:
         self.used |= sources
         for written in self.written.get(_key(target), ()):
-            if _meets(written.tensor, target):
+            if meets(written.tensor, target):
                 written.is_computed = True
                 written.computed |= sources
         memory = self._memories.get(_key(target))
@@ -399,13 +365,13 @@ class Tracer(TorchDispatchMode):
 
     def _record(self, target: torch.Tensor, pieces: list[tuple[Walk, Origin]], fill: float | None) -> None:
         """Note what a view of a tensor holds from now on."""
-        view = walk_between(tuple(target.shape), _view(target), (0, row_major(tuple(target.shape))))
+        view = walk_between(tuple(target.shape), view_of(target), (0, row_major(tuple(target.shape))))
         memory = self._memories.get(_key(target))
         if memory is not None:
             self._record_in(memory, view, pieces, fill)
             return
         for written in self.written[_key(target)]:
-            if not _meets(written.tensor, target):
+            if not meets(written.tensor, target):
                 continue
             if fill is not None:
                 written.writes.append((view, fill))
@@ -428,7 +394,7 @@ class Tracer(TorchDispatchMode):
                 source = OriginBox((0,) * len(origin.shape), origin.shape, origin, 0, row_major(origin.shape))
                 for laid in along(walk, origin.shape):
                     self._box(memory, (0,) * len(memory.shape), memory.shape, laid, source)
-            if sum(_volume(b.size) for b in memory.boxes) > prod(memory.shape):
+            if sum(prod(b.size) for b in memory.boxes) > prod(memory.shape):
                 raise PlanError("written twice")
         except (PlanError, ValueError):
             memory.tainted = frozenset(box.origin.name for box in memory.boxes) | {o.name for _, o in pieces}
@@ -470,53 +436,3 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _volume(size: Sequence[int]) -> int:
-    return prod(size)
-
-
-def _view(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return where a tensor lies in its storage: offset and strides."""
-    return int(tensor.storage_offset()), tuple(tensor.stride())
-
-
-def _grid(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
-    """Return the shape of the memory that a view is a part of, as far as the view shows it."""
-    if not tensor.dim():
-        return (count,)
-    strides, sizes = list(tensor.stride()), list(tensor.shape)
-    order = sorted(range(len(sizes)), key=lambda d: -strides[d])
-    if order != list(range(len(sizes))) or strides[-1] != 1:
-        return (count,)
-    grid = [strides[d - 1] // strides[d] for d in range(1, len(sizes))]
-    inner = prod(grid)
-    return (count // inner, *grid) if inner and count % inner == 0 else (count,)
-
-
-def _through(piece: Laid, box: OriginBox) -> Walk:
-    """Return a walk whose side b lies in a box as one whose side b lies in the box' origin."""
-    b = box.offset + sum((c - s) * t for c, s, t in zip(piece.start, box.start, box.strides, strict=True))
-    axes = tuple(
-        Axis(axis.count, axis.a, step * box.strides[dim] if dim >= 0 else 0)
-        for axis, dim, step in zip(piece.walk.axes, piece.dims, piece.steps, strict=True)
-    )
-    return Walk(piece.walk.a, b, axes)
-
-
-def _constant(target: torch.Tensor, offset: int) -> Walk:
-    """Return the walk that writes one element everywhere in a view."""
-    shape = tuple(target.shape)
-    return walk_between(shape, _view(target), (offset, (0,) * len(shape)))
-
-
-def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    low = _view(tensor)[0]
-    return low, low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
-def _meets(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.numel() or not other.numel():
-        return False
-    (a, b), (c, d) = _reach(one), _reach(other)
-    return a < d and c < b

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from refitd.copy_services.peers import Deadline, Peers
-from refitd.describe.module import mesh_splits
+from refitd.describe.dtensors import mesh_splits
 from refitd.errors import PlanError
 from refitd.plan.intersect import overlapping
 

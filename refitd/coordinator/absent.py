@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from refitd.coordinator.journal import Record
 from refitd.coordinator.membership import Member
+from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report
 
 # (model, replica, rank): members have other names when they register again

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from refitd.coordinator.journal import Record, Recovered
 from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.records import Record, Recovered
 from refitd.coordinator.rosters import ShardRead
 from refitd.describe.roster import Roster
 from refitd.errors import RefitdError

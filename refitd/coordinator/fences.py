@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.membership import Member, Node
 from refitd.coordinator.models import Models
+from refitd.coordinator.records import Record
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 

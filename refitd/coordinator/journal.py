@@ -9,10 +9,10 @@ import resource
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from refitd.coordinator.records import LiveVersion, Record, Recovered
 from refitd.errors import CommitError
 
 _VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
@@ -71,57 +71,6 @@ MAX_SEQUENCE = 1 << 53
 # How long a write waits for a lock that another program has taken on the file, which none should: meanwhile nobody is
 # answered, and daemons call a coordinator silent after 5 s.
 _LOCKED_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One swap in the journal."""
-
-    swap: str
-    model: str
-    version: int
-    state: str
-    plan: str
-    reason: str
-    at: float
-    report: bytes = b""
-    run: str = ""
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the swap was decided to commit."""
-        return self.state != "aborted"
-
-
-@dataclass(frozen=True, slots=True)
-class LiveVersion:
-    """The version of a model that was decided last; number and run identify it.
-
-    `sequence` increases with every decision, also where one journal continues another.
-    """
-
-    version: int
-    run: str = ""
-    sequence: int = 0
-    swap: str = ""
-
-    def is_at(self, version: int | None, run: str) -> bool:
-        """Whether this is the given version of the given run."""
-        return version == self.version and run == self.run
-
-    def __str__(self) -> str:
-        return f"{self.version} (run {self.run})" if self.run else str(self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """A live version that daemons know and this journal does not; `continues` is the journal they learned it from."""
-
-    model: str
-    live: LiveVersion
-    continues: str
-    at: float
-    highest: int = -1  # of all versions that were ever live
 
 
 class Journal:

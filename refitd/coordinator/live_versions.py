@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from refitd.coordinator.journal import MAX_SEQUENCE, LiveVersion, Recovered
+from refitd.coordinator.journal import MAX_SEQUENCE
+from refitd.coordinator.records import LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
 # Living daemons introduce themselves within about a second of a coordinator's start. It waits this long for them

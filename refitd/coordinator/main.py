@@ -19,8 +19,9 @@ from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, 
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import unpack_shard
-from refitd.coordinator.journal import Journal, Record
+from refitd.coordinator.journal import Journal
 from refitd.coordinator.plans import make_plan
+from refitd.coordinator.records import Record
 from refitd.coordinator.rosters import ShardRead
 from refitd.coordinator.state import Coordinator
 from refitd.describe.roster import Roster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from refitd.coordinator.journal import LiveVersion
+from refitd.coordinator.records import LiveVersion
 from refitd.coordinator.replica_digests import Compared, HeldReplica, ReplicaDigests
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from refitd.coordinator.decision import Phase, Swap
-from refitd.coordinator.journal import LiveVersion, Record
 from refitd.coordinator.membership import Member, Model
 from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.records import LiveVersion, Record
 from refitd.coordinator.replica_digests import RegionComparison
 from refitd.coordinator.steps import FlipSteps
 from refitd.errors import RefusedError

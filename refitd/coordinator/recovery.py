@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from refitd.coordinator.journal import Record
 from refitd.coordinator.membership import Member
+from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SwapReport

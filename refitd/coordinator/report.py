@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from refitd.coordinator.decision import Phase, Swap
-from refitd.coordinator.journal import Record
 from refitd.coordinator.membership import Member
+from refitd.coordinator.records import Record
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
 from refitd.states import MemberState, SwapOutcome

@@ -16,10 +16,10 @@ from refitd.coordinator.admission import (
     check_replica,
 )
 from refitd.coordinator.descriptions import Descriptions, unpack_shard
-from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
+from refitd.coordinator.records import Record
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.replica_digests import read_digests
 from refitd.coordinator.report import written_report

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from refitd.config import Config, ModelConfig
-from refitd.coordinator.journal import Record
 from refitd.coordinator.membership import Node
 from refitd.coordinator.models import ModelState
+from refitd.coordinator.records import Record
 from refitd.coordinator.report import swap_progress, written_report
 from refitd.protocol.reports import HistoryEntry, HistoryReport, LinkStatus, ModelStatus, StatusReport
 from refitd.states import LinkState, SwapOutcome

@@ -16,12 +16,12 @@ from refitd.coordinator.comparisons import Comparisons
 from refitd.coordinator.decision import Limits, Phase
 from refitd.coordinator.epochs import Epochs
 from refitd.coordinator.fences import Fences
-from refitd.coordinator.journal import LiveVersion, Record
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.membership import Member, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
 from refitd.coordinator.planning import Planning
 from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.records import LiveVersion, Record
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.report import (
     apart_report,
@@ -75,7 +75,6 @@ class Swaps:
         self._members = members
         self._new_swap_id = new_swap_id
         self._wall_clock = wall_clock
-        self._decided = decided
         self._lives = lives
         self._unfinished = unfinished
         self._absent = absent

@@ -8,9 +8,7 @@ import select
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from types import FrameType
 
 import zmq
@@ -23,6 +21,7 @@ from refitd.copy_services.measure import pull_seconds
 from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
 from refitd.daemon.address import reachable_address
+from refitd.daemon.client_inbox import ClientInbox
 from refitd.daemon.client_listener import ClientListener
 from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
 from refitd.daemon.slow_work import Moved, SlowWork
@@ -32,24 +31,16 @@ from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolErr
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.background import LARGE_FRAME, BackgroundThread, OrderedDecoder
-from refitd.protocol.base import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from refitd.protocol.channel import Dealer, Received, Router, local_peer
-from refitd.protocol.codec import HELLO_BYTES, BadMessage, Decoder, request_of
+from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
+from refitd.protocol.channel import Dealer, Router, local_peer
+from refitd.protocol.codec import Decoder
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
 
 TICK_S = 1.0
 
-# Messages of clients that are taken before everything else has its turn.
-_BATCH = 256
-
 # For a measurement of how fast a client's memory is read; some milliseconds where all is well.
 MEASURE_S = 10.0
-
-# What may wait for large frames before it to be read: of all clients together, and messages of one.
-MAX_HELD_BYTES = 512 << 20
-MAX_HELD = 256
 
 # A turn of the loop that takes so much longer than it may is told in the log, and nobody is called silent for it.
 SLOW_TURN_S = 0.5
@@ -89,8 +80,6 @@ class DaemonShell:
         self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
         for sock in (self._router.socket, self._dealer.socket, *self._dealer.doors):
             self._poller.register(sock, zmq.POLLIN)
-        self._clients: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
-        self._strangers: Decoder[local.Hello] = Decoder(local.Hello, HELLO_BYTES)
         self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
         self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, "permits")}
         self._permits = PermitPage(self._arena_fds[PAGE_ARENA])
@@ -98,11 +87,7 @@ class DaemonShell:
         self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._watch(self._made_r, select.POLLIN)
         self._maker = SlowWork(time.monotonic, self._told)
-        self._aside = BackgroundThread[tuple[int, Received]]("refitd-reader", self._told)
         self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
-        # of clients of whom a large frame is being read: what they have sent after it
-        self._held: dict[bytes, deque[Received]] = {}
-        self._held_bytes = 0
         self._problems: tuple[str, ...] = ()
         self._workers = Workers(config.node.workers, config.node.threads_per_worker, self._watch)
         self._state = Daemon(
@@ -114,6 +99,20 @@ class DaemonShell:
             address,
             services,
             config.node.keep_targets_s,
+        )
+        self._inbox = ClientInbox(
+            self._router,
+            self._gate,
+            self._users,
+            self._state,
+            config.node_name,
+            self._host,
+            self._feed,
+            self._end,
+            self._fetch,
+            self._told,
+            self._noise,
+            log,
         )
 
     def serve(self, stop: list[int], wakeup: int, beside: CoordinatorProcess | None, ready_fd: int | None) -> None:
@@ -196,7 +195,7 @@ class DaemonShell:
 
     def _serve_ready(self, ready: object, events: int) -> None:
         if ready is self._router.socket:
-            self._take_clients()
+            self._inbox.take()
         elif ready is self._dealer.socket:
             while (frame := self._dealer.receive()) is not None:
                 if self._is_trusted():
@@ -212,16 +211,10 @@ class DaemonShell:
         elif isinstance(ready, int) and self._gate.owns(ready):
             gone = self._gate.serve(ready, self._fetch)
             if gone is not None:
-                self._take_clients()  # what has come before a client's end counts
+                self._inbox.take()  # what has come before a client's end counts
                 self._end(gone, "its process has ended or closed the connection")
         elif isinstance(ready, int) and (worker := self._workers.fds().get(ready)) is not None:
             self._from_worker(worker, events)
-
-    def _take_clients(self) -> None:
-        for _ in range(_BATCH):
-            if (received := self._router.receive(self._limit_of)) is None:
-                break
-            self._from_client(received)
 
     def _is_trusted(self) -> bool:
         """Return whether the last word of the coordinator was one of a user who may be it; over TCP keys say so."""
@@ -268,129 +261,15 @@ class DaemonShell:
         for message in said:
             self._feed(act.WorkerSaid(worker, message))
 
-    def _limit_of(self, sender: Received) -> int:
-        return HELLO_BYTES if self._gate.session_of(sender) is None else MAX_MESSAGE_BYTES
-
-    def _from_stranger(self, received: Received) -> None:
-        """Take a Hello from somebody who has no session yet, and nothing else: it is not decoded."""
-        identity, request = received.identity, 0
-        try:
-            if received.too_large:
-                text = f"a frame of {received.too_large} bytes before Hello, which has {HELLO_BYTES} at most"
-                raise ProtocolError(f"{text}; say Hello with a session token first")
-            request, kind = request_of(received.frame)
-            if kind != local.Hello.__name__:
-                raise RefusedError("say Hello with a session token first")
-            reply: local.Welcome | local.Failure = self._hello(received, self._strangers.decode(received.frame)[1])
-        except RefitdError as exc:
-            self._tell_bad(received, exc)
-            reply = local.Failure(code=exc.code, message=str(exc))
-        self._router.send(identity, request, reply)
-
-    def _tell_bad(self, received: Received, error: RefitdError) -> None:
-        if self._noise.allows(f"bad {received.address}", time.monotonic()):
-            session = self._gate.session_of(received)
-            self._log("bad-message", session=session, peer=received.address, reason=str(error))
-
-    def _from_client(self, received: Received) -> None:
-        identity = received.identity
-        session = self._gate.session_of(received)
-        if session is None:
-            self._from_stranger(received)
-            return
-        if not self._gate.hear(received, self._fetch):  # it has said that earlier
-            self._end(session, "it has sent what is no message over its connection")
-            return
-        if identity in self._held or len(received.frame) > LARGE_FRAME:
-            self._hold(session, received)
-            return
-        try:
-            request, message = self._clients.decode(received.frame)
-        except ProtocolError as exc:
-            number = exc.request_id if isinstance(exc, BadMessage) else 0
-            self._tell_bad(received, exc)
-            self._router.send(identity, number, local.Failure(code=exc.code, message=str(exc)))
-            return
-        if isinstance(message, local.Hello):
-            self._router.send(identity, request, self._hello(received, message))
-            return
-        self._said(session, request, message, None)
-
     def _end(self, session: int, reason: str) -> None:
         self._gate.leave(session)
         self._feed(act.SessionClosed(session, reason))
 
-    def _hold(self, session: int, received: Received) -> None:
-        """Have a large frame read beside the loop, which must answer others meanwhile; what follows it waits."""
-        held = self._held.get(received.identity)
-        size = len(received.frame)
-        if self._held_bytes + size > MAX_HELD_BYTES or (held is not None and len(held) >= MAX_HELD):
-            text = "this client has sent too much at once; wait for answers"
-            self._router.send(received.identity, 0, local.Failure(code=RefusedError.code, message=text))
-            return
-        self._held_bytes += size
-        if held is not None:
-            held.append(received)
-            return
-        self._held[received.identity] = deque()
-
-        def read() -> _Read:
-            request, message = self._clients.decode(received.frame)
-            return _Read(request, message)
-
-        self._aside.submit((session, received), read)
-
-    def _has_read(self, session: int, received: Received, found: object) -> None:
-        """Go on with a large frame; one of a registration is looked at beside the loop before that."""
-        identity = received.identity
-        if isinstance(found, _Read) and self._gate.session_of(received) == session:
-            if isinstance(found.message, local.RegisterSource | local.RegisterTarget) and found.prepared is None:
-                look = self._state.prepare(session, found.message)
-                self._aside.submit((session, received), lambda: replace(found, prepared=look()))
-                return
-            self._said(session, found.request, found.message, found.prepared)
-        elif isinstance(found, ProtocolError):
-            number = found.request_id if isinstance(found, BadMessage) else 0
-            self._tell_bad(received, found)
-            self._router.send(identity, number, local.Failure(code=found.code, message=str(found)))
-        elif isinstance(found, Exception):
-            self._log("internal-error", session=session, reason=repr(found))
-        self._held_bytes -= len(received.frame)
-        for later in self._held.pop(identity, ()):
-            self._held_bytes -= len(later.frame)
-            self._from_client(later)
-
-    def _said(self, session: int, request: int, message: local.ClientRequest, prepared: act.Prepared | None) -> None:
-        try:
-            self._feed(act.ClientSaid(session, request, message, prepared))
-        except Exception as exc:
-            # a mistake of ours that one client's message brings out must not end everybody's daemon
-            if self._noise.allows(f"internal {session} {type(message).__name__}", time.monotonic()):
-                self._log.failed("internal-error", session=session, message=type(message).__name__)
-            text = f"the daemon made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
-            self._perform(act.ToClient(session, request, local.Failure(code="internal", message=text)))
-
     def _said_of_commit(self, session: int, message: local.Told) -> None:
-        self._said(session, 0, message, None)
+        self._inbox.said(session, 0, message, None)
 
     def _goodbye(self, session: int) -> None:
         self._feed(act.SessionLeaves(session))
-
-    def _hello(self, received: Received, hello: local.Hello) -> local.Welcome | local.Failure:
-        if hello.protocol != PROTOCOL_VERSION:
-            text = f"this client speaks protocol {hello.protocol}, the daemon {PROTOCOL_VERSION}; upgrade one of them"
-            return local.Failure(code=ProtocolError.code, message=text)
-        try:
-            session, peer = self._gate.admit(received, hello.token)
-        except RefitdError as exc:
-            return local.Failure(code=exc.code, message=str(exc))
-        self._feed(act.SessionOpened(session, peer.pid, hello.name, self._users.roles_of(peer.uid), peer.uid))
-        return local.Welcome(
-            protocol=PROTOCOL_VERSION,
-            node=self._config.node_name,
-            host=self._host,
-            coordinator=self._state.is_coordinated,
-        )
 
     def _from_coordinator(self, frame: bytes) -> None:
         if len(frame) > LARGE_FRAME:
@@ -490,8 +369,7 @@ class DaemonShell:
                 self._log("bad-message", peer="coordinator", reason=str(said))
             else:
                 self._coordinator_said(*said)
-        for (session, received), read in self._aside.collect():
-            self._has_read(session, received, read)
+        self._inbox.collect()
         for key, found in self._maker.collect():
             match key, found:
                 case (int(), list()):
@@ -529,15 +407,6 @@ class DaemonShell:
         self._dealer.close()
         for fd in self._arena_fds.values():
             os.close(fd)
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A large frame that has been read; what its registration comes to, once that is known."""
-
-    request: int
-    message: local.ClientRequest
-    prepared: act.Prepared | None = None
 
 
 def _services(needed: str) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from refitd.plan.aliases import alias_problem, resolve_aliases, tied_name, untie
 from refitd.plan.columns import Ints, offsets_of
 from refitd.plan.completion import completed
 from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Geometries, Layouts, Paddings, Side, named
+from refitd.plan.mismatches import mismatches_of
 from refitd.plan.padding import padding_problems
 from refitd.plan.runs import left_out
 
@@ -94,12 +95,12 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
     before = problems.messages()
     reader = _Reader(ordered, {})
     layouts = reader.layouts()
-    mismatches = _mismatches(layouts)
+    mismatches = mismatches_of(layouts)
     tied = [name for name, other in reader.fed_by.items() if other in mismatches]
     if mismatches and (uneven := _uneven_sizes(ordered, [*mismatches, *tied])):
         reader = _Reader(ordered, uneven)
         layouts = reader.layouts()
-        mismatches = _mismatches(layouts)
+        mismatches = mismatches_of(layouts)
     for name, other in reader.fed_by.items():
         if other in mismatches:
             mismatches[other] = [f"{line}; {name} is fed from it as its alias" for line in mismatches[other]]
@@ -459,56 +460,6 @@ def _sorted(numbers: dict[str, int]) -> tuple[tuple[str, ...], Ints]:
 def _padded(rows: Sequence[Sequence[int]], dims: int, fill: int) -> Ints:
     found = [[fill] * (dims - len(row)) + list(row) for row in rows]
     return np.array(found, np.int64).reshape(len(found), dims)
-
-
-def _mismatches(layouts: Layouts) -> dict[str, list[str]]:
-    """Return, by canonical name, what different ranks say differently about one tensor."""
-    geometries = layouts.geometries
-    tensor = np.concatenate([layouts.source.entry_tensor, layouts.destination.entry_tensor])
-    geometry = np.concatenate([layouts.source.entry_geometry, layouts.destination.entry_geometry])
-    # a destination that declares a cast says what its sources must hold
-    dtype = np.concatenate(
-        [
-            geometries.dtype[layouts.source.entry_geometry],
-            geometries.held_dtype[layouts.destination.entry_geometry],
-        ]
-    )
-    found: dict[str, list[str]] = defaultdict(list)
-    checks: list[tuple[str, Ints, Sequence[Any], str]] = [
-        ("global shape", geometries.global_shape[geometry], geometries.shapes, "check the parallel groups"),
-        ("dtype", dtype, geometries.dtypes, "convert one side, or declare cast_from at the destination"),
-        ("number of dimensions", geometries.dims[geometry], range(16), "check the tiles"),
-    ]
-    for what, value, words, advice in checks:
-        known = value >= 0
-        first = np.full(len(layouts.tensors), -1, np.int64)
-        first[tensor[known][::-1]] = value[known][::-1]
-        wrong = np.unique(tensor[known & (value != first[tensor])])
-        for number in wrong.tolist():
-            if layouts.tensors[number] in found:
-                continue
-            rows = np.flatnonzero((tensor == number) & known)
-            said = []
-            for each in dict.fromkeys(value[rows].tolist()):
-                row = int(rows[value[rows] == each][0])
-                said.append(f"{words[each]} on {_entry_ranks(layouts, row)}")
-            found[layouts.tensors[number]].append(
-                f"{layouts.tensors[number]}: {what} is {', '.join(said)}; it must be the same everywhere, {advice}"
-            )
-    return found
-
-
-def _entry_ranks(layouts: Layouts, row: int) -> str:
-    """Name the ranks of an entry, by its row in the two sides' columns laid end to end."""
-    sources = len(layouts.source.entry_tensor)
-    if row < sources:
-        return f"{layouts.members(layouts.source, int(layouts.source.entry_class[row]))} (source)"
-    row -= sources
-    ranks = layouts.members(layouts.destination, int(layouts.destination.entry_class[row]))
-    geometry = layouts.destination.entry_geometry[row]
-    wanted = layouts.geometries.dtypes[int(layouts.geometries.dtype[geometry])]
-    cast = f", cast to {wanted}" if layouts.geometries.cast[geometry] else ""
-    return f"{ranks} (destination{cast})"
 
 
 def _uneven_sizes(ordered: Sequence[Roster], names: Iterable[str]) -> Uneven:

@@ -18,8 +18,9 @@ from refitd import ParameterMetadata
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
-from refitd.coordinator.journal import Journal, Record, Recovered
+from refitd.coordinator.journal import Journal
 from refitd.coordinator.plans import make_plan
+from refitd.coordinator.records import Record, Recovered
 from refitd.coordinator.schedule import MAX_QUEUED
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError

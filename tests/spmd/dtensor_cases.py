@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import refitd
 from refitd.adapters import uneven_dtensor
 from refitd.adapters.uneven_dtensor import UnevenLayoutError
-from refitd.describe.module import mesh_splits
+from refitd.describe.dtensors import mesh_splits
 from refitd.describe.placements import split_tiles
 from tests.spmd.cases import TIMEOUT_S, World, bits, linear, numbers, refused
 

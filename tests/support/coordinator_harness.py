@@ -7,8 +7,8 @@ import itertools
 from refitd import ParameterMetadata
 from refitd.config import Config
 from refitd.coordinator import actions as act
-from refitd.coordinator.journal import LiveVersion, Record, Recovered
 from refitd.coordinator.plans import make_plan
+from refitd.coordinator.records import LiveVersion, Record, Recovered
 from refitd.coordinator.state import Coordinator
 from refitd.errors import RefitdError
 from refitd.events import Log

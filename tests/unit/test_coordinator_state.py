@@ -10,9 +10,9 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
-from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.plans import make_plan
+from refitd.coordinator.records import Record
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.errors import CommitError
 from refitd.events import Busy, Tick

@@ -25,7 +25,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refitd import ParameterMetadata, PlanError, Tile, extract_param_metadata
-from refitd.describe.module import describe_module, mesh_splits
+from refitd.describe.dtensors import mesh_splits
+from refitd.describe.module import describe_module
 from refitd.describe.placements import MeshSplit, cut_order, split_tiles
 from refitd.testing import oracle
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from refitd.coordinator.journal import Journal, LiveVersion, Record, Recovered
+from refitd.coordinator.journal import Journal
+from refitd.coordinator.records import LiveVersion, Record, Recovered
 from refitd.errors import CommitError
 
 CONNECT = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from refitd.coordinator.journal import LiveVersion
 from refitd.coordinator.live_versions import KEPT_DECISIONS, LiveVersions
+from refitd.coordinator.records import LiveVersion
 
 
 class Nothing:

@@ -1,0 +1,102 @@
+"""What a tracer knows of memory: which canonical elements lie where, as strided walks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from refitd.describe.walks import Axis, Laid, Walk, walk_between
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A canonical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OriginBox:
+    """A box of a memory whose elements come from a canonical one: `offset` there, and strides per dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    origin: Origin
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TracedStorage:
+    """One storage as a row-major tensor of `shape`, and where its elements come from."""
+
+    keep: torch.Tensor  # so that its storage's address is nobody else's
+    shape: tuple[int, ...]
+    boxes: list[OriginBox] = field(default_factory=list)
+    fill: float | None = None  # of what lies in no box
+    through: frozenset[torch.dtype] = frozenset()  # dtypes that its elements were rounded to
+    tainted: frozenset[str] = frozenset()  # computed from these
+    is_tainted: bool = False
+
+
+@dataclass(slots=True)
+class Written:
+    """What has been written to one of the engine's tensors so far."""
+
+    name: str
+    tensor: torch.Tensor
+    writes: list[tuple[Walk, Origin | float]] = field(default_factory=list)  # in order; side a: the tensor's memory
+    computed: set[str] = field(default_factory=set)
+    is_computed: bool = False
+
+
+def view_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return where a tensor lies in its storage: offset and strides."""
+    return int(tensor.storage_offset()), tuple(tensor.stride())
+
+
+def grid_of(tensor: torch.Tensor, count: int) -> tuple[int, ...]:
+    """Return the shape of the memory that a view is a part of, as far as the view shows it."""
+    if not tensor.dim():
+        return (count,)
+    strides, sizes = list(tensor.stride()), list(tensor.shape)
+    order = sorted(range(len(sizes)), key=lambda d: -strides[d])
+    if order != list(range(len(sizes))) or strides[-1] != 1:
+        return (count,)
+    grid = [strides[d - 1] // strides[d] for d in range(1, len(sizes))]
+    inner = prod(grid)
+    return (count // inner, *grid) if inner and count % inner == 0 else (count,)
+
+
+def walk_through(piece: Laid, box: OriginBox) -> Walk:
+    """Return a walk whose side b lies in a box as one whose side b lies in the box' origin."""
+    b = box.offset + sum((c - s) * t for c, s, t in zip(piece.start, box.start, box.strides, strict=True))
+    axes = tuple(
+        Axis(axis.count, axis.a, step * box.strides[dim] if dim >= 0 else 0)
+        for axis, dim, step in zip(piece.walk.axes, piece.dims, piece.steps, strict=True)
+    )
+    return Walk(piece.walk.a, b, axes)
+
+
+def constant_walk(target: torch.Tensor, offset: int) -> Walk:
+    """Return the walk that writes one element everywhere in a view."""
+    shape = tuple(target.shape)
+    return walk_between(shape, view_of(target), (offset, (0,) * len(shape)))
+
+
+def reach_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first element of its storage that a tensor shows, and the one after the last."""
+    low = view_of(tensor)[0]
+    return low, low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def meets(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may show the same elements."""
+    if not one.numel() or not other.numel():
+        return False
+    (a, b), (c, d) = reach_of(one), reach_of(other)
+    return a < d and c < b
