@@ -219,9 +219,10 @@ def destination_addresses(table: CopyTable, places: Mapping[int, Places]) -> Add
     return _addresses(t, t.element_size, t.dst_rank, t.dst_local, t.dst_offset, t.dst_stride, places)
 
 
-def region_addresses(table: RegionTable, places: Mapping[int, Places]) -> Addresses:
-    """Return where in memory each region lies; raises as `address` does."""
-    return _addresses(table, table.element_size, table.rank, table.local, table.offset, table.stride, places)
+def region_addresses(table: RegionTable, places: Places) -> Addresses:
+    """Return where in memory the regions of one rank lie; raises as `address` does."""
+    t, rank = table, np.zeros(len(table), np.int32)
+    return _addresses(t, t.element_size, rank, t.local, t.offset, t.stride, {0: places})
 
 
 def _addresses(

@@ -16,7 +16,7 @@ from refitd.client.given import refuse_all
 from refitd.client.mxfp8 import SourceTensors
 from refitd.client.reentrant_lock import Turn, check_process
 from refitd.copy_services.measure import Choice, allow_reader, choose, copy_seconds, sample
-from refitd.describe.replica_pieces import take_digests, tie_problems
+from refitd.describe.digests import tie_problems
 from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
@@ -56,8 +56,8 @@ class Source:
             )
         self._is_measured = False
         self._leases: dict[int, Lease] = {}
-        self._world_size = world_size
         self._is_first = True
+        self._is_anew = False  # whether other tensors have been followed since the last version
         self._turn = Turn(f"a version of {model!r} is being published")
         self._closed = False
         self._next_version = registered.next_version
@@ -107,7 +107,7 @@ class Source:
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         self._check_open()
-        if self._tensors.follow() and not self._pulls and self._is_measured:
+        if self._follow() and not self._pulls and self._is_measured:
             self._lending = None  # what was found of other memory says nothing of this
         choice = self._lending
         if choice is None:
@@ -131,10 +131,10 @@ class Source:
                 version=version,
                 addresses=addresses,
                 reason=choice.reason,
-                replicas=self._replicas(),
+                is_anew=self._is_anew,
             )
             self._connection.request(message, local.Done, timeout)
-            self._is_first = False
+            self._is_first = self._is_anew = False
         except BaseException:
             del self._leases[version]
             raise
@@ -175,13 +175,13 @@ class Source:
 
     def _copy_now(self, version: int, timeout: float, reason: str) -> None:
         deadline = time.monotonic() + timeout
-        self._tensors.follow()  # before a slot is asked for, which lets go of an old version
+        self._follow()  # before a slot is asked for, which lets go of an old version
         self._check_ties()
         begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
         # the daemon answers at its deadline; ours is a little later so that its reason arrives
         granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
         try:
-            self._tensors.follow()  # that may have taken its time
+            self._follow()  # that may have taken its time
             self._tensors.write_to(self._slots[granted.slot])
             self._tensors.settle()  # once Publish has been sent the slot is read, and the tensors may be mutated
             self._tensors.check_still("while it was copied")
@@ -190,25 +190,23 @@ class Source:
                 self._withdraw(version)  # gives the slot back
             raise
         done = local.Publish(
-            member=self.member, version=version, slot=granted.slot, reason=reason, replicas=self._replicas()
+            member=self.member, version=version, slot=granted.slot, reason=reason, is_anew=self._is_anew
         )
         self._next_version = max(self._next_version, version + 1)  # also where nobody says in time that it is published
         self._connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
-        self._is_first = False
+        self._is_first = self._is_anew = False
+
+    def _follow(self) -> bool:
+        is_anew = self._tensors.follow()
+        self._is_anew = self._is_anew or is_anew
+        return is_anew
 
     def _check_ties(self) -> None:
-        """Refuse a first version of tensors that are declared to be one weight and differ."""
-        if self._is_first:
+        """Refuse tensors that are declared to be one weight and differ, where they have not been compared yet."""
+        if self._is_first or self._is_anew:
             self._tensors.settle()
             tensors = dict(zip(self._tensors.names, self._tensors.tensors, strict=True))
             refuse_all(tie_problems(self._tensors.metadata, tensors))
-
-    def _replicas(self) -> bytes:
-        """Return the digests of what other source ranks may hold, too; nothing after the first version."""
-        if not self._is_first or self._world_size < 2:
-            return b""
-        tensors = dict(zip(self._tensors.names, self._tensors.tensors, strict=True))
-        return take_digests(self._tensors.wire, tensors, self._world_size).astype("<u8").tobytes()
 
     def _measured(self, timeout: float) -> Choice:
         """Choose between pulling and copying, on parts of these tensors; the daemon reads as its workers would."""

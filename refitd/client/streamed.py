@@ -17,7 +17,6 @@ from refitd.client.devices import Arena
 from refitd.client.given import held_of_given
 from refitd.client.reentrant_lock import Turn, check_process
 from refitd.describe.metadata import ParameterMetadata, plain
-from refitd.describe.replica_pieces import take_digests
 from refitd.dtypes import dtype_name
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol import local
@@ -48,9 +47,7 @@ class StreamedSource:
         self._wire = wire
         self._offsets = staged(shard_of(list(wire)), ()).wire
         self._slots = slots
-        self._world_size = world_size
         self._told = closed
-        self._is_first = True
         self._closed = False
         self._turn = Turn(f"a version of {model!r} is being published")
         self._next_version = registered.next_version
@@ -89,19 +86,14 @@ class StreamedSource:
             begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
             granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
             try:
-                written = write_stream(self._slots[granted.slot], self._wire, self._offsets, weights)
+                write_stream(self._slots[granted.slot], self._wire, self._offsets, weights)
             except BaseException:
                 with contextlib.suppress(RefitdError):
                     self._connection.request(local.Withdraw(member=self.member, version=version), local.Done, 10.0)
                 raise
-            replicas = b""
-            if self._is_first and self._world_size > 1:
-                replicas = take_digests(self._wire, written, self._world_size).astype("<u8").tobytes()
-            del written
-            done = local.Publish(member=self.member, version=version, slot=granted.slot, reason="", replicas=replicas)
+            done = local.Publish(member=self.member, version=version, slot=granted.slot)
             self._next_version = max(self._next_version, version + 1)
             self._connection.request(done, local.Done, timeout)
-            self._is_first = False
 
     def close(self) -> None:
         """Take the registration and every version of it back."""

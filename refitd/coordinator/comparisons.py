@@ -1,12 +1,17 @@
-"""Before a swap: have nodes digest what its sources hold in different cuts, and compare."""
+"""Before a swap: have nodes digest what several of its source ranks hold, and compare.
+
+What was equal once is not compared again until a source rank registers anew, or follows other tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import xxhash
+
 from refitd.coordinator.models import Running
 from refitd.coordinator.plans import LoadedPlan
-from refitd.coordinator.replica_digests import HeldRegions, region_comparison
+from refitd.coordinator.region_comparison import RegionComparison
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 
@@ -22,16 +27,23 @@ class Comparisons:
         self._log = log
 
     def are_equal(self, running: Running, plan: LoadedPlan, now: float) -> bool:
-        """Whether what sources hold in different cuts is known to be equal; else ask their nodes for digests."""
-        fleet, swap = running.fleet, running.swap
-        if not len(plan.regions) or not fleet.check_replicas:
+        """Whether what several sources hold is known to be equal; else ask their nodes for digests."""
+        fleet, swap, regions = running.fleet, running.swap, plan.regions
+        if not len(regions) or not fleet.check_replicas:
             return True
-        held = {rank: HeldRegions(m.id, m.node, m.describe()) for rank, m in fleet.sources.items()}
+        # a rank that is not read may have dropped the version; it is compared at the next one
+        held = [
+            member
+            for rank, member in sorted(fleet.sources.items())
+            if rank in regions.holder_of and swap.version in member.versions
+        ]
+        said = [regions.digest, *(f"{member.id} {member.contents}" for member in held)]
+        key = xxhash.xxh3_128_hexdigest("\0".join(said).encode())
+        if fleet.compared.get(key):
+            return True
         timeout_s = NODE_SHARE * (swap.deadline - now)
-        comparison = region_comparison(plan.regions, held, now + timeout_s)
-        if fleet.compared.equal.get(comparison.key):
-            return True
-        self._log("comparing", swap=swap.swap, regions=len(plan.regions), left_out=", ".join(plan.not_compared))
+        comparison = RegionComparison(key, regions, held, now + timeout_s)
+        self._log("comparing", swap=swap.swap, regions=len(regions), nodes=", ".join(comparison.nodes))
         running.plan, running.comparison = plan, comparison
         for node, request in comparison.requests(swap.swap, swap.version, running.run, NODE_SHARE * timeout_s):
             self._to_node(node, request)
@@ -44,33 +56,31 @@ class Comparisons:
             The plan to go on with once all nodes have answered, None before; or why the swap must be aborted.
         """
         comparison, model = running.comparison, running.swap.model
-        if comparison is None:
+        if comparison is None or not comparison.waiting:
             return None
         if message.reason:
             return f"comparing the sources of {model!r}: {message.reason}"
         if not comparison.answered(node, message.digests):
             return None
         if problems := comparison.problems():
-            return (
-                f"{'; '.join(problems)} ([models.{model}] check_replicas = false at the coordinator swaps all the same)"
-            )
-        running.comparison = None
-        running.fleet.compared.equal.put(comparison.key, True)
+            advice = f"[models.{model}] check_replicas = false at the coordinator swaps all the same"
+            return f"{'; '.join(problems)} ({advice})"
+        running.fleet.compared.put(comparison.key, True)
         return running.plan
 
     def late(self, running: Running, now: float) -> str:
         """Return which nodes have not answered in time, and what to do; "" while there is time."""
         comparison, swap = running.comparison, running.swap
-        if comparison is None or now < comparison.deadline:
+        if comparison is None or not comparison.waiting or now < comparison.deadline:
             return ""
         return (
-            f"nodes {', '.join(comparison.waiting)}: what sources hold in different cuts is not compared after "
-            f"{now - swap.entered[swap.phase]:.1f} s (allow more time, or set [models.{swap.model}] check_replicas = "
-            "false at the coordinator)"
+            f"nodes {', '.join(sorted(comparison.waiting))}: what several sources hold is not compared after "
+            f"{now - swap.entered[swap.phase]:.1f} s (look at their workers, allow more time, or set "
+            f"[models.{swap.model}] check_replicas = false at the coordinator)"
         )
 
     def ended(self, running: Running) -> None:
-        """The swap is over: nodes that still digest for it stop."""
+        """The swap is over: nodes that still digest for it stop, and let go of what they have digested."""
         if running.comparison is not None:
-            for node in running.comparison.waiting:
+            for node in running.comparison.nodes:
                 self._to_node(node, cluster.Abort(swap=running.swap.swap, reason=running.swap.reason))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from refitd.caches import BoundedCache
 from refitd.coordinator.records import LiveVersion
-from refitd.coordinator.replica_digests import Compared, HeldReplica, ReplicaDigests
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
@@ -22,6 +22,9 @@ from refitd.protocol.reports import (
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.protocol.shards import Shard
 from refitd.states import ServingState, TransferMode
+
+# Comparisons that a model remembers: one for each way to choose its replicas, until ranks register anew.
+MAX_COMPARED = 16
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class Member:
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap has succeeded
     left_behind: bool = False  # target: it could not be brought to the live version; the next swap tries again
     tries: int = 0  # target: catch-ups that were aborted since it has registered
-    replicas: ReplicaDigests | None = None  # source: of what other ranks may hold, too
+    contents: int = 0  # source: goes up when other tensors take the place of those it was registered with
     again_at: float | None = None  # target: when it is left behind no more, and a catch-up tried again
     step: str = ""  # target: where it stands, in its daemon's words
     events: tuple[str, ...] = ()  # target: that brought it there
@@ -82,7 +85,8 @@ class Model:
     sources: dict[int, Member] = field(default_factory=dict)
     targets: dict[tuple[str, int], Member] = field(default_factory=dict)
     check_replicas: bool = True
-    compared: Compared = field(default_factory=Compared)
+    # keys of comparisons in which all source ranks were equal
+    compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
 
     def members(self) -> list[Member]:
         """Return sources and targets, each in rank order."""
@@ -225,19 +229,7 @@ class Model:
                 f"complete versions: {complete or 'none'}"
             )
         self._check_targets(version, may_be_older)
-        if self.check_replicas and (problems := self._differing()):
-            raise RefusedError(
-                f"model {self.name!r}: {'; '.join(problems)}, and register again ([models.{self.name}] "
-                "check_replicas = false at the coordinator swaps all the same)"
-            )
         return version
-
-    def _differing(self) -> Sequence[str]:
-        """Return the tensors whose replicated elements differ between source ranks."""
-        held = [(rank, m.describe(), m.added.digest, m.shard, m.replicas) for rank, m in sorted(self.sources.items())]
-        digested = [HeldReplica(*row[:4], row[4]) for row in held if row[4] is not None]
-        wanted = {m.added.digest: m.shard for m in self.targets.values()}
-        return self.compared.problems(digested, wanted)
 
     def _check_run(self) -> None:
         if self.run() is not None:

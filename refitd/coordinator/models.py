@@ -9,7 +9,7 @@ from refitd.coordinator.decision import Phase, Swap
 from refitd.coordinator.membership import Member, Model
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion, Record
-from refitd.coordinator.replica_digests import RegionComparison
+from refitd.coordinator.region_comparison import RegionComparison
 from refitd.coordinator.steps import FlipSteps
 from refitd.errors import RefusedError
 from refitd.protocol import local
@@ -39,7 +39,7 @@ class Running:
     sources: tuple[SourceReport, ...] = ()  # likewise: a lent version ends when it has been read
     answer_by: float | None = None  # when whoever waits is told how it stands; None: when it has ended
     plan: LoadedPlan | None = None
-    comparison: RegionComparison | None = None  # what the plan waits for
+    comparison: RegionComparison | None = None  # of its sources, where that is needed
     held_until: float | None = None  # when engines out of reach will have stopped serving: it is decided then
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may not have flipped with the others
     gives_way: bool = False  # a catch-up that was ended for the sake of a swap that somebody asked for
@@ -84,6 +84,15 @@ class ModelState:
     def takes_part(self, member: Member) -> bool:
         """Return whether this rank takes part in the running swap."""
         return self.running is not None and member.id in self.running.swap.names
+
+    def reads(self, member: Member) -> bool:
+        """Return whether the running swap reads this source rank; of a plan that is not made yet nobody knows."""
+        running = self.running
+        return (
+            running is not None
+            and running.plan is not None
+            and running.plan.members.get(member.id) in running.plan.senders
+        )
 
 
 class Models(dict[str, ModelState]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,13 @@ from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
-from refitd.plan.regions import RegionTable
+from refitd.plan.regions import Regions
 from refitd.plan.table import CopyTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 
 
-@dataclass(slots=True)
+@dataclass
 class LoadedPlan:
     """A validated plan, the ranks it is for, and the nodes that have it."""
 
@@ -31,13 +32,17 @@ class LoadedPlan:
     fills: FillTable
     unused_sources: tuple[str, ...]
     plan_s: float
-    regions: RegionTable  # what sources hold in different cuts, by source rank
-    not_compared: tuple[str, ...]
+    regions: Regions  # what several source ranks hold
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of the workers that exchange between nodes; None until it is formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> its slowest worker in the last swap
     pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of all that meet
+
+    @functools.cached_property
+    def senders(self) -> frozenset[int]:
+        """The plan-wide ranks that are read."""
+        return frozenset(np.unique(self.table.src_rank).tolist())
 
     def belongs_to(self, model: str) -> None:
         """Give the plan an id of this model: models of equal layout have equal plans but other members."""
@@ -123,7 +128,6 @@ def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
         plan.unused_sources,
         took_s,
         plan.regions,
-        plan.not_compared,
         pairs=_pairs(plan.table),
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from refitd.coordinator.membership import Member
 from refitd.coordinator.models import ModelState
-from refitd.coordinator.replica_digests import read_digests
 from refitd.coordinator.schedule import used_up
 from refitd.errors import RefusedError
 from refitd.protocol import cluster
@@ -72,8 +71,7 @@ class SourceVersions:
             text = f"version {version} may have been live with other contents; publish {first} or above"
         if text:
             raise RefusedError(f"model {state.fleet.name!r} {member.describe()}: {text} (source.next_version)")
-        if published.replicas:
-            member.replicas = read_digests(member.describe(), member.shard, version, published.replicas)
+        member.contents += published.is_anew
         member.versions.add(version)
         member.newest = max(member.newest, version)
         state.published[member.run, member.added.rank] = member.newest

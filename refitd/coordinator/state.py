@@ -21,7 +21,6 @@ from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.records import Record
 from refitd.coordinator.recovery import Unfinished
-from refitd.coordinator.replica_digests import read_digests
 from refitd.coordinator.report import written_report
 from refitd.coordinator.requirements import wanted_parts
 from refitd.coordinator.source_versions import SourceVersions
@@ -334,8 +333,6 @@ class Coordinator:
             poisoned=added.poisoned,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
-        if is_source and added.replicas:
-            member.replicas = read_digests(member.describe(), shard, added.replicas_of, added.replicas)
         replaced = state.fleet.replaced_by(added)
         for one in replaced:
             state.fleet.remove(one)
@@ -451,8 +448,10 @@ class Coordinator:
         state = self.models[member.added.model]
         self._sources.room_changed(state)
         running = state.running
-        if running is not None and running.version == version and state.takes_part(member):
-            lost = decision.MemberLost(member_id, f"it withdrew version {version} while it was being read")
+        if running is not None and running.version == version and state.reads(member):
+            lost = decision.MemberLost(
+                member_id, f"it withdrew version {version}, or published over it, before it was read"
+            )
             self.swaps.step(state, lost, now)
 
     def _member(self, member_id: str) -> Member:

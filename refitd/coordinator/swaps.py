@@ -174,7 +174,12 @@ class Swaps:
         assert state.running is not None
         if not self._comparisons.are_equal(state.running, plan, now):
             return
-        fleet = state.running.fleet
+        fleet, running = state.running.fleet, state.running
+        senders = [member for rank, member in sorted(fleet.sources.items()) if rank in plan.senders]
+        if gone := [m for m in senders if running.version not in m.versions]:
+            reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
+            self.step(state, decision.AbortAsked(reason), now)
+            return
         links = plan.links(fleet)
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
@@ -408,7 +413,8 @@ class Swaps:
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
             self._epochs.drop(plan)  # an epoch does not outlive a swap that failed
-        self._comparisons.ended(running)
+        if s.phase is Phase.ABORTED:
+            self._comparisons.ended(running)
         outcome, written = report.outcome, msgspec.json.encode(report)
         for waiter in running.waiters:
             self._send(*waiter, report)
@@ -473,7 +479,7 @@ class Swaps:
                 found.append(due_at)
             if state.running is not None:
                 found.append(state.running.swap.deadline)
-                if state.running.comparison is not None:
+                if state.running.comparison is not None and state.running.comparison.waiting:
                     found.append(state.running.comparison.deadline)
                 if state.running.answer_by is not None:
                     found.append(state.running.answer_by)

@@ -117,8 +117,6 @@ class LocalMember:
     mode: TransferMode = TransferMode.NONE  # how the newest version is given
     mode_reason: str = ""  # the measurement that chose between pulling and copying
     described: bytes = b""  # its shard, packed for the coordinator
-    replicas: bytes = b""  # source: digests of what other ranks may hold, too (see ShardPublished)
-    replicas_of: int = 0  # the version that they were taken of
 
     def move(self, event: Event) -> None:
         """Change the state of a target.

@@ -104,8 +104,6 @@ class Before:
     newest: int
     mode: TransferMode
     mode_reason: str
-    replicas: bytes
-    replicas_of: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.members import LentVersion, LocalMember, WaitingPublish, lease_places
 from refitd.daemon.pending import Announced, Before
 from refitd.daemon.swaps import LocalSwaps
-from refitd.describe.replica_pieces import piece_count
-from refitd.errors import DeadlineExceeded, ProtocolError, RefitdError, RefusedError, TransportError
+from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, TransportError
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 
@@ -46,7 +45,6 @@ class Publishing:
 
         Raises:
             RefusedError: the slot was not granted for this version.
-            ProtocolError: the digests of replicas are not one for each piece.
             TransportError: there is no coordinator.
         """
         version, index = message.version, message.slot
@@ -55,26 +53,26 @@ class Publishing:
             raise RefusedError(f"{member.id}: slot {index} was not granted for version {version}; publish again")
         slot.writing = None
         try:
-            self._check_announced(member, message.replicas)
+            self._link.check()
         except RefitdError:
             self._grant(member)
             raise
         slot.version = version
-        self._announce(member, session, request, version, message.reason, message.replicas)
+        self._announce(member, session, request, version, message.reason, message.is_anew)
 
     def lend(self, member: LocalMember, session: int, request: int, message: local.Lend) -> None:
         """Take live tensors as a version.
 
         Raises:
             RefusedError: the version is not newer, or the addresses do not fit the tensors.
-            ProtocolError, TransportError: as `publish`.
+            TransportError: as `publish`.
         """
         version = message.version
         _check_newer(member, version)
         _check_room(member, "versions that are lent", len(member.leases))
-        self._check_announced(member, message.replicas)
+        self._link.check()
         member.leases[version] = LentVersion(version, lease_places(member, message.addresses))
-        self._announce(member, session, request, version, message.reason, message.replicas)
+        self._announce(member, session, request, version, message.reason, message.is_anew)
 
     def ask_room(self, member: LocalMember) -> None:
         """Ask what may be overwritten for a publish that waits; said again, for a coordinator may have missed it."""
@@ -127,13 +125,6 @@ class Publishing:
             if version in member.leases:
                 self._end_lease(member, version)
 
-    def let_go(self, members: Iterable[LocalMember], swap: str) -> None:
-        """The swap has compared what it is going to read: until it reads, slots may be overwritten; leases go on."""
-        for member in members:
-            for readers in [held.readers for held in member.leases.values()] + [slot.readers for slot in member.slots]:
-                readers.discard(swap)
-            self._grant(member)
-
     def expire(self, members: Iterable[LocalMember], now: float) -> None:
         """Tell those who have waited too long for a slot who is reading."""
         for member in members:
@@ -161,17 +152,12 @@ class Publishing:
             self._reply(waiting.session, waiting.request, local.SlotGranted(slot=index))
 
     def _announce(
-        self, member: LocalMember, session: int, request: int, version: int, reason: str, replicas: bytes
+        self, member: LocalMember, session: int, request: int, version: int, reason: str, is_anew: bool
     ) -> None:
-        before = Before(member.newest, member.mode, member.mode_reason, member.replicas, member.replicas_of)
+        before = Before(member.newest, member.mode, member.mode_reason)
         member.newest = version
-        if replicas:
-            member.replicas, member.replicas_of = replicas, version
         member.mode, member.mode_reason = member.mode_of(version), reason
-
-        published = cluster.ShardPublished(
-            member=member.id, version=version, mode=member.mode, mode_reason=reason, replicas=replicas
-        )
+        published = cluster.ShardPublished(member.id, version, member.mode, reason, is_anew)
         self._link.ask(session, request, published, Announced(member, version, before))
 
     def announced(self, session: int, request: int, about: Announced, reply: Message) -> None:
@@ -181,21 +167,10 @@ class Publishing:
             self._take_back(about.member, about.version, about.before)
         self._reply(session, request, reply)
 
-    def _check_announced(self, member: LocalMember, replicas: bytes) -> None:
-        """Refuse what could not be announced to the coordinator."""
-        pieces = sum(map(piece_count, member.registration.shard.tensors)) if replicas else 0
-        if len(replicas) != 8 * pieces:
-            raise ProtocolError(
-                f"{member.id}: {len(replicas)} bytes of replica digests, expected 8 for each of {pieces} pieces"
-            )
-        self._link.check()
-
     def _take_back(self, member: LocalMember, version: int, before: Before) -> None:
         """The coordinator has refused a version; nobody else knows of it, and its number can still be used."""
         if member.newest == version:
             member.newest, member.mode, member.mode_reason = before.newest, before.mode, before.mode_reason
-        if member.replicas_of == version:
-            member.replicas, member.replicas_of = before.replicas, before.replicas_of
         member.leases.pop(version, None)
         for slot in member.slots:
             slot.version = None if slot.version == version else slot.version

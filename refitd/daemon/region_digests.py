@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
 from refitd.addressing.copies import Addresses, region_addresses
-from refitd.addressing.places import PROCESS_MEMORY
-from refitd.buffers.blocks import DIGEST_BYTES, block_steps, blocks_of
+from refitd.addressing.places import PROCESS_MEMORY, Int64
+from refitd.buffers.blocks import DIGEST_BYTES, block_steps
 from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
 from refitd.daemon.blocks import RUN_BYTES, RUN_NUMBERS
 from refitd.daemon.members import LocalMember
@@ -22,14 +22,46 @@ from refitd.protocol.base import clipped
 ATTEMPTS = 4
 
 
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Spans that one worker digests at once: of its GPU, where they lie on one."""
+class _Spans:
+    """The blocks of one member's regions, cut alike wherever equal regions lie; columns, since they may be many."""
 
-    first: int  # number of its first span
-    spans: tuple[sidecar.Span, ...]
+    def __init__(self, table: RegionTable, at: Addresses) -> None:
+        self._table, self._at = table, at
+        elements = np.prod(table.size, axis=1, dtype=np.int64)
+        element_size = table.element_size.astype(np.int64)
+        steps = block_steps(elements, element_size)
+        self.counts: Int64 = -(-elements // steps)  # [rows] blocks
+        self.row = np.repeat(np.arange(len(table)), self.counts)
+        before = np.cumsum(self.counts) - self.counts
+        self._first = (np.arange(len(self.row)) - before[self.row]) * steps[self.row]
+        self._count = np.minimum(steps[self.row], elements[self.row] - self._first)
+        self.nbytes: Int64 = self._count * element_size[self.row]
+        self.numbers = 2 * table.size.shape[1] + 6  # of one block's span, at most
+        self._arena = np.where(at.arena == PROCESS_MEMORY, 0, at.arena)
+
+    @property
+    def arenas(self) -> Int64:
+        """The arena of each block, 0 for memory of a process."""
+        arenas: Int64 = self._arena[self.row]
+        return arenas
+
+    def __getitem__(self, number: int) -> sidecar.Span:
+        row = int(self.row[number])
+        element, arena = int(self._table.element_size[row]), int(self._arena[row])
+        shape, strides = _flattened(self._table.size[row].tolist(), self._at.stride[row].tolist(), element)
+        pid = 0 if arena else int(self._at.pid[row])
+        first, count = int(self._first[number]), int(self._count[number])
+        return sidecar.Span(arena, int(self._at.offset[row]), shape, strides, element, first, count, pid)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Blocks begin:end of a member, which one worker digests at once: of its GPU, where they lie on one."""
+
+    member: int
+    begin: int
+    end: int
     home: int | None
-    attempts: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -40,15 +72,19 @@ class _Asked:
     version: int
     deadline: float
     timeout_s: float
-    members: tuple[LocalMember, ...]
-    spans_of: np.ndarray[tuple[int], np.dtype[np.int64]]  # [rows] spans of each
+    members: list[LocalMember]
+    spans: list[_Spans]  # of each member
     left: list[_Batch]
-    unfinished: int
-    digests: dict[int, bytes] = field(default_factory=dict)  # by the number of a batch's first span
+    unfinished: int  # batches
+    digests: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by member and begin of a batch
+    attempts: dict[_Batch, int] = field(default_factory=dict)
 
 
 class RegionDigests:
-    """Has workers read what `cluster.DigestRegions` names. Instructions go to `out`; `let_go` ends a swap's reading."""
+    """Has workers read what `cluster.DigestRegions` names.
+
+    The swap reads these versions from then on: what ends its reading lets go of them. Instructions go to `out`.
+    """
 
     def __init__(
         self,
@@ -59,7 +95,7 @@ class RegionDigests:
         need: Callable[[int, set[int]], None],
         homes: Callable[[set[int]], dict[int, int]],
         numbers: Callable[[], int],
-        let_go: Callable[[str], None],
+        replace: Callable[[int, str], None],
     ) -> None:
         self._node = node
         self._workers = workers
@@ -68,46 +104,57 @@ class RegionDigests:
         self._need = need
         self._homes = homes
         self._numbers = numbers
-        self._let_go = let_go
+        self._replace = replace
         self._asked: dict[str, _Asked] = {}  # by swap
         self._runs: dict[int, tuple[_Asked, _Batch, int]] = {}  # with the worker
 
     def begin(self, message: cluster.DigestRegions, now: float) -> None:
         """Begin to read; whatever stands in the way is the answer."""
-        held = [self._members.get(member) for member in message.members]
-        for rank, member in zip(message.ranks, held, strict=False):
+        members: list[LocalMember] = []
+        for rank, name in zip(message.ranks, message.members, strict=False):
+            member = self._members.get(name)
             if member is None or member.run != message.run or message.version not in member.held():
                 reason = f"source rank {rank}: version {message.version} is no longer held on node {self._node}"
                 self._out(ToCoordinator(0, cluster.RegionsDigested(swap=message.swap, reason=reason)))
                 return
-        members = tuple(member for member in held if member is not None)
-        places = {
-            rank: member.source_places(message.version) for rank, member in zip(message.ranks, members, strict=True)
-        }
+            members.append(member)
         try:
             table = RegionTable.from_wire(message.table)
-            rows = list(_spans(table, region_addresses(table, places)))
+            spans = []
+            for holder, member in zip(message.holders, members, strict=True):
+                mine = table.select(np.flatnonzero(table.holder == holder))
+                spans.append(_Spans(mine, region_addresses(mine, member.source_places(message.version))))
         except (KeyError, ValueError) as exc:
             reason = f"node {self._node}: the regions do not fit the tensors registered here: {exc}"
             self._out(ToCoordinator(0, cluster.RegionsDigested(swap=message.swap, reason=clipped(reason))))
             return
-        spans = [span for row in rows for span in row]
-        homes = self._homes({span.arena for span in spans if not span.pid})
-        batches = list(_batches(spans, homes))
+        batches = [batch for number, each in enumerate(spans) for batch in self._batches(number, each)]
         for member in members:
             readers = member.readers_of(message.version)
             if readers is not None:
                 readers.add(message.swap)
-        self._asked[message.swap] = _Asked(
-            message.swap,
-            message.version,
-            now + message.timeout_s,
-            message.timeout_s,
-            members,
-            np.array([len(row) for row in rows], np.int64),
-            batches,
-            len(batches),
-        )
+        limits = now + message.timeout_s, message.timeout_s
+        asked = _Asked(message.swap, message.version, *limits, members, spans, batches, len(batches))
+        self._asked[message.swap] = asked
+        if not batches:
+            self._finish(asked)
+
+    def _batches(self, member: int, spans: _Spans) -> list[_Batch]:
+        """Cut blocks into runs of about RUN_BYTES, each of one home."""
+        arenas, number_of = np.unique(spans.arenas, return_inverse=True)
+        homes = self._homes({arena for arena in arenas.tolist() if arena})
+        home = np.array([homes.get(arena, -1) for arena in arenas.tolist()], np.int64)[number_of]
+        moves = np.append(np.flatnonzero(np.diff(home)) + 1, len(home))
+        nbytes = np.cumsum(spans.nbytes)
+        most = RUN_NUMBERS // spans.numbers
+        found, begin = [], 0
+        while begin < len(home):
+            before = int(nbytes[begin - 1]) if begin else 0
+            end = int(np.searchsorted(nbytes, before + RUN_BYTES, side="right"))
+            end = min(max(end, begin + 1), begin + most, int(moves[np.searchsorted(moves, begin, side="right")]))
+            found.append(_Batch(member, begin, end, int(home[begin]) if home[begin] >= 0 else None))
+            begin = end
+        return found
 
     @property
     def next_deadline(self) -> float | None:
@@ -115,27 +162,31 @@ class RegionDigests:
         return min((asked.deadline for asked in self._asked.values()), default=None)
 
     def expire(self, now: float) -> None:
-        """Answer what has waited long enough."""
+        """Answer what has waited long enough, and replace the workers that hang over it."""
         for asked in [asked for asked in self._asked.values() if now >= asked.deadline]:
-            reason = f"the workers of node {self._node} have not read its sources within {asked.timeout_s:.1f} s"
-            self._end(asked, reason=reason)
+            late = sorted({worker for of, _, worker in self._runs.values() if of is asked})
+            who = f"; workers {late} are replaced" if late else ""
+            reason = f"node {self._node} has not read its sources within {asked.timeout_s:.1f} s{who}"
+            self._end(asked, reason=f"{reason} (allow more time, or set check_replicas = false)")
+            for worker in late:
+                self._replace(worker, f"it has not read sources for swap {asked.swap} in time")
 
     def dispatch(self) -> None:
         """Give each worker that has none of it the next batch."""
         busy = {worker for _, _, worker in self._runs.values()}
         for worker in (w for w in range(self._workers) if w not in busy):
             for asked in self._asked.values():
-                batch = next((b for b in asked.left if b.home in (None, worker)), None)
-                if batch is not None:
-                    asked.left.remove(batch)
-                    self._send(asked, batch, worker)
+                at = next((i for i, b in enumerate(asked.left) if b.home in (None, worker)), None)
+                if at is not None:
+                    self._send(asked, asked.left.pop(at), worker)
                     break
 
     def _send(self, asked: _Asked, batch: _Batch, worker: int) -> None:
-        number = self._numbers()
+        number, mine = self._numbers(), asked.spans[batch.member]
+        spans = tuple(mine[at] for at in range(batch.begin, batch.end))
         self._runs[number] = asked, batch, worker
-        self._need(worker, {span.arena for span in batch.spans if not span.pid})
-        self._out(ToWorker(worker, sidecar.TakeDigests(run=number, spans=batch.spans)))
+        self._need(worker, {span.arena for span in spans if not span.pid})
+        self._out(ToWorker(worker, sidecar.TakeDigests(run=number, spans=spans)))
 
     def worker_said(self, message: sidecar.DigestsTaken) -> bool:
         """Take a worker's results; return whether they were asked for here."""
@@ -145,26 +196,27 @@ class RegionDigests:
         asked, batch, worker = found
         if self._asked.get(asked.swap) is not asked:
             return True
-        if message.reason or len(message.digests) != DIGEST_BYTES * len(batch.spans):
-            reason = message.reason or f"{len(message.digests)} bytes of digests for {len(batch.spans)} spans"
+        count = batch.end - batch.begin
+        if message.reason or len(message.digests) != DIGEST_BYTES * count:
+            reason = message.reason or f"{len(message.digests)} bytes of digests for {count} spans"
             self._end(asked, reason=f"worker {worker} of node {self._node}: {reason}")
             return True
-        asked.digests[batch.first] = message.digests
+        asked.digests[batch.member, batch.begin] = message.digests
         asked.unfinished -= 1
         if not asked.unfinished:
             self._finish(asked)
         return True
 
-    def worker_gone(self, worker: int) -> None:
+    def worker_gone(self, worker: int, *, died: bool) -> None:
         """A worker has died or was replaced: others, or the next one, read what it had."""
         for number, (asked, batch, whose) in list(self._runs.items()):
             if whose != worker:
                 continue
             del self._runs[number]
-            batch.attempts += 1
             if self._asked.get(asked.swap) is not asked:
                 continue
-            if batch.attempts < ATTEMPTS:
+            attempts = asked.attempts[batch] = asked.attempts.get(batch, 0) + died
+            if attempts < ATTEMPTS:
                 asked.left.append(batch)
             else:
                 self._end(
@@ -173,13 +225,11 @@ class RegionDigests:
 
     def forget(self, swap: str) -> None:
         """The swap has ended: nobody waits for its digests any more."""
-        if self._asked.pop(swap, None) is not None:
-            self._let_go(swap)
+        self._asked.pop(swap, None)
 
     def stop(self) -> None:
         """Another coordinator has taken over: nobody waits for any of these digests."""
-        for swap in list(self._asked):
-            self.forget(swap)
+        self._asked.clear()
 
     def _finish(self, asked: _Asked) -> None:
         for member in asked.members:
@@ -187,31 +237,16 @@ class RegionDigests:
                 self._end(asked, reason=f"{member.id}: version {asked.version} was taken back while it was compared")
                 return
         taken = b"".join(digests for _, digests in sorted(asked.digests.items()))
-        ends = DIGEST_BYTES * np.cumsum(asked.spans_of)
-        starts = ends - DIGEST_BYTES * asked.spans_of
-        rows = [xxhash.xxh3_64_intdigest(taken[a:b]) or 1 for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        ends = DIGEST_BYTES * np.cumsum(np.concatenate([np.zeros(1, np.int64), *(each.counts for each in asked.spans)]))
+        rows = [
+            xxhash.xxh3_64_intdigest(taken[a:b]) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        ]
         self._end(asked, np.array(rows, "<u8").tobytes())
 
     def _end(self, asked: _Asked, digests: bytes = b"", reason: str = "") -> None:
         del self._asked[asked.swap]
-        self._let_go(asked.swap)
         answer = cluster.RegionsDigested(swap=asked.swap, digests=digests, reason=clipped(reason))
         self._out(ToCoordinator(0, answer))
-
-
-def _spans(table: RegionTable, at: Addresses) -> Iterator[list[sidecar.Span]]:
-    """Yield the spans of each row: equal boxes of equal elements are cut alike, wherever they lie."""
-    elements = np.prod(table.size, axis=1, dtype=np.int64)
-    steps = block_steps(elements, table.element_size.astype(np.int64))
-    for row in range(len(table)):
-        element, arena, pid = int(table.element_size[row]), int(at.arena[row]), 0
-        if arena == PROCESS_MEMORY:
-            arena, pid = 0, int(at.pid[row])
-        shape, strides = _flattened(table.size[row].tolist(), at.stride[row].tolist(), element)
-        where = arena, int(at.offset[row]), shape, strides, element
-        yield [
-            sidecar.Span(*where, first, count, pid) for first, count in blocks_of(int(elements[row]), int(steps[row]))
-        ]
 
 
 def _flattened(sizes: list[int], strides: list[int], element: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -224,21 +259,3 @@ def _flattened(sizes: list[int], strides: list[int], element: int) -> tuple[tupl
             box.append((size, stride))
     box = box or [(1, element)]
     return tuple(size for size, _ in reversed(box)), tuple(stride for _, stride in reversed(box))
-
-
-def _batches(spans: Sequence[sidecar.Span], homes: dict[int, int]) -> Iterator[_Batch]:
-    """Cut spans into runs of about RUN_BYTES, each of one home."""
-    first, nbytes, numbers = 0, 0, 0
-    batch: list[sidecar.Span] = []
-    home: int | None = None
-    for span in spans:
-        lies = None if span.pid else homes.get(span.arena)
-        size, length = span.count * span.element_size, 2 * len(span.shape) + 6
-        if batch and (nbytes + size > RUN_BYTES or numbers + length > RUN_NUMBERS or lies != home):
-            yield _Batch(first, tuple(batch), home)
-            first, nbytes, numbers, batch = first + len(batch), 0, 0, []
-        home = lies
-        batch.append(span)
-        nbytes, numbers = nbytes + size, numbers + length
-    if batch:
-        yield _Batch(first, tuple(batch), home)

@@ -329,6 +329,4 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         staged_version=member.state.next if member.state.step.is_staged else None,
         staged_run=member.state.next_run if member.state.step.is_staged else "",
         committing=member.state.step.is_decided,
-        replicas=member.replicas,
-        replicas_of=member.replicas_of,
     )

@@ -145,7 +145,7 @@ class Daemon:
         )
         self._publishing = Publishing(self._swaps, self._link, self._reply)
         self._regions = RegionDigests(
-            node, workers, self.members, out, self._maps.need, self._maps.homes, numbers, self._let_go
+            node, workers, self.members, out, self._maps.need, self._maps.homes, numbers, self._replace_worker
         )
         self._registrations = Registrations(
             node,
@@ -189,7 +189,7 @@ class Daemon:
             case WorkerStarted(worker):
                 self._log("worker-started", worker=worker)
                 self._maps.renewed(worker)
-                self._stops_digesting(worker)
+                self._stops_digesting(worker, died=False)
             case Problems(texts):
                 self._problems = texts
             case NotSent(worker, message, reason):
@@ -570,7 +570,7 @@ class Daemon:
         pid = self._worker_pids.pop(worker, 0)
         self._log("worker-died", worker=worker, pid=pid, how=how)
         self._maps.renewed(worker)
-        self._stops_digesting(worker)
+        self._stops_digesting(worker, died=True)
         who = f"worker {worker} (pid {pid})" if pid else f"worker {worker}"  # it had not said who it is
         self._swaps.worker_died(worker, f"{who} on node {self._node} (host {self._host})", how)
 
@@ -578,14 +578,11 @@ class Daemon:
         """Replace a worker that is in the middle of something nobody wants any more."""
         self._out.append(RestartWorker(worker))
         self._maps.renewed(worker)
-        self._stops_digesting(worker)
+        self._stops_digesting(worker, died=False)
 
-    def _stops_digesting(self, worker: int) -> None:
-        self._proofs.worker_gone(worker)
-        self._regions.worker_gone(worker)
-
-    def _let_go(self, swap: str) -> None:
-        self._publishing.let_go(self.members.values(), swap)
+    def _stops_digesting(self, worker: int, *, died: bool) -> None:
+        self._proofs.worker_gone(worker, died=died)
+        self._regions.worker_gone(worker, died=died)
 
     def _replace_worker(self, worker: int, reason: str) -> None:
         self._swaps.replace_worker(worker, reason)

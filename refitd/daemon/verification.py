@@ -462,14 +462,14 @@ class Proofs:
         if work.finished == work.total:
             self._done(work)
 
-    def worker_gone(self, worker: int) -> None:
+    def worker_gone(self, worker: int, *, died: bool) -> None:
         """A worker has died or was replaced: others, or the next one, do what it had."""
         for number, run in list(self._runs.items()):
             if run.worker == worker:
                 del self._runs[number]
                 run.work.left.append(run.batch)
-                run.work.attempts += 1
-                if run.work.attempts > ATTEMPTS and any(run.work is work for work in self._work):
+                run.work.attempts += died
+                if died and run.work.attempts > ATTEMPTS and any(run.work is work for work in self._work):
                     self._failed(run.work, f"workers of node {self._node} died {ATTEMPTS} times meanwhile")
 
     def _done(self, work: _DigestWork) -> None:

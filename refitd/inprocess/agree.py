@@ -18,7 +18,7 @@ from refitd.caches import BoundedCache
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError, ProtocolError, RefitdError
-from refitd.inprocess.rank_plan import RankPlan, TwinCheck, rank_plans
+from refitd.inprocess.rank_plan import RankPlan, RegionCheck, rank_plans, regions_of_rank
 from refitd.inprocess.request import RankTensors, Request, collect_tensors
 from refitd.inprocess.wire import (
     ANSWERS,
@@ -31,7 +31,6 @@ from refitd.inprocess.wire import (
     texts,
 )
 from refitd.plan.build import plan_copies
-from refitd.plan.replica_digests import source_twins
 from refitd.protocol.codec import encode
 from refitd.protocol.shards import metadata_of
 
@@ -105,10 +104,13 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
     plan = plan_copies(rosters)
     if len(plan.fills) or plan.table.cast.any():
         raise PlanError("declared fills and cast_from are performed by the service only; here pass `casts` to the call")
-    # twins are compared only where every rank agrees to: all take part, or none
-    twins = source_twins(rosters, plan) if checks else {}
-    parts = (replace(p, twins=tuple(twins.get(p.rank, ()))) for p in rank_plans(plan, rosters))
-    return [encode(0, part_of(replace(part, check=TwinCheck(is_due=bool(twins))))) for part in parts]
+    # regions are compared only where every rank agrees to: all take part, or none
+    check = RegionCheck(is_due=checks and len(plan.regions) > 0)
+    answers = []
+    for part in rank_plans(plan, rosters):
+        regions = regions_of_rank(plan.regions, part.rank) if check.is_due else ()
+        answers.append(encode(0, part_of(replace(part, check=check, regions=regions))))
+    return answers
 
 
 def said_of(exc: Exception, rank: int) -> tuple[str, ...]:

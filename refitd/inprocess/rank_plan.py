@@ -11,7 +11,7 @@ import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.plan.ops import ReshardPlan, TransferOp
-from refitd.plan.replica_digests import Twin
+from refitd.plan.regions import Regions
 from refitd.plan.shared import PLACE_BITS, GlobalPlan
 from refitd.plan.table import CopyTable, Int32
 from refitd.plan.views import RowBox, Slices, op_task_id, row_pieces
@@ -27,9 +27,20 @@ class Sliced(NamedTuple):
     dst_slices: Slices
 
 
+class HeldRegion(NamedTuple):
+    """A box of one of this rank's source tensors that others hold, too: group is what these have in common."""
+
+    group: int
+    tensor: str  # canonical
+    local: str
+    offset: int  # elements into the local tensor
+    size: Shape
+    stride: Shape  # elements
+
+
 @dataclass(slots=True)
-class TwinCheck:
-    """Whether the plan's first exchange, which compares twins, is still to come. Changes with every rank's at once."""
+class RegionCheck:
+    """Whether the first exchange, which compares regions, is still to come. Changes with every rank's at once."""
 
     is_due: bool
 
@@ -45,7 +56,7 @@ class RankPlan:
         dst_shapes: local shapes of the tensors written.
         digest: of the whole plan, the same on all ranks.
         unused_sources: canonical names that some rank offers and none wants.
-        twins: pieces of its sources that other ranks hold, too.
+        regions: what of its sources is held twice, in the order of Regions.rows_of.
         check: whether they are still to be compared.
     """
 
@@ -55,8 +66,8 @@ class RankPlan:
     dst_shapes: Mapping[tuple[int, str], Shape]
     digest: str
     unused_sources: tuple[str, ...]
-    twins: tuple[Twin, ...] = ()
-    check: TwinCheck = field(default_factory=lambda: TwinCheck(is_due=False))
+    regions: tuple[HeldRegion, ...] = ()
+    check: RegionCheck = field(default_factory=lambda: RegionCheck(is_due=False))
 
     @functools.cached_property
     def ops(self) -> ReshardPlan:
@@ -111,6 +122,25 @@ def rank_plans(plan: GlobalPlan, rosters: Sequence[Roster]) -> Iterator[RankPlan
             digest=plan.digest,
             unused_sources=plan.unused_sources,
         )
+
+
+def regions_of_rank(regions: Regions, rank: int) -> tuple[HeldRegion, ...]:
+    """Return the regions that a rank holds."""
+    if rank not in regions.holder_of:
+        return ()
+    t = regions.table.select(regions.rows_of(rank))
+    return tuple(
+        HeldRegion(int(group), t.tensors[tensor], t.locals[local], int(offset), tuple(size), tuple(stride))
+        for group, tensor, local, offset, size, stride in zip(
+            t.group.tolist(),
+            t.tensor.tolist(),
+            t.local.tolist(),
+            t.offset.tolist(),
+            t.size.tolist(),
+            t.stride.tolist(),
+            strict=True,
+        )
+    )
 
 
 def _rows_of(column: Any, ranks: Sequence[int]) -> list[Any]:

@@ -21,8 +21,8 @@ from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.registry import installed
 from refitd.errors import ConfigError
 from refitd.inprocess.agree import PlanCache, agree_on_plan
+from refitd.inprocess.compare_regions import compare_regions
 from refitd.inprocess.execute import execute
-from refitd.inprocess.replica_digests import compare_twins
 from refitd.inprocess.request import Request
 from refitd.inprocess.reuse import AgreedPlan, agreed_plan, collect_for
 
@@ -139,7 +139,7 @@ def execute_reshard_plan(
     changes |= {"source": src_module, "destination": dst_module, "check_replicas": check_replicas}
     tensors, compares = collect_for(plan, changes, peers, deadline)
     if compares:
-        compare_twins(plan.part, tensors, peers, deadline)
+        compare_regions(plan.part, tensors, peers, deadline)
     through = plan.transform if transform is None else transform
     return execute(plan.part, tensors, through, service, deadline, verify=verify)
 
@@ -238,7 +238,7 @@ def reshard_model_weights(
     request = Request(src_model, target_model, num_experts, *offsets, casts, transform, aliases, check_replicas)
     plan, tensors = agree_on_plan(request, peers, deadline, _caches.plans)
     if plan.check.is_due:
-        compare_twins(plan, tensors, peers, deadline)
+        compare_regions(plan, tensors, peers, deadline)
     return execute(plan, tensors, transform, service, deadline, verify=verify)
 
 

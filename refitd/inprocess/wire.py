@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from refitd.describe.tiles import Tile
 from refitd.errors import ProtocolError
-from refitd.inprocess.rank_plan import RankPlan, TwinCheck
-from refitd.plan.replica_digests import Twin
+from refitd.inprocess.rank_plan import HeldRegion, RankPlan, RegionCheck
 from refitd.plan.table import CopyTable
 from refitd.protocol.base import MAX_TEXT_BYTES, Count, Label, Message, Name, Text, Value
 from refitd.protocol.codec import Decoder
@@ -36,17 +34,7 @@ class LocalShape(Value, frozen=True, array_like=True):
     shape: tuple[Count, ...]
 
 
-WireBox = tuple[Count, tuple[Count, ...], tuple[Count, ...]]  # local offset, size, local stride
-
-
-class WireTwin(Value, frozen=True, array_like=True):
-    """`refitd.plan.replica_digests.Twin` on the wire."""
-
-    number: Count
-    local: Name
-    group: Count
-    tensor: Name
-    box: WireBox | None = None  # of its tile
+WireRegion = tuple[Count, Name, Name, Count, tuple[Count, ...], tuple[Count, ...]]  # HeldRegion
 
 
 class RankPart(Message, frozen=True):
@@ -58,19 +46,19 @@ class RankPart(Message, frozen=True):
     dst_shapes: tuple[LocalShape, ...]
     digest: Label
     unused_sources: tuple[Name, ...]
-    twins: tuple[WireTwin, ...] = ()
+    regions: tuple[WireRegion, ...] = ()
     check_replicas: bool = False
 
 
-class TwinDigests(Message, frozen=True):
-    """The digests of one rank's twins: little-endian uint64."""
+class RegionsDigested(Message, frozen=True):
+    """The digests of one rank's regions: little-endian uint64."""
 
-    twins: tuple[WireTwin, ...]
+    regions: tuple[WireRegion, ...]
     digests: bytes
 
 
-class TwinsCompared(Message, frozen=True):
-    """What differs; nothing: all twins are equal."""
+class RegionsCompared(Message, frozen=True):
+    """What differs; nothing: all regions are equal."""
 
     problems: tuple[Text, ...] = ()
 
@@ -83,29 +71,8 @@ class NoPlan(Message, frozen=True):
 
 DESCRIPTIONS = Decoder[RankDescribed | NotDescribed](RankDescribed | NotDescribed)
 ANSWERS = Decoder[RankPart | NoPlan](RankPart | NoPlan)
-TWINS = Decoder[TwinDigests | NotDescribed](TwinDigests | NotDescribed)
-COMPARED = Decoder[TwinsCompared](TwinsCompared)
-
-
-def wire_twins(twins: tuple[Twin, ...]) -> tuple[WireTwin, ...]:
-    """Pack twins."""
-    return tuple(WireTwin(t.number, t.local, t.group, t.tensor, _box(t.tile)) for t in twins)
-
-
-def twins_from(twins: tuple[WireTwin, ...]) -> tuple[Twin, ...]:
-    """Unpack twins."""
-    return tuple(Twin(t.number, t.local, t.group, t.tensor, _tile(t)) for t in twins)
-
-
-def _box(tile: Tile | None) -> WireBox | None:
-    return None if tile is None else (tile.local_offset, tile.size, tile.local_stride)
-
-
-def _tile(twin: WireTwin) -> Tile | None:
-    if twin.box is None:
-        return None
-    offset, size, stride = twin.box
-    return Tile(twin.tensor, (0,) * len(size), size, offset, stride)
+DIGESTED = Decoder[RegionsDigested | NotDescribed](RegionsDigested | NotDescribed)
+COMPARED = Decoder[RegionsCompared](RegionsCompared)
 
 
 def part_of(plan: RankPlan) -> RankPart:
@@ -121,7 +88,7 @@ def part_of(plan: RankPlan) -> RankPart:
         dst,
         plan.digest,
         plan.unused_sources,
-        wire_twins(plan.twins),
+        plan.regions,
         plan.check.is_due,
     )
 
@@ -137,8 +104,17 @@ def plan_of(part: RankPart) -> RankPlan:
     except ValueError as exc:
         raise ProtocolError(str(exc)) from exc
     src, dst = ({(s.rank, s.name): s.shape for s in shapes} for shapes in (part.src_shapes, part.dst_shapes))
-    check = TwinCheck(is_due=part.check_replicas)
-    return RankPlan(part.rank, table, src, dst, part.digest, part.unused_sources, twins_from(part.twins), check)
+    check = RegionCheck(is_due=part.check_replicas)
+    return RankPlan(
+        part.rank,
+        table,
+        src,
+        dst,
+        part.digest,
+        part.unused_sources,
+        tuple(HeldRegion(*region) for region in part.regions),
+        check,
+    )
 
 
 def texts(lines: tuple[str, ...]) -> tuple[str, ...]:

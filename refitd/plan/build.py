@@ -2,7 +2,7 @@
 
     rosters -> layouts      names, geometries and layout classes as columns        (read_rosters.py, layouts.py)
             -> match        pieces of each destination class, and who holds them   (match.py, lcm.py, intersect.py)
-            -> regions      what sources hold in different cuts, to be compared            (regions.py)
+            -> regions      what several source ranks hold, to be compared         (regions.py)
             -> shares       which rank sends which pieces to which                 (replicas.py)
             -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
             -> table        one row per copy                                       (table.py)
@@ -64,9 +64,8 @@ def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
     shared = _shared_plan(layouts, found, _shares(layouts, found))
     if wrong := shared_violations(shared, layouts):
         raise PlanError(wrong)
-    crossed = match(layouts.with_ties_merged())[0].crossed if layouts.has_ties else found.crossed
-    regions, left_out = regions_of(layouts, crossed)
-    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions, left_out), layouts
+    held = match(layouts.with_ties_merged())[0].shared if layouts.has_ties else found.shared
+    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions_of(layouts, held)), layouts
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,6 @@ class Geometries:
     tile_box: Ints
     tile_offset: Ints  # elements into the local tensor
     tile_stride: Ints  # [tiles, D]
-    tile_piece: Ints  # number of the piece (refitd.describe.replica_pieces) that the tile is a part of
     box_offset: Ints  # [boxes, D], padded in front to D dimensions
     box_size: Ints  # [boxes, D]
     element_size: Ints

@@ -6,7 +6,7 @@ result is a pattern, and every tensor refers to its pattern. What comes out are
     holding   (source class, tensor, cell) and where the cell lies in the class's local tensor
     piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor
     set       the source classes that hold a cell: any of their ranks can send it
-    crossed   a holding of a cell that sources hold as parts of different pieces: it is compared on its own
+    shared    a holding of a wanted cell that several ranks hold, or one rank twice: all of them must be equal
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class WantedPieces:
 
 
 @dataclass(frozen=True, eq=False)
-class CrossedCells:
-    """Holdings of wanted cells that are parts of different pieces of their holders, sorted by (spot, class)."""
+class SharedCells:
+    """Holdings of wanted cells that several source ranks have, or one has twice, sorted by (spot, class)."""
 
     spot: Ints  # equal for holdings of the same elements
     tensor: Ints
     source_class: Ints
     local: Ints
+    dtype: Ints
     element_size: Ints
     offset: Ints  # of the cell's first element in the local tensor
     stride: Ints  # [holdings, D]
@@ -73,7 +74,7 @@ class Match:
     """All pieces, all holdings, and the source classes of each set (rows set_start[s]:set_start[s + 1])."""
 
     holdings: Holdings
-    crossed: CrossedCells
+    shared: SharedCells
     pieces: WantedPieces
     set_start: Ints
     set_class: Ints
@@ -137,12 +138,12 @@ def match(layouts: Layouts) -> tuple[Match, list[str]]:
     examples, pattern[both] = numbered(kind[both])
     patterns, missing = _patterns(layouts, np.flatnonzero(both)[examples], held_boxes, wanted_boxes)
     problems += _gaps(layouts, wanted, pattern, missing)
-    holdings, spots, crossed = _holdings(layouts, held, pattern, patterns)
+    holdings, spots, shared = _holdings(layouts, held, pattern, patterns)
     is_lcm = np.zeros(tensors, bool)
     is_lcm[both] = patterns.is_lcm[pattern[both]]
     return Match(
         holdings=holdings,
-        crossed=crossed,
+        shared=shared,
         pieces=_wanted_pieces(layouts, wanted, pattern, patterns, spots),
         set_start=spots.set_start,
         set_class=spots.set_class,
@@ -208,7 +209,7 @@ def _patterns(
 
 def _holdings(
     layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
-) -> tuple[Holdings, _Spots, CrossedCells]:
+) -> tuple[Holdings, _Spots, SharedCells]:
     """Spread the source classes' tiles over cells, and find who holds the same.
 
     What a rank holds twice (one expert in two places, say) it gives from the first.
@@ -223,10 +224,9 @@ def _holdings(
     spot_key, spot = np.unique(held.tensor[tile] * cells + cell, return_inverse=True)
     key = spot * classes + held.layout_class[tile]
     order = np.argsort(key, kind="stable")
+    shared = _shared(layouts, held, patterns, order, key[order], tile, cell, offset, stride)
+    order = np.delete(order, 1 + np.flatnonzero(np.diff(key[order]) == 0))
     key = key[order]
-    repeated = np.flatnonzero(key[1:] == key[:-1])
-    order = np.delete(order, repeated)
-    key = np.delete(key, repeated)
     source_class = key % classes
     # spots held by the same classes have the same sum of hashes, and form one set
     examples, set_of_spot = numbered(_sums(mixed(source_class), key // classes, len(spot_key)))
@@ -234,23 +234,40 @@ def _holdings(
     _, members = ranges(start[examples], start[examples + 1] - start[examples])
     set_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(start[examples + 1] - start[examples])])
     holdings = Holdings(key, source_class, held.local[tile[order]], offset[order], stride[order])
-    # a spot is crossed where its holders have it in different pieces; equal pieces are compared as such
-    piece = geometries.tile_piece[row[order]]
-    begin = start[:-1]
-    one = np.minimum.reduceat(piece, begin) == np.maximum.reduceat(piece, begin) if len(piece) else np.zeros(0, bool)
-    at = np.flatnonzero(~one[key // classes] & patterns.is_wanted[cell[order]])
+    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members]), shared
+
+
+def _shared(
+    layouts: Layouts,
+    held: _Tiles,
+    patterns: _Patterns,
+    order: Ints,
+    sorted_key: Ints,
+    tile: Ints,
+    cell: Ints,
+    offset: Ints,
+    stride: Ints,
+) -> SharedCells:
+    """Return the holdings, in this order, of wanted cells of which there is more than one."""
+    geometries, classes = layouts.geometries, max(1, layouts.source.classes)
+    rank_class = layouts.source.rank_class
+    ranks = np.bincount(rank_class[rank_class >= 0], minlength=classes)
+    spot, source_class = sorted_key // classes, sorted_key % classes
+    holders = np.bincount(spot, weights=ranks[source_class]) if len(spot) else np.zeros(0)
+    at = np.flatnonzero((holders[spot] > 1) & patterns.is_wanted[cell[order]]) if len(spot) else order
     rows = order[at]
-    crossed = CrossedCells(
-        spot=key[at] // classes,
+    geometry = held.geometry[tile[rows]]
+    return SharedCells(
+        spot=spot[at],
         tensor=held.tensor[tile[rows]],
         source_class=source_class[at],
-        local=holdings.local[at],
-        element_size=geometries.element_size[held.geometry[tile[rows]]],
-        offset=holdings.offset[at],
-        stride=holdings.stride[at],
+        local=held.local[tile[rows]],
+        dtype=geometries.dtype[geometry],
+        element_size=geometries.element_size[geometry],
+        offset=offset[rows],
+        stride=stride[rows],
         size=patterns.cell_size[cell[rows]],
     )
-    return holdings, _Spots(spot_key, set_of_spot, set_start, source_class[members]), crossed
 
 
 def _wanted_pieces(layouts: Layouts, wanted: _Tiles, pattern: Ints, patterns: _Patterns, spots: _Spots) -> WantedPieces:

@@ -6,7 +6,7 @@ What a rank gets wrong on its own is found here, and what ranks get wrong togeth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from refitd.describe.casts import cast_number
 from refitd.describe.layout import canonical_name, elements, global_shape_of, is_sharded, layout_problems, tiles_of
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.replica_pieces import place_of
 from refitd.describe.roster import Roster
 from refitd.describe.tiles import Tile
 from refitd.dtypes import dtype_name
@@ -144,8 +143,7 @@ class _Reader:
         self.shapes: dict[tuple[int, ...], int] = {}
         self.dtypes: dict[str, int] = {}
         self.geometries: dict[Any, tuple[int, ...] | None] = {}
-        self.pieces: dict[tuple[Hashable, ...], int] = {}
-        self.tile_rows: list[tuple[int, int, tuple[int, ...], int]] = []
+        self.tile_rows: list[tuple[int, int, tuple[int, ...]]] = []
         self.tile_start: list[int] = [0]
         self.geometry_rows: list[tuple[int, ...]] = []
         self.fills: dict[str, int] = {}
@@ -313,13 +311,10 @@ class _Reader:
                 -1 if m.fill is None else self.fills.setdefault(repr(float(m.fill)), len(self.fills)),
             )
         )
-        places = [place_of(tile) for tile in tiles]
-        for tile, place in zip(tiles, places, strict=True):
-            # explicit tiles are pieces of their own, others are one (refitd.describe.replica_pieces)
-            piece = self.pieces.setdefault(tuple(places) if m.tiles is None else (place,), len(self.pieces))
+        for tile in tiles:
             for offset, local in _occurrences(tile):
                 box = self.boxes.setdefault((offset, tuple(tile.size)), len(self.boxes))
-                self.tile_rows.append((box, local, tuple(tile.local_stride), piece))
+                self.tile_rows.append((box, local, tuple(tile.local_stride)))
         self.tile_start.append(len(self.tile_rows))
         return len(self.geometry_rows) - 1
 
@@ -355,7 +350,6 @@ class _Reader:
             tile_box=np.array([row[0] for row in self.tile_rows], np.int64),
             tile_offset=np.array([row[1] for row in self.tile_rows], np.int64),
             tile_stride=_padded([row[2] for row in self.tile_rows], dims, 0),
-            tile_piece=np.array([row[3] for row in self.tile_rows], np.int64),
             box_offset=_padded([offset for offset, _ in self.boxes], dims, 0),
             box_size=_padded([size for _, size in self.boxes], dims, 1),
             element_size=columns[:, 0],

@@ -1,28 +1,36 @@
-"""Regions that source ranks hold as parts of different cuts: there, too, all of them must hold the same bytes.
+"""Regions: elements that several source ranks hold, or one rank twice. All of them must hold the same bytes.
 
-    rank 0 holds [0:8], rank 1 [0:4], rank 2 [4:8]     group 0: [0:4] of ranks 0 and 1, group 1: [4:8] of ranks 0 and 2
-
-Ranks that hold equal boxes are compared piece by piece (`refitd.plan.replica_digests`); of ranks that describe all
-the same, one stands for all here.
+rank 0 holds [0:8], rank 1 [0:4], rank 2 [4:8]     group 0: [0:4] of ranks 0 and 1, group 1: [4:8] of ranks 0 and 2
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from refitd.plan.columns import Ints
 from refitd.plan.layouts import Layouts
-from refitd.plan.match import CrossedCells
+from refitd.plan.match import SharedCells
 from refitd.plan.table import Int32, Int64, PlanTable
 
-# Each costs a digest on a worker. Cuts of one model cross in a few hundred places.
-MAX_REGIONS = 1 << 16
+MAX_NAMED = 5  # tensors that one refusal names
+
+ADVICE = (
+    "replicas of one tensor must be equal. If each rank holds a part, its description lacks that: check "
+    "tensor_model_parallel, partition_dim and partition_stride on the parameter, allreduce = False on experts, the "
+    "parallel groups, or describe it with tiles; if the ranks have drifted apart, synchronise them"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class RegionTable(PlanTable):
-    """Row i is a strided box of a rank's local tensor; rows of one group must hold the same bytes.
+    """Row i is a strided box of a holder's local tensor; rows of one group must hold the same bytes.
 
     Offsets and strides count elements of the local tensor laid out row-major in its own shape, as in a CopyTable.
     """
@@ -30,7 +38,7 @@ class RegionTable(PlanTable):
     tensors: tuple[str, ...]  # canonical names
     group: Int32  # [n] ascending
     tensor: Int32  # [n] index into `tensors`
-    rank: Int32  # [n]
+    holder: Int32  # [n] index into `Regions.holders`
     local: Int32  # [n] index into `locals`
     offset: Int64  # [n]
     stride: Int64  # [n, D]
@@ -40,37 +48,104 @@ class RegionTable(PlanTable):
         self._check_names(self.tensor, self.tensors)
         self._check_names(self.local, self.locals)
         self._check_places(self.offset, self.stride)
-        if min(self.group.min(), self.rank.min()) < 0:
-            raise ValueError("plan table: groups and ranks of regions must not be negative")
+        if min(self.group.min(), self.holder.min()) < 0:
+            raise ValueError("plan table: groups and holders of regions must not be negative")
 
 
-def regions_of(layouts: Layouts, crossed: CrossedCells) -> tuple[RegionTable, tuple[str, ...]]:
-    """Return the regions to compare, and the tensors that are cut into too many of them to be compared."""
-    left_out: tuple[str, ...] = ()
-    rows = np.arange(len(crossed.spot))
-    if len(rows) > MAX_REGIONS:
-        # whole tensors, those of the fewest regions first
-        counts = np.bincount(crossed.tensor, minlength=len(layouts.tensors))
-        order = np.argsort(counts, kind="stable")
-        kept = order[np.cumsum(counts[order]) <= MAX_REGIONS]
-        rows = np.flatnonzero(np.isin(crossed.tensor, kept))
-        left_out = tuple(layouts.tensors[i] for i in np.setdiff1d(np.flatnonzero(counts), kept).tolist())
-    classes, first = np.unique(layouts.source.rank_class, return_index=True)
-    rank_of = np.zeros(max(1, layouts.source.classes), np.int64)
-    rank_of[classes[classes >= 0]] = layouts.ranks[first[classes >= 0]]
-    tensors, tensor = np.unique(crossed.tensor[rows], return_inverse=True)
-    names, local = np.unique(crossed.local[rows], return_inverse=True)
-    _, group = np.unique(crossed.spot[rows], return_inverse=True)
+class Digested(NamedTuple):
+    """The digests of one holder's regions."""
+
+    label: str  # what messages call the holder
+    group: npt.NDArray[np.integer]  # [n] of each region
+    tensor_of: Callable[[int], str]  # canonical name of a region's tensor
+    digests: npt.NDArray[np.uint64]  # [n]
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """The regions of a plan.
+
+    Attributes:
+        table: a row for each box of each holder.
+        holders: source ranks that describe all the same, and hold the same boxes.
+    """
+
+    table: RegionTable
+    holders: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies which boxes of which ranks are compared."""
+        found = xxhash.xxh3_128(repr((self.holders, self.table.tensors, self.table.locals)).encode())
+        for column in fields(self.table):
+            if isinstance(value := getattr(self.table, column.name), np.ndarray):
+                found.update(repr(value.shape).encode())
+                found.update(value.tobytes())
+        return found.hexdigest()
+
+    @functools.cached_property
+    def holder_of(self) -> dict[int, int]:
+        """The holder that each rank is, of those that hold any."""
+        return {rank: number for number, ranks in enumerate(self.holders) for rank in ranks}
+
+    def rows_of(self, rank: int) -> Ints:
+        """Return the rows of the table that a rank holds."""
+        return np.flatnonzero(self.table.holder == self.holder_of[rank])
+
+    def digested(self, label: str, rank: int, digests: npt.NDArray[np.uint64]) -> Digested:
+        """Return the digests of what a rank holds, in the order of `rows_of`."""
+        rows, table = self.rows_of(rank), self.table
+        return Digested(label, table.group[rows], lambda i: table.tensors[int(table.tensor[rows[i]])], digests)
+
+
+def regions_of(layouts: Layouts, shared: SharedCells) -> Regions:
+    """Return what several source ranks hold and some destination wants."""
+    classes, holder = np.unique(shared.source_class, return_inverse=True)
+    rank_class = layouts.source.rank_class
+    tensors, tensor = np.unique(shared.tensor, return_inverse=True)
+    names, local = np.unique(shared.local, return_inverse=True)
+    # numbered in order: groups are ascending, as spots are
+    _, group = np.unique(shared.spot * (1 + int(shared.dtype.max(initial=0))) + shared.dtype, return_inverse=True)
     table = RegionTable(
         tensors=tuple(layouts.tensors[i] for i in tensors.tolist()),
         locals=tuple(layouts.locals[i] for i in names.tolist()),
-        size=crossed.size[rows],
-        element_size=crossed.element_size[rows].astype(np.int32),
+        size=shared.size,
+        element_size=shared.element_size.astype(np.int32),
         group=group.astype(np.int32),
         tensor=tensor.astype(np.int32),
-        rank=rank_of[crossed.source_class[rows]].astype(np.int32),
+        holder=holder.astype(np.int32),
         local=local.astype(np.int32),
-        offset=crossed.offset[rows],
-        stride=crossed.stride[rows],
+        offset=shared.offset,
+        stride=shared.stride,
     )
-    return table, left_out
+    return Regions(table, tuple(tuple(layouts.ranks[rank_class == number].tolist()) for number in classes.tolist()))
+
+
+def differences(held: Sequence[Digested]) -> list[str]:
+    """Return which tensors holders have different values of, and what to do; nothing where all are equal."""
+    if not held:
+        return []
+    group, value = (np.concatenate([getattr(each, column) for each in held]) for column in ("group", "digests"))
+    counts = np.array([len(each.digests) for each in held])
+    who, at = (
+        np.repeat(np.arange(len(held)), counts),
+        np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts),
+    )
+    order = np.argsort(group, kind="stable")
+    first = order[np.searchsorted(group[order], group)]  # of each row's group
+    lines: dict[str, str] = {}
+    for row in np.flatnonzero(value != value[first]).tolist():
+        name = held[who[row]].tensor_of(int(at[row]))
+        if name not in lines:
+            one, other = held[who[first[row]]].label, held[who[row]].label
+            between = f"{one} and {other} describe the same elements of it and hold"
+            if one == other:
+                between = f"{one} describes the same elements of it twice and holds"
+            lines[name] = f"{name}: {between} different values"
+    said = list(lines.values())
+    if len(said) > MAX_NAMED:
+        said = [*said[:MAX_NAMED], f"and {len(said) - MAX_NAMED} more tensors"]
+    return [*said[:-1], f"{said[-1]}; {ADVICE}"] if said else []

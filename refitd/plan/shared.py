@@ -17,7 +17,7 @@ import xxhash
 from refitd.plan.coalesce import Rows
 from refitd.plan.columns import Ints, hashed, name_hashes, numbered, offsets_of, range_values, ranges
 from refitd.plan.fills import FillTable, SharedFills, fills_from
-from refitd.plan.regions import RegionTable
+from refitd.plan.regions import Regions
 from refitd.plan.table import CopyTable
 
 # a task id is the destination's rank, then a hash of the tensor and of the place that is written
@@ -124,16 +124,14 @@ class GlobalPlan:
         unused_sources: canonical names that some rank offers and none wants.
         is_lcm: for each of `shared.tensors`, whether LCM tiling has planned it.
         digest: identifies what the plan does.
-        regions: what source ranks hold as parts of different cuts, to be compared before anything moves.
-        not_compared: canonical names of which there are too many such regions.
+        regions: what several source ranks hold, to be compared before anything moves.
     """
 
     shared: SharedPlan
     unused_sources: tuple[str, ...]
     is_lcm: npt.NDArray[np.bool_]
     digest: str
-    regions: RegionTable
-    not_compared: tuple[str, ...]
+    regions: Regions
 
     def planner_of(self, tensor: str) -> Planner | None:
         """Return what has planned a canonical tensor; None where the plan does not move it."""

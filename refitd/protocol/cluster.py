@@ -113,8 +113,6 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     staged_version: Count | None = None  # target: what it has staged
     staged_run: Label = ""
     committing: bool = False  # target: it was told to take over what is staged, so that this is decided
-    replicas: bytes = b""  # source: as in ShardPublished, said again to whoever may not have heard it
-    replicas_of: Count = 0  # the version that these were taken of
     observes: bool = False  # target: takes part in catch-ups alone
     is_question: bool = False  # whether it would be taken in; Done, or Failure
 
@@ -136,14 +134,14 @@ class DetachShard(Message, frozen=True):
 class ShardPublished(Message, frozen=True):
     """A source rank holds this version. Reply: Done or Failure. `mode` and `mode_reason` are as in SourceStatus.
 
-    `replicas`, with the first version: digests (little-endian uint64) of its pieces (`refitd.describe.replica_pieces`).
+    `is_anew`: other tensors have taken the place of those that it was registered with.
     """
 
     member: Name
     version: Count
     mode: TransferMode = TransferMode.NONE
     mode_reason: Text = ""
-    replicas: bytes = b""
+    is_anew: bool = False
 
 
 class ShardWithdrawn(Message, frozen=True):
@@ -439,14 +437,16 @@ class CheckMembers(Message, frozen=True):
 class DigestRegions(Message, frozen=True):
     """Digest regions of source ranks of this node at a version. Reply: RegionsDigested, within `timeout_s`.
 
-    `table` is `refitd.plan.regions.RegionTable.to_wire()`; its ranks are those in `ranks`, whose members are `members`.
+    `table` is `refitd.plan.regions.RegionTable.to_wire()`. Of each of `members`, `ranks` has the source rank and
+    `holders` says which rows of the table it holds.
     """
 
     swap: Name
     version: Count
     run: Label
-    ranks: tuple[Count, ...]
     members: tuple[Name, ...]
+    ranks: tuple[Count, ...]
+    holders: tuple[Count, ...]
     table: dict[str, int | bytes | list[str]]
     timeout_s: Seconds
 

@@ -108,9 +108,7 @@ class Publish(Message, frozen=True):
     version: Count
     slot: Small
     reason: Text = ""
-    replicas: bytes = (
-        b""  # with the first version: digests of what other ranks may hold, too (refitd.describe.replica_pieces)
-    )
+    is_anew: bool = False  # as in ShardPublished
 
 
 class MeasurePull(Message, frozen=True):
@@ -133,7 +131,7 @@ class Lend(Message, frozen=True):
     version: Count
     addresses: tuple[Count, ...] = ()
     reason: Text = ""
-    replicas: bytes = b""  # as in Publish
+    is_anew: bool = False  # as in ShardPublished
 
 
 class Withdraw(Message, frozen=True):

@@ -53,7 +53,7 @@ def test_a_comparison_that_is_interrupted_ends_the_swap_in_its_time_and_the_next
                     case "a worker is killed":
                         os.kill(worker, signal.SIGKILL)
                     case "a worker stands still":
-                        with pytest.raises(refitd.SwapFailed, match=r"n1.* (have not read|is not compared)"):
+                        with pytest.raises(refitd.SwapFailed, match=r"n1.* (has not read|is not compared)"):
                             swap.result()
                     case "a daemon is killed":
                         cluster.daemons["n1"].kill()

@@ -50,10 +50,10 @@ def test_replicas_that_differ_refuse_every_swap_by_name_until_they_say_what_they
         sources = offer(trainer, says_it=False)
         targets = [want(engine, rank) for rank in range(2)]
         with Engine(*(target for target, _ in targets)):
-            for version in (1, 2):  # digests come with the first version; the description stays wrong
+            for version in (1, 2):  # the description stays wrong
                 for source, _ in sources:
                     source.publish(version)
-                with pytest.raises(refitd.RefusedError) as caught:
+                with pytest.raises(refitd.SwapFailed) as caught:
                     trainer.swap("moe", version, timeout=60)
                 for words in (UNIT, "source rank 0", "source rank 1", "tensor_model_parallel", "check_replicas"):
                     assert words in str(caught.value)
@@ -79,7 +79,7 @@ def test_replicas_that_have_drifted_apart_are_told_of_when_lent_too(daemon: Daem
         sources = [trainer.register_source("m", tensors[r], rank=r, world_size=2, pull=True) for r in range(2)]
         engine.register_target("m", {"norm": torch.zeros(5)}, replica="r")
         leases = [source.lend(1) for source in sources]
-        with pytest.raises(refitd.RefusedError, match=r"norm: source rank 0 .* and source rank 1 .*drifted apart"):
+        with pytest.raises(refitd.SwapFailed, match=r"norm: source rank 0 .* and source rank 1 .*drifted apart"):
             trainer.swap("m", 1, timeout=60)
         for lease in leases:
             lease.withdraw()
@@ -141,14 +141,14 @@ def test_a_coordinator_that_starts_anew_knows_what_replicas_hold(
     with daemon.connect() as trainer, daemon.connect() as engine:
         for source, _ in offer(trainer, says_it=False):
             source.publish(1)
-            source.publish(2)  # which sends no digests
+            source.publish(2)
         targets = [want(engine, rank) for rank in range(2)]
         if not stays:
             trainer.close()  # what it has published stays
         coordinator.kill()
         daemon.start_coordinator()
         eventually(lambda: members(engine) == 4, "the coordinator knows everybody", 30)
-        with Engine(*(target for target, _ in targets)), pytest.raises(refitd.RefusedError) as caught:
+        with Engine(*(target for target, _ in targets)), pytest.raises(refitd.SwapFailed) as caught:
             engine.swap("moe", 2, timeout=60)
         for words in (UNIT, "source rank 0", "source rank 1"):
             assert words in str(caught.value)

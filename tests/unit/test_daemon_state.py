@@ -713,7 +713,7 @@ def test_a_version_that_the_coordinator_refuses_leaves_the_source_as_it_was(code
     h = Harness()
     source, _ = h.fleet()
     member = h.daemon.members[source]
-    before = (member.newest, member.mode, member.mode_reason, member.replicas_of, member.held(), member.where(1))
+    before = (member.newest, member.mode, member.mode_reason, member.held(), member.where(1))
     h.refuse_with = local.Failure(code=code, message="no")
     lent = local.Lend(member=source, version=2, addresses=(1, 2, 3, 4), reason="fast")
     assert h.ask(lent) == h.refuse_with
@@ -721,7 +721,6 @@ def test_a_version_that_the_coordinator_refuses_leaves_the_source_as_it_was(code
         member.newest,
         member.mode,
         member.mode_reason,
-        member.replicas_of,
         member.held(),
         member.where(1),
     ) == before

@@ -1,0 +1,70 @@
+"""The digests of what several source ranks hold, while they come in from the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from refitd.coordinator.membership import Member
+from refitd.errors import ProtocolError
+from refitd.plan.regions import Regions, differences
+from refitd.protocol.base import Message
+from refitd.protocol.cluster import DigestRegions
+
+
+@dataclass(slots=True, eq=False)
+class RegionComparison:
+    """The digests of a plan's regions while they come in. `held` are the source ranks that hold them, in order."""
+
+    key: str
+    regions: Regions
+    held: Sequence[Member]
+    deadline: float
+    waiting: set[str] = field(default_factory=set)  # nodes that have not answered
+    _digests: dict[int, npt.NDArray[np.uint64]] = field(default_factory=dict)  # by rank
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that are asked."""
+        return sorted({member.node for member in self.held})
+
+    def requests(self, swap: str, version: int, run: str, timeout_s: float) -> Iterator[tuple[str, Message]]:
+        """Yield what each node is asked for."""
+        table, holder_of = self.regions.table, self.regions.holder_of
+        for node in self.nodes:
+            self.waiting.add(node)
+            here = self._of(node)
+            ranks = tuple(member.added.rank for member in here)
+            holders = tuple(holder_of[rank] for rank in ranks)
+            wire = table.select(np.flatnonzero(np.isin(table.holder, holders))).to_wire()
+            members = tuple(member.id for member in here)
+            yield node, DigestRegions(swap, version, run, members, ranks, holders, wire, timeout_s)
+
+    def answered(self, node: str, digests: bytes) -> bool:
+        """Take a node's digests; return whether all have come.
+
+        Raises:
+            ProtocolError: there are not as many as were asked for.
+        """
+        if node not in self.waiting:
+            return False
+        here = self._of(node)
+        counts = [len(self.regions.rows_of(member.added.rank)) for member in here]
+        if len(digests) != 8 * sum(counts):
+            raise ProtocolError(f"node {node} sent {len(digests)} bytes of digests for {sum(counts)} regions")
+        parts = np.split(np.frombuffer(digests, "<u8"), np.cumsum(counts)[:-1])
+        self._digests |= zip((member.added.rank for member in here), parts, strict=True)
+        self.waiting.discard(node)
+        return not self.waiting
+
+    def problems(self) -> list[str]:
+        """Return the tensors that ranks hold different values of, once all digests have come."""
+        return differences(
+            [self.regions.digested(m.describe(), m.added.rank, self._digests[m.added.rank]) for m in self.held]
+        )
+
+    def _of(self, node: str) -> list[Member]:
+        return [member for member in self.held if member.node == node]
