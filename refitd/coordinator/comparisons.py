@@ -29,7 +29,8 @@ class Comparisons:
     def are_equal(self, running: Running, plan: LoadedPlan, now: float) -> bool:
         """Whether what several sources hold is known to be equal; else ask their nodes for digests."""
         fleet, swap, regions = running.fleet, running.swap, plan.regions
-        if not len(regions) or not fleet.check_replicas:
+        is_compared = running.comparison is not None  # for this swap
+        if is_compared or not len(regions) or not fleet.check_replicas:
             return True
         # a rank that is not read may have dropped the version; it is compared at the next one
         held = [
@@ -39,7 +40,7 @@ class Comparisons:
         ]
         said = [regions.digest, *(f"{member.id} {member.contents}" for member in held)]
         key = xxhash.xxh3_128_hexdigest("\0".join(said).encode())
-        if fleet.compared.get(key):
+        if not held or fleet.compared.get(key):
             return True
         timeout_s = NODE_SHARE * (swap.deadline - now)
         comparison = RegionComparison(key, regions, held, now + timeout_s)

@@ -88,7 +88,7 @@ class DaemonMachine(RuleBasedStateMachine):
             cluster.Abort(swap=swap, reason="r"),
             cluster.EndSwap(swap=swap),
             cluster.Pause(swap=swap, version=version, members=tuple(self.ids[:2])),
-            cluster.DigestRegions(swap, version, self.run_of(0), (0,), tuple(self.ids[:1]), REGIONS, 5.0),
+            cluster.DigestRegions(swap, version, self.run_of(0), tuple(self.ids[:1]), (0,), (0,), REGIONS, 5.0),
             local.Done(),
         )[what - 1]
         self.h.feed(act.CoordinatorSaid(0, message))

@@ -1,8 +1,7 @@
-"""Regions that sources hold in different cuts: the same elements in each group, and no shared element left out."""
+"""Regions: the same elements in each group, and each pair of ranks is compared in all that both hold."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 
 from refitd.describe.layout import tiles_of
 from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.replica_pieces import place_of
 from refitd.describe.roster import Roster
-from refitd.describe.tiles import Tile
 from refitd.errors import PlanError
 from refitd.plan.build import plan_copies
 from refitd.plan.completion import completed
 from refitd.plan.regions import RegionTable
+from refitd.protocol.shards import metadata_of, shard_of
 
 
 @st.composite
@@ -82,19 +80,6 @@ def indices(shape: tuple[int, ...], meta: ParameterMetadata) -> np.ndarray:
     return held
 
 
-def pieces_of(meta: ParameterMetadata) -> list[tuple[Tile, ...]]:
-    """The tiles of each piece that has a digest."""
-    tiles = tiles_of(meta)
-    return [tiles] if meta.tiles is None else [(tile,) for tile in tiles]
-
-
-def elements_of(shape: tuple[int, ...], meta: ParameterMetadata, piece: tuple[Hashable, ...]) -> set[int]:
-    """The canonical indices of a piece."""
-    tiles = next(tiles for tiles in pieces_of(meta) if tuple(map(place_of, tiles)) == piece)
-    only = replace(meta, tiles=tiles, is_tp=False, tensor_parallel_group_ranks=None, partition_sizes=None)
-    return set(indices(shape, only).tolist()) - {-1}
-
-
 def region(table: RegionTable, row: int, held: np.ndarray) -> tuple[int, ...]:
     """The canonical indices of a row, in its order."""
     at = np.array(table.offset[row])
@@ -104,34 +89,31 @@ def region(table: RegionTable, row: int, held: np.ndarray) -> tuple[int, ...]:
 
 
 @settings(max_examples=150)
-@given(cuts(), st.data())
-def test_groups_hold_the_same_elements_and_leave_out_none_that_cuts_share(
-    case: tuple[tuple[int, ...], list[ParameterMetadata]], data: st.DataObject
+@given(cuts(), st.booleans())
+def test_groups_hold_the_same_elements_and_leave_out_none_that_two_ranks_hold(
+    case: tuple[tuple[int, ...], list[ParameterMetadata]], travels: bool
 ) -> None:
     shape, metas = case
     ranks = len(metas)
     wanted = ParameterMetadata("w", shape, torch.int16, 2, owner_rank=ranks)
     rosters, _ = completed([*(Roster(m.owner_rank, (m,)) for m in metas), Roster(ranks, destination=(wanted,))])
     metas = [roster.source[0] for roster in rosters[:ranks]]  # who says nothing of blocks goes by who does
+    if travels:  # as the coordinator reads it
+        rosters = [Roster(r.rank, metadata_of(shard_of(r.source), r.rank), r.destination) for r in rosters]
     try:
         plan = plan_copies(rosters)
     except PlanError:
         reject()
-    table = RegionTable.from_wire(plan.regions.to_wire())
+    table = RegionTable.from_wire(plan.regions.table.to_wire())
     held = [indices(shape, meta) for meta in metas]
 
     groups: dict[int, dict[int, tuple[int, ...]]] = {}
-    for row in range(len(table)):
-        rank = int(table.rank[row])
-        groups.setdefault(int(table.group[row]), {})[rank] = region(table, row, held[rank])
+    for rank in range(ranks):
+        if rank in plan.regions.holder_of:
+            for row in plan.regions.rows_of(rank).tolist():
+                groups.setdefault(int(table.group[row]), {})[rank] = region(table, row, held[rank])
     for members in groups.values():
         assert len(members) > 1 and len(set(members.values())) == 1
-
-    # pieces in equal places are compared whole, and of ranks that hold all the same one stands for all
-    pieces = [{tuple(map(place_of, tiles)) for tiles in pieces_of(meta)} for meta in metas]
-    stands_for = {next(r for r in range(ranks) if pieces[r] == pieces[rank]) for rank in range(ranks)}
-    for one, other in combinations(sorted(stands_for), 2):
+    for one, other in combinations(range(ranks), 2):
         compared = {i for members in groups.values() if one in members and other in members for i in members[one]}
-        for piece in pieces[one] & pieces[other]:
-            compared |= elements_of(shape, metas[one], piece)
         assert compared == set(held[one].tolist()) & set(held[other].tolist())

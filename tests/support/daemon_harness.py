@@ -125,7 +125,7 @@ def regions(tensor: str, shape: tuple[int, ...], boxes: list[tuple[int, int]]) -
         element_size=np.full(n, 2, np.int32),
         group=np.arange(n, dtype=np.int32),
         tensor=np.zeros(n, np.int32),
-        rank=np.zeros(n, np.int32),
+        holder=np.zeros(n, np.int32),
         local=np.zeros(n, np.int32),
         offset=np.array([a * inner for a, _ in boxes], np.int64),
         stride=np.array([stride] * n, np.int64),

@@ -15,8 +15,8 @@ from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import packed_offsets
 from refitd.client.mxfp8 import SourceTensors, TargetTensors
 from refitd.client.source import Source
+from refitd.describe.digests import digest_of
 from refitd.describe.module import RankGroups
-from refitd.describe.replica_pieces import digest_of
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.base import Message
