@@ -70,7 +70,8 @@ class Deadlines(Section, frozen=True):
     connect_s: Positive = 10.0
     request_s: Positive = 120.0
     pause_s: Positive = 30.0  # for an engine that is asked to stand still to say that it does
-    lease_s: Positive = 10.0  # engines serve for so long without a word from the coordinator
+    # engines serve for so long without a word from the coordinator, which they hear from every second
+    lease_s: Annotated[float, msgspec.Meta(ge=2.0, le=86400)] = 10.0
     queue_s: Positive = 600.0  # that a swap which was asked for waits for those before it
 
 
@@ -80,7 +81,7 @@ class ModelConfig(Section, frozen=True):
     auto_swap: bool = False  # swap as soon as a version is complete
     verify: bool = True  # compare what is staged with its source, and keep digests of what is live
     catch_up: bool = True  # bring replicas that join, or come back, to the live version
-    check_replicas: bool = True  # refuse swaps while source ranks differ in what they describe as the same elements
+    check_replicas: bool = True  # abort swaps where source ranks differ in what they describe as the same elements
     # names of replicas that may register, with the wildcards of fnmatch; none: any, of whoever may act as an engine
     replicas: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...] = ()
 

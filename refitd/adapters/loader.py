@@ -97,23 +97,27 @@ def _result(tracer: Tracer, owner_rank: int | None) -> LoaderTrace:
     for written in itertools.chain.from_iterable(tracer.written.values()):
         if written.is_computed:
             computed[written.name] = tuple(sorted(written.computed))
-        elif not any(isinstance(what, Origin) for _, what in written.writes):
-            untouched.append(written.name)
+        elif (described := _described(written, owner_rank)) is not None:
+            metadata[written.name] = described
         else:
-            metadata[written.name] = _described(written, owner_rank)
+            untouched.append(written.name)
     unused = tuple(name for name in tracer.given if name not in tracer.used)
     return LoaderTrace(metadata, computed, tuple(untouched), unused)
 
 
-def _described(written: Written, owner_rank: int | None) -> ParameterMetadata:
-    """Return the description of one of the engine's tensors.
+def _described(written: Written, owner_rank: int | None) -> ParameterMetadata | None:
+    """Return the description of one of the engine's tensors, None where nothing of a canonical one is left in it.
 
     Raises:
         PlanError: parts of it are not written, or are made of canonical tensors of several dtypes.
     """
     name, tensor = written.name, written.tensor
+    if not any(isinstance(what, Origin) for _, what in written.writes):
+        return None
     shape = tuple(tensor.shape)
     pieces, fill = _visible([(_local(walk, tensor, name), what) for walk, what in written.writes], tensor.numel(), name)
+    if not pieces:
+        return None
     tiles = [tile for walk, origin in pieces for tile in _tiles(walk, origin)]
     dtypes = {dtype_name(origin.dtype) for _, origin in pieces}
     if len(dtypes) > 1:

@@ -36,6 +36,8 @@ def trusted(uid: int | None, environ: Mapping[str, str] = os.environ) -> Trusted
         ConfigError: one of them is no user id.
     """
     where, found = "uid", uid
+    if wrong := [name for name in environ if name.startswith("REFITD_DAEMON") and name != VARIABLE]:
+        raise ConfigError(f"the environment variable {wrong[0]} means nothing; did you mean {VARIABLE}?")
     if uid is None and (text := environ.get(VARIABLE)):
         where = f"the environment variable {VARIABLE}"
         try:

@@ -31,7 +31,9 @@ def checked_wanted(wanted: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]
         raise RefusedError(f"wanted is {shown(wanted)}, expected {{name: (shape, dtype)}}")
     found = {}
     for name, one in wanted.items():
-        if not isinstance(name, str) or not isinstance(one, tuple | list) or len(one) != 2:
+        if not isinstance(name, str):
+            raise RefusedError(f"wanted has a key {shown(name)}, expected the name of a tensor")
+        if not isinstance(one, tuple | list) or len(one) != 2:
             raise RefusedError(f"wanted[{name!r}] is {shown(one)}, expected (shape, dtype)")
         shape, dtype = one
         if isinstance(shape, str | bytes) or not isinstance(shape, Iterable) or _is_single(shape):

@@ -164,11 +164,11 @@ class Target:
     def version(self) -> int | None:
         """The version to serve: what these tensors hold.
 
-        None before the first, while one is taken over, after a commit that failed, while `fenced`, and once closed:
-        serve nothing then. It takes a read of shared memory, no call: ask whenever it matters.
+        None before the first, while one is taken over, after a commit that failed, while `fenced`, once closed, and in
+        forked children: serve nothing then. It takes a read of shared memory, no call: ask whenever it matters.
         """
         version = self._version
-        if version is None or self._fenced:
+        if version is None or self._fenced or os.getpid() != self._pid:
             return None
         permit = self._permit
         return version if permit is None or permit.left_s() > 0 else None
@@ -176,6 +176,8 @@ class Target:
     @property
     def fenced(self) -> str:
         """Why this rank must not serve the version that it holds; "" where it may, or holds none."""
+        if os.getpid() != self._pid:
+            return "this process was forked from the one that has registered, and hears nothing; connect here"
         permit = self._permit
         if self._fenced or permit is None or self._version is None or (left_s := permit.left_s()) > 0:
             return self._fenced

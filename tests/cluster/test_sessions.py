@@ -252,6 +252,12 @@ def test_a_forked_child_is_told_to_connect_again_and_its_parent_goes_on(daemon: 
         with Engine(target):
             trainer.client.swap("policy", timeout=ANSWER_S)
         assert torch.all(weights["w"] == trainer.version)
+        # one that is forked now serves nothing: it would not hear that the version is over
+        child = context.Process(target=lambda: said.put((target.version, target.fenced)))
+        child.start()
+        version, fenced = said.get(timeout=ANSWER_S)
+        child.join(ANSWER_S)
+        assert version is None and "forked" in fenced and target.version == trainer.version
 
 
 BORN = """
@@ -635,6 +641,7 @@ def test_a_client_says_nothing_to_the_daemon_of_a_user_it_did_not_name(
     assert "RefusedError" in _visit(0, theirs.directory), "root, too, is asked whose it means"
     assert f"expected uid {VICTIM}" in _visit(VICTIM, theirs.directory, VICTIM), "one that is stated is the only one"
     assert "REFITD_DAEMON_UID is 'me'" in _visit(VICTIM, theirs.directory, REFITD_DAEMON_UID="me")
+    assert "did you mean REFITD_DAEMON_UID" in _visit(VICTIM, theirs.directory, REFITD_DAEMON_UDI="0")
     refused = _visit(VICTIM, "refitctl", "status", "--address", theirs.directory)
     assert f"refitctl --uid {OTHER}" in refused, refused
     # its directory may also look like the victim's own: it is the kernel that says who listens

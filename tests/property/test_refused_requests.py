@@ -109,7 +109,7 @@ class RefusingDaemon(DaemonMachine):
         granted = self.h.ask(local.BeginPublish(member=name, version=version, timeout_s=5.0), session)
         slot = granted.slot if isinstance(granted, local.SlotGranted) else 0
         self.h.refuse_with = local.Failure(code="refused", message="no") if refuses else None
-        self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="y", replicas=b"1" * version), session)
+        self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="y", is_anew=True), session)
         self.h.ask(local.Publish(member=name, version=version, slot=slot, reason="x"), session)
         self.h.ask(local.Lend(member=name, version=version, addresses=(1,) * version, reason="z"), session)
         self.h.refuse_with = None
@@ -129,10 +129,10 @@ TestDaemon.pytestmark = [pytest.mark.timeout(600)]
 OF_COORDINATOR = {
     "Node.last_heard": "a daemon that is refused something is alive",
     "Coordinator._numbers": "it numbers checks; one that is used up is missed by nobody",
-    "Swaps._tickets": "likewise of plans",
-    "Swaps._plans": "remembers what was planned, and is asked before it is planned again",
-    "Swaps.reader": "likewise of descriptions",
-    "Model.compared": "likewise of digests of replicas",
+    "Planning._tickets": "likewise of plans",
+    "Planning._kept": "remembers what was planned, and is asked before it is planned again",
+    "Planning.reader": "likewise of descriptions",
+    "Model.compared": "likewise of comparisons of sources",
     "LiveVersions.past": "the journal, which no request changes but by Decide and Remember",
     "Coordinator._config": "never changes",
     "Swaps._config": "never changes",
@@ -176,12 +176,12 @@ class RefusingCoordinator(CoordinatorMachine):
         )
         other = f"new{number}"
         message = (
-            structs.replace(source, replicas=b"1"),
-            structs.replace(source, rank=1, world_size=2, replicas=b"1"),
+            structs.replace(source, rank=7),
+            structs.replace(source, rank=2, world_size=2),
             structs.replace(source, rank=3, world_size=2),
             structs.replace(source, model=other, digest="nobody has described it"),
             structs.replace(source, model=other, role="target", replica="r", digest="nobody has described it"),
-            cluster.ShardPublished(member="src", version=self.version + 1 + number, replicas=b"1"),
+            cluster.ShardPublished(member="src", version=self.version + 1 + number, is_anew=True),
             cluster.ShardPublished(member=other, version=1),
             cluster.WantsRoom(member=other, version=1, slots=2),
             cluster.NodeUpdate(status=status),

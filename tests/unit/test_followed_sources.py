@@ -25,6 +25,8 @@ from refitd.protocol.base import Message
 class Daemon:
     """Grants slot 0, takes what is published and lent, and may do something between the two."""
 
+    is_foreign = False
+
     def __init__(self) -> None:
         self.said: list[Message] = []
         self.granting: Callable[[], object] = lambda: None

@@ -94,7 +94,7 @@ def test_what_a_dead_worker_had_is_done_again_and_given_up_after_some_times() ->
     node.ask()
     for _ in range(3):
         ((worker, _),) = sent(node)
-        node.proofs.worker_gone(worker)
+        node.proofs.worker_gone(worker, died=True)
     ((worker, message),) = sent(node)
     assert isinstance(message, sidecar.TakeDigests)
     node.proofs.worker_said(digests.taken(message, node.arenas))
@@ -105,7 +105,7 @@ def test_what_a_dead_worker_had_is_done_again_and_given_up_after_some_times() ->
     node.ask()
     for _ in range(4):
         ((worker, _),) = sent(node)
-        node.proofs.worker_gone(worker)
+        node.proofs.worker_gone(worker, died=True)
     node.run()
     found = node.answers.pop().members[0]
     assert found.state == "unknown" and "died 4 times" in found.reason

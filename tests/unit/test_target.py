@@ -23,6 +23,8 @@ WAIT_S = 20.0
 class Daemon:
     """What a target says to its daemon, and how it hears it."""
 
+    is_foreign = False
+
     def __init__(self) -> None:
         self.said: queue.Queue[Message] = queue.Queue()
         self.hears: Callable[[Message], None] = lambda message: None
