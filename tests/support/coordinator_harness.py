@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from refitd import ParameterMetadata
-from refitd.config import Config
+from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.journal import LiveVersion, Record, Recovered
 from refitd.coordinator.plans import make_plan
@@ -14,11 +14,9 @@ from refitd.errors import RefitdError
 from refitd.events import Log
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
-from refitd.protocol.reports import (
-    NodeStatus,
-    SwapProgress,
-    SwapReport,
-)
+from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
+
+NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
 
 
 class Past:
@@ -154,3 +152,16 @@ def reports(sent: list[object]) -> list[SwapReport]:
 
 def kinds(sent: list[object]) -> list[str]:
     return [type(m).__name__ for m in sent if not isinstance(m, SwapProgress | cluster.LiveIs)]
+
+
+def commit(h: Harness, swap: str, *members: str, node: str = "n0") -> list[object]:
+    """Stage and commit on one node; return what the last word caused."""
+    h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    sent: list[object] = []
+    for member in members:
+        sent = h.say(node, cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0))
+    return sent
+
+
+def stages(sent: list[object]) -> list[cluster.Stage]:
+    return [m for m in sent if isinstance(m, cluster.Stage)]
