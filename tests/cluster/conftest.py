@@ -1,4 +1,4 @@
-"""A daemon per test, or one for all that leave no trace; logs on failure, nothing left behind."""
+"""A daemon per test, or one for all that leave no trace, and a trainer; logs on failure, nothing left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from refitd.testing import Daemon, eventually
+from tests.support.trainer import Trainer
 
 
 @pytest.fixture
@@ -31,3 +32,10 @@ def shared_daemon(_only_daemon: Daemon) -> Iterator[Daemon]:
         assert not client.status().models, "a test that shares the daemon has left a model; give it one of its own"
         eventually(lambda: client.status().nodes[0].clients == 1, "the test's clients have left")
         assert client.status().nodes[0].arenas == 0
+
+
+@pytest.fixture
+def trainer(daemon: Daemon) -> Iterator[Trainer]:
+    found = Trainer(daemon)
+    yield found
+    found.client.close()
