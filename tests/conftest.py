@@ -11,6 +11,7 @@ import pytest
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
 
+pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["refitd.testing.fixtures"]
 
 # each starts a pool of processes, or a cluster, that its tests share
