@@ -1,13 +1,17 @@
-"""A daemon per test, or one for all that leave no trace, and a trainer; logs on failure, nothing left behind."""
+"""Daemons per test, or one for all that leave no trace, and who talks to them; logs on failure, nothing left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from refitd.testing import Daemon, eventually
+from tests.support.keyed import Head
 from tests.support.trainer import Trainer
+
+NODES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
 
 
 @pytest.fixture
@@ -39,3 +43,27 @@ def trainer(daemon: Daemon) -> Iterator[Trainer]:
     found = Trainer(daemon)
     yield found
     found.client.close()
+
+
+@pytest.fixture
+def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., tuple[Daemon, ...]]:
+    """Start a standalone daemon n0, and others that join its coordinator."""
+
+    def start(count: int, config: str = NODES, workers: tuple[int, ...] = ()) -> tuple[Daemon, ...]:
+        first, *others = workers or (1,) * count
+        found = [start_daemon(config, workers=first)]
+        for i, more in enumerate(others, 1):
+            found.append(start_daemon(config, name=f"n{i}", workers=more, joins=found[0].endpoint))
+        eventually(lambda: len(found[0].status().nodes) == count, "every node has joined")
+        return tuple(found)
+
+    return start
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    head = Head(tmp_path)
+    yield head
+    print(f"--- log of the coordinator\n{head.log()}")
+    if head.process is not None:
+        head.process.remove()

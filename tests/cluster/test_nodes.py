@@ -23,21 +23,6 @@ Nodes = tuple[Daemon, ...]
 DEADLINES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
 
 
-@pytest.fixture
-def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., Nodes]:
-    """Start a standalone daemon n0, and others that join its coordinator."""
-
-    def start(count: int, config: str = DEADLINES, workers: tuple[int, ...] = ()) -> Nodes:
-        first, *others = workers or (1,) * count
-        found = [start_daemon(config, workers=first)]
-        for i, more in enumerate(others, 1):
-            found.append(start_daemon(config, name=f"n{i}", workers=more, joins=found[0].endpoint))
-        eventually(lambda: len(found[0].status().nodes) == count, "every node has joined")
-        return tuple(found)
-
-    return start
-
-
 def big(seed: int) -> dict[str, torch.Tensor]:
     """More than one message for each lane, and small change."""
     generator = torch.Generator().manual_seed(seed)
