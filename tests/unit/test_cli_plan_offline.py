@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
@@ -22,8 +21,8 @@ from refitd_cli.heatmap import matrix_of, text_matrix
 from refitd_cli.layouts import rank_ranges
 from refitd_cli.picture import bars
 from tests.support import cli
+from tests.support.manifests import LAYOUTS
 
-LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 TRAIN, SERVE = LAYOUTS / "llama-3-70b-train-tp8-pp4.toml", LAYOUTS / "llama-3-70b-serve-tp4.toml"
 BOTH = ("--source", str(TRAIN), "--target", str(SERVE))
 COMMANDS = {name: f"refitd_cli.commands.{name}:{name}" for name in ("plan", "explain", "manifest")}
