@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Self
 
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
@@ -11,7 +12,7 @@ from refitd.coordinator.journal import LiveVersion, Record, Recovered
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.state import Coordinator
 from refitd.errors import RefitdError
-from refitd.events import Log
+from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
@@ -132,12 +133,19 @@ class Harness:
         self.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
         return self.say(node, cluster.AddShard(**added), request=3)
 
-    def ready(self) -> None:
+    def tick(self) -> list[object]:
+        """Time has passed; what that caused to be sent is returned."""
+        self.sent.clear()
+        self.feed(Tick())
+        return [message for _, _, message in self.sent]
+
+    def ready(self) -> Self:
         """One source with version 1, one target, on one node."""
         self.join()
         assert self.add("src") == [cluster.SourceAdmitted(run="run1", next_version=0)]
         assert self.add("a") == [local.Done()]
         self.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+        return self
 
     def until_staging(self, timeout_s: float = 0.0) -> str:
         asked = self.say("n0", local.StartSwap("m", timeout_s=timeout_s), request=9)

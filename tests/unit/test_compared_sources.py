@@ -136,9 +136,7 @@ def test_whatever_ends_the_swap_meanwhile_ends_the_comparison(how: str) -> None:
         case "lost":
             h.now += NODE_SILENCE_S + 1
             h.state.nodes["n0"].last_heard = h.now
-            h.sent.clear()
-            h.feed(Tick())
-            sent = [m for _, _, m in h.sent]
+            sent = h.tick()
         case _:
             sent = h.say("n0", local.AbortSwap(model="m", reason="x"), request=2)
     (report,) = reports(sent)

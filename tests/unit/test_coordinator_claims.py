@@ -7,7 +7,6 @@ import pytest
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.journal import Record
 from refitd.coordinator.live_versions import SETTLE_S
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import NodeStatus, StatusReport
 from tests.support.coordinator_harness import Harness, commit, kinds
@@ -35,9 +34,7 @@ def settled(h: Harness) -> list[object]:
     h.now += SETTLE_S + 0.1
     for node in h.state.nodes.values():
         node.last_heard = h.now
-    h.sent.clear()
-    h.feed(Tick())
-    return [m for _, _, m in h.sent]
+    return h.tick()
 
 
 def test_a_coordinator_without_its_journal_learns_from_daemons_what_is_live_and_fences_who_serves_another() -> None:
@@ -101,8 +98,7 @@ def test_an_older_journal_is_brought_up_to_what_daemons_were_told_and_an_exchang
 
 
 def test_what_was_decided_in_this_life_is_not_outranked_by_what_others_remember() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     commit(h, h.until_staging(), "a")
     lost(h, version=9, sequence=50, journal="j", node="n1")
     assert live_of(h) == (1, "run1")
@@ -154,8 +150,7 @@ def trainer_starts_again(h: Harness, *versions: int) -> list[object]:
 
 
 def test_a_number_that_was_live_is_refused_to_another_run_with_the_number_to_use() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     commit(h, h.until_staging(), "a")
     admitted, refused, taken = (m for m in trainer_starts_again(h, 1, 2) if not isinstance(m, cluster.DropPlan))
     assert admitted == cluster.SourceAdmitted(run="run2", next_version=2)
@@ -190,6 +185,4 @@ def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_h
     assert "CommitStaged" not in kinds(h.say("n0", staged))
     h.now = Config().deadlines.lease_s + 0.1
     h.state.nodes["n0"].last_heard = h.now
-    h.sent.clear()
-    h.feed(Tick())
-    assert "CommitStaged" in kinds([m for _, _, m in h.sent])
+    assert "CommitStaged" in kinds(h.tick())

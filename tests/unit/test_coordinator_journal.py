@@ -38,8 +38,7 @@ def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_i
 
 def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> None:
     journal: dict[str, Record] = {}
-    h = Harness(journal=journal)
-    h.ready()
+    h = Harness(journal=journal).ready()
     commit(h, h.until_staging(), "a")
     later = Harness(journal=journal)
     later.join()
@@ -53,8 +52,7 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
 def decided_and_died() -> tuple[Harness, str]:
     """The coordinator that comes after one which died as soon as it had decided about replicas a and b."""
     journal: dict[str, Record] = {}
-    h = Harness(NO_CATCH_UP, journal)
-    h.ready()
+    h = Harness(NO_CATCH_UP, journal).ready()
     h.add("b")
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))

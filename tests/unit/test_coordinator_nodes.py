@@ -13,12 +13,10 @@ from tests.support.coordinator_harness import Harness, kinds, reports
 
 
 def test_a_silent_node_is_lost_and_its_members_with_it() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.until_staging()
     h.now = NODE_SILENCE_S + 1
-    h.sent.clear()
-    h.feed(Tick())
+    h.tick()
     assert not h.state.nodes and not h.state.models
     # the node comes back: it is asked to introduce itself
     (failure,) = h.say("n0", local.GetStatus(), request=1)
@@ -45,8 +43,7 @@ def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answere
 
 
 def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_last_events() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.join("n9", pid=12)
     swap = h.until_staging()
     for message in (
@@ -67,8 +64,7 @@ def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_l
 
 
 def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.join("n1", pid=12)
     status = next(node.status for node in h.state.nodes.values() if node.status.node == "n0")
     moved = cluster.TargetMoved("a", "staging swap s, empty", ("StageBegan -> staging swap s, empty",))
@@ -85,8 +81,7 @@ def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
 
 
 def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     status = NodeStatus(node="n0", host="h2", pid=99, workers=(), clients=0, arenas=0, arena_bytes=0)
     (refusal,) = h.say("other", cluster.NodeHello(protocol=1, status=status))
     assert "in use by the daemon with pid 10" in refusal.message
@@ -97,8 +92,7 @@ def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
 
 
 def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.now = 30.0  # nothing was heard for so long, because it did not listen
     h.feed(Busy(29.0))
     h.feed(Tick())

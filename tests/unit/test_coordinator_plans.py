@@ -11,7 +11,7 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
-from tests.support.coordinator_harness import Harness, kinds, reports
+from tests.support.coordinator_harness import Harness, commit, kinds, reports
 
 
 def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
@@ -42,8 +42,7 @@ def test_a_shard_under_a_wrong_digest_is_refused() -> None:
 
 
 def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_does() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.say("n0", local.GetPlan("m"), request=1)
     h.add("b")
     h.say("n0", local.GetPlan("m"), request=2)
@@ -86,15 +85,13 @@ def planned_later(h: Harness, say: Callable[[], object]) -> Callable[[], list[ob
 
 
 def test_who_joins_while_the_plan_is_made_takes_no_part_and_is_brought_up_to_date_afterwards() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
     h.add("b")
     (load,) = [m for m in make() if isinstance(m, cluster.LoadPlan)]
     assert set(load.members) == {"src", "a"}
     (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
-    h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
-    ended = h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.0))
+    ended = commit(h, stage.swap, "a")
     (report,) = reports(ended)
     assert report.outcome == "committed" and [m.replica for m in report.members] == ["a"]
     (load,) = [m for m in ended if isinstance(m, cluster.LoadPlan)]  # a catch-up, with a plan of its own
@@ -102,8 +99,7 @@ def test_who_joins_while_the_plan_is_made_takes_no_part_and_is_brought_up_to_dat
 
 
 def test_who_leaves_while_the_plan_is_made_aborts_the_swap_by_name_and_the_plan_is_for_nobody() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
     (report,) = reports(h.say("n0", cluster.RemoveShard(member="a", reason="its process has ended")))
     assert report.outcome == "aborted" and "a rank 0" in report.reason

@@ -8,8 +8,7 @@ from tests.support.coordinator_harness import Harness, kinds, reports
 
 
 def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.say("n0", cluster.ShardPublished(member="src", version=2, mode="pulled", mode_reason="it is fast"))
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
@@ -92,8 +91,7 @@ def test_a_rank_that_comes_back_alone_publishes_above_what_any_rank_of_its_run_h
 
 
 def test_what_a_trainer_has_left_on_another_node_is_given_back() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.join("n1")
     h.say("n0", cluster.DetachShard(member="src", reason="its process has ended"))
     sent = h.add("src2", node="n1")
@@ -102,8 +100,7 @@ def test_what_a_trainer_has_left_on_another_node_is_given_back() -> None:
 
 
 def test_ranks_of_a_trainer_of_another_size_replace_all_that_is_left_and_abort_what_reads_it() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
     h.say("n0", cluster.DetachShard(member="src", reason="its process has ended"))
     sent = h.add("src2", rank=1, world_size=2)

@@ -6,15 +6,13 @@ import pytest
 
 from refitd.config import Config, ModelConfig
 from refitd.errors import CommitError
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import EvictReport, StatusReport
 from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kinds, reports, stages
 
 
 def test_a_swap_goes_from_plan_to_report() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
     staged = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     assert kinds(staged) == ["EndSwap", "CommitStaged"]
@@ -28,41 +26,34 @@ def test_a_swap_goes_from_plan_to_report() -> None:
 
 
 def test_the_second_swap_of_a_membership_sends_no_plan() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
-    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    commit(h, swap, "a")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     assert kinds(h.say("n0", local.StartSwap("m"))) == ["Stage"]
 
 
 def test_a_changed_membership_drops_the_plan_and_makes_another() -> None:
-    h = Harness(NO_CATCH_UP)
-    h.ready()
+    h = Harness(NO_CATCH_UP).ready()
     swap = h.until_staging()
-    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    commit(h, swap, "a")
     assert kinds(h.add("b")) == ["DropPlan", "Done"]
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     assert kinds(h.say("n0", local.StartSwap("m"))) == ["LoadPlan"]
 
 
 def test_a_member_that_joins_during_a_swap_leaves_its_plan_alone() -> None:
-    h = Harness(NO_CATCH_UP)
-    h.ready()
+    h = Harness(NO_CATCH_UP).ready()
     swap = h.until_staging()
     assert kinds(h.add("b")) == ["Done"]
-    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    ended = h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    ended = commit(h, swap, "a")
     assert kinds(ended) == ["DropPlan", "SwapReport"]
     assert [m.replica for m in reports(ended)[0].members] == ["a"]
 
 
 def test_who_returns_during_a_swap_that_it_has_no_part_in_serves_nothing_else_once_that_is_decided() -> None:
     """Its node was lost for a moment, or it has crashed and found its weights again; the swap went on without it."""
-    h = Harness(NO_CATCH_UP)
-    h.ready()
+    h = Harness(NO_CATCH_UP).ready()
     h.say("n0", cluster.StageDone(swap=h.until_staging(), copies=1, bytes=32, seconds=0.1))
     h.say("n0", cluster.MemberCommitted(swap="swap1", member="a", paused_s=0.0))
     h.join("n1", pid=11)
@@ -77,8 +68,7 @@ def test_who_returns_during_a_swap_that_it_has_no_part_in_serves_nothing_else_on
 
 
 def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
     h.journal_error = CommitError("disk full")
     ended = h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
@@ -87,15 +77,12 @@ def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
 
 
 def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.now += Config().deadlines.commit_s + 1
     h.state.nodes["n0"].last_heard = h.now
-    h.sent.clear()
-    h.feed(Tick())
-    (report,) = reports([m for _, _, m in h.sent])
+    (report,) = reports(h.tick())
     assert report.outcome == "incomplete" and "did not take over" in report.reason
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     (failure,) = h.say("n0", local.StartSwap("m"), request=1)
@@ -105,16 +92,14 @@ def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
 
 
 def test_a_source_that_withdraws_what_is_being_read_aborts_the_swap() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.until_staging()
     (report,) = reports(h.say("n0", cluster.ShardWithdrawn(member="src", version=1)))
     assert report.outcome == "aborted" and "withdrew version 1" in report.reason
 
 
 def test_a_node_that_takes_back_what_it_has_staged_ends_a_decision_that_is_held() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.add("b", node="n0", version=0)
     h.state._absent.lost(h.state._members["b"], h.now + 50.0)
     swap = h.until_staging()
@@ -134,30 +119,23 @@ def test_a_complete_version_is_swapped_by_itself_only_where_configured(auto: boo
 
 
 def test_whoever_asked_is_told_in_time_that_it_is_decided_and_who_is_late_and_it_goes_on() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.add("b")
     swap = h.until_staging(timeout_s=2.0)
-    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    commit(h, swap, "a")
     assert h.state.next_deadline() == 2.0
     h.now = 2.0
-    h.sent.clear()
-    h.feed(Tick())
-    (report,) = reports([m for _, _, m in h.sent])
+    (report,) = reports(h.tick())
     assert report.outcome == "decided" and "b rank 0" in report.reason and "a rank 0" not in report.reason
     assert [(m.replica, m.state) for m in report.members] == [("a", "committed"), ("b", "late")]
     h.now = 3.0
-    h.sent.clear()
-    h.feed(Tick())
-    assert h.sent == [], "nobody is told twice"
+    assert h.tick() == [], "nobody is told twice"
     assert reports(h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.0))) == []
     assert h.journal[swap].state == "committed" and h.state.models["m"].running is None
 
 
 def test_a_member_that_fails_after_the_decision_is_fenced_and_the_next_swap_heals_it() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     (report,) = reports(h.say("n0", cluster.MemberCommitFailed(swap=swap, member="a", reason="moved")))
@@ -194,16 +172,13 @@ def test_an_engine_that_does_not_stand_still_aborts_the_swap_by_name() -> None:
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     h.now = Config().deadlines.pause_s + 1
     h.say("n0", cluster.NodeUpdate(status=h.state.nodes["n0"].status))
-    h.sent.clear()
-    h.feed(Tick())
-    (report,) = reports([m for _, _, m in h.sent])
+    (report,) = reports(h.tick())
     assert (report.outcome, report.phase) == ("aborted", "pause") and "a rank 0" in report.reason
     assert [member.state for member in report.members] == ["failed"]
 
 
 def test_an_evicted_rank_ends_the_swap_that_waits_for_it_and_its_node_is_told_after_that() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
     (unknown,) = h.say("n0", local.Evict(model="m", replica="a", rank=4), request=7)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from refitd.config import Config, ModelConfig
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import StatusReport
 from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kinds, reports, stages
 
 
 def test_a_queued_swap_begins_when_the_running_one_ends_and_others_are_refused() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     first = h.until_staging()
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     (refused,) = h.say("n0", local.StartSwap("m"), request=10)
@@ -25,14 +23,12 @@ def test_a_queued_swap_begins_when_the_running_one_ends_and_others_are_refused()
 
 
 def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_begin_then() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     first = h.until_staging()
     h.say("n0", local.StartSwap("m", version=7, queue=True), request=10)
     h.say("n0", local.StartSwap("m", queue=True, timeout_s=2.0), request=11)
     h.now = 3.0
-    h.sent.clear()
-    h.feed(Tick())
+    h.tick()
     assert [(request, m.code) for _, request, m in h.sent if isinstance(m, local.Failure)] == [(11, "deadline")]
     ended = commit(h, first, "a")
     assert [m.message for m in ended if isinstance(m, local.Failure)] != []
@@ -40,23 +36,19 @@ def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_be
 
 
 def test_the_time_that_a_swap_waits_for_its_turn_is_its_own() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     first = h.until_staging()
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     h.say("n0", local.StartSwap("m", queue=True, timeout_s=5.0), request=11)
     h.now = 4.0
     (second,) = stages(commit(h, first, "a"))
     h.now = 5.1
-    h.sent.clear()
-    h.feed(Tick())
-    (report,) = reports([m for _, _, m in h.sent])
+    (report,) = reports(h.tick())
     assert (report.swap, report.outcome) == (second.swap, "aborted")
 
 
 def test_rollback_goes_to_the_version_before_the_live_one_and_no_further_by_itself() -> None:
-    h = Harness(config=Config(models={"m": ModelConfig(auto_swap=True)}))
-    h.ready()
+    h = Harness(config=Config(models={"m": ModelConfig(auto_swap=True)})).ready()
     assert h.state.models["m"].running is not None
     versions = []
     for version in (1, 2, 3):
@@ -81,8 +73,7 @@ def test_rollback_goes_to_the_version_before_the_live_one_and_no_further_by_itse
 
 
 def test_a_replica_that_joins_is_brought_to_the_live_version_alone() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     commit(h, h.until_staging(), "a")
     joined = h.add("b")
     assert kinds(joined) == ["DropPlan", "Done", "LoadPlan"]  # it knows that it is in before it is asked for anything
@@ -97,8 +88,7 @@ def test_a_replica_that_joins_is_brought_to_the_live_version_alone() -> None:
 
 
 def test_a_catch_up_that_fails_is_not_repeated_until_something_changes() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     commit(h, h.until_staging(), "a")
     load = h.add("b")[-1]
     assert isinstance(load, cluster.LoadPlan)
@@ -110,8 +100,7 @@ def test_a_catch_up_that_fails_is_not_repeated_until_something_changes() -> None
 
 
 def test_a_catch_up_that_was_aborted_is_tried_again_after_a_pause_and_not_for_ever() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     commit(h, h.until_staging(), "a")
     tried, load = 0, h.add("b")[-1]
     while isinstance(load, cluster.LoadPlan):
@@ -122,16 +111,13 @@ def test_a_catch_up_that_was_aborted_is_tried_again_after_a_pause_and_not_for_ev
         for _ in range(20):
             h.now += 1.0
             h.say("n0", local.GetStatus())  # it is not silent
-            h.sent.clear()
-            h.feed(Tick())
-            sent += [message for _, _, message in h.sent]
+            sent += h.tick()
         load = next((m for m in sent if isinstance(m, cluster.LoadPlan)), None)
     assert tried == 4
 
 
 def test_a_catch_up_gives_way_to_what_somebody_asks_for_until_it_is_decided() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     commit(h, h.until_staging(), "a")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     load = h.add("b")[-1]
@@ -153,17 +139,14 @@ def test_a_catch_up_gives_way_to_what_somebody_asks_for_until_it_is_decided() ->
 
 
 def test_an_observer_is_caught_up_even_where_engines_are_not_and_is_fenced_by_the_next_decision() -> None:
-    h = Harness(NO_CATCH_UP)
-    h.ready()
+    h = Harness(NO_CATCH_UP).ready()
     swap = h.until_staging()
-    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    commit(h, swap, "a")
     assert kinds(h.add("late")) == ["DropPlan", "Done"]
     done, load = (m for m in h.add("o", observes=True))
     assert isinstance(done, local.Done) and isinstance(load, cluster.LoadPlan)
     (stage,) = (m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage))
-    h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
-    h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="o", paused_s=0.0))
+    commit(h, stage.swap, "o")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     swap = h.until_staging()
     decided = h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.state import NODE_SILENCE_S
-from refitd.events import Tick
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import StatusReport, SwapReport, VerifyReport
-from tests.support.coordinator_harness import Harness
+from tests.support.coordinator_harness import Harness, commit
 
 
 def test_verification_is_switched_off_by_the_models_configuration() -> None:
     for verify in (True, False):
-        h = Harness(Config(models={"m": ModelConfig(verify=verify)}))
-        h.ready()
+        h = Harness(Config(models={"m": ModelConfig(verify=verify)})).ready()
         h.say("n0", local.StartSwap("m"), request=9)
         (load,) = [m for _, _, m in h.sent if isinstance(m, cluster.LoadPlan)]
         (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
         assert stage.verify is verify
-        h.say("n0", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
-        said = h.say("n0", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.0))
+        said = commit(h, stage.swap, "a")
         (report,) = [m for m in said if isinstance(m, SwapReport)]
         assert (report.copies, report.digests) == (1, int(verify))
         (status,) = h.say("n0", local.GetStatus(), request=5)
@@ -27,8 +24,7 @@ def test_verification_is_switched_off_by_the_models_configuration() -> None:
 
 
 def test_verify_asks_the_nodes_and_answers_when_all_have() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.join("n1", pid=11)
     h.add("b", "n1")
     h.say("n0", local.Verify("m"), request=9)
@@ -46,8 +42,7 @@ def test_verify_asks_the_nodes_and_answers_when_all_have() -> None:
 
 
 def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_refused() -> None:
-    h = Harness()
-    h.ready()
+    h = Harness().ready()
     h.join("n1", pid=11)
     h.add("b", "n1")
     h.say("n0", local.Verify("m", timeout_s=60.0), request=9)
@@ -55,9 +50,7 @@ def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_re
     h.say("n0", cluster.MembersChecked(check=check, members=(cluster.MemberChecked("a", "proven", version=1),)))
     h.now = NODE_SILENCE_S + 1
     h.state.nodes["n0"].last_heard = h.now
-    h.sent.clear()
-    h.feed(Tick())
-    (report,) = [m for _, _, m in h.sent if isinstance(m, VerifyReport)]
+    (report,) = [m for m in h.tick() if isinstance(m, VerifyReport)]
     assert [m.state for m in report.members] == ["proven", "unknown"] and "no word" in report.members[1].reason
     (refused,) = h.say("n0", local.Verify("nobody"), request=9)
     assert isinstance(refused, local.Failure)
