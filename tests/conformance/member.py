@@ -15,10 +15,10 @@ import numpy as np
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.registry import installed
-from tests.conformance.crew import Mailroom
 from tests.conformance.orders import Answer, Lent, Orders, Stop, Vitals
 from tests.conformance.services import OneSided, TwoSided
 from tests.conformance.transfers import Plan
+from tests.support.processes import Mailroom
 
 if TYPE_CHECKING:
     pass

@@ -24,10 +24,10 @@ import numpy as np
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena
 from tests.conformance.contestants import Contestant
-from tests.conformance.crew import Crew
 from tests.conformance.member import Member
 from tests.conformance.orders import TIMEOUT_S, Answer, Lent, Orders, Vitals
 from tests.conformance.transfers import Plan, performed, put_numbers
+from tests.support.processes import Crew
 
 if TYPE_CHECKING:
     pass
