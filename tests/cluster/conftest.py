@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,6 @@ from tests.support.keyed import Head
 from tests.support.trainer import Trainer
 
 NODES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
-
-
-@pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    # a rank that misses its commit point is given up soon
-    return start_daemon("[deadlines]\ncommit_s = 4.0\n")
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +62,11 @@ def head(tmp_path: Path) -> Iterator[Head]:
     print(f"--- log of the coordinator\n{head.log()}")
     if head.process is not None:
         head.process.remove()
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Any]:
+    """The `Fleet` of the test's module, on a daemon of its own."""
+    found = request.module.Fleet(daemon)
+    yield found
+    found.close()

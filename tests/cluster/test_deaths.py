@@ -19,13 +19,6 @@ from tests.support import shards
 from tests.support.two_replicas import Fleet
 
 
-@pytest.fixture
-def fleet(daemon: Daemon) -> Iterator[Fleet]:
-    fleet = Fleet(daemon)
-    yield fleet
-    fleet.close()
-
-
 def test_a_worker_killed_while_staging_aborts_the_swap_and_is_named(fleet: Fleet) -> None:
     workers = fleet.trainer.status().nodes[0].workers
     with stopped(workers):

@@ -19,13 +19,6 @@ from refitd.testing import Daemon
 from tests.support.two_replicas import Fleet
 
 
-@pytest.fixture
-def fleet(daemon: Daemon) -> Iterator[Fleet]:
-    fleet = Fleet(daemon)
-    yield fleet
-    fleet.close()
-
-
 def test_connecting_without_a_daemon_says_how_to_start_one(tmp_path: object) -> None:
     with pytest.raises(refitd.TransportError, match=r"no refitd daemon is running in .*`refitd serve"):
         refitd.connect(str(tmp_path))

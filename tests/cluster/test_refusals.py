@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
 from tests.support.two_replicas import Fleet, Tensors
-
-
-@pytest.fixture
-def fleet(daemon: Daemon) -> Iterator[Fleet]:
-    fleet = Fleet(daemon)
-    yield fleet
-    fleet.close()
 
 
 def refused_target(fleet: Fleet, tensors: Tensors, why: str) -> None:

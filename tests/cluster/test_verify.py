@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,13 +69,6 @@ class Fleet:
     def close(self) -> None:
         self.trainer.close()
         self.engine.close()
-
-
-@pytest.fixture
-def fleet(daemon: Daemon) -> Iterator[Fleet]:
-    fleet = Fleet(daemon)
-    yield fleet
-    fleet.close()
 
 
 def flip(tensor: torch.Tensor, *index: int) -> None:

@@ -16,7 +16,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 COMPARE = """
 import numpy as np, torch
 from refitd.transforms import mxfp8_format as fmt, mxfp8_triton
-from tests.unit.test_mxfp8_format import every_amax, random_values
+from tests.support.mxfp8 import every_amax, random_values
 
 values = random_values()
 few = torch.cat([every_amax()[::13].reshape(-1), every_amax()[-64:].reshape(-1)])
