@@ -16,6 +16,7 @@ import zmq
 import refitd
 from refitd.buffers import handoff
 from refitd.testing import Daemon
+from tests.support import programs
 from tests.support.two_replicas import Fleet
 
 
@@ -24,10 +25,13 @@ def test_connecting_without_a_daemon_says_how_to_start_one(tmp_path: object) -> 
         refitd.connect(str(tmp_path))
 
 
+def served_beside(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(daemon.directory)}
+    return programs.run([sys.executable, "-m", "refitd_cli.daemon", "serve", *words], env=env)
+
+
 def test_a_second_daemon_in_the_same_directory_is_refused(shared_daemon: Daemon) -> None:
-    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(shared_daemon.directory)}
-    command = [sys.executable, "-m", "refitd_cli.daemon", "serve", "--standalone"]
-    second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+    second = served_beside(shared_daemon, "--standalone")
     assert second.returncode != 0
     assert re.search("already listening", second.stderr), second.stderr
     assert shared_daemon.node().pid == shared_daemon.pid
@@ -35,9 +39,7 @@ def test_a_second_daemon_in_the_same_directory_is_refused(shared_daemon: Daemon)
 
 def test_a_directory_that_others_may_enter_is_refused(shared_daemon: Daemon) -> None:
     shared_daemon.directory.chmod(0o755)
-    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(shared_daemon.directory)}
-    command = [sys.executable, "-m", "refitd_cli.daemon", "serve"]
-    second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+    second = served_beside(shared_daemon)
     shared_daemon.directory.chmod(0o700)
     assert second.returncode == 2
     assert "mode 0700" in second.stderr

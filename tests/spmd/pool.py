@@ -37,6 +37,12 @@ class Pool:
         self.start(function, *args, ranks=ranks, **kwargs)
         return self._collect(timeout, range(self.size) if ranks is None else ranks)
 
+    def agreed(self, function: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, as `run` does; all ranks have to return the same, which is returned."""
+        first, *others = self.run(function, *args, **kwargs)
+        assert all(each == first for each in others), (first, others)
+        return first
+
     def start(self, function: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
         """Have ranks (by default all) call function(world, ...): of tests.spmd.cases, or "module:name" beside it."""
         for rank in range(self.size) if ranks is None else ranks:

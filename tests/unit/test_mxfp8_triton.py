@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 
 import pytest
 
 from refitd import RefusedError
 from refitd.transforms.mxfp8_buffers import check_device
+from tests.support import programs
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 COMPARE = """
@@ -43,14 +43,7 @@ print("same bytes")
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton: pip install --no-deps triton")
 def test_the_kernel_writes_the_bytes_of_the_cpu_in_the_interpreter() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPARE],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ran = programs.run([sys.executable, "-c", COMPARE], env={**os.environ, "TRITON_INTERPRET": "1"})
     assert ran.stdout.strip() == "same bytes", ran.stderr
 
 
