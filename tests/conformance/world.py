@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -133,22 +133,10 @@ class World:
         return f"e{next(self._ids)}"
 
     def join(
-        self,
-        processes: Sequence[int] | None = None,
-        *,
-        epoch: str | None = None,
-        staging: Mapping[int, int] | None = None,
-        timeout: float = TIMEOUT_S,
+        self, processes: Sequence[int] | None = None, *, timeout: float = TIMEOUT_S, **how: Any
     ) -> dict[int, Answer]:
-        """Have processes make their services: together, as an epoch of all runners, where they are two-sided.
-
-        Args:
-            processes: who comes, by default all runners.
-            epoch: its name, by default a new one.
-            staging: staging_bytes of some processes, where they are not STAGING_BYTES.
-            timeout: seconds until joining ends.
-        """
-        self.tell_to_join(processes, epoch=epoch, staging=staging, timeout=timeout)
+        """Do as `tell_to_join`, and return the answers."""
+        self.tell_to_join(processes, timeout=timeout, **how)
         answers: dict[int, Answer] = self.crew.collect(self.runners if processes is None else processes, timeout + 10)
         self.is_ready = not any(answer.error for answer in answers.values())
         return answers
@@ -161,7 +149,14 @@ class World:
         staging: Mapping[int, int] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        """Do as `join`, without waiting for the answers."""
+        """Have processes make their services: together, as an epoch of all runners, where they are two-sided.
+
+        Args:
+            processes: who comes, by default all runners.
+            epoch: its name, by default a new one.
+            staging: staging_bytes of some processes, where they are not STAGING_BYTES.
+            timeout: seconds until joining ends.
+        """
         name = epoch or self.new_epoch()
         for process in self.runners if processes is None else processes:
             bytes_there = (staging or {}).get(process, STAGING_BYTES)

@@ -59,8 +59,7 @@ def daemon_check(name: str) -> Callable[[float], Outcome]:
 
     def check(seconds: float) -> Outcome:
         need(zmq="pyzmq", msgpack="msgpack", msgspec="msgspec", xxhash="xxhash", click="click", rich="rich")
-        sys.path.insert(0, str(Path(__file__).parent))
-        import service_checks
+        from tests.gpu import service_checks
 
         return Outcome(service_checks.CHECKS[name](seconds))
 

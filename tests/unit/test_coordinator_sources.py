@@ -7,6 +7,17 @@ from refitd.protocol.reports import SourceReport, StatusReport
 from tests.support.coordinator_harness import Harness, kinds, reports
 
 
+def two_ranks(*published: tuple[str, int]) -> Harness:
+    """Two source ranks, src0 and src1, that have published these versions."""
+    h = Harness()
+    h.join()
+    for rank in range(2):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+    for member, version in published:
+        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    return h
+
+
 def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended() -> None:
     h = Harness().ready()
     h.say("n0", cluster.ShardPublished(member="src", version=2, mode="pulled", mode_reason="it is fast"))
@@ -51,12 +62,7 @@ def test_a_version_is_complete_only_where_all_ranks_hold_it_of_one_run() -> None
 
 
 def test_the_newest_complete_version_and_what_others_have_yet_to_publish_are_never_dropped() -> None:
-    h = Harness()
-    h.join()
-    for rank in range(2):
-        h.add(f"src{rank}", rank=rank, world_size=2)
-    for member, version in (("src0", 1), ("src1", 1), ("src0", 2)):
-        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    h = two_ranks(("src0", 1), ("src1", 1), ("src0", 2))
     (none,) = h.say("n0", cluster.WantsRoom(member="src0", version=3, slots=2))
     assert none.versions == () and "source rank 1" in none.reason and "has published 1 last" in none.reason
     told = h.say("n0", cluster.ShardPublished(member="src1", version=2))
@@ -67,23 +73,13 @@ def test_the_newest_complete_version_and_what_others_have_yet_to_publish_are_nev
 
 
 def test_what_another_rank_has_left_out_is_not_waited_for() -> None:
-    h = Harness()
-    h.join()
-    for rank in range(2):
-        h.add(f"src{rank}", rank=rank, world_size=2)
-    for member, version in (("src0", 1), ("src0", 2), ("src1", 2)):
-        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    h = two_ranks(("src0", 1), ("src0", 2), ("src1", 2))
     (some,) = h.say("n0", cluster.WantsRoom(member="src0", version=3, slots=2))
     assert some.versions == (1,)
 
 
 def test_a_rank_that_comes_back_alone_publishes_above_what_any_rank_of_its_run_has_published() -> None:
-    h = Harness()
-    h.join()
-    for rank in range(2):
-        h.add(f"src{rank}", rank=rank, world_size=2)
-    for member, version in (("src0", 1), ("src1", 1), ("src1", 2)):
-        h.say("n0", cluster.ShardPublished(member=member, version=version))
+    h = two_ranks(("src0", 1), ("src1", 1), ("src1", 2))
     h.say("n0", cluster.DetachShard(member="src0", reason="it has ended"))
     # rank 1 holds 2 of the time before: what rank 0 would publish as 2 belongs to none of it
     (admitted,) = h.add("src0b", rank=0, world_size=2)
