@@ -30,10 +30,7 @@ def test_any_layout_holds_what_the_whole_tensor_would_be(daemon: Daemon, convert
     with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
         sources = Trainer((trainer,), 2, mxfp8=OFFER if convert_on_send else None)
         options = {"swizzled": swizzled, "convert_on_send": convert_on_send}
-        replicas = [
-            Replica((engine,), "fine", 4, **options),
-            Replica((engine,), "whole", 1, in_arena=True, **options),
-        ]
+        replicas = [Replica((engine,), "fine", 4, **options), Replica((engine,), "whole", 1, in_arena=True, **options)]
         plain = {name: torch.zeros_like(tensor) for name, tensor in model(0).items()}
         targets = [engine.register_target("m", plain, replica="plain")]
         targets += [target for replica in replicas for target in replica.targets]

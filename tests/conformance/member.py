@@ -148,10 +148,7 @@ class Member:
 
         answer = _answered(run, watch)
         return replace(
-            answer,
-            seconds=seconds or time.monotonic() - started,
-            progress=tuple(told),
-            is_usable=service.is_usable,
+            answer, seconds=seconds or time.monotonic() - started, progress=tuple(told), is_usable=service.is_usable
         )
 
     def vitals(self) -> Vitals:

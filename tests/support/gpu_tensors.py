@@ -25,11 +25,7 @@ def allocated(client: refitd.Client, like: Tensors, device: str) -> Tensors:
 def described(name: str, tensor: torch.Tensor) -> refitd.ParameterMetadata:
     """A whole tensor."""
     return refitd.ParameterMetadata(
-        name=name,
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        element_size=tensor.element_size(),
-        owner_rank=0,
+        name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, element_size=tensor.element_size(), owner_rank=0
     )
 
 

@@ -385,8 +385,7 @@ def test_manifest_of_nothing_or_of_two_things_is_a_usage_error(arguments):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 4, 6, 8, 9], "0, 2, 4, 6 and 2 more")],
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 4, 6, 8, 9], "0, 2, 4, 6 and 2 more")]
 )
 def test_ranks_are_shown_as_ranges(ranks, text):
     assert rank_ranges(ranks) == text

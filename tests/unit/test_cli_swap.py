@@ -70,13 +70,7 @@ def test_failed_swap_exits_1_and_names_rank_host_phase_and_reason(result):
     ran = run(FakeClient(swap_result=result), "swap", "policy")
     assert ran.status == 1
     (culprit,) = [line for line in ran.stderr.splitlines() if "rank" in line]
-    for expected in (
-        "rank 1 of replica b",
-        "node n0",
-        "host box",
-        "phase stage",
-        "killed by signal 9 [SIGKILL]",
-    ):
+    for expected in ("rank 1 of replica b", "node n0", "host box", "phase stage", "killed by signal 9 [SIGKILL]"):
         assert expected in culprit
     assert "aborted" in ran.stdout
 

@@ -253,13 +253,7 @@ def test_reasons_of_a_plan_keep_their_lines_and_add_none() -> None:
     [
         local.RegisterSource(model="a\0b", rank=0, world_size=1, shard=described("w")),
         local.RegisterTarget(model="m", replica="a\0b", rank=0, world_size=1, shard=described("w")),
-        local.RegisterTarget(
-            model="m",
-            replica="r",
-            rank=0,
-            world_size=1,
-            shard=described("w\0"),
-        ),
+        local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=described("w\0")),
         local.StartSwap(model="caf\udce9"),
         local.Hello(protocol=1, token="t", name="a\0"),
         local.CreateArena(nbytes=1, label="\0"),

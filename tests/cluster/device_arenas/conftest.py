@@ -9,10 +9,7 @@ import pytest
 
 from refitd.testing import Daemon
 from tests.support import fake_cuda
-from tests.support.gpu_tensors import (
-    DEADLINES,
-    GPU_BYTES,
-)
+from tests.support.gpu_tensors import DEADLINES, GPU_BYTES
 
 
 @pytest.fixture

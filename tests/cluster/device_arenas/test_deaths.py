@@ -16,12 +16,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import fake_cuda, shards
-from tests.support.gpu_tensors import (
-    MIB,
-    allocated,
-    copy_into,
-    private,
-)
+from tests.support.gpu_tensors import MIB, allocated, copy_into, private
 
 
 class Fleet:

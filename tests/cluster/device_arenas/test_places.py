@@ -14,16 +14,7 @@ import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import fake_cuda, shards
 from tests.support.fake_torch.device_shim import gpu_of, put_on_gpu
-from tests.support.gpu_tensors import (
-    DEADLINES,
-    MIB,
-    Tensors,
-    allocated,
-    copy_into,
-    described,
-    device_bytes,
-    private,
-)
+from tests.support.gpu_tensors import DEADLINES, MIB, Tensors, allocated, copy_into, described, device_bytes, private
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,7 @@ from refitd.buffers.cuda import MappedDeviceArena
 from refitd.testing import Daemon, Engine
 from tests.support import fake_cuda, shards
 from tests.support.fake_torch.device_shim import put_on_gpu
-from tests.support.gpu_tensors import (
-    DEADLINES,
-    GPU_BYTES,
-    MIB,
-    allocated,
-    private,
-)
+from tests.support.gpu_tensors import DEADLINES, GPU_BYTES, MIB, allocated, private
 
 
 def test_memory_that_a_gpu_does_not_have_is_refused_with_numbers_and_less_works(

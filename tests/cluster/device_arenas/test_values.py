@@ -11,11 +11,7 @@ import refitd
 from refitd.testing import Daemon, Engine
 from tests.support import fake_cuda, shards
 from tests.support.fake_torch.device_shim import put_on_gpu
-from tests.support.gpu_tensors import (
-    allocated,
-    device_bytes,
-    private,
-)
+from tests.support.gpu_tensors import allocated, device_bytes, private
 
 
 @pytest.mark.slow
