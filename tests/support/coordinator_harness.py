@@ -112,9 +112,10 @@ class Harness:
         self.feed(act.FromNode(node.encode(), request, message))
         return [message for _, _, message in self.sent]
 
-    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> None:
+    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> Self:
         status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
         assert isinstance(self.say(node, cluster.NodeHello(protocol=1, status=status))[-1], cluster.NodeWelcome)
+        return self
 
     def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:
         role = "source" if member.startswith("src") else "target"

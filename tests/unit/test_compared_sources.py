@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import pytest
 
 from refitd import ParameterMetadata
@@ -163,12 +165,13 @@ class Reading(Harness):
         self.source = registered.member
         assert self.publish(self.source, 1) == local.Done()
 
-    def ask_regions(self, version: int = 1, swap: str = "s", tensor: str = FC1) -> None:
+    def ask_regions(self, version: int = 1, swap: str = "s", tensor: str = FC1) -> Self:
         self.to_coordinator.clear()
         table = regions(tensor, (96, 48), [(0, 48), (48, 96)])
         run = self.daemon.members[self.source].run
         message = cluster.DigestRegions(swap, version, run, (0,), (self.source,), table.to_wire(), 5.0)
         self.feed(act.CoordinatorSaid(0, message))
+        return self
 
     def taking(self) -> list[tuple[int, sidecar.TakeDigests]]:
         found = [(worker, m) for worker, m in self.to_worker if isinstance(m, sidecar.TakeDigests)]
@@ -190,8 +193,7 @@ class Reading(Harness):
 
 
 def test_workers_read_the_regions_and_the_node_answers_with_a_digest_of_each() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     assert not h.is_slot_free() and h.answer() is None
     for worker, message in h.taking():
         assert {span.count for span in message.spans} and all(span.pid == 0 for span in message.spans)
@@ -202,8 +204,7 @@ def test_workers_read_the_regions_and_the_node_answers_with_a_digest_of_each() -
 
 
 def test_what_a_dead_worker_had_is_read_by_another_and_not_for_ever() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     for attempt in range(ATTEMPTS):
         ((worker, message),) = h.taking()
         assert h.answer() is None, attempt
@@ -215,8 +216,7 @@ def test_what_a_dead_worker_had_is_read_by_another_and_not_for_ever() -> None:
 
 
 def test_workers_that_do_not_answer_are_waited_for_as_long_as_was_asked() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     assert h.daemon.next_deadline == 5.0
     h.now = 5.1
     h.feed(act.CoordinatorSaid(0, local.Done()), act.Due())
@@ -247,8 +247,7 @@ def test_what_is_not_held_as_described_is_the_answer(how: str) -> None:
 
 
 def test_a_version_that_is_taken_back_meanwhile_is_not_said_to_be_compared() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     ((worker, message),) = h.taking()
     h.ask(local.Withdraw(member=h.source, version=1))
     h.give(worker, message)
@@ -257,8 +256,7 @@ def test_a_version_that_is_taken_back_meanwhile_is_not_said_to_be_compared() -> 
 
 
 def test_a_worker_that_cannot_read_is_quoted() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     ((worker, message),) = h.taking()
     h.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, reason="no such process")))
     answer = h.answer()
@@ -267,8 +265,7 @@ def test_a_worker_that_cannot_read_is_quoted() -> None:
 
 @pytest.mark.parametrize("how", ["aborted", "another coordinator"])
 def test_nothing_is_answered_once_nobody_waits_for_it(how: str) -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     ((worker, message),) = h.taking()
     if how == "aborted":
         h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))

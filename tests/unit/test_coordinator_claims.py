@@ -134,8 +134,7 @@ def test_a_swap_of_which_nobody_knows_that_it_was_decided_is_undone_once_all_had
 
 
 def test_replicas_of_two_versions_that_nobody_can_explain_are_never_both_let_be() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     sent = h.add("a", version=1, run="x") + h.add("b", version=2, run="x")
     assert fenced(sent) == {"a"}
     assert fenced(h.add("c", version=1, run="x")) == {"c"}

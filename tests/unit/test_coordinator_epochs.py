@@ -8,8 +8,7 @@ from tests.support.coordinator_harness import Harness, kinds, reports
 
 def two_nodes() -> tuple[Harness, cluster.LoadPlan]:
     """A source on n0, a target on n1, a swap asked for; the plan as n1 gets it."""
-    h = Harness()
-    h.join("n0", workers=(1, 2, 3))
+    h = Harness().join("n0", workers=(1, 2, 3))
     h.join("n1", pid=11, workers=(4, 5))
     h.add("src")
     h.add("a", node="n1")

@@ -13,8 +13,7 @@ from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kind
 
 def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_not() -> None:
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
-    h = Harness(journal=journal)
-    h.join()
+    h = Harness(journal=journal).join()
     assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     h.say("n0", cluster.MemberCommitted(swap="s1", member="a", paused_s=0.0))
     undone = h.add("b", staged="s2")
@@ -25,8 +24,7 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
 
 
 def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_in_place() -> None:
-    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0, run="x")})
-    h.join()
+    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0, run="x")}).join()
     h.add("src", versions=(7, 8), run="x")
     undone = h.add(
         "a", version=7, run="x", staged="s2", pauses=True, in_place=True
@@ -40,8 +38,7 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
     journal: dict[str, Record] = {}
     h = Harness(journal=journal).ready()
     commit(h, h.until_staging(), "a")
-    later = Harness(journal=journal)
-    later.join()
+    later = Harness(journal=journal).join()
     later.add("src", versions=(1,), run="run1")
     assert str(later.state.models["m"].live) == "1 (run run1)"
     assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
@@ -56,8 +53,7 @@ def decided_and_died() -> tuple[Harness, str]:
     h.add("b")
     swap = h.until_staging()
     h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))
-    later = Harness(NO_CATCH_UP, journal)
-    later.join()
+    later = Harness(NO_CATCH_UP, journal).join()
     later.add("src", versions=(1,), run="run1")
     return later, swap
 
@@ -89,8 +85,7 @@ def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> 
 
 def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_from_starting() -> None:
     journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
-    h = Harness(NO_CATCH_UP, journal)
-    h.join()
+    h = Harness(NO_CATCH_UP, journal).join()
     assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     assert (last(h).state, last(h).report) == ("decided", None)
 

@@ -43,8 +43,7 @@ def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answere
 
 
 def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_last_events() -> None:
-    h = Harness().ready()
-    h.join("n9", pid=12)
+    h = Harness().ready().join("n9", pid=12)
     swap = h.until_staging()
     for message in (
         cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1),
@@ -64,8 +63,7 @@ def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_l
 
 
 def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
-    h = Harness().ready()
-    h.join("n1", pid=12)
+    h = Harness().ready().join("n1", pid=12)
     status = next(node.status for node in h.state.nodes.values() if node.status.node == "n0")
     moved = cluster.TargetMoved("a", "staging swap s, empty", ("StageBegan -> staging swap s, empty",))
     assert h.say("n0", cluster.NodeUpdate(status=status, moved=(moved,)), request=8) == [local.Done()]

@@ -15,8 +15,7 @@ from tests.support.coordinator_harness import Harness, commit, kinds, reports
 
 
 def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     for rank in (1, 0):
         h.add(f"src{rank}", rank=rank, world_size=2)
     for replica, world in (("b", 1), ("a", 2)):
@@ -26,16 +25,14 @@ def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
 
 
 def test_a_member_whose_shard_is_not_known_is_asked_to_describe_it() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     (failure,) = h.add("src", digest="0" * 32)
     assert isinstance(failure, local.Failure) and failure.code == "unknown-shard"
     assert not h.state.models
 
 
 def test_a_shard_under_a_wrong_digest_is_refused() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     shard = shards.shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2)])
     (failure,) = h.say("n0", cluster.DescribeShard(digest="0" * 32, packed=pack(shard)), request=1)
     assert isinstance(failure, local.Failure) and "its content is" in failure.message

@@ -9,8 +9,7 @@ from tests.support.coordinator_harness import Harness, kinds, reports
 
 def two_ranks(*published: tuple[str, int]) -> Harness:
     """Two source ranks, src0 and src1, that have published these versions."""
-    h = Harness()
-    h.join()
+    h = Harness().join()
     for rank in range(2):
         h.add(f"src{rank}", rank=rank, world_size=2)
     for member, version in published:
@@ -32,16 +31,14 @@ def test_a_report_says_how_the_version_was_given_even_when_its_lease_has_ended()
 
 
 def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     h.add("src", versions=(1, 2), modes=("copied", "pulled"), mode="pulled", mode_reason="it is fast")
     fleet = h.state.models["m"].fleet
     assert [fleet.source_reports(version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
 
 
 def test_ranks_that_come_back_alone_go_on_above_what_they_had_published_and_others_wait_for_no_new_run() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     for rank in range(2):
         h.add(f"src{rank}", rank=rank, world_size=2)
         for version in (1, 2):
@@ -52,8 +49,7 @@ def test_ranks_that_come_back_alone_go_on_above_what_they_had_published_and_othe
 
 
 def test_a_version_is_complete_only_where_all_ranks_hold_it_of_one_run() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     h.add("a")
     h.add("src0", rank=0, world_size=2, run="x", versions=(7,))
     h.add("src1", rank=1, world_size=2, run="y", versions=(7,))
@@ -87,8 +83,7 @@ def test_a_rank_that_comes_back_alone_publishes_above_what_any_rank_of_its_run_h
 
 
 def test_what_a_trainer_has_left_on_another_node_is_given_back() -> None:
-    h = Harness().ready()
-    h.join("n1")
+    h = Harness().ready().join("n1")
     h.say("n0", cluster.DetachShard(member="src", reason="its process has ended"))
     sent = h.add("src2", node="n1")
     assert [m.member for m in sent if isinstance(m, cluster.EvictMember)] == ["src"]

@@ -27,16 +27,14 @@ def test_a_swap_goes_from_plan_to_report() -> None:
 
 def test_the_second_swap_of_a_membership_sends_no_plan() -> None:
     h = Harness().ready()
-    swap = h.until_staging()
-    commit(h, swap, "a")
+    commit(h, h.until_staging(), "a")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     assert kinds(h.say("n0", local.StartSwap("m"))) == ["Stage"]
 
 
 def test_a_changed_membership_drops_the_plan_and_makes_another() -> None:
     h = Harness(NO_CATCH_UP).ready()
-    swap = h.until_staging()
-    commit(h, swap, "a")
+    commit(h, h.until_staging(), "a")
     assert kinds(h.add("b")) == ["DropPlan", "Done"]
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     assert kinds(h.say("n0", local.StartSwap("m"))) == ["LoadPlan"]
@@ -110,8 +108,7 @@ def test_a_node_that_takes_back_what_it_has_staged_ends_a_decision_that_is_held(
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_a_complete_version_is_swapped_by_itself_only_where_configured(auto: bool) -> None:
-    h = Harness(Config(models={"m": ModelConfig(auto_swap=auto)}))
-    h.join()
+    h = Harness(Config(models={"m": ModelConfig(auto_swap=auto)})).join()
     h.add("src")
     h.add("a")
     sent = h.say("n0", cluster.ShardPublished(member="src", version=1), request=2)
@@ -148,8 +145,7 @@ def test_a_member_that_fails_after_the_decision_is_fenced_and_the_next_swap_heal
 
 
 def test_nothing_is_decided_before_engines_that_are_asked_stand_still() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     h.add("src")
     h.add("a", pauses=True)
     h.add("b")
@@ -163,8 +159,7 @@ def test_nothing_is_decided_before_engines_that_are_asked_stand_still() -> None:
 
 
 def test_an_engine_that_does_not_stand_still_aborts_the_swap_by_name() -> None:
-    h = Harness()
-    h.join()
+    h = Harness().join()
     h.add("src")
     h.add("a", pauses=True)
     h.say("n0", cluster.ShardPublished(member="src", version=1))

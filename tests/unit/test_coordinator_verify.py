@@ -24,8 +24,7 @@ def test_verification_is_switched_off_by_the_models_configuration() -> None:
 
 
 def test_verify_asks_the_nodes_and_answers_when_all_have() -> None:
-    h = Harness().ready()
-    h.join("n1", pid=11)
+    h = Harness().ready().join("n1", pid=11)
     h.add("b", "n1")
     h.say("n0", local.Verify("m"), request=9)
     asked = {node: m for node, _, m in h.sent if isinstance(m, cluster.CheckMembers)}
@@ -42,8 +41,7 @@ def test_verify_asks_the_nodes_and_answers_when_all_have() -> None:
 
 
 def test_verify_of_a_node_that_is_lost_says_so_and_a_model_without_targets_is_refused() -> None:
-    h = Harness().ready()
-    h.join("n1", pid=11)
+    h = Harness().ready().join("n1", pid=11)
     h.add("b", "n1")
     h.say("n0", local.Verify("m", timeout_s=60.0), request=9)
     (check,) = {m.check for _, _, m in h.sent if isinstance(m, cluster.CheckMembers)}
