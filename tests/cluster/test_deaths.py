@@ -16,6 +16,7 @@ import pytest
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.programs import ended
 from tests.support.two_replicas import Fleet
 
 
@@ -59,17 +60,10 @@ def in_other_process(daemon: Daemon, code: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def victim(daemon: Daemon, code: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = in_other_process(daemon, code)
-    try:
+    with ended(in_other_process(daemon, code)) as process:
         assert process.stdout is not None
         assert process.stdout.read(5) == b"there"
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 VICTIM_TARGET = """

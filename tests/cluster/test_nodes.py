@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.programs import ended
 
 Nodes = tuple[Daemon, ...]
 DEADLINES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
@@ -293,17 +293,6 @@ def far_engine(daemon: Daemon, *words: str) -> subprocess.Popen[str]:
     )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     return child
-
-
-@contextmanager
-def ended(child: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
 @pytest.mark.slow

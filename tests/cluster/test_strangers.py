@@ -23,6 +23,7 @@ from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
+from tests.support.programs import ended
 
 Nodes = tuple[Daemon, ...]
 
@@ -100,17 +101,13 @@ while True:
 @contextlib.contextmanager
 def attack(mode: str) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-c", ATTACKER, mode, str(os.getpid())], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
+    with ended(process):
+        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         yield
         assert process.poll() is None, "the attacker has ended"
         process.terminate()
         assert int(process.stdout.readline()) > 0, "the attacker has found no port"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:

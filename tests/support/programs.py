@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +27,13 @@ def refitctl(daemon: Daemon, command: str, *words: str) -> subprocess.CompletedP
 def python(daemon: Daemon, code: str, *words: str) -> list[str]:
     """The command that runs this code."""
     return [sys.executable, "-c", code, str(daemon.directory), *words]
+
+
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """Kill it when the block ends, if it has not ended, and close its pipes."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()

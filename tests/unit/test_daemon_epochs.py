@@ -38,9 +38,17 @@ def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.Load
     )
 
 
-def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> None:
+def crossing(*joined: int) -> Harness:
+    """A daemon with that plan, of which these workers have joined the epoch."""
     h = Harness()
     h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
+    for worker in joined:
+        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    return h
+
+
+def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> None:
+    h = crossing()
     joins = [(worker, m) for worker, m in h.to_worker if isinstance(m, sidecar.JoinEpoch)]
     assert [(worker, m.index, m.labels[1]) for worker, m in joins] == [
         (0, 0, "worker 0 on node n1 (host h1)"),
@@ -58,10 +66,7 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_new_coordinator_finds_no_plan_nor_epoch_of_the_one_before(loaded: bool) -> None:
-    h = Harness()
-    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
-    for worker in (0, 1) if loaded else (0,):
-        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    h = crossing(*((0, 1) if loaded else (0,)))
     h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
     assert {(w, m.epoch) for w, m in h.to_worker if isinstance(m, sidecar.LeaveEpoch)} == {(0, "e1"), (1, "e1")}
     assert h.stage() == []
@@ -69,10 +74,7 @@ def test_a_new_coordinator_finds_no_plan_nor_epoch_of_the_one_before(loaded: boo
 
 
 def test_a_source_node_reports_staged_with_nothing_received() -> None:
-    h = Harness()
-    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
-    for worker in (0, 1):
-        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    h = crossing(0, 1)
     runs = h.stage()
     assert [worker for worker, _ in runs] == [0, 1]
     for worker, run in runs:
@@ -83,8 +85,7 @@ def test_a_source_node_reports_staged_with_nothing_received() -> None:
 
 
 def test_a_worker_that_dies_takes_its_epoch_with_it() -> None:
-    h = Harness()
-    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
+    h = crossing()
     h.to_worker.clear()
     h.feed(act.WorkerDied(0, "was killed by SIGKILL"))
     lost = [m for m in h.to_coordinator if isinstance(m, cluster.EpochLost)]
@@ -95,10 +96,7 @@ def test_a_worker_that_dies_takes_its_epoch_with_it() -> None:
 
 
 def test_an_abort_ends_the_workers_that_exchange_and_says_that_their_epoch_is_over() -> None:
-    h = Harness()
-    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
-    for worker in (0, 1):
-        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    h = crossing(0, 1)
     h.stage()
     h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
     assert h.restarted == [0, 1]
@@ -106,10 +104,7 @@ def test_an_abort_ends_the_workers_that_exchange_and_says_that_their_epoch_is_ov
 
 
 def test_an_abort_ends_what_another_model_exchanges_between_nodes_by_name() -> None:
-    h = Harness()
-    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
-    for worker in (0, 1):
-        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    h = crossing(0, 1)
     h.fleet("other", "q")
     h.stage("crossing")
     h.stage("b", plan="q")

@@ -17,6 +17,7 @@ import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import fake_cuda, shards
 from tests.support.gpu_tensors import MIB, allocated, copy_into, private
+from tests.support.programs import ended
 
 
 class Fleet:
@@ -125,16 +126,12 @@ def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(daemon: Daemon
         time.sleep(600)
     """
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    try:
+    with ended(child):
+        assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         assert gpus.used(1) == 40 * MIB and gpus.used(0) == 0
         assert daemon.node().gpus[0].arena_bytes == 40 * MIB
         assert len(descriptors()) == 2
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
     eventually(lambda: gpus.used() == 0, "the memory is free")
     eventually(lambda: descriptors() == [], "no descriptor is left")
     assert daemon.node().gpus == ()
