@@ -1,22 +1,32 @@
-"""What runs side by side in a parallel run, and what stays together because it shares processes."""
+"""A daemon per test; what runs side by side in a parallel run, and what stays together because it shares processes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
 
+from refitd.testing import Daemon
+
 # how long an example takes is the machine's business
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
 
+pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["refitd.testing.fixtures"]
 
 # each starts a pool of processes, or a cluster, that its tests share
 SHARING = ("tests/spmd/", "tests/conformance/", "tests/faults/test_faults.py")
 # their tests start what they need themselves, and take long: one by one they spread best
 ALONE = ("tests/cluster/", "tests/faults/")
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    # a rank that misses its commit point is given up soon
+    return start_daemon("[deadlines]\ncommit_s = 4.0\n")
 
 
 @pytest.hookimpl(optionalhook=True)

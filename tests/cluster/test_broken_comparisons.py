@@ -12,7 +12,7 @@ import torch
 import refitd
 from refitd.testing import Cluster, Engine, RunningSwap, eventually, stopped
 from refitd.testing.daemon import joined
-from tests.cluster.test_replicas import in_cuts, offered_in_cuts
+from tests.support.cuts import in_cuts, offered_in_cuts
 
 FAULTS = (
     "a worker is killed",

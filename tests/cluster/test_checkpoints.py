@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,7 @@ import refitd
 from refitd.checkpoints.folder import INDEX, WHOLE
 from refitd.client import Client
 from refitd.testing import Daemon, Engine, eventually
-from tests.support import shards
+from tests.support import programs, shards
 
 KINDS = {"scalar": torch.tensor(3.5), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 4)}
 KINDS |= {"fp8": torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn)}
@@ -28,8 +26,7 @@ KINDS |= {"fp8": torch.arange(16.0).view(4, 4).to(torch.float8_e4m3fn)}
 
 def refitctl(daemon: Daemon, *arguments: str) -> tuple[int, dict]:
     """Exit status and the JSON object on stdout."""
-    command = [sys.executable, "-m", "refitd_cli.control", arguments[0], "--address", str(daemon.directory), "--json"]
-    ran = subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=120, check=False)
+    ran = programs.refitctl(daemon, *arguments, "--json")
     return ran.returncode, json.loads(ran.stdout)
 
 

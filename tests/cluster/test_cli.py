@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from refitd.testing import Daemon, Engine
 from tests.support import shards
-
-
-def refitctl(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "refitd_cli.control", arguments[0], "--address", str(daemon.directory)]
-    return subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=60, check=False)
+from tests.support.programs import refitctl
 
 
 def test_swap_status_plan_and_models_show_a_live_fleet(daemon: Daemon, tmp_path: Path) -> None:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import refitd
+from tests.gpu import service_checks
 from tests.support import fake_cuda
 from tests.support.fake_torch.device_shim import put_on_gpu
-
-GPU_CHECKS = Path(__file__).parents[1] / "gpu"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["daemon-crossing", "daemon-mxfp8"])
 def test_checks_of_daemons_pass_behind_the_fake_driver(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fake_cuda.install(monkeypatch, 2 << 30)
-    monkeypatch.syspath_prepend(str(GPU_CHECKS))
-    import service_checks
-
     make_generator, make_buffer = torch.Generator, refitd.MXFP8Buffer.empty
 
     def buffer(shape: tuple[int, ...], *, is_swizzled: bool, device: Any) -> refitd.MXFP8Buffer:
@@ -36,4 +30,3 @@ def test_checks_of_daemons_pass_behind_the_fake_driver(monkeypatch: pytest.Monke
     monkeypatch.setattr(refitd.MXFP8Buffer, "empty", buffer)
     figures = service_checks.CHECKS[name](100.0, 1)
     assert figures["MiB"] in (32.0, 64.0)
-    sys.modules.pop("service_checks")

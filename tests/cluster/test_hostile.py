@@ -21,8 +21,8 @@ from refitd.protocol import cluster, local, reports, shards, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import Decoder, encode
 from refitd.testing import Daemon, Engine, eventually, leaks
-from tests.cluster.test_keys import Head, Nodes, head, joined, nodes  # noqa: F401  fixtures among them
 from tests.support.hostile import Figures, RawPeer, figures, fleet, refused
+from tests.support.keyed import Head, Nodes, joined
 
 # What a process may grow by and keep: freed memory stays with the allocator.
 ROOM_BYTES = 96 << 20
@@ -31,6 +31,11 @@ ROOM_BYTES = 96 << 20
 @pytest.fixture
 def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     return start_daemon()
+
+
+@pytest.fixture
+def nodes(head: Head, tmp_path: Path, start_daemon: Callable[..., Daemon]) -> Nodes:
+    return Nodes(head, tmp_path, start_daemon)
 
 
 class Watched:
@@ -235,7 +240,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0"
 
 
 @pytest.mark.slow
-def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) -> None:  # noqa: F811
+def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) -> None:
     a = nodes.key("a")
     head.start(a)
     assert head.process is not None
@@ -262,7 +267,7 @@ def test_handshakes_that_are_never_finished_are_ended(head: Head, nodes: Nodes) 
         peer.close()
 
 
-def started_with(head: Head, *lines: str) -> None:  # noqa: F811
+def started_with(head: Head, *lines: str) -> None:
     """Start the coordinator with an allow-list of these lines."""
 
     class Line:
@@ -272,7 +277,7 @@ def started_with(head: Head, *lines: str) -> None:  # noqa: F811
     head.start(*(Line(line) for line in lines))  # type: ignore[arg-type]
 
 
-def test_key_is_bound_to_its_node_and_the_roles_of_its_clients(head: Head, nodes: Nodes) -> None:  # noqa: F811
+def test_key_is_bound_to_its_node_and_the_roles_of_its_clients(head: Head, nodes: Nodes) -> None:
     a, b, c = nodes.key("a"), nodes.key("b"), nodes.key("c")
     started_with(
         head,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,83 +15,13 @@ import zmq
 import refitd
 from refitd.protocol import keys, local
 from refitd.protocol.channel import Dealer
-from refitd.testing import Coordinator, Daemon, Engine, eventually
-from refitd.testing.cluster import free_port
-
-JOIN_S = 20.0
-
-
-class Head:
-    """`refitd coordinator` listening on tcp, with a key."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        self.pair = keys.generate("head")
-        self._key, self.public_file = keys.write(self.pair, directory)
-        self._allowed = directory / "allowed"
-        self.process: Coordinator | None = None
-
-    def start(self, *allowed: keys.KeyPair, more: str = "") -> None:
-        """Start with this list."""
-        self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
-        self._allowed.chmod(0o644)
-        text = f'[coordinator]\nendpoint = "{self.endpoint}"\n'
-        text += f'[security]\nkey = "{self._key}"\nallowed = "{self._allowed}"\n{more}'
-        self.process = Coordinator(text, name="head", folder=self._directory).start()
-
-    def stop(self) -> None:
-        assert self.process is not None and self.process.stop() == []
-
-    def log(self) -> str:
-        return "" if self.process is None else self.process.log()
-
-
-@pytest.fixture
-def head(tmp_path: Path) -> Iterator[Head]:
-    head = Head(tmp_path)
-    yield head
-    print(f"--- log of the coordinator\n{head.log()}")
-    if head.process is not None:
-        head.process.remove()
-
-
-class Nodes:
-    """Daemons that look for `head`, each with a key of its own."""
-
-    def __init__(self, head: Head, directory: Path, start_daemon: Callable[..., Daemon]) -> None:
-        self._head, self._directory, self._start_daemon = head, directory, start_daemon
-
-    def key(self, name: str) -> keys.KeyPair:
-        pair = keys.generate(name)
-        keys.write(pair, self._directory)
-        return pair
-
-    def start(self, name: str, *, key: keys.KeyPair, server_key: str = "", host: str = "", more: str = "") -> Daemon:
-        endpoint = self._head.endpoint.replace("127.0.0.1", host or "127.0.0.1")
-        server_key = server_key or str(self._head.public_file)
-        text = f'[security]\nkey = "{self._directory / key.name}.key"\nserver_key = "{server_key}"\n'
-        return self._start_daemon(text + more, name=name, joins=endpoint)
+from refitd.testing import Daemon, Engine, eventually
+from tests.support.keyed import JOIN_S, Head, Nodes, joined, why_not
 
 
 @pytest.fixture
 def nodes(head: Head, tmp_path: Path, start_daemon: Callable[..., Daemon]) -> Nodes:
     return Nodes(head, tmp_path, start_daemon)
-
-
-def joined(daemon: Daemon) -> list[str]:
-    """The nodes that this one's coordinator knows, once it has one."""
-    with daemon.connect() as client:
-        eventually(lambda: why_not(client) == "", f"a coordinator answers; log:\n{daemon.log()}", JOIN_S)
-        return sorted(node.node for node in client.status().nodes)
-
-
-def why_not(client: refitd.Client) -> str:
-    try:
-        client.status()
-    except refitd.TransportError as exc:
-        return str(exc)
-    return ""
 
 
 def says(daemon: Daemon, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, eventually
 from refitd.testing.leaks import own_memory_files
-from tests.support import shards
+from tests.support import programs, shards
 
 MIB = 1 << 20
 
@@ -145,15 +144,11 @@ def test_a_coordinator_whose_journal_cannot_be_written_does_not_start(tmp_path: 
     path = tmp_path / "journal.sqlite"
     if existing:
         Journal(path).close()
-    env = {**os.environ, "REFITD_NODE__RUNTIME_DIR": str(tmp_path / "run")}
-    ran = subprocess.run(
+    places = {"REFITD_NODE__RUNTIME_DIR": str(tmp_path / "run"), "REFITD_COORDINATOR__JOURNAL": str(path)}
+    ran = programs.run(
         [sys.executable, "-m", "refitd_cli.daemon", "coordinator"],
-        env={**env, "REFITD_COORDINATOR__JOURNAL": str(path)},
+        env={**os.environ, **places},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)),
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
     )
     assert ran.returncode != 0
     assert f"journal {path}: disk I/O error" in ran.stderr and "check coordinator.journal and the disk" in ran.stderr

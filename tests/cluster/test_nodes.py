@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,24 +17,10 @@ from safetensors.torch import save_file
 import refitd
 from refitd.testing import Daemon, Engine, ProcessFailed, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.programs import ended
 
 Nodes = tuple[Daemon, ...]
 DEADLINES = "[deadlines]\nplan_s = 60.0\nstage_s = 5.0\ncommit_s = 5.0\n"
-
-
-@pytest.fixture
-def nodes(start_daemon: Callable[..., Daemon]) -> Callable[..., Nodes]:
-    """Start a standalone daemon n0, and others that join its coordinator."""
-
-    def start(count: int, config: str = DEADLINES, workers: tuple[int, ...] = ()) -> Nodes:
-        first, *others = workers or (1,) * count
-        found = [start_daemon(config, workers=first)]
-        for i, more in enumerate(others, 1):
-            found.append(start_daemon(config, name=f"n{i}", workers=more, joins=found[0].endpoint))
-        eventually(lambda: len(found[0].status().nodes) == count, "every node has joined")
-        return tuple(found)
-
-    return start
 
 
 def big(seed: int) -> dict[str, torch.Tensor]:
@@ -308,17 +293,6 @@ def far_engine(daemon: Daemon, *words: str) -> subprocess.Popen[str]:
     )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     return child
-
-
-@contextmanager
-def ended(child: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import refitd
 from refitd.protocol.reports import StatusReport
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
+from tests.support.programs import refitctl
 
 Start = Callable[..., Daemon]
 
@@ -293,11 +294,10 @@ def test_an_engine_that_hangs_can_be_evicted_and_must_register_again(start_daemo
                 return False
 
             eventually(is_blocked, "the model is blocked by it", 60)
-            refitctl = [sys.executable, "-m", "refitd_cli.control", "evict", "policy", "--replica", "hung"]
-            refitctl += ["--address", str(daemon.directory)]
-            unknown = subprocess.run([*refitctl, "--rank", "7"], capture_output=True, text=True, check=False)
+            evict = ("evict", "policy", "--replica", "hung", "--rank")
+            unknown = refitctl(daemon, *evict, "7")
             assert unknown.returncode == 1 and "hung rank 0" in unknown.stderr
-            ran = subprocess.run([*refitctl, "--rank", "0"], capture_output=True, text=True, check=False)
+            ran = refitctl(daemon, *evict, "0")
             assert (
                 ran.returncode == 0
                 and f"evicted hung rank 0 (host {os.uname().nodename}, pid {hung.pid})" in ran.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,17 +13,10 @@ import refitd
 from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Commit, Target
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
-from tests.cluster.test_recovery import Fleet, crash
 from tests.support import shards
+from tests.support.recovery import Fleet, crash
 
 COORDINATED = "[deadlines]\nlease_s = 2.0\ncommit_s = 5.0\n"
-
-
-@pytest.fixture
-def fleet(daemon: Daemon) -> Iterator[Fleet]:
-    fleet = Fleet(daemon)
-    yield fleet
-    fleet.close()
 
 
 class Served:

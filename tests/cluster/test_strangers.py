@@ -23,7 +23,7 @@ from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
-from tests.cluster.test_nodes import nodes  # noqa: F401
+from tests.support.programs import ended
 
 Nodes = tuple[Daemon, ...]
 
@@ -101,20 +101,16 @@ while True:
 @contextlib.contextmanager
 def attack(mode: str) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-c", ATTACKER, mode, str(os.getpid())], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
+    with ended(process):
+        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         yield
         assert process.poll() is None, "the attacker has ended"
         process.terminate()
         assert int(process.stdout.readline()) > 0, "the attacker has found no port"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
-def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:  # noqa: F811
+def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:
     """Swap so often, in a new epoch each time, and return why swaps failed."""
     n0, n1 = nodes(
         2, "[deadlines]\nplan_s = 40.0\nstage_s = 10.0\ncommit_s = 10.0\n[models.policy]\ncatch_up = false\n"
@@ -144,7 +140,7 @@ def swapped(nodes: Callable[..., Nodes], mode: str, rounds: int) -> list[str]:  
 )
 @pytest.mark.timeout(300)
 def test_swaps_succeed_while_a_stranger_connects_to_every_port_in_a_loop(
-    nodes: Callable[..., Nodes],  # noqa: F811
+    nodes: Callable[..., Nodes],
     mode: str,
 ) -> None:
     assert swapped(nodes, mode, 20 if mode == "hold" else 5) == []

@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from refitd import MXFP8Buffer, MXFP8Offer
 from refitd.client.client import Client
 from refitd.protocol.reports import MemberProof, VerifyReport
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
-from tests.support import shards
+from tests.support import programs, shards
+from tests.support.programs import refitctl
 
 NAME, DIM = "layers.0.fc1.weight", 48
 BIG = (3, 1 << 20)  # bf16: several blocks
@@ -72,22 +71,9 @@ class Fleet:
         self.engine.close()
 
 
-@pytest.fixture
-def fleet(daemon: Daemon) -> Iterator[Fleet]:
-    fleet = Fleet(daemon)
-    yield fleet
-    fleet.close()
-
-
 def flip(tensor: torch.Tensor, *index: int) -> None:
     """One bit of one element."""
     tensor.view(torch.int16)[index] ^= 1 << 3
-
-
-def refitctl(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "refitd_cli.control", *words, "--address", str(daemon.directory)]
-    cwd = Path(__file__).parents[2]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, cwd=cwd)
 
 
 @pytest.mark.parametrize("way", ["private", "arena", "strided"])
@@ -215,12 +201,8 @@ def test_a_stopped_engine_is_named_and_others_are_proven(daemon: Daemon) -> None
         source.publish(1)
         with Engine(target):
             trainer.swap("policy", 1, timeout=30)
-        with subprocess.Popen(
-            [sys.executable, "-c", STANDING, str(daemon.directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-        ) as process:
+        command, pipe = programs.python(daemon, STANDING), subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=programs.ROOT) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"serves\n"
             # what it has said of that may still be with its sender's thread

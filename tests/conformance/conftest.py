@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.conformance.harness import Contestant, World, contestants
+from tests.conformance.contestants import Contestant, contestants
+from tests.conformance.world import World
 
 # those that cannot run here are skipped once, with the reason, in test_capabilities.py
 _ABLE = [contestant for contestant in contestants() if not contestant.missing()]

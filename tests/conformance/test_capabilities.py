@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from refitd.copy_services.registry import ENTRY_POINTS
-from tests.conformance.harness import TIMEOUT_S, Contestant, World, contestants
+from tests.conformance.contestants import Contestant, contestants
+from tests.conformance.orders import TIMEOUT_S
 from tests.conformance.transfers import Layout, Maker, Plan
+from tests.conformance.world import World
 
 
 @pytest.mark.parametrize("contestant", contestants(), ids=str)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from tests.conformance.harness import Contestant, World
+from tests.conformance.contestants import Contestant
 from tests.conformance.transfers import Layout, Maker
+from tests.conformance.world import World
 
 # a service that stayed would keep its staging buffers, more than this in ten epochs
 GROWTH_BYTES = 3 << 20

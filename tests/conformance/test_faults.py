@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conformance.harness import Answer, Contestant, Orders, Outcome, World
+from tests.conformance.contestants import Contestant
+from tests.conformance.orders import Answer, Orders
 from tests.conformance.transfers import Maker, Plan
+from tests.conformance.world import Outcome, World
 
 TIMEOUT_S = 1.2
 SLACK_S = 3.0  # on busy processors

@@ -8,8 +8,10 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from tests.conformance.harness import ROOM, Contestant, Orders, World
+from tests.conformance.contestants import Contestant
+from tests.conformance.orders import Orders
 from tests.conformance.transfers import CASTS, SIZES, Layout, Maker, Plan
+from tests.conformance.world import ROOM, World
 
 PROCESSES = st.integers(0, 2)
 # few long dimensions, so that most plans are quick, and some do not fit into a message

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conformance.harness import ROOM, STAGING_BYTES, Contestant, Orders, Outcome, World
+from tests.conformance.contestants import Contestant
+from tests.conformance.orders import Orders
 from tests.conformance.transfers import Layout, Maker, Place, Plan, Transfer
+from tests.conformance.world import ROOM, STAGING_BYTES, Outcome, World
 
 
 def small_plan() -> Plan:

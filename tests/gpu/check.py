@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# name -> what it shows; their bodies are in checks.py
+# name -> what it shows; their bodies are in checks.py and the modules that it imports
 CHECKS = {
     "arena": "GPU memory made by one process is mapped by another, for reading and for writing",
     "digest": "the device computes the digests that the CPU computes",

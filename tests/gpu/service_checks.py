@@ -1,18 +1,12 @@
-"""gpu-check of the daemon's part: arenas on a GPU owned by a real daemon, swaps between them, a worker that is killed.
-
-Run as: service_checks.py NAME SECONDS, which prints one JSON object, as checks.py does.
-"""
+"""gpu-check of the daemon's part: arenas on a GPU that a real daemon owns, swaps between them, a killed worker."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,19 +231,3 @@ def daemon_mxfp8(seconds: float, count: int = 8) -> dict[str, object]:
 
 
 CHECKS = {"daemon-arenas": daemon_arenas, "daemon-crossing": daemon_crossing, "daemon-mxfp8": daemon_mxfp8}
-
-
-def main() -> int:
-    name, seconds = sys.argv[1], float(sys.argv[2])
-    try:
-        figures = CHECKS[name](seconds * 0.8)
-        found = {"state": "passed", "why": "", "figures": figures}
-    except BaseException as exc:  # the table says it
-        traceback.print_exc()
-        found = {"state": "failed", "why": f"{type(exc).__name__}: {exc}"[:500], "figures": {}}
-    print(json.dumps(found))
-    return int(found["state"] == "failed")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from refitd.testing import Daemon, Engine
-from tests.cluster.conftest import daemon
 from tests.support import shards
-
-__all__ = ["daemon"]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

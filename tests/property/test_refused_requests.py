@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 
 import hypothesis.strategies as st
-import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, rule
 from msgspec import structs
 
@@ -17,9 +15,11 @@ from refitd.errors import ArenaError
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.shards import Place
-from tests.property.test_coordinator_machine import DIGEST, NODES, CoordinatorMachine, Sim
-from tests.property.test_daemon_machine import SESSIONS, DaemonMachine
+from tests.support.coordinator_machine import NODES, CoordinatorMachine
+from tests.support.coordinator_sims import DIGEST, Sim
 from tests.support.daemon_harness import SOURCE, TARGET, Harness
+from tests.support.daemon_machine import SESSIONS, DaemonMachine
+from tests.support.machines import case_of
 from tests.support.snapshots import changes, snapshot
 
 registered = Harness().ask(TARGET)
@@ -118,11 +118,7 @@ class RefusingDaemon(DaemonMachine):
         pass  # what is kept belongs to nobody
 
 
-TestDaemon = RefusingDaemon.TestCase
-TestDaemon.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestDaemon.pytestmark = [pytest.mark.timeout(600)]
+TestDaemon = case_of(RefusingDaemon, examples=40, steps=30)
 
 
 # What a request that the coordinator refuses may change, and why.
@@ -196,8 +192,4 @@ class RefusingCoordinator(CoordinatorMachine):
         self.say(self.sims[node], message)
 
 
-TestCoordinator = RefusingCoordinator.TestCase
-TestCoordinator.settings = settings(
-    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestCoordinator.pytestmark = [pytest.mark.timeout(600)]
+TestCoordinator = case_of(RefusingCoordinator, examples=20, steps=30)

@@ -15,10 +15,9 @@ import refitd
 from refitd.copy_services.device_digest import DeviceDigests
 from refitd.copy_services.packed import STAGING_BYTES, Digest, InFlight, PackedExchange
 from refitd.copy_services.peers import Deadline, Peers
-from refitd.copy_services.pieces import TensorPiece
 from refitd.copy_services.rounds import MAX_OPERATIONS, RoundsExchange
 from refitd.copy_services.slots import SlottedExchange
-from tests.spmd.cases import TIMEOUT_S, World, numbers, refused
+from tests.spmd.cases import TIMEOUT_S, World, numbers, refused, wrong_bytes
 
 
 class GlooRounds(RoundsExchange):
@@ -123,18 +122,7 @@ def random_exchanges(world: World, kind: str, seeds: Sequence[int]) -> int:
 
 
 def wrong_bytes_are_noticed(world: World, kind: str) -> str:
-    class Lossy(TensorPiece):
-        def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
-            pass
-
-    service = make(kind, None)
-    if world.rank == 0:
-        service.send(1, torch.ones(9), 5)
-    if world.rank == 5:
-        service.receive(1, Lossy(torch.zeros(9, 2)[:, 0], torch.float32), 0)
-    said = refused(lambda: service.run(TIMEOUT_S), refitd.TransportError)
-    service.run(TIMEOUT_S)
-    return said
+    return wrong_bytes(world, make(kind, None))
 
 
 def nobody_waits_for_ever(world: World, kind: str, timeout: float) -> tuple[str, bool]:

@@ -6,10 +6,8 @@ from tests.spmd.pool import Pool
 
 
 def test_nothing_moves_unless_both_ends_say_the_same(pool: Pool) -> None:
-    said = pool.run("disagreement_moves_nothing")
+    sizes, ids, local = pool.agreed("disagreement_moves_nothing")
 
-    assert all(each == said[0] for each in said)
-    sizes, ids, local = said[0]
     assert "rank 1 is about to send 1 pieces, 36 bytes, and rank 3 expects 1 pieces, 40 bytes" in sizes
     assert "others of that size" in ids
     assert "task (1, 0) of rank 2 with itself has no receive" in local

@@ -6,10 +6,9 @@ from tests.spmd.pool import Pool
 
 
 def test_tensors_that_cannot_be_read_or_written_are_refused_by_name_on_every_rank(pool: Pool) -> None:
-    said = pool.run("memory_cases:unusable", timeout=240)
+    said = pool.agreed("memory_cases:unusable", timeout=240)
 
-    assert all(each == said[0] for each in said)
-    for what, text in said[0].items():
+    for what, text in said.items():
         side, _, kind = what.partition(": ")
         assert kind in text and text.startswith(f"w on rank {int(side == 'target')}: "), what
 
@@ -19,10 +18,8 @@ def test_models_on_the_meta_device_can_be_planned(pool: Pool) -> None:
 
 
 def test_targets_that_share_memory_are_refused_by_name_on_every_rank(pool: Pool) -> None:
-    said = pool.run("memory_cases:overlapping")
+    *overlapping, untied, tiles = pool.agreed("memory_cases:overlapping")
 
-    assert all(each == said[0] for each in said)
-    *overlapping, untied, tiles = said[0]
     assert all("a and b on rank 1: they share memory" in text for text in (*overlapping, tiles))
     assert "a" in untied and "b" in untied and "tied" in untied
 
@@ -36,10 +33,9 @@ def test_bools_of_any_byte_keep_it_whatever_the_strides(pool: Pool) -> None:
 
 
 def test_arguments_of_one_rank_that_are_none_are_named_on_every_rank(pool: Pool) -> None:
-    said = pool.run("memory_cases:arguments", timeout=240)
+    said = pool.agreed("memory_cases:arguments", timeout=240)
 
-    assert all(each == said[0] for each in said)
-    for what, text in said[0]:
+    for what, text in said:
         assert what.partition(" is")[0] in text and "expected" in text and "RecursionError" not in text, text
 
 

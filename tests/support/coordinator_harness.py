@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import Self
 
 from refitd import ParameterMetadata
-from refitd.config import Config
+from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.records import LiveVersion, Record, Recovered
 from refitd.coordinator.state import Coordinator
 from refitd.errors import RefitdError
-from refitd.events import Log
+from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
-from refitd.protocol.reports import (
-    NodeStatus,
-    SwapProgress,
-    SwapReport,
-)
+from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
+
+NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
 
 
 class Past:
@@ -113,9 +112,10 @@ class Harness:
         self.feed(act.FromNode(node.encode(), request, message))
         return [message for _, _, message in self.sent]
 
-    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> None:
+    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> Self:
         status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
         assert isinstance(self.say(node, cluster.NodeHello(protocol=1, status=status))[-1], cluster.NodeWelcome)
+        return self
 
     def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:
         role = "source" if member.startswith("src") else "target"
@@ -134,12 +134,19 @@ class Harness:
         self.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
         return self.say(node, cluster.AddShard(**added), request=3)
 
-    def ready(self) -> None:
+    def tick(self) -> list[object]:
+        """Time has passed; what that caused to be sent is returned."""
+        self.sent.clear()
+        self.feed(Tick())
+        return [message for _, _, message in self.sent]
+
+    def ready(self) -> Self:
         """One source with version 1, one target, on one node."""
         self.join()
         assert self.add("src") == [cluster.SourceAdmitted(run="run1", next_version=0)]
         assert self.add("a") == [local.Done()]
         self.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+        return self
 
     def until_staging(self, timeout_s: float = 0.0) -> str:
         asked = self.say("n0", local.StartSwap("m", timeout_s=timeout_s), request=9)
@@ -154,3 +161,16 @@ def reports(sent: list[object]) -> list[SwapReport]:
 
 def kinds(sent: list[object]) -> list[str]:
     return [type(m).__name__ for m in sent if not isinstance(m, SwapProgress | cluster.LiveIs)]
+
+
+def commit(h: Harness, swap: str, *members: str, node: str = "n0") -> list[object]:
+    """Stage and commit on one node; return what the last word caused."""
+    h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    sent: list[object] = []
+    for member in members:
+        sent = h.say(node, cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0))
+    return sent
+
+
+def stages(sent: list[object]) -> list[cluster.Stage]:
+    return [m for m in sent if isinstance(m, cluster.Stage)]

@@ -12,7 +12,7 @@ from refitd.errors import ArenaError
 from refitd.plan.build import plan_copies
 from refitd.plan.regions import RegionTable
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.shards import metadata_of, shard_of
+from refitd.protocol.shards import Place, metadata_of, shard_of
 from tests.support.shards import describe, whole
 
 SHARD = shard_of(describe(whole(1), 0, 1))
@@ -79,9 +79,10 @@ class Harness:
             return granted
         return self.ask(local.Publish(member=member, version=version, slot=granted.slot))
 
-    def fleet(self, model: str = "m", plan_id: str = "p") -> tuple[str, str]:
+    def fleet(self, model: str = "m", plan_id: str = "p", live: tuple[Place, ...] = ()) -> tuple[str, str]:
         """A source that holds version 1, and a target, with their plan loaded."""
-        source, target = (self.ask(structs.replace(one, model=model)) for one in (SOURCE, TARGET))
+        source = self.ask(structs.replace(SOURCE, model=model))
+        target = self.ask(structs.replace(TARGET, model=model, live=live))
         assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
         assert self.publish(source.member, 1) == local.Done()
         rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]

@@ -1,12 +1,16 @@
-"""Short ways to say layouts in tests."""
+"""Short ways to say layouts in tests, and why no plan can be made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
+
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
+from refitd.errors import PlanError
+from refitd.plan.build import plan_copies
 
 
 def meta(name: str, shape: Sequence[int], rank: int | None = None, **fields: Any) -> ParameterMetadata:
@@ -48,3 +52,17 @@ def rosters(
         )
         for rank in ranks
     ]
+
+
+def refusals(found: list[Roster]) -> list[str]:
+    """All that stands in the way of a plan."""
+    with pytest.raises(PlanError) as caught:
+        plan_copies(found)
+    return list(caught.value.violations)
+
+
+def refusal(found: list[Roster]) -> str:
+    """The one thing that stands in the way of a plan."""
+    violations = refusals(found)
+    assert len(violations) == 1, violations
+    return violations[0]

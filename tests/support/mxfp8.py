@@ -69,3 +69,29 @@ def element_of(value: float, scale: int) -> int:
     magnitude = abs(Fraction(value)) / Fraction(2) ** (scale - 127)
     code = min(range(127), key=lambda code: (abs(E4M3[code] - magnitude), code % 2))
     return code | (0x80 if math.copysign(1, value) < 0 else 0)
+
+
+def every_amax() -> torch.Tensor:
+    """Return a block for every finite bfloat16 magnitude, which is the largest in it."""
+    magnitudes = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    parts = (torch.rand(len(magnitudes), 32, generator=generator) * 2 - 1).double() * magnitudes[:, None].double()
+    found = parts.to(torch.bfloat16)
+    signs = 1 - 2 * (torch.arange(len(magnitudes)) % 2)
+    found[torch.arange(len(magnitudes)), torch.arange(len(magnitudes)) % 32] = magnitudes * signs
+    return found
+
+
+def random_values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    normal = torch.randn(192, 1024, generator=generator)
+    exponents = torch.randint(-140, 127, normal.shape, generator=generator).float()
+    return {
+        "weights": (normal * 0.02).to(torch.bfloat16),
+        "any bits": torch.randint(-(1 << 15), 1 << 15, (64, 4096), generator=generator, dtype=torch.int16).view(
+            torch.bfloat16
+        ),
+        "any exponents": (normal * torch.exp2(exponents)).to(torch.bfloat16),
+        "few exponents": (normal * torch.exp2((exponents / 12).round())).to(torch.bfloat16),
+        "sparse": (normal * (normal > 2)).to(torch.bfloat16),
+    }

@@ -8,8 +8,8 @@ import torch
 
 from refitd import ParameterMetadata
 
-# name -> (shape, dimension that is split, or None)
-MODEL: Mapping[str, tuple[tuple[int, ...], int | None]] = {
+Model = Mapping[str, tuple[tuple[int, ...], int | None]]  # name -> (shape, dimension that is split, or None)
+MODEL: Model = {
     "embedding.weight": ((64, 48), 0),
     "layers.0.fc1.weight": ((96, 48), 0),
     "layers.0.fc2.weight": ((48, 96), 1),
@@ -22,22 +22,22 @@ def whole(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Ten
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, _) in MODEL.items()}
 
 
-def cut(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:
+def cut(tensors: Mapping[str, torch.Tensor], rank: int, world: int, model: Model = MODEL) -> dict[str, torch.Tensor]:
     return {
-        name: tensor.clone() if (dim := MODEL[name][1]) is None else tensor.chunk(world, dim)[rank].contiguous()
+        name: tensor.clone() if (dim := model[name][1]) is None else tensor.chunk(world, dim)[rank].contiguous()
         for name, tensor in tensors.items()
     }
 
 
-def describe(shard: Mapping[str, torch.Tensor], rank: int, world: int) -> list[ParameterMetadata]:
+def describe(shard: Mapping[str, torch.Tensor], rank: int, world: int, model: Model = MODEL) -> list[ParameterMetadata]:
     return [
         ParameterMetadata(
             name=name,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             element_size=tensor.element_size(),
-            is_tp=MODEL[name][1] is not None and world > 1,
-            partition_dim=MODEL[name][1] or 0,
+            is_tp=model[name][1] is not None and world > 1,
+            partition_dim=model[name][1] or 0,
             owner_rank=rank,
             tensor_parallel_group_ranks=list(range(world)),
             resolved_name=name,

@@ -7,11 +7,8 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from refitd.errors import TransportError
 from refitd.offline import read, rosters_of
@@ -23,9 +20,9 @@ from refitd_cli.group import Commands
 from refitd_cli.heatmap import matrix_of, text_matrix
 from refitd_cli.layouts import rank_ranges
 from refitd_cli.picture import bars
-from refitd_cli.session import Session
+from tests.support import cli
+from tests.support.manifests import LAYOUTS
 
-LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 TRAIN, SERVE = LAYOUTS / "llama-3-70b-train-tp8-pp4.toml", LAYOUTS / "llama-3-70b-serve-tp4.toml"
 BOTH = ("--source", str(TRAIN), "--target", str(SERVE))
 COMMANDS = {name: f"refitd_cli.commands.{name}:{name}" for name in ("plan", "explain", "manifest")}
@@ -69,29 +66,9 @@ shape = [4]
 """
 
 
-@dataclass
-class Ran:
-    status: int
-    stdout: str
-    stderr: str
-
-    @property
-    def object(self) -> dict:
-        (line,) = self.stdout.splitlines()
-        return json.loads(line)
-
-
-def run(*arguments: str, client: object = None) -> Ran:
-    def factory(address: str | None) -> object:
-        if client is None:
-            raise TransportError("no daemon runs")
-        return client
-
+def run(*arguments: str, client: object = None) -> cli.Ran:
     group = Commands(name="refitctl", lazy=COMMANDS)
-    result = CliRunner().invoke(group, arguments, obj=Session(factory), prog_name="refitctl")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return Ran(result.exit_code, result.stdout, result.stderr)
+    return cli.run(client or TransportError("no daemon runs"), *arguments, command=group)
 
 
 @pytest.fixture
@@ -408,8 +385,7 @@ def test_manifest_of_nothing_or_of_two_things_is_a_usage_error(arguments):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 4, 6, 8, 9], "0, 2, 4, 6 and 2 more")],
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 4, 6, 8, 9], "0, 2, 4, 6 and 2 more")]
 )
 def test_ranks_are_shown_as_ranges(ranks, text):
     assert rank_ranges(ranks) == text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import pytest
 
 from refitd import ParameterMetadata
@@ -138,9 +140,7 @@ def test_whatever_ends_the_swap_meanwhile_ends_the_comparison(how: str) -> None:
         case "lost":
             h.now += NODE_SILENCE_S + 1
             h.state.nodes["n0"].last_heard = h.now
-            h.sent.clear()
-            h.feed(Tick())
-            sent = [m for _, _, m in h.sent]
+            sent = h.tick()
         case _:
             sent = h.say("n0", local.AbortSwap(model="m", reason="x"), request=2)
     (report,) = reports(sent)
@@ -167,12 +167,13 @@ class Reading(Harness):
         self.source = registered.member
         assert self.publish(self.source, 1) == local.Done()
 
-    def ask_regions(self, version: int = 1, swap: str = "s", tensor: str = FC1) -> None:
+    def ask_regions(self, version: int = 1, swap: str = "s", tensor: str = FC1) -> Self:
         self.to_coordinator.clear()
         table = regions(tensor, (96, 48), [(0, 48), (48, 96)])
         run = self.daemon.members[self.source].run
         message = cluster.DigestRegions(swap, version, run, (self.source,), (0,), (0,), table.to_wire(), 5.0)
         self.feed(act.CoordinatorSaid(0, message))
+        return self
 
     def taking(self) -> list[tuple[int, sidecar.TakeDigests]]:
         found = [(worker, m) for worker, m in self.to_worker if isinstance(m, sidecar.TakeDigests)]
@@ -194,8 +195,7 @@ class Reading(Harness):
 
 
 def test_workers_read_the_regions_and_the_node_answers_with_a_digest_of_each() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     assert not h.is_slot_free() and h.answer() is None
     for worker, message in h.taking():
         assert {span.count for span in message.spans} and all(span.pid == 0 for span in message.spans)
@@ -208,8 +208,7 @@ def test_workers_read_the_regions_and_the_node_answers_with_a_digest_of_each() -
 
 
 def test_what_a_dead_worker_had_is_read_by_another_and_not_for_ever() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     for attempt in range(ATTEMPTS):
         *_, (worker, message) = h.taking()
         assert h.answer() is None, attempt
@@ -223,8 +222,7 @@ def test_what_a_dead_worker_had_is_read_by_another_and_not_for_ever() -> None:
 
 
 def test_workers_that_do_not_answer_are_waited_for_as_long_as_was_asked() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     assert h.daemon.next_deadline == 5.0
     h.now = 5.1
     h.feed(act.CoordinatorSaid(0, local.Done()), act.Due())
@@ -255,8 +253,7 @@ def test_what_is_not_held_as_described_is_the_answer(how: str) -> None:
 
 
 def test_a_version_that_is_taken_back_meanwhile_is_not_said_to_be_compared() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     ((worker, message),) = h.taking()
     h.ask(local.Withdraw(member=h.source, version=1))
     h.give(worker, message)
@@ -265,8 +262,7 @@ def test_a_version_that_is_taken_back_meanwhile_is_not_said_to_be_compared() -> 
 
 
 def test_a_worker_that_cannot_read_is_quoted() -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     ((worker, message),) = h.taking()
     h.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, reason="no such process")))
     answer = h.answer()
@@ -275,8 +271,7 @@ def test_a_worker_that_cannot_read_is_quoted() -> None:
 
 @pytest.mark.parametrize("how", ["aborted", "another coordinator"])
 def test_nothing_is_answered_once_nobody_waits_for_it(how: str) -> None:
-    h = Reading()
-    h.ask_regions()
+    h = Reading().ask_regions()
     ((worker, message),) = h.taking()
     if how == "aborted":
         h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import refitd
 from refitd.protocol.codec import Decoder, encode
 from refitd.protocol.reports import SwapReport
+from tests.support import programs
 
 USER = """\
 from typing import assert_type
@@ -70,14 +70,9 @@ def test_mypy_strict_sees_the_types_of_what_is_exported(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\nstrict = true\nfollow_imports = silent\n[mypy-torch.*,numpy.*,zmq.*]\nfollow_imports = skip\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "user.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "MYPYPATH": str(Path(refitd.__file__).parents[1])},
-    )
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "user.py"]
+    env = {**os.environ, "MYPYPATH": str(Path(refitd.__file__).parents[1])}
+    ran = programs.run(command, cwd=tmp_path, env=env)
     wrong = {f"user.py:{number}": line for number, line in enumerate(USER.splitlines(), 1)}
     found = [wrong[place] for place in re.findall(r"^(user\.py:\d+): error", ran.stdout, re.MULTILINE)]
     expected = [line for line in USER.splitlines() if "# n" in line or line == "refitd.nothing"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from refitd.buffers.cuda import visible_devices
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu-check"
@@ -34,14 +35,7 @@ no_gpu = pytest.mark.skipif(visible_devices() > 0, reason="there is a GPU")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "PYTHON": sys.executable, **environment},
-    )
+    return programs.run([str(SCRIPT), *arguments], env={**os.environ, "PYTHON": sys.executable, **environment})
 
 
 def test_it_is_posix_sh_and_stops_at_the_first_error():
@@ -130,14 +124,7 @@ def test_a_check_that_hangs_or_crashes_ends_as_a_failure_of_its_own(tmp_path):
         "sys.argv = ['gpu-check', '--timeout', '2', 'arena', 'swap', 'copies']\n"
         "sys.exit(check.main())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT / "tests" / "gpu",
-        timeout=60,
-    )
+    ran = programs.run([sys.executable, "-c", code], cwd=ROOT / "tests" / "gpu")
     assert ran.returncode == 1
     _, arena, swap, copies = ran.stdout.splitlines()
     assert "failed" in arena and "not done within 2 s; last words: last words" in arena

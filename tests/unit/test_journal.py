@@ -15,6 +15,7 @@ import pytest
 from refitd.coordinator.journal import Journal
 from refitd.coordinator.records import LiveVersion, Record, Recovered
 from refitd.errors import CommitError
+from tests.support import programs
 
 CONNECT = (
     "import sys; from pathlib import Path; from refitd.coordinator.journal import Journal; Journal(Path(sys.argv[1]))"
@@ -163,9 +164,7 @@ def test_what_daemons_knew_is_written_and_later_decisions_count_on_from_it(tmp_p
 
 
 def other_process(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", CONNECT, path], capture_output=True, text=True, timeout=60, check=False
-    )
+    return programs.run([sys.executable, "-c", CONNECT, str(path)])
 
 
 @pytest.mark.parametrize("name", ["same", "hard link", "symbolic link"])

@@ -17,7 +17,7 @@ from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Commit, Target
 from refitd.errors import CommitError
 from refitd.protocol import local
-from tests.unit.test_target import WAIT_S, Daemon
+from tests.support.target_daemon import WAIT_S, Daemon
 
 
 def parameter(**attributes: object) -> nn.Parameter:

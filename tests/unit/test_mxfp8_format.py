@@ -13,7 +13,7 @@ import torch
 from refitd.mxfp8 import Rounding, swizzled_bytes
 from refitd.transforms import mxfp8_format as fmt
 from refitd.transforms.mxfp8_format import Scratch
-from tests.support.mxfp8 import E4M3, element_of, scale_of, swizzled, words_of
+from tests.support.mxfp8 import E4M3, element_of, every_amax, random_values, scale_of, swizzled, words_of
 
 BOTH = pytest.mark.parametrize("rounding", list(Rounding))
 NAN, INF = float("nan"), float("inf")
@@ -29,32 +29,6 @@ def converted(values: torch.Tensor, rounding: Rounding) -> tuple[np.ndarray, np.
 def block(*values: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Return a block that begins with these values and goes on with the last."""
     return torch.tensor([[*values, *[values[-1]] * (32 - len(values))]], dtype=dtype)
-
-
-def every_amax() -> torch.Tensor:
-    """Return a block for every finite bfloat16 magnitude, which is the largest in it."""
-    magnitudes = torch.arange(0, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    parts = (torch.rand(len(magnitudes), 32, generator=generator) * 2 - 1).double() * magnitudes[:, None].double()
-    found = parts.to(torch.bfloat16)
-    signs = 1 - 2 * (torch.arange(len(magnitudes)) % 2)
-    found[torch.arange(len(magnitudes)), torch.arange(len(magnitudes)) % 32] = magnitudes * signs
-    return found
-
-
-def random_values() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    normal = torch.randn(192, 1024, generator=generator)
-    exponents = torch.randint(-140, 127, normal.shape, generator=generator).float()
-    return {
-        "weights": (normal * 0.02).to(torch.bfloat16),
-        "any bits": torch.randint(-(1 << 15), 1 << 15, (64, 4096), generator=generator, dtype=torch.int16).view(
-            torch.bfloat16
-        ),
-        "any exponents": (normal * torch.exp2(exponents)).to(torch.bfloat16),
-        "few exponents": (normal * torch.exp2((exponents / 12).round())).to(torch.bfloat16),
-        "sparse": (normal * (normal > 2)).to(torch.bfloat16),
-    }
 
 
 @BOTH

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 
 import pytest
 
 from refitd import RefusedError
 from refitd.transforms.mxfp8_buffers import check_device
+from tests.support import programs
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 COMPARE = """
 import numpy as np, torch
 from refitd.transforms import mxfp8_format as fmt, mxfp8_triton
-from tests.unit.test_mxfp8_format import every_amax, random_values
+from tests.support.mxfp8 import every_amax, random_values
 
 values = random_values()
 few = torch.cat([every_amax()[::13].reshape(-1), every_amax()[-64:].reshape(-1)])
@@ -43,14 +43,7 @@ print("same bytes")
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton: pip install --no-deps triton")
 def test_the_kernel_writes_the_bytes_of_the_cpu_in_the_interpreter() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPARE],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ran = programs.run([sys.executable, "-c", COMPARE], env={**os.environ, "TRITON_INTERPRET": "1"})
     assert ran.stdout.strip() == "same bytes", ran.stderr
 
 

@@ -12,7 +12,7 @@ from refitd.describe.fused import without_padding
 from refitd.plan.build import plan_copies, plan_reshard
 from refitd.plan.validate import violations
 from refitd.protocol.shards import metadata_of, shard_of
-from tests.support.layouts import meta, replicated, rosters, tp
+from tests.support.layouts import meta, refusals, replicated, rosters, tp
 
 EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
 
@@ -34,12 +34,6 @@ def copies(found: list[Roster]) -> list[Copy]:
         )
         for i in range(len(table))
     )
-
-
-def refusal(found: list[Roster]) -> list[str]:
-    with pytest.raises(PlanError) as caught:
-        plan_copies(found)
-    return list(caught.value.violations)
 
 
 def both(rank: int) -> list[ParameterMetadata]:
@@ -149,7 +143,7 @@ def test_the_order_of_rosters_and_who_says_it_change_nothing() -> None:
 
 def test_a_tie_that_no_source_knows_is_refused_with_all_names() -> None:
     wanted = meta(OUTPUT, (4,), 1, aliases=("nowhere", "elsewhere"))
-    assert refusal([Roster(0, [meta("x", (4,), 0)]), Roster(1, (), [wanted])]) == [
+    assert refusals([Roster(0, [meta("x", (4,), 0)]), Roster(1, (), [wanted])]) == [
         f"{OUTPUT}: no source has it, nor elsewhere, nowhere, which rank 1 (destination) declares to be the same "
         "weight; check the names, or which source ranks have registered"
     ]
@@ -162,37 +156,37 @@ def test_a_tie_that_is_not_needed_is_no_problem() -> None:
 @pytest.mark.parametrize("links", [[("a", ("b",)), ("b", ("c",))], [("a", ("b",)), ("b", ("c",)), ("c", ("a",))]])
 def test_chains_and_cycles_are_refused_with_all_names(links: list[tuple[str, tuple[str, ...]]]) -> None:
     held = [meta(name, (4,), 0, aliases=aliases) for name, aliases in links]
-    (said,) = refusal([Roster(0, held), Roster(1, (), [meta("c", (4,), 1)])])
+    (said,) = refusals([Roster(0, held), Roster(1, (), [meta("c", (4,), 1)])])
     assert said.startswith("a: its aliases form a chain or a cycle (rank 0 (source) ties a to b; rank 0 (source) ties")
     assert "expected one declaration with all of a, b, c" in said
 
 
 def test_an_alias_of_itself_is_refused() -> None:
-    (said,) = refusal([Roster(0, [meta("a", (4,), 0, aliases=("a",))])])
+    (said,) = refusals([Roster(0, [meta("a", (4,), 0, aliases=("a",))])])
     assert said.startswith("rank 0 source: a: it is declared an alias of itself")
 
 
 @pytest.mark.parametrize("aliases", [["b"], ("",), (1,), "b"])
 def test_aliases_that_are_no_names_are_refused(aliases: object) -> None:
-    (said,) = refusal([Roster(0, [meta("a", (4,), 0, aliases=aliases)])])
+    (said,) = refusals([Roster(0, [meta("a", (4,), 0, aliases=aliases)])])
     assert "expected a tuple of canonical names" in said
 
 
 def test_aliases_of_several_tensors_in_one_are_refused() -> None:
     tiles = (Tile("a", (0,), (3,), 0, (1,)), Tile("b", (0,), (3,), 3, (1,)))
-    (said,) = refusal([Roster(0, [meta("ab", (6,), 0, tiles=tiles, aliases=("c",))])])
+    (said,) = refusals([Roster(0, [meta("ab", (6,), 0, tiles=tiles, aliases=("c",))])])
     assert said.startswith("rank 0 source: ab: it has aliases ('c',) and holds several canonical tensors")
 
 
 def test_a_shape_that_differs_is_refused_with_both_names() -> None:
-    (said,) = refusal([Roster(0, [tied(0)]), Roster(1, (), [meta(OUTPUT, (5, 2), 1)])])
+    (said,) = refusals([Roster(0, [tied(0)]), Roster(1, (), [meta(OUTPUT, (5, 2), 1)])])
     assert said.startswith(f"{EMBEDDING}: global shape is (4, 2) on rank 0 (source), (5, 2) on rank 1 (destination)")
     assert said.endswith(f"{OUTPUT} is fed from it as its alias")
 
 
 def test_what_is_tied_to_a_bad_tensor_is_not_reported_again() -> None:
     bad = replace(tied(0), shape=(-1,))
-    (said,) = refusal([Roster(0, [bad]), Roster(1, (), both(1))])
+    (said,) = refusals([Roster(0, [bad]), Roster(1, (), both(1))])
     assert said.startswith("rank 0 source: embedding.weight: local shape")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refitd import ParameterMetadata, PlanError, Roster, Tile
+from refitd import ParameterMetadata, Roster, Tile
 from refitd.describe.casts import CASTS, cast_number
 from refitd.describe.compact import without_ranks
 from refitd.describe.fused import without_padding
@@ -18,18 +18,11 @@ from refitd.plan.table import CopyTable
 from refitd.plan.validate import violations
 from refitd.protocol.shards import metadata_of, shard_of
 from refitd.testing import oracle
-from tests.support.layouts import meta, rosters, tp
+from tests.support.layouts import meta, refusal, rosters, tp
 
 
 def of(dtype: str, rank: int, **fields: Any) -> ParameterMetadata:
     return meta("w", (4, 2), rank, dtype=dtype, element_size=ELEMENT_SIZES[dtype], **fields)
-
-
-def refusal(found: list[Roster]) -> str:
-    with pytest.raises(PlanError) as caught:
-        plan_copies(found)
-    assert len(caught.value.violations) == 1, caught.value.violations
-    return caught.value.violations[0]
 
 
 def test_a_declared_cast_carries_both_element_sizes() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from refitd import PlanError, Roster, Tile
+from refitd import Roster, Tile
 from refitd.describe.fill import fill_pattern
 from refitd.describe.fused import without_padding
 from refitd.dtypes import ELEMENT_SIZES
@@ -17,7 +17,7 @@ from refitd.plan.fills import FillTable
 from refitd.plan.runs import left_out
 from refitd.plan.validate import violations
 from refitd.testing import oracle
-from tests.support.layouts import meta, replicated, rosters, tp
+from tests.support.layouts import meta, refusal, replicated, rosters, tp
 
 # (rank, local tensor, pattern, offset, size, stride)
 Fill = tuple[int, str, int, int, list[int], list[int]]
@@ -35,13 +35,6 @@ def listed(fills: FillTable) -> list[Fill]:
         )
         for i in range(len(fills))
     ]
-
-
-def refusal(found: list[Roster]) -> str:
-    with pytest.raises(PlanError) as caught:
-        plan_copies(found)
-    assert len(caught.value.violations) == 1, caught.value.violations
-    return caught.value.violations[0]
 
 
 def vocabulary(source: float | None, destination: float | None) -> list[Roster]:

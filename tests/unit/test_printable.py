@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
 import refitd
 from refitd.buffers import arena
@@ -19,21 +18,13 @@ from refitd.config import load
 from refitd.errors import ConfigError, PlanError, RefitFailed, RefusedError, TransportError, from_code
 from refitd.logs import Escaped, _LineFormatter
 from refitd.protocol import local
-from refitd.protocol.reports import (
-    DescribedMember,
-    Difference,
-    EvictReport,
-    ModelDescription,
-    SwapProgress,
-)
+from refitd.protocol.reports import DescribedMember, Difference, EvictReport, ModelDescription, SwapProgress
 from refitd.protocol.shards import Shard, shard_of
 from refitd.protocol.texts import check_names
 from refitd.text import flaw, printable, printable_lines
 from refitd_cli.control import COMMANDS
-from refitd_cli.control import main as refitctl
 from refitd_cli.progress import bar_fields
-from refitd_cli.session import Session
-from tests.unit import test_cli
+from tests.support.cli import ABORTED, FakeClient, run
 
 HOSTILE = {
     "red": "\x1b[31mred\x1b[0m",
@@ -95,7 +86,7 @@ def described(name: str) -> Shard:
     )
 
 
-class Peer(test_cli.FakeClient):
+class Peer(FakeClient):
     """A daemon whose names and reasons are hostile."""
 
     text = ""
@@ -118,7 +109,7 @@ def peer(text: str, *, fails: bool = False) -> Peer:
     for field in ("swap_result", "status_result", "plan_result", "verify_result"):
         setattr(made, field, poisoned(getattr(made, field), text))
     if fails:
-        made.swap_result = poisoned(test_cli.ABORTED, text)
+        made.swap_result = poisoned(ABORTED, text)
         made.status_result = TransportError(f"no daemon {text}")
         made.plan_result = PlanError([f"w{text}: nobody has it", f"v{text}: nor this"])
         made.abort_result = RefusedError(f"model {text}: no swap is running")
@@ -149,15 +140,6 @@ ASKED: dict[str, tuple[str, ...]] = {
 OFFLINE = {"explain", "keygen", "doctor", "demo", "publish", "save"}
 
 
-def ran(client: object, *arguments: str) -> tuple[int, str, str]:
-    def factory(address: str | None) -> object:
-        return client
-
-    found = CliRunner().invoke(refitctl, arguments, obj=Session(factory), prog_name="refitctl")  # type: ignore[arg-type]
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return found.exit_code, found.stdout, found.stderr
-
-
 def test_table_has_every_command():
     assert ASKED.keys() | OFFLINE == COMMANDS.keys()
 
@@ -168,8 +150,8 @@ def test_table_has_every_command():
 def test_hostile_names_and_reasons_are_printed_as_they_are_or_escaped(command: str, text: str, fails: bool) -> None:
     if command == "manifest" and text == HOSTILE["surrogate"]:
         return  # what comes over the wire is valid Unicode, and JSON for programs to read could not hold it
-    status, stdout, stderr = ran(peer(text, fails=fails), *ASKED[command])
-    clean, plain_out, plain_err = ran(peer("~", fails=fails), *ASKED[command])
+    status, stdout, stderr = run(peer(text, fails=fails), *ASKED[command])
+    clean, plain_out, plain_err = run(peer("~", fails=fails), *ASKED[command])
     assert status == clean
     for shown in (stdout, stderr):
         assert all(char.isprintable() for char in shown if char != "\n"), shown
@@ -185,7 +167,7 @@ def test_hostile_names_and_reasons_are_printed_as_they_are_or_escaped(command: s
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("command", ASKED)
 def test_json_is_one_valid_object_with_the_names_as_they_are(command: str, text: str, fails: bool) -> None:
-    _, stdout, _ = ran(peer(text, fails=fails), *ASKED[command], "--json")
+    _, stdout, _ = run(peer(text, fails=fails), *ASKED[command], "--json")
     (line,) = stdout.split("\n")[:-1]
     assert line.isascii() and line.isprintable()
     if command != "abort" or fails:
@@ -208,14 +190,14 @@ def test_json_is_one_valid_object_with_the_names_as_they_are(command: str, text:
      ("watch", "{}", "--count", "1")],
 )  # fmt: skip
 def test_hostile_arguments_come_back_as_plain_lines(arguments: tuple[str, ...], text: str) -> None:
-    _, stdout, stderr = ran(test_cli.FakeClient(), *(argument.format(text) for argument in arguments))
+    _, stdout, stderr = run(FakeClient(), *(argument.format(text) for argument in arguments))
     for shown in (stdout, stderr):
         assert all(char.isprintable() for char in shown if char != "\n")
 
 
 def test_nul_in_an_argument_is_a_usage_error() -> None:
     for arguments in (("swap", "a\0b"), ("status", "--address", "a\0b"), ("keygen", "a", "--directory", "x\0y")):
-        status, stdout, stderr = ran(test_cli.FakeClient(), *arguments)
+        status, stdout, stderr = run(FakeClient(), *arguments)
         assert (status, stdout) == (2, "") and "holds a NUL character" in stderr and "\0" not in stderr
 
 
@@ -271,13 +253,7 @@ def test_reasons_of_a_plan_keep_their_lines_and_add_none() -> None:
     [
         local.RegisterSource(model="a\0b", rank=0, world_size=1, shard=described("w")),
         local.RegisterTarget(model="m", replica="a\0b", rank=0, world_size=1, shard=described("w")),
-        local.RegisterTarget(
-            model="m",
-            replica="r",
-            rank=0,
-            world_size=1,
-            shard=described("w\0"),
-        ),
+        local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=described("w\0")),
         local.StartSwap(model="caf\udce9"),
         local.Hello(protocol=1, token="t", name="a\0"),
         local.CreateArena(nbytes=1, label="\0"),

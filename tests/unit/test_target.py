@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,7 @@ from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Target
 from refitd.errors import CommitError, RefusedError
 from refitd.protocol import local
-from refitd.protocol.base import Message
-
-WAIT_S = 20.0
-
-
-class Daemon:
-    """What a target says to its daemon, and how it hears it."""
-
-    is_foreign = False
-
-    def __init__(self) -> None:
-        self.said: queue.Queue[Message] = queue.Queue()
-        self.hears: Callable[[Message], None] = lambda message: None
-
-    def listen(self, member: str, callback: Callable[[Message], None]) -> None:
-        self.hears = callback
-
-    def unlisten(self, member: str) -> None:
-        pass
-
-    def tell(self, message: Message) -> None:
-        self.said.put(message)
-
-    def next(self) -> Message:
-        return self.said.get(timeout=WAIT_S)
+from tests.support.target_daemon import WAIT_S, Daemon
 
 
 class Engine:

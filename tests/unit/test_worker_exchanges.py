@@ -63,10 +63,10 @@ def receives(*offsets: int) -> bytes:
     ).to_bytes()
 
 
-def joined(service: Any, timeout_s: float) -> Exchanges:
+def joined(service: Any, timeout_s: float, arenas: Any = None) -> Exchanges:
     """A worker that has joined epoch "e" over a backend that `service` makes of the epoch."""
     capabilities = Capabilities(is_one_sided=False, crosses_nodes=True)
-    exchanges = Exchanges(Registry([Backend("noting", capabilities, lambda: "", join=service)]), {})
+    exchanges = Exchanges(Registry([Backend("noting", capabilities, lambda: "", join=service)]), arenas or {})
     message = JoinEpoch(
         epoch="e",
         service="noting",
@@ -110,22 +110,7 @@ def test_a_job_that_cannot_be_prepared_leaves_no_halves_for_the_next_one() -> No
     os.close(fd)
     service = Noting()
     anything: Any = service
-    backend = Backend(
-        "noting", Capabilities(is_one_sided=False, crosses_nodes=True), lambda: "", join=lambda epoch: anything
-    )
-    exchanges = Exchanges(Registry([backend]), arenas)
-    exchanges.join(
-        JoinEpoch(
-            epoch="e",
-            service="noting",
-            index=0,
-            labels=("a", "b"),
-            address="127.0.0.1",
-            staging_bytes=1 << 20,
-            timeout_s=5.0,
-        ),
-        anything,
-    )
+    exchanges = joined(lambda epoch: anything, 5.0, arenas)
 
     with pytest.raises(TransportError, match="leave an arena"):
         exchanges.prepare("e", receives(0, 100, 4090))

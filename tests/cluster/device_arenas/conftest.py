@@ -1,0 +1,27 @@
+"""A daemon whose GPUs are memory files behind a driver made for tests; nothing may be left on them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from refitd.testing import Daemon
+from tests.support import fake_cuda
+from tests.support.gpu_tensors import DEADLINES, GPU_BYTES
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeGpus:
+    return fake_cuda.install(monkeypatch, GPU_BYTES)
+
+
+@pytest.fixture
+def daemon(gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]) -> Iterator[Daemon]:
+    daemon = start_daemon(DEADLINES)
+    yield daemon
+    # what detached sources hold goes with the daemon; this process may have kept nothing of its own
+    assert daemon.stop() == []
+    gc.collect()
+    assert gpus.used() == 0

@@ -1,0 +1,122 @@
+"""What is made at a GPU on the way: padding, casts, MXFP8, and the proof of what is live."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import refitd
+from refitd.testing import Daemon, Engine
+from tests.support import fake_cuda, shards
+from tests.support.fake_torch.device_shim import put_on_gpu
+from tests.support.gpu_tensors import allocated, device_bytes, private
+
+
+@pytest.mark.slow
+def test_padding_is_filled_on_a_gpu(daemon: Daemon) -> None:
+    def described(rows: int, fill: float | None) -> list[refitd.ParameterMetadata]:
+        tile = refitd.Tile("w", offset=(0, 0), size=(5, 8), local_offset=0, local_stride=(8, 1))
+        fields = {"dtype": torch.bfloat16, "element_size": 2, "owner_rank": 0, "tiles": (tile,), "fill": fill}
+        return [refitd.ParameterMetadata(name="w", shape=(rows, 8), **fields)]
+
+    full = {"w": torch.randn(5, 8).bfloat16()}
+    with daemon.connect() as client:
+        source = client.register_source("policy", full, metadata=described(5, None))
+        live = allocated(client, {"w": torch.zeros(8, 8).bfloat16()}, "cuda:0")
+        target = client.register_target("policy", live, replica="r", metadata=described(8, 1.5))
+        source.publish(1)
+        with Engine(target):
+            client.swap("policy", 1, timeout=60)
+        assert torch.equal(live["w"][:5], full["w"])
+        assert torch.equal(live["w"][5:], torch.full((3, 8), 1.5).bfloat16())
+        del live
+
+
+def cast_to(dtype: torch.dtype, cast_from: str) -> list[refitd.ParameterMetadata]:
+    fields = {"dtype": dtype, "element_size": dtype.itemsize, "owner_rank": 0, "cast_from": cast_from}
+    return [refitd.ParameterMetadata(name="w", shape=(40, 8), resolved_name="w", **fields)]
+
+
+@pytest.mark.parametrize("live_on", ["arena", pytest.param("private", marks=pytest.mark.slow)])
+def test_what_is_live_on_a_gpu_is_verified(daemon: Daemon, live_on: str) -> None:
+    full = shards.whole(4)
+    with daemon.connect() as client:
+        live = allocated(client, full, "cuda:0") if live_on == "arena" else private(full, 0)
+        source = client.register_source("policy", full)
+        target = client.register_target("policy", live, replica="r")
+        source.publish(1)
+        with Engine(target):
+            client.swap("policy", 1, timeout=60)
+        report = client.verify("policy", timeout=60)
+        assert report.outcome == "proven", report
+        name = "layers.0.fc1.weight"
+        live[name].view(torch.int16)[7, 5] ^= 8
+        (member,) = client.verify("policy", timeout=60).members
+        (found,) = member.differences
+        assert (member.state, found.parameter) == ("differs", name)
+        # a staging arena on a GPU is compared by the workers, whose live tensors these are; a client cannot read it
+        assert found.slice == ("[7, 5]" if live_on == "arena" else "[0:96, :]")
+        del live
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given_on", "live_on"), [("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu")])
+def test_declared_casts_are_made_at_a_gpu(daemon: Daemon, given_on: str, live_on: str) -> None:
+    full = {"w": torch.randn(40, 8)}
+    given, live = {"w": full["w"].clone()}, {"w": torch.zeros(40, 8).bfloat16()}
+    for tensors, on in ((given, given_on), (live, live_on)):
+        if on == "gpu":
+            put_on_gpu(tensors["w"], 0)
+    with daemon.connect() as client:
+        source = client.register_source("policy", given)
+        target = client.register_target("policy", live, replica="r", metadata=cast_to(torch.bfloat16, "float32"))
+        source.publish(1)
+        with Engine(target):
+            assert client.swap("policy", 1, timeout=60).digests > 0
+        assert torch.equal(live["w"], full["w"].bfloat16())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("live_on", "is_swizzled", "on_send"),
+    [("private", False, False), ("private", True, True), ("arena", True, False), ("arena", True, True)],
+)
+def test_mxfp8_is_made_where_the_tensors_are(
+    daemon: Daemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, on_send: bool
+) -> None:
+    shape = (192, 320)
+    full = {"w": torch.randn(shape).bfloat16(), "norm": torch.randn(7).bfloat16()}
+    if on_send:  # its slots, with data and scales in them, are there then, too
+        full = {name: put_on_gpu(tensor, 0) for name, tensor in full.items()}
+    with daemon.connect() as client:
+        source = client.register_source("policy", full, mxfp8=refitd.MXFP8Offer(("w",)) if on_send else None)
+        targets, held = [], []
+        for device in (None, "cpu"):
+            made = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
+            data, scale, norm = made.data, made.scale, torch.zeros(7).bfloat16()
+            if live_on == "arena":
+                room = allocated(client, {"d": data, "s": scale, "norm": norm}, "cuda:0")
+                data, scale, norm = room["d"], room["s"], room["norm"]
+            else:
+                data, scale, norm = (put_on_gpu(t, 0) for t in (data, scale, norm))
+            live = {"w": refitd.MXFP8Buffer(data, scale), "norm": norm}
+            held.append((data, scale, norm))
+            ways = {"device": device, "convert_on_send": on_send}
+            targets.append(client.register_target("policy", live, replica=f"r{device}", **ways))
+        # the staging arena of the first one, and what was allocated
+        assert device_bytes(daemon) == {gpus.name(0): 1 + 2 * (live_on == "arena") + 2 * on_send}
+        for version in (1, 2):
+            full["w"].mul_(3)
+            source.publish(version)
+            with Engine(*targets):
+                report = client.swap("policy", version, timeout=60)
+            assert report.converted_bytes == 2 * 192 * (10 if on_send else 2 * 320)
+            once = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
+            once.quantize(full["w"])
+            for data, scale, norm in held:
+                assert torch.equal(data, once.data) and torch.equal(scale, once.scale)
+                assert torch.equal(norm, full["norm"])
+        assert client.verify("policy", timeout=60).outcome == "proven"
+    gc.collect()

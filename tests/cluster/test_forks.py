@@ -1,0 +1,123 @@
+"""Processes that fork: a child holds nothing open, and is told to connect again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+
+import refitd
+from refitd.testing import Daemon, Engine, eventually
+from tests.support import programs
+from tests.support.trainer import ANSWER_S, Trainer
+
+PARENT = """
+import multiprocessing, os, sys, torch, refitd
+client = refitd.connect(sys.argv[1], name="parent")
+target = client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+pid = os.fork()
+if pid == 0:
+    import signal
+    signal.pause()
+print(pid, flush=True)
+target.wait(99, timeout=600)
+"""
+
+
+def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: Daemon, trainer: Trainer) -> None:
+    command = programs.python(daemon, PARENT)
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=programs.ROOT)
+    assert engine.stdout is not None
+    child = int(engine.stdout.readline())
+    try:
+        engine.kill()
+        engine.wait(ANSWER_S)
+        eventually(lambda: not trainer.targets(), "the engine that was killed is gone")
+        os.kill(child, 0)  # it lives
+        with daemon.connect("again") as client:
+            weights = {"w": torch.zeros(64, 64)}
+            target = client.register_target("policy", weights, replica="a")
+            trainer.publish()
+            with Engine(target):
+                trainer.client.swap("policy", timeout=ANSWER_S)
+            assert torch.all(weights["w"] == trainer.version)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        engine.stdout.close()
+
+
+def _in_child(client: refitd.Client, target: object, source: object, said: object) -> None:
+    found = []
+    for call in (client.status, target.poll, lambda: target.wait(1), lambda: source.publish(5)):  # type: ignore[attr-defined]
+        try:
+            call()
+            found.append("it was done")
+        except refitd.RefitdError as exc:
+            found.append(str(exc))
+    client.close()
+    said.put(found)  # type: ignore[attr-defined]
+
+
+def test_a_forked_child_is_told_to_connect_again_and_its_parent_goes_on(daemon: Daemon, trainer: Trainer) -> None:
+    weights = {"w": torch.zeros(64, 64)}
+    with daemon.connect("engine") as client:
+        target = client.register_target("policy", weights, replica="a")
+        context = multiprocessing.get_context("fork")
+        said = context.Queue()
+        child = context.Process(target=_in_child, args=(client, target, trainer.source, said))
+        child.start()
+        found = said.get(timeout=ANSWER_S)
+        child.join(ANSWER_S)
+        assert child.exitcode == 0
+        assert all(f"belongs to pid {os.getpid()}" in text and "connect again after fork" in text for text in found), (
+            found
+        )
+        trainer.publish()
+        with Engine(target):
+            trainer.client.swap("policy", timeout=ANSWER_S)
+        assert torch.all(weights["w"] == trainer.version)
+        # one that is forked now serves nothing: it would not hear that the version is over
+        child = context.Process(target=lambda: said.put((target.version, target.fenced)))
+        child.start()
+        version, fenced = said.get(timeout=ANSWER_S)
+        child.join(ANSWER_S)
+        assert version is None and "forked" in fenced and target.version == trainer.version
+
+
+BORN = """
+import os, sys, torch, refitd
+client = refitd.connect(sys.argv[1], name="born")
+target = client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+if os.fork() == 0:
+    client.close()
+    sys.exit(3)  # with all that an interpreter does at its end
+print(os.waitstatus_to_exitcode(os.wait()[1]), client.status().nodes[0].node, target.poll())
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_ends_without_ending_its_parents_session(daemon: Daemon) -> None:
+    ran = programs.run(programs.python(daemon, BORN))
+    assert (ran.stdout, ran.stderr) == ("3 n0 None\n", "")
+
+
+def test_closing_hangs_up_though_a_forked_child_lives(daemon: Daemon, trainer: Trainer) -> None:
+    client = daemon.connect("engine")
+    client.register_target("policy", {"w": torch.zeros(64, 64)}, replica="a")
+    r, w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(w)
+        os.read(r, 1)
+        os._exit(0)
+    try:
+        client.close()
+        eventually(lambda: not trainer.targets(), "the closed engine is gone")
+    finally:
+        os.close(r)
+        os.close(w)
+        os.waitpid(child, 0)

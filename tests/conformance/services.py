@@ -1,0 +1,309 @@
+"""How a plan is handed to a one-sided service, and to a two-sided one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from refitd.addressing.between_nodes import TransferList
+from refitd.addressing.copies import CopyList
+from refitd.addressing.places import PROCESS_MEMORY
+from refitd.buffers.arena import MappedArena
+from refitd.copy_services.registry import Backend
+from refitd.describe.casts import cast_number
+from refitd.errors import TransportError
+from tests.conformance.orders import Answer, Lent, Orders
+from tests.conformance.transfers import SIZES, Place, Plan, Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from refitd.copy_services.exchange import ExchangeService
+    from refitd.copy_services.pieces import Piece
+
+THREADS = 2  # of one-sided services
+
+
+class OneSided:
+    """Transfers as a CopyList between arenas that are all mapped here."""
+
+    def __init__(self, backend: Backend, arenas: Mapping[int, MappedArena], device: str) -> None:
+        assert backend.mapped is not None
+        self._service = backend.mapped(THREADS)
+        assert self._service.name == backend.name and self._service.capabilities == backend.capabilities
+        self._on_device = None if device == "cpu" else _DeviceArenas(arenas)
+        # what lies on a device, in arenas there, is what the service is given
+        self._arenas: Any = arenas if self._on_device is None else self._on_device.mapped
+        self.is_usable = True
+
+    def prepare(self, plan: Plan, lent: Lent, orders: Orders, written: int | None = None) -> None:
+        """See MappedCopyService.prepare."""
+        if self._on_device is not None:
+            self._on_device.upload()
+        copies = copy_list(plan, lent)
+        if written is not None:
+            copies.dst_arena[:] = written
+        self._job = self._service.prepare(copies, self._arenas)
+
+    def run(self, orders: Orders, on_progress: Any) -> Answer:
+        """See PreparedJob.run."""
+        try:
+            result = self._job.run(verify=orders.verify, on_progress=on_progress, timeout=orders.timeout)
+        finally:
+            self.look_again()
+        return Answer(received=result.bytes, messages=result.copies, staging_bytes=result.staging_bytes)
+
+    def look_again(self) -> None:
+        """Have the arenas show what lies in the targets now."""
+        if self._on_device is not None:
+            self._on_device.download()
+
+    def close(self) -> None:
+        """See CopyService.close."""
+        self._service.close()
+        self.is_usable = False
+        if self._on_device is not None:
+            self._on_device.close()
+
+
+class _DeviceArenas:
+    """For each arena one of a GPU, which holds the same bytes before and behind a run."""
+
+    def __init__(self, arenas: Mapping[int, MappedArena]) -> None:
+        from refitd.buffers import cuda
+
+        self._arenas = arenas
+        self.mapped, self._written = {}, {}
+        for number, arena in arenas.items():
+            descriptor = cuda.create(arena.nbytes, f"conformance{number}")
+            self.mapped[number] = cuda.MappedDeviceArena(descriptor, arena.nbytes, write=arena.writable)
+            self._written[number] = cuda.MappedDeviceArena(descriptor, arena.nbytes, write=True)
+            os.close(descriptor)
+
+    def upload(self) -> None:
+        """Copy every arena there."""
+        import torch
+
+        for number, arena in self._arenas.items():
+            self._written[number].tensor.copy_(torch.from_numpy(arena.bytes.copy()))
+        torch.cuda.synchronize()
+
+    def download(self) -> None:
+        """Copy targets back, and check that sources are as they were."""
+        for number, arena in self._arenas.items():
+            _compare_or_copy(self._written[number].tensor.cpu().numpy(), arena)
+
+    def close(self) -> None:
+        """Unmap all."""
+        for mapped in (*self.mapped.values(), *self._written.values()):
+            mapped.close()
+
+
+def _compare_or_copy(found: np.ndarray, arena: MappedArena) -> None:
+    if arena.writable:
+        arena.bytes[: len(found)] = found
+    else:
+        assert np.array_equal(found, arena.bytes[: len(found)]), "a source has been written to"
+
+
+class TwoSided:
+    """Transfers as halves that this process sends or receives."""
+
+    def __init__(self, number: int, service: ExchangeService, arenas: Mapping[int, MappedArena], device: str) -> None:
+        self._number = number
+        self._service = service
+        self._arenas = arenas
+        self._device = device
+
+    @property
+    def is_usable(self) -> bool:
+        """See ExchangeService.is_usable."""
+        return self._service.is_usable
+
+    def prepare(self, plan: Plan, lent: Lent, orders: Orders) -> None:
+        """Note this process's halves, pieces first: none is noted if one cannot be made."""
+        # on a device: the arenas' bytes, read there before the run and written back behind it
+        self._on_device = None if self._device == "cpu" else _Uploaded(self._arenas, plan.room, self._device)
+        noted = []
+        for transfer in plan.transfers:
+            for is_send, mine, other in (
+                (True, transfer.source, transfer.target),
+                (False, transfer.target, transfer.source),
+            ):
+                is_forgotten = orders.forgets_local_receive and not is_send and mine.process == other.process
+                if mine.process == self._number and not is_forgotten:
+                    piece, dtype = self._piece(transfer, is_send, lent)
+                    if orders.loses and not is_send:
+                        piece = _losing(piece)
+                    noted.append((transfer, is_send, piece, dtype, self._service.ranks[other.process]))
+        for transfer, is_send, piece, dtype, peer in noted:
+            if is_send:
+                self._service.send(transfer.task, piece, peer, part=transfer.part, dtype=dtype)
+            else:
+                self._service.receive(transfer.task, piece, peer, part=transfer.part)
+        self._held = self._service.hold()
+
+    def _piece(self, transfer: Transfer, is_send: bool, lent: Lent) -> tuple[torch.Tensor | Piece, Any]:
+        if self._on_device is not None:
+            import torch
+
+            place, held = (transfer.source, transfer.held) if is_send else (transfer.target, transfer.dtype)
+            return self._on_device.tensor(place, transfer.shape, held, is_send), getattr(torch, transfer.dtype)
+        if 0 in transfer.shape:  # plans have none; the in-process library does
+            import torch
+
+            return torch.empty(transfer.shape, dtype=getattr(torch, transfer.dtype)), None
+        from refitd.copy_services.arena_pieces import piece_of
+
+        return piece_of(transfer_list(transfer, is_send, lent), 0, self._arenas), None
+
+    def run(self, orders: Orders, on_progress: Any) -> Answer:
+        """See ExchangeService.run."""
+
+        def finish() -> None:
+            if orders.fails_to_finish:
+                raise ValueError("no room")
+
+        try:
+            result = self._service.run(
+                orders.timeout,
+                self._held,
+                verify=orders.verify,
+                refuse=orders.refuse,
+                finish=finish,
+                on_progress=on_progress,
+            )
+        finally:
+            self.look_again()
+        return Answer(
+            received=result.received_bytes,
+            local=result.local_bytes,
+            messages=result.messages,
+            staging_bytes=result.staging_bytes,
+        )
+
+    def look_again(self) -> None:
+        """Have the arenas show what lies in the targets now."""
+        if self._on_device is not None:
+            self._on_device.download()
+
+    def close(self) -> None:
+        """See ExchangeService.close."""
+        self._service.close()
+
+
+class _Uploaded:
+    """Arenas' first bytes in tensors on a device."""
+
+    def __init__(self, arenas: Mapping[int, MappedArena], room: int, device: str) -> None:
+        import torch
+
+        self._arenas, self._room = arenas, room
+        self._tensors = {n: torch.from_numpy(arena.bytes[:room].copy()).to(device) for n, arena in arenas.items()}
+
+    def tensor(self, place: Place, shape: tuple[int, ...], dtype: str, is_source: bool) -> torch.Tensor:
+        """Return a box as a tensor."""
+        import torch
+
+        element = SIZES[dtype]
+        memory_there = self._tensors[2 * place.process + (not is_source)]
+        assert place.offset % element == 0 and not any(stride % element for stride in place.strides)
+        elements = memory_there[: self._room // element * element].view(getattr(torch, dtype))
+        strides = [stride // element for stride in place.strides]
+        return elements.as_strided(shape, strides, place.offset // element)
+
+    def download(self) -> None:
+        """Write targets back, and check that sources are as they were."""
+        for number, arena in self._arenas.items():
+            _compare_or_copy(self._tensors[number].cpu().numpy(), arena)
+
+
+def _losing(piece: torch.Tensor | Piece) -> Piece:
+    """Return a piece to which nothing is written."""
+    import torch
+
+    from refitd.copy_services.pieces import Piece, TensorPiece
+
+    inner = TensorPiece(piece, piece.dtype) if isinstance(piece, torch.Tensor) else piece
+
+    class Losing(Piece):
+        nbytes = inner.nbytes
+        itemsize = inner.itemsize
+        describe = inner.describe
+        pack = inner.pack
+
+        def direct(self, start: int, end: int) -> torch.Tensor | None:
+            return None
+
+        def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
+            pass
+
+    return Losing()
+
+
+def _cast(transfer: Transfer) -> int:
+    number = cast_number(transfer.held, transfer.dtype)
+    if number is None:
+        raise TransportError(f"there is no conversion from {transfer.held} to {transfer.dtype}")
+    return number
+
+
+def _column(values: Iterable[object]) -> np.ndarray:
+    return np.array(list(values), dtype=np.int64)
+
+
+def copy_list(plan: Plan, lent: Lent) -> CopyList:
+    """Return a plan as one-sided services take it; source arenas have even numbers, targets odd ones."""
+    transfers = plan.transfers
+    dims = max((len(t.shape) for t in transfers), default=0) or 1
+
+    def box(values: tuple[int, ...], front: int) -> list[int]:
+        return [front] * (dims - len(values)) + list(values)
+
+    def table(rows: list[list[int]]) -> np.ndarray:
+        return np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+
+    def source(transfer: Transfer) -> tuple[int, int, int]:
+        place = transfer.source
+        if not transfer.lent:
+            return 2 * place.process, 0, place.offset
+        pid, address = lent[place.process]
+        return PROCESS_MEMORY, pid, address + place.offset
+
+    return CopyList(
+        size=table([box(t.shape, 1) for t in transfers]),
+        element_size=_column(SIZES[t.dtype] for t in transfers),
+        cast=_column(_cast(t) for t in transfers),
+        src_arena=_column(source(t)[0] for t in transfers),
+        src_pid=_column(source(t)[1] for t in transfers),
+        src_offset=_column(source(t)[2] for t in transfers),
+        src_stride=table([box(t.source.strides, 0) for t in transfers]),
+        dst_arena=_column(2 * t.target.process + 1 for t in transfers),
+        dst_offset=_column(t.target.offset for t in transfers),
+        dst_stride=table([box(t.target.strides, 0) for t in transfers]),
+        origin=_column(range(len(transfers))),
+    )
+
+
+def transfer_list(transfer: Transfer, is_send: bool, lent: Lent) -> TransferList:
+    """Return one end of a transfer as workers take it."""
+    place = transfer.source if is_send else transfer.target
+    is_lent = is_send and transfer.lent
+    pid, address = lent[place.process] if is_lent else (0, 0)
+    return TransferList(
+        is_send=_column([is_send]),
+        peer=_column([(transfer.target if is_send else transfer.source).process]),
+        task_id=_column([transfer.task]),
+        part=_column([transfer.part]),
+        size=np.array([transfer.shape or (1,)], dtype=np.int64),
+        element_size=_column([SIZES[transfer.dtype]]),
+        cast=_column([_cast(transfer) if is_send else 0]),
+        arena=_column([PROCESS_MEMORY if is_lent else 2 * place.process + (not is_send)]),
+        pid=_column([pid]),
+        offset=_column([address + place.offset]),
+        stride=np.array([place.strides or (0,)], dtype=np.int64),
+        origin=_column([0]),
+    )

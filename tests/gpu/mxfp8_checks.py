@@ -1,0 +1,81 @@
+"""The check of MXFP8 on one GPU: the CPU's bytes, the speed, and a CUDA graph over converted weights."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from refitd.mxfp8 import Rounding
+from tests.gpu.outcomes import DEVICE, Outcome, need, timed
+
+
+def mxfp8(seconds: float) -> Outcome:
+    need(triton="triton")
+    from refitd.transforms import mxfp8_triton
+    from refitd.transforms.mxfp8 import MXFP8ReshardTransform
+    from refitd.transforms.mxfp8_buffers import MXFP8Buffer
+
+    # any bits, so NaNs, infinities and subnormals too; and weights
+    torch.manual_seed(3)
+    words = torch.randint(-(1 << 15), 1 << 15, (1000, 4096), dtype=torch.int16)
+    words[:500] = (torch.randn(500, 4096) * 0.02).to(torch.bfloat16).view(torch.int16)
+    for rounding in Rounding:
+        for is_swizzled in (False, True):
+            here = MXFP8Buffer.empty((1000, 4096), is_swizzled=is_swizzled)
+            here = MXFP8Buffer(here.data, here.scale, rounding)
+            here.quantize(words.view(torch.bfloat16))
+            data, scale = (torch.full_like(part, 0xEE, device=DEVICE) for part in (here.data, here.scale))
+            mxfp8_triton.quantize(words.to(DEVICE), data, scale, rounding, is_swizzled=is_swizzled)
+            assert torch.equal(data.cpu(), here.data), f"{rounding}, swizzled {is_swizzled}: data differs"
+            assert torch.equal(scale.cpu(), here.scale), f"{rounding}, swizzled {is_swizzled}: scales differ"
+
+    large = (torch.randn(8192, 16384, device=DEVICE) * 0.02).to(torch.bfloat16)
+    other = torch.empty_like(large)
+    copied = 4 * large.numel() / timed(lambda: other.copy_(large)) / 1e9  # read and written
+    figures: dict[str, object] = {"copy GB/s": copied}
+    for is_swizzled in (False, True):
+        room = MXFP8Buffer.empty((8192, 16384), is_swizzled=is_swizzled, device=DEVICE)
+        arguments = large.view(torch.int16), room.data, room.scale, Rounding.RCEIL
+        step = functools.partial(mxfp8_triton.quantize, *arguments, is_swizzled=is_swizzled)
+        kind = "swizzled" if is_swizzled else "row-major"
+        # two bytes read and one written, and a scale for 32
+        moved = large.numel() * (3 + 1 / 32) / timed(step) / 1e9
+        figures[f"{kind} GB/s"], figures[f"{kind}, of copy"] = moved, moved / copied
+
+    buffer = MXFP8Buffer.empty((512, 512), device=DEVICE)
+    transform = MXFP8ReshardTransform({"w"}, {"w": buffer})
+    x = torch.randn(16, 512, device=DEVICE)
+    pointers = buffer.data.data_ptr(), buffer.scale.data_ptr()
+
+    def run() -> torch.Tensor:
+        exponent = buffer.scale.to(torch.float32) - 127
+        elements = buffer.data.view(torch.float8_e4m3fn).to(torch.float32).view(512, 16, 32)
+        return x @ (elements * torch.exp2(exponent)[..., None]).view(512, 512).t()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = run()
+    for version in range(3):
+        weights = (torch.randn(512, 512, device=DEVICE) * 0.02).to(torch.bfloat16)
+        halves = [(slice(0, 512), slice(0, 250)), (slice(0, 512), slice(250, 512))]  # which cut a block
+        transform.begin_recv("w", halves)
+        for half in halves:
+            (arrived,) = transform.prepare_recv("w", half)
+            arrived.copy_(weights[half])
+            transform.finalize_recv("w", half, [arrived])
+        transform.finish_recv("w")
+        captured.replay()
+        torch.cuda.synchronize()
+        expected = MXFP8Buffer.empty((512, 512))
+        expected.quantize(weights.cpu())
+        assert torch.equal(buffer.data.cpu(), expected.data), f"version {version}: data differs"
+        assert torch.equal(buffer.scale.cpu(), expected.scale), f"version {version}: scales differ"
+        assert torch.equal(y, run()), f"version {version}: the replay differs from eager"
+    assert pointers == (buffer.data.data_ptr(), buffer.scale.data_ptr())
+    return Outcome(figures)

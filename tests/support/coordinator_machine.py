@@ -1,0 +1,392 @@
+"""A coordinator with its journal and two daemons, driven in any order by Hypothesis."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from refitd.config import Config
+from refitd.coordinator import actions as act
+from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
+from refitd.coordinator.journal import Journal
+from refitd.coordinator.plans import make_plan
+from refitd.coordinator.records import Record, Recovered
+from refitd.coordinator.schedule import MAX_QUEUED
+from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
+from refitd.errors import CommitError, RefitdError
+from refitd.events import Log, Tick
+from refitd.protocol import cluster, local
+from tests.support.coordinator_sims import Sim
+
+NODES = ("n0", "n1")
+MEMBERS = {"src": "n0", "a": "n0", "b": "n1", "c": "n1"}  # c says that it stands still before anything is decided
+EVENTS_QUEUED = 200
+
+
+class Disk(Journal):
+    """A journal on a disk that can be full."""
+
+    full = False
+
+    def _write(self, record: Record) -> None:
+        if self.full:
+            raise CommitError("disk full")
+        super()._write(record)
+
+
+class CoordinatorMachine(RuleBasedStateMachine):
+    """Feeds a coordinator and performs what it says, remembering what must never be contradicted."""
+
+    coordinator = Coordinator
+
+    @initialize(honest=st.booleans())
+    def begin(self, honest: bool) -> None:
+        self.honest = honest  # daemons say what they do, once, and nothing else
+        # a few thousand fsyncs a minute, of which nothing here depends on the disk
+        memory = Path("/dev/shm")
+        self.directory = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
+        self.now = 0.0
+        self.numbers = itertools.count(1)
+        self.lives = 0
+        self.dies_deciding = False
+        self.has_lost_its_journal = False
+        self.journalled: set[str] = set()  # decided, and in the present journal
+        self.identities: set[tuple[int, str]] = set()  # of all that was ever decided
+        self.forgotten: set[tuple[int, str]] = set()  # what was decided and nobody knows it any more
+        self.decided: dict[str, tuple[int, str]] = {}  # journalled, whether the coordinator heard of it or not
+        self.aborted: set[str] = set()
+        self.said_staged: set[tuple[str, str]] = set()  # (swap, node), heard by the coordinator
+        self.sims = {name: Sim(name) for name in NODES}
+        self.version = 0
+        self.journal = Disk(self.directory / "journal")
+        self.state = self.fresh()
+        for sim in self.sims.values():
+            sim.hello()
+        for member, node in MEMBERS.items():
+            if member != "b":
+                self.sims[node].members[member] = None
+        for _ in range(6):
+            self.everything_arrives()
+
+    def fresh(self) -> Coordinator:
+        self.lives += 1
+        return self.coordinator(
+            config=Config(),
+            boot=f"boot{self.lives}",
+            pid=self.lives,
+            started=self.now,
+            new_swap_id=lambda: f"s{next(self.numbers)}",
+            wall_clock=lambda: self.now,
+            decided=self.journal.decided,
+            recent=self.journal.recent,
+            past=self.journal,
+            is_beside=True,
+            new_run=lambda: f"r{next(self.numbers)}",
+        )
+
+    # --- what the shell does ------------------------------------------------------------------------------
+
+    def feed(self, event: act.Event) -> None:
+        pending = [event]
+        while pending:
+            assert len(pending) < EVENTS_QUEUED
+            for instruction in self.state.handle(pending.pop(0), self.now):
+                match instruction:
+                    case act.Send(identity, _, message):
+                        self.sent(identity, message)
+                    case Log("illegal", fields):
+                        assert not self.honest, f"words that were only late or repeated were refused: {fields}"
+                    case act.Answer(identity, _, make):
+                        self.sent(identity, make())
+                    case act.MakePlan(ticket, rosters):
+                        try:
+                            pending.append(act.Planned(ticket, make_plan(rosters)))
+                        except RefitdError as exc:
+                            pending.append(act.Planned(ticket, None, exc))
+                    case act.Decide(record):
+                        self.decide(record.swap)
+                        try:
+                            self.journal.write(record)
+                        except CommitError as exc:
+                            pending.append(act.JournalWritten(record.swap, exc))
+                        else:
+                            self.decided[record.swap] = record.version, record.run
+                            self.journalled.add(record.swap)
+                            self.identities.add((record.version, record.run))
+                            if self.dies_deciding:
+                                self.dies_deciding = False
+                                self.coordinator_is_killed_and_started_again()
+                                return
+                            pending.append(act.JournalWritten(record.swap))
+                    case act.Remember(Recovered() as found):
+                        with contextlib.suppress(CommitError):
+                            self.journal.note(found)
+                    case act.Remember(record):
+                        assert (record.state != "aborted") == (record.swap in self.decided), record
+                        with contextlib.suppress(CommitError):
+                            self.journal.note(record)
+            assert not self.state._out
+
+    def decide(self, swap: str) -> None:
+        """Nothing is decided that was not staged by every node that has a target in it."""
+        (running,) = [s.running for s in self.state.models.values() if s.running and s.running.swap.swap == swap]
+        for node in running.swap.nodes | set(running.swap.members.values()):
+            assert (swap, node) in self.said_staged, f"{swap} was decided, and {node} has not staged it"
+
+    def sent(self, identity: bytes, message: object) -> None:
+        if isinstance(message, cluster.CommitStaged):
+            known = message.swap in (self.decided if self.has_lost_its_journal else self.journalled)
+            # who has lost the journal may go by what was decided, whatever swap brings it here
+            learned = self.has_lost_its_journal and (message.version, message.run) in self.identities
+            assert known or learned, f"{message.swap} is committed and not in the journal"
+            assert message.swap not in self.aborted
+            assert self.decided.get(message.swap) in (None, (message.version, message.run))
+        if isinstance(message, cluster.Abort):
+            assert message.swap not in self.journalled, f"{message.swap} is decided and is aborted"
+            self.aborted.add(message.swap)
+        for sim in self.sims.values():
+            if sim.identity == identity:
+                sim.inbox.append(message)
+
+    def say(self, sim: Sim, message: cluster.NodeMessage, request: int = 0) -> None:
+        if isinstance(message, cluster.StageDone):
+            self.said_staged.add((message.swap, sim.name))
+        self.feed(act.FromNode(sim.identity, request, message))
+
+    def everything_arrives(self) -> None:
+        for sim in self.sims.values():
+            while sim.outbox:
+                self.say(sim, sim.outbox.pop(0))
+            while sim.inbox:
+                sim.take(sim.inbox.pop(0), works=True)
+
+    # --- what may happen ----------------------------------------------------------------------------------
+
+    @rule(node=st.sampled_from(NODES), works=st.sampled_from([True, True, True, False]), count=st.integers(1, 5))
+    def node_hears(self, node: str, works: bool, count: int) -> None:
+        sim = self.sims[node]
+        for _ in range(min(count, len(sim.inbox))):
+            sim.take(sim.inbox.pop(0), works)
+
+    @rule(node=st.sampled_from(NODES), times=st.sampled_from([1, 1, 1, 2]), count=st.integers(1, 5))
+    def coordinator_hears(self, node: str, times: int, count: int) -> None:
+        sim = self.sims[node]
+        for _ in range(min(count, len(sim.outbox))):
+            message = sim.outbox.pop(0)
+            for _ in range(1 if self.honest else times):
+                self.say(sim, message)  # type: ignore[arg-type]
+
+    @rule()
+    def all_is_delivered(self) -> None:
+        for _ in range(4):
+            self.everything_arrives()
+
+    @rule(steps=st.integers(0, 12), full=st.sampled_from([False, False, False, True]), abort=st.booleans())
+    def swap_gets_so_far(self, steps: int, full: bool, abort: bool) -> None:
+        """Whatever happens next happens in the middle of a swap, whose phases take two or three steps each."""
+        self.trainer_publishes()
+        self.all_is_delivered()
+        self.journal.full = full
+        self.say(self.sims["n0"], local.StartSwap(model="m"), request=9)
+        for _ in range(steps):
+            for sim in self.sims.values():
+                while sim.inbox and not sim.outbox:
+                    sim.take(sim.inbox.pop(0), works=True)
+            for sim in self.sims.values():
+                if sim.outbox:
+                    self.say(sim, sim.outbox.pop(0))
+        if abort:
+            self.abort_is_asked_for("n0")
+
+    @rule()
+    def coordinator_is_killed_as_soon_as_it_has_decided(self) -> None:
+        self.dies_deciding = True
+        self.swap_gets_so_far(12, full=False, abort=False)
+        self.dies_deciding = False
+
+    @rule()
+    def trainer_publishes(self) -> None:
+        self.version += 1
+        self.sims["n0"].versions.add(self.version)
+        self.sims["n0"].outbox.append(cluster.ShardPublished(member="src", version=self.version))
+
+    @precondition(lambda self: self.sims["n0"].versions)
+    @rule(data=st.data())
+    def trainer_withdraws(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.sims["n0"].versions)))
+        self.sims["n0"].versions.discard(version)
+        self.sims["n0"].outbox.append(cluster.ShardWithdrawn(member="src", version=version))
+
+    @rule(node=st.sampled_from(NODES), queue=st.booleans(), rollback=st.sampled_from([False, False, True]))
+    def swap_is_asked_for(self, node: str, queue: bool, rollback: bool) -> None:
+        self.say(self.sims[node], local.StartSwap(model="m", queue=queue, rollback=rollback), request=9)
+
+    @rule(node=st.sampled_from(NODES))
+    def abort_is_asked_for(self, node: str) -> None:
+        self.say(self.sims[node], local.AbortSwap(model="m", reason="enough"), request=9)
+
+    @rule(member=st.sampled_from(sorted(MEMBERS)))
+    def member_joins_or_leaves(self, member: str) -> None:
+        sim = self.sims[MEMBERS[member]]
+        if member in sim.members:
+            del sim.members[member]
+            sim.staged.pop(member, None)
+            sim.fenced.discard(member)
+            if member == "src":
+                sim.versions.clear()
+                sim.run = ""
+            sim.outbox.append(cluster.RemoveShard(member=member, reason="left"))
+        else:
+            sim.members[member] = None
+            sim.introduce(member)
+
+    @rule(node=st.sampled_from(NODES), dies=st.booleans())
+    def node_loses_its_connection(self, node: str, dies: bool) -> None:
+        sim = self.sims[node]
+        sim.lives += 1
+        sim.inbox.clear()
+        sim.outbox.clear()
+        if dies:
+            sim.pid, sim.boot = sim.pid + 1, ""
+            sim.members = {member: None for member in sim.members}
+            sim.staged.clear()
+            sim.fenced.clear()
+            sim.live.clear()
+            if node == "n0":
+                sim.versions.clear()
+                sim.run = ""
+        sim.boot = ""
+        sim.hello()
+
+    @rule()
+    def coordinator_is_killed_and_started_again(self) -> None:
+        self.journal.close()
+        self.journal = Disk(self.directory / "journal")
+        for swap in self.journalled:
+            assert self.journal.decided(swap) is not None, f"{swap} was decided and the journal has lost it"
+        self.state = self.fresh()
+        for sim in self.sims.values():
+            sim.inbox.clear()
+
+    @precondition(lambda self: not self.has_lost_its_journal)
+    @rule(older=st.booleans())
+    def coordinator_loses_its_journal(self, older: bool) -> None:
+        """Or an earlier copy of it is put in its place: what was decided is known to daemons alone, if to anybody."""
+        self.has_lost_its_journal = True  # once: what is lost twice, nobody could be asked about
+        self.journal.close()
+        for name in ("journal", "journal-wal", "journal-shm"):
+            (self.directory / name).unlink(missing_ok=True)
+        if older and (self.directory / "copy").exists():
+            shutil.copy(self.directory / "copy", self.directory / "journal")
+        self.journal = Disk(self.directory / "journal")
+        told = {claim.swap for sim in self.sims.values() for claim in sim.live.values()}
+        kept = {swap for swap in self.decided if self.journal.decided(swap) is not None}
+        self.forgotten |= {at for swap, at in self.decided.items() if swap not in told | kept}
+        self.decided = {swap: at for swap, at in self.decided.items() if swap in told | kept}
+        self.journalled &= kept
+        self.aborted.clear()
+        self.state = self.fresh()
+        for sim in self.sims.values():
+            sim.inbox.clear()
+            sim.outbox.clear()
+            sim.hello()
+        for _ in range(4):
+            self.everything_arrives()
+        serving = {
+            (version, sim.runs[member])
+            for sim in self.sims.values()
+            for member, version in sim.members.items()
+            if version is not None and member not in sim.fenced and member not in sim.staged
+        }
+        assert len(serving) <= 1, serving
+
+    @rule()
+    def journal_is_copied(self) -> None:
+        self.journal._checkpoint()
+        shutil.copy(self.directory / "journal", self.directory / "copy")
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, NODE_SILENCE_S + 1, 40.0, 400.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(Tick())
+
+    @rule(full=st.booleans())
+    def disk_fills_or_empties(self, full: bool) -> None:
+        self.journal.full = full
+
+    @precondition(lambda self: not self.honest)
+    @rule(
+        node=st.sampled_from(NODES),
+        number=st.integers(1, 6),
+        member=st.sampled_from([*MEMBERS, "stranger"]),
+        what=st.integers(0, 9),
+    )
+    def somebody_talks_nonsense(self, node: str, number: int, member: str, what: int) -> None:
+        """Words about swaps that may be over, may not have begun, or may be of others; StageDone only if it is so."""
+        swap = f"s{number}"
+        message = (
+            cluster.StageProgress(swap=swap, bytes_done=7),
+            cluster.StageFailed(swap=swap, where="w", reason="r"),
+            cluster.MemberQuiet(swap=swap, member=member),
+            cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0),
+            cluster.MemberCommitFailed(swap=swap, member=member, reason="r"),
+            cluster.PlanLoaded(plan="p", epoch="e"),
+            cluster.EpochLost(plan="p", epoch="e", where="w", reason="r"),
+            cluster.EpochPut(epoch="e", lane=0, key="k", value=b"v"),
+            cluster.ShardPublished(member=member, version=3),
+            cluster.DetachShard(member=member, reason="r"),
+        )[what]
+        with contextlib.suppress(KeyError):
+            self.say(self.sims[node], message)
+
+    # --- what must hold -----------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_is_bounded(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        s = self.state
+        assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
+        assert len(s._descriptions._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
+        assert not s.swaps.planning.requests
+        assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
+
+    @invariant()
+    def no_version_is_served_that_was_not_decided(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        decided = set(self.decided.values()) | self.forgotten
+        for sim in self.sims.values():
+            assert {(v, sim.runs[m]) for m, v in sim.members.items() if v is not None} <= decided
+        numbers = [version for version, _ in decided]
+        assert len(set(numbers)) == len(numbers), f"two contents share a number: {decided}"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        # once everybody listens again, what was decided is finished, what was not is forgotten, and nothing hangs
+        self.journal.full = False
+        self.journal.flush()
+        for round_ in range(12):
+            self.now += (0.1, 1000.0)[round_ == 6]
+            for sim in self.sims.values():
+                self.say(sim, local.GetStatus())
+            self.everything_arrives()
+            self.feed(Tick())
+        for sim in self.sims.values():
+            for member, (swap, _, _) in sim.staged.items():
+                assert any(s.running and s.running.swap.swap == swap for s in self.state.models.values()), (
+                    f"{member} waits for {swap}, which nobody is working on"
+                )
+        # and it is written how the last of it ended
+        past = [record for record in self.journal.recent("m", 100) if record.is_decided]
+        busy = any(s.running for s in self.state.models.values())
+        assert busy or not past or past[0].state in ("committed", "incomplete"), past[0]
+        self.journal.close()
+        shutil.rmtree(self.directory)

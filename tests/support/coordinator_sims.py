@@ -1,0 +1,118 @@
+"""Daemons of a made-up cluster: what they have been told, and what they would say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from refitd import ParameterMetadata
+from refitd.protocol import cluster, local
+from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.reports import NodeStatus
+from refitd.protocol.shards import shard_of
+
+SHARD = shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w")])
+DIGEST = digest_of(SHARD)
+
+
+@dataclass
+class Sim:
+    """A daemon as far as the coordinator can tell: its members, what they hold, and what is on its way."""
+
+    name: str
+    pid: int = 1
+    lives: int = 0
+    boot: str = ""
+    members: dict[str, int | None] = field(default_factory=dict)  # target -> the version it serves
+    runs: dict[str, str] = field(default_factory=dict)  # target -> the run of that version
+    fenced: set[str] = field(default_factory=set)
+    versions: set[int] = field(default_factory=set)  # of the source, if it is here
+    run: str = ""  # of the source
+    live: dict[str, cluster.LiveClaim] = field(default_factory=dict)
+    staged: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # target -> swap, version, run
+    plans: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the members of each
+    inbox: list[object] = field(default_factory=list)
+    outbox: list[object] = field(default_factory=list)
+
+    @property
+    def identity(self) -> bytes:
+        return f"{self.name}.{self.pid}.{self.lives}".encode()
+
+    def hello(self) -> None:
+        status = NodeStatus(node=self.name, host="h", pid=self.pid, workers=(), clients=0, arenas=0, arena_bytes=0)
+        self.outbox.append(cluster.NodeHello(protocol=1, status=status, live=tuple(self.live.values())))
+
+    def introduce(self, member: str) -> None:
+        source = member == "src"
+        staged = self.staged.get(member)
+        self.outbox.append(cluster.DescribeShard(digest=DIGEST, packed=pack(SHARD)))
+        self.outbox.append(
+            cluster.AddShard(
+                member=member,
+                model="m",
+                role="source" if source else "target",
+                replica="" if source else member,
+                rank=0,
+                world_size=1,
+                pid=5,
+                digest=DIGEST,
+                versions=tuple(sorted(self.versions)) if source else (),
+                version=None if source else self.members[member],
+                staged=staged[0] if staged else None,
+                pauses=member == "c",
+                run=self.run if source else self.runs.get(member, ""),
+                staged_version=staged[1] if staged else None,
+                staged_run=staged[2] if staged else "",
+            )
+        )
+
+    def take(self, message: object, works: bool) -> None:
+        """React to what the coordinator says, as a daemon does whose workers work, or do not."""
+        match message:
+            case cluster.NodeWelcome(_, boot):
+                if boot != self.boot:
+                    self.boot = boot
+                    for member in self.members:
+                        self.introduce(member)
+            case cluster.SourceAdmitted(run):
+                self.run = run
+            case cluster.LiveIs(live):
+                self.live[live.model] = live
+            case cluster.FenceMember(member):
+                self.fenced.add(member)
+            case local.Failure(code) if code == "unknown-node":
+                self.boot = ""
+                self.hello()
+            case cluster.LoadPlan(plan, members=members, epoch=epoch):
+                self.plans[plan] = members
+                name = epoch.id if epoch else ""
+                loaded = cluster.PlanLoaded(plan=plan, epoch=name)
+                broken = cluster.PlanRefused(plan=plan, epoch=name, where="w", reason="r")
+                self.outbox.append(loaded if works else broken)
+            case cluster.Pause(swap, _, members):
+                for member in members:
+                    failed = cluster.MemberCommitFailed(swap=swap, member=member, reason="no")
+                    self.outbox.append(cluster.MemberQuiet(swap=swap, member=member) if works else failed)
+            case cluster.Stage(swap, plan, version, run=run):
+                if not works:
+                    self.outbox.append(cluster.StageFailed(swap=swap, where="w", reason="r"))
+                    return
+                self.staged |= {
+                    member: (swap, version, run)
+                    for member in self.plans[plan]
+                    if member in self.members and member != "src"
+                }
+                self.outbox.append(cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+            case cluster.CommitStaged(swap):
+                for member, (staged, version, run) in list(self.staged.items()):
+                    if staged != swap:
+                        continue
+                    del self.staged[member]
+                    self.members[member] = version if works else None
+                    self.runs[member] = run
+                    self.fenced.discard(member)
+                    done = cluster.MemberCommitted(swap=swap, member=member, paused_s=0.0)
+                    failed = cluster.MemberCommitFailed(swap=swap, member=member, reason="no")
+                    self.outbox.append(done if works else failed)
+            case cluster.Abort(swap):
+                for member in [m for m, (staged, _, _) in self.staged.items() if staged == swap]:
+                    del self.staged[member]

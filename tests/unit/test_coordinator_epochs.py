@@ -1,0 +1,96 @@
+"""Swaps between nodes in the coordinator: epochs, and what is said during them."""
+
+from __future__ import annotations
+
+from refitd.protocol import cluster, local
+from tests.support.coordinator_harness import Harness, kinds, reports
+
+
+def two_nodes() -> tuple[Harness, cluster.LoadPlan]:
+    """A source on n0, a target on n1, a swap asked for; the plan as n1 gets it."""
+    h = Harness().join("n0", workers=(1, 2, 3))
+    h.join("n1", pid=11, workers=(4, 5))
+    h.add("src")
+    h.add("a", node="n1")
+    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    h.say("n0", local.StartSwap("m"), request=2)
+    loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+    assert set(loads) == {"n0", "n1"}
+    assert loads["n0"].epoch == loads["n1"].epoch
+    return h, loads["n1"]
+
+
+def loaded(h: Harness, plan: cluster.LoadPlan) -> list[object]:
+    assert plan.epoch is not None
+    h.say("n0", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))
+    return h.say("n1", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))
+
+
+def test_rows_between_nodes_make_an_epoch_of_as_many_lanes_as_the_smaller_node_has_workers() -> None:
+    h, plan = two_nodes()
+    assert plan.epoch is not None
+    assert (plan.epoch.nodes, plan.epoch.lanes, plan.epoch.service) == (("n0", "n1"), 2, "gloo")
+    assert plan.table["rows"] == 0 and plan.crossing["rows"] == 1
+    assert dict(zip(plan.ranks, plan.crossing_nodes, strict=True)) == {0: 0, 1: 1}
+    assert kinds(loaded(h, plan)) == ["Stage", "Stage"]
+
+
+def test_what_a_worker_leaves_reaches_the_other_nodes_of_its_epoch_only() -> None:
+    h, plan = two_nodes()
+    h.join("n2", pid=12)
+    assert plan.epoch is not None
+    left = cluster.EpochPut(epoch=plan.epoch.id, lane=1, key="k", value=b"v")
+    h.say("n0", left)
+    assert h.sent == [("n1", 0, cluster.EpochValue(epoch=plan.epoch.id, lane=1, key="k", value=b"v"))]
+    assert h.say("n2", left) == []
+    assert h.say("n0", cluster.EpochPut(epoch=plan.epoch.id, lane=2, key="k", value=b"v")) == []
+    assert h.say("n0", cluster.EpochPut(epoch="another", lane=0, key="k", value=b"v")) == []
+
+
+def test_a_source_node_takes_part_until_everything_is_staged() -> None:
+    h, plan = two_nodes()
+    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
+    assert kinds(h.say("n1", cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))) == []
+    done = h.say("n0", cluster.StageDone(swap=stage.swap, copies=0, bytes=0, seconds=0.1))
+    assert kinds(done) == ["EndSwap", "CommitStaged"]
+
+
+def test_words_that_others_cross_on_their_way_are_not_refused() -> None:
+    h, plan = two_nodes()
+    assert plan.epoch is not None
+    stage = next(m for m in loaded(h, plan) if isinstance(m, cluster.Stage))
+    loaded(h, plan)  # two answers to two swaps that asked for the same plan
+    for node in ("n0", "n1"):
+        h.say(node, cluster.StageDone(swap=stage.swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n0", cluster.ShardWithdrawn(member="src", version=1))
+    h.say("n0", cluster.StageFailed(swap=stage.swap, where="src", reason="version 1 was taken back"))
+    h.say("n1", cluster.EpochLost(plan=plan.plan, epoch=plan.epoch.id, where="worker 1", reason="was killed"))
+    h.say("n0", local.Evict(model="m", replica="a"), request=9)
+    h.say("n1", cluster.MemberCommitted(swap=stage.swap, member="a", paused_s=0.1))
+    assert not h.illegal
+    assert h.journal[stage.swap].state == "incomplete"
+
+
+def test_a_lost_epoch_aborts_the_swap_that_uses_it_and_the_next_gets_a_new_one() -> None:
+    h, plan = two_nodes()
+    loaded(h, plan)
+    assert plan.epoch is not None
+    lost = cluster.EpochLost(plan=plan.plan, epoch=plan.epoch.id, where="worker 1 on node n1", reason="was killed")
+    ended = h.say("n1", lost)
+    (report,) = reports(ended)
+    assert report.reason == "worker 1 on node n1: was killed" and report.phase == "stage"
+    assert kinds(ended).count("Abort") == 2 and kinds(ended).count("DropPlan") == 2
+    again = [m for m in h.say("n0", local.StartSwap("m"), request=3) if isinstance(m, cluster.LoadPlan)]
+    assert len(again) == 2
+    assert again[0].epoch is not None and again[0].epoch.id != plan.epoch.id
+    # an echo of the old epoch changes nothing
+    assert kinds(h.say("n0", lost)) == []
+    assert kinds(h.say("n0", cluster.PlanLoaded(plan=plan.plan, epoch=plan.epoch.id))) == []
+
+
+def test_a_node_that_cannot_use_the_plan_ends_the_swap_with_its_words() -> None:
+    h, plan = two_nodes()
+    assert plan.epoch is not None
+    refused = cluster.PlanRefused(plan=plan.plan, epoch=plan.epoch.id, where="worker 0 on node n1", reason="no route")
+    (report,) = reports(h.say("n1", refused))
+    assert (report.phase, report.reason) == ("plan", "worker 0 on node n1: no route")

@@ -1,0 +1,118 @@
+"""A coordinator that starts again with its journal."""
+
+from __future__ import annotations
+
+from refitd.config import Config
+from refitd.coordinator.records import Record
+from refitd.coordinator.state import NODE_SILENCE_S
+from refitd.events import Tick
+from refitd.protocol import cluster, local
+from refitd.protocol.reports import HistoryEntry, HistoryReport, StatusReport
+from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kinds
+
+
+def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_not() -> None:
+    journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
+    h = Harness(journal=journal).join()
+    assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
+    h.say("n0", cluster.MemberCommitted(swap="s1", member="a", paused_s=0.0))
+    undone = h.add("b", staged="s2")
+    assert kinds(undone) == ["Abort", "Done"]
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    versions = {t.replica: (t.version, t.state) for t in status.models[0].targets}
+    assert versions == {"a": (7, "serving"), "b": (None, "fenced")}
+
+
+def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_in_place() -> None:
+    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0, run="x")}).join()
+    h.add("src", versions=(7, 8), run="x")
+    undone = h.add(
+        "a", version=7, run="x", staged="s2", pauses=True, in_place=True
+    )  # it was at 7, and all of 8 was there
+    assert kinds(undone) == ["Abort", "Done", "LoadPlan"]
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert [(t.replica, t.version) for t in status.models[0].targets] == [("a", None)]
+
+
+def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> None:
+    journal: dict[str, Record] = {}
+    h = Harness(journal=journal).ready()
+    commit(h, h.until_staging(), "a")
+    later = Harness(journal=journal).join()
+    later.add("src", versions=(1,), run="run1")
+    assert str(later.state.models["m"].live) == "1 (run run1)"
+    assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
+    (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
+    assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]
+
+
+def decided_and_died() -> tuple[Harness, str]:
+    """The coordinator that comes after one which died as soon as it had decided about replicas a and b."""
+    journal: dict[str, Record] = {}
+    h = Harness(NO_CATCH_UP, journal).ready()
+    h.add("b")
+    swap = h.until_staging()
+    h.say("n0", cluster.StageDone(swap=swap, copies=2, bytes=64, seconds=0.1))
+    later = Harness(NO_CATCH_UP, journal).join()
+    later.add("src", versions=(1,), run="run1")
+    return later, swap
+
+
+def last(h: Harness) -> HistoryEntry:
+    (found,) = [m for m in h.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
+    return found.swaps[0]
+
+
+def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> None:
+    h, swap = decided_and_died()
+    before = last(h)
+    assert before.state == "decided" and before.report is not None
+    assert {m.replica: m.state for m in before.report.members} == {"a": "staged", "b": "staged"}
+    h.add("a", version=1, run="run1")  # it has taken it over meanwhile
+    assert last(h).state == "decided"
+    assert h.add("b", staged=swap)[0] == cluster.CommitStaged(swap=swap, version=1, run="run1")
+    h.say("n0", cluster.MemberCommitted(swap=swap, member="b", paused_s=0.25))
+    entry = last(h)
+    assert (entry.state, entry.reason) == ("committed", "the coordinator ended after the decision")
+    assert entry.report is not None and entry.report.bytes == 64
+    assert {(m.replica, m.state, m.version, m.paused_s) for m in entry.report.members} == {
+        ("a", "committed", 1, 0.0),
+        ("b", "committed", 1, 0.25),
+    }
+    (status,) = h.say("n0", local.GetStatus(), request=1)
+    assert isinstance(status, StatusReport) and status.models[0].last_swap == entry.report
+
+
+def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_from_starting() -> None:
+    journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
+    h = Harness(NO_CATCH_UP, journal).join()
+    assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
+    assert (last(h).state, last(h).report) == ("decided", None)
+
+
+def test_who_does_not_come_back_after_a_decision_is_named() -> None:
+    h, _ = decided_and_died()
+    h.add("a", version=1, run="run1")
+    h.now = NODE_SILENCE_S + Config().deadlines.commit_s + 1
+    h.feed(Tick())
+    h.join()  # it has been silent for as long
+    entry = last(h)
+    assert entry.state == "incomplete" and entry.reason.endswith("not known to serve it: b rank 0 (host h, pid 5)")
+    assert entry.report is not None
+    assert {m.replica: m.state for m in entry.report.members} == {"a": "committed", "b": "lost"}
+
+
+def test_the_next_swap_ends_what_was_decided_earlier() -> None:
+    h, swap = decided_and_died()
+    h.add("a", version=1, run="run1")
+    h.add("b", staged=swap)
+    h.say("n0", cluster.MemberCommitFailed(swap=swap, member="b", reason="no room"))
+    entry = last(h)  # both are known now
+    assert entry.state == "incomplete" and entry.report is not None
+    assert {m.replica: m.reason for m in entry.report.members} == {"a": "", "b": "no room"}
+
+    h, swap = decided_and_died()
+    h.add("a", version=1, run="run1")
+    h.say("n0", cluster.ShardPublished(member="src", version=2))
+    h.say("n0", local.StartSwap("m"), request=9)
+    assert (last(h).swap, last(h).state) == (swap, "incomplete")

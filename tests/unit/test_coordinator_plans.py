@@ -1,0 +1,106 @@
+"""The plans that a coordinator asks for, keeps and drops, and who they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from refitd import ParameterMetadata
+from refitd.coordinator import actions as act
+from refitd.coordinator.plans import make_plan
+from refitd.protocol import cluster, local, shards
+from refitd.protocol.codec import digest_of, pack
+from tests.support.coordinator_harness import Harness, commit, kinds, reports
+
+
+def test_ranks_are_numbered_source_first_then_replica_by_replica() -> None:
+    h = Harness().join()
+    for rank in (1, 0):
+        h.add(f"src{rank}", rank=rank, world_size=2)
+    for replica, world in (("b", 1), ("a", 2)):
+        for rank in range(world):
+            h.add(f"{replica}{rank}", replica=replica, rank=rank, world_size=world)
+    assert h.state.models["m"].fleet.ranks() == {"src0": 0, "src1": 1, "a0": 2, "a1": 3, "b0": 4}
+
+
+def test_a_member_whose_shard_is_not_known_is_asked_to_describe_it() -> None:
+    h = Harness().join()
+    (failure,) = h.add("src", digest="0" * 32)
+    assert isinstance(failure, local.Failure) and failure.code == "unknown-shard"
+    assert not h.state.models
+
+
+def test_a_shard_under_a_wrong_digest_is_refused() -> None:
+    h = Harness().join()
+    shard = shards.shard_of([ParameterMetadata("w", (4, 4), "bfloat16", 2)])
+    (failure,) = h.say("n0", cluster.DescribeShard(digest="0" * 32, packed=pack(shard)), request=1)
+    assert isinstance(failure, local.Failure) and "its content is" in failure.message
+
+
+def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_does() -> None:
+    h = Harness().ready()
+    h.say("n0", local.GetPlan("m"), request=1)
+    h.add("b")
+    h.say("n0", local.GetPlan("m"), request=2)
+    assert h.plans_made == 2
+    h.say("n0", cluster.RemoveShard(member="b", reason="left"))
+    (report,) = h.say("n0", local.GetPlan("m"), request=3)
+    assert h.plans_made == 2 and report.bytes == 32
+    # the same rank with another layout is another membership
+    h.say("n0", cluster.RemoveShard(member="a", reason="left"))
+    other = shards.shard_of(
+        [ParameterMetadata("w", (4, 4), "bfloat16", 2, resolved_name="w", tiles=None, global_shape=(4, 4))]
+    )
+    h.say("n0", cluster.DescribeShard(digest=digest_of(other), packed=pack(other)))
+    h.add("a", digest=digest_of(other))
+    h.say("n0", local.GetPlan("m"), request=4)
+    assert h.plans_made == 3
+
+
+def planned_later(h: Harness, say: Callable[[], object]) -> Callable[[], list[object]]:
+    """Do something that asks for a plan; return what makes it, as the thread beside the loop does, and what is sent."""
+    asked: list[act.MakePlan] = []
+    handle = h.state.handle
+
+    def hold(event: act.Event, now: float) -> list[act.Instruction]:
+        found = handle(event, now)
+        asked.extend(i for i in found if isinstance(i, act.MakePlan))
+        return [i for i in found if not isinstance(i, act.MakePlan)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(h.state, "handle", hold)
+        say()
+    (instruction,) = asked
+
+    def make() -> list[object]:
+        h.sent.clear()
+        h.feed(act.Planned(instruction.ticket, make_plan(instruction.rosters)))
+        return [message for _, _, message in h.sent]
+
+    return make
+
+
+def test_who_joins_while_the_plan_is_made_takes_no_part_and_is_brought_up_to_date_afterwards() -> None:
+    h = Harness().ready()
+    make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
+    h.add("b")
+    (load,) = [m for m in make() if isinstance(m, cluster.LoadPlan)]
+    assert set(load.members) == {"src", "a"}
+    (stage,) = [m for m in h.say("n0", cluster.PlanLoaded(plan=load.plan)) if isinstance(m, cluster.Stage)]
+    ended = commit(h, stage.swap, "a")
+    (report,) = reports(ended)
+    assert report.outcome == "committed" and [m.replica for m in report.members] == ["a"]
+    (load,) = [m for m in ended if isinstance(m, cluster.LoadPlan)]  # a catch-up, with a plan of its own
+    assert set(load.members) == {"src", "b"}
+
+
+def test_who_leaves_while_the_plan_is_made_aborts_the_swap_by_name_and_the_plan_is_for_nobody() -> None:
+    h = Harness().ready()
+    make = planned_later(h, lambda: h.say("n0", local.StartSwap("m"), request=9))
+    (report,) = reports(h.say("n0", cluster.RemoveShard(member="a", reason="its process has ended")))
+    assert report.outcome == "aborted" and "a rank 0" in report.reason
+    assert kinds(make()) == []
+    h.add("a")
+    (load,) = [m for m in h.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.LoadPlan)]
+    assert set(load.members) == {"src", "a"}

@@ -1,0 +1,122 @@
+"""A daemon whose plan reaches another node: the lanes of its epoch, and what ends them."""
+
+from __future__ import annotations
+
+import pytest
+
+from refitd.daemon import actions as act
+from refitd.describe.roster import Roster
+from refitd.plan.build import plan_copies
+from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.shards import metadata_of
+from tests.support.daemon_harness import SHARD, SOURCE, Harness
+
+
+def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.LoadPlan:
+    """A plan whose source is here, rank 0, and whose target is on n1."""
+    source = h.ask(SOURCE)
+    assert isinstance(source, local.SourceRegistered)
+    assert h.publish(source.member, 1) == local.Done()
+    table = plan_copies([Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]).table
+    return cluster.LoadPlan(
+        plan="p",
+        model="m",
+        ranks=(0, 1),
+        members=(source.member, "far"),
+        table=table.select(slice(0, 0)).to_wire(),
+        crossing=table.to_wire(),
+        crossing_nodes=(0, 1),
+        epoch=cluster.EpochPlan(
+            id=epoch,
+            service="gloo",
+            nodes=("n0", "n1"),
+            hosts=("h", "h1"),
+            lanes=lanes,
+            staging_bytes=1 << 20,
+            timeout_s=9.0,
+        ),
+    )
+
+
+def crossing(*joined: int) -> Harness:
+    """A daemon with that plan, of which these workers have joined the epoch."""
+    h = Harness()
+    h.feed(act.CoordinatorSaid(0, crossing_plan(h)))
+    for worker in joined:
+        h.feed(act.WorkerSaid(worker, sidecar.EpochJoined(epoch="e1")))
+    return h
+
+
+def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> None:
+    h = crossing()
+    joins = [(worker, m) for worker, m in h.to_worker if isinstance(m, sidecar.JoinEpoch)]
+    assert [(worker, m.index, m.labels[1]) for worker, m in joins] == [
+        (0, 0, "worker 0 on node n1 (host h1)"),
+        (1, 0, "worker 1 on node n1 (host h1)"),
+    ]
+    h.feed(act.WorkerSaid(1, sidecar.LanePut(epoch="e1", key="k", value=b"v")))
+    assert h.to_coordinator[-1] == cluster.EpochPut(epoch="e1", lane=1, key="k", value=b"v")
+    h.feed(act.CoordinatorSaid(0, cluster.EpochValue(epoch="e1", lane=1, key="q", value=b"w")))
+    assert h.to_worker[-1] == (1, sidecar.LaneValue(epoch="e1", key="q", value=b"w"))
+    h.feed(act.WorkerSaid(0, sidecar.EpochJoined(epoch="e1")))
+    assert cluster.PlanLoaded(plan="p", epoch="e1") not in h.to_coordinator
+    h.feed(act.WorkerSaid(1, sidecar.EpochJoined(epoch="e1")))
+    assert h.to_coordinator[-1] == cluster.PlanLoaded(plan="p", epoch="e1")
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_new_coordinator_finds_no_plan_nor_epoch_of_the_one_before(loaded: bool) -> None:
+    h = crossing(*((0, 1) if loaded else (0,)))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
+    assert {(w, m.epoch) for w, m in h.to_worker if isinstance(m, sidecar.LeaveEpoch)} == {(0, "e1"), (1, "e1")}
+    assert h.stage() == []
+    assert "does not have plan p" in h.said(cluster.StageFailed)[0].reason
+
+
+def test_a_source_node_reports_staged_with_nothing_received() -> None:
+    h = crossing(0, 1)
+    runs = h.stage()
+    assert [worker for worker, _ in runs] == [0, 1]
+    for worker, run in runs:
+        h.feed(act.WorkerSaid(worker, sidecar.RunDone(run=run, copies=0, bytes=0, seconds=0.5, staging_bytes=7)))
+    done = h.to_coordinator[-1]
+    assert isinstance(done, cluster.StageDone)
+    assert (done.copies, done.bytes, done.crossing_s, done.staging_bytes) == (0, 0, 0.5, 7)
+
+
+def test_a_worker_that_dies_takes_its_epoch_with_it() -> None:
+    h = crossing()
+    h.to_worker.clear()
+    h.feed(act.WorkerDied(0, "was killed by SIGKILL"))
+    lost = [m for m in h.to_coordinator if isinstance(m, cluster.EpochLost)]
+    assert [(m.plan, m.epoch, m.reason) for m in lost] == [("p", "e1", "was killed by SIGKILL")]
+    assert "worker 0" in lost[0].where
+    assert (1, sidecar.LeaveEpoch(epoch="e1")) in h.to_worker
+    assert (0, sidecar.WarmUp(service="gloo")) in h.to_worker
+
+
+def test_an_abort_ends_the_workers_that_exchange_and_says_that_their_epoch_is_over() -> None:
+    h = crossing(0, 1)
+    h.stage()
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
+    assert h.restarted == [0, 1]
+    assert [m.epoch for m in h.to_coordinator if isinstance(m, cluster.EpochLost)] == ["e1"]
+
+
+def test_an_abort_ends_what_another_model_exchanges_between_nodes_by_name() -> None:
+    h = crossing(0, 1)
+    h.fleet("other", "q")
+    h.stage("crossing")
+    h.stage("b", plan="q")
+    h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="b", reason="x")))
+    (failed,) = h.said(cluster.StageFailed)
+    assert (failed.swap, failed.where) == ("crossing", "worker 0 on node n0")
+    assert failed.reason == "it was replaced, as swap b was aborted"
+
+
+def test_a_plan_that_does_not_fit_the_node_is_refused_with_a_reason() -> None:
+    h = Harness()
+    h.feed(act.CoordinatorSaid(0, crossing_plan(h, lanes=3)))
+    refused = h.to_coordinator[-1]
+    assert isinstance(refused, cluster.PlanRefused)
+    assert (refused.plan, refused.epoch) == ("p", "e1") and "3 lanes" in refused.reason
