@@ -69,9 +69,9 @@ class LoadedPlan:
             model=model,
             ranks=tuple(ranks),
             members=tuple(ranks.values()),
-            table=table.to_wire(),
-            fills=fills.to_wire() if len(fills) else {},
-            crossing=crossing.to_wire() if epoch is not None else {},
+            table=table.with_own_names().to_wire(),
+            fills=fills.with_own_names().to_wire() if len(fills) else {},
+            crossing=crossing.with_own_names().to_wire() if epoch is not None else {},
             crossing_nodes=tuple(position.get(node_of[rank], -1) for rank in ranks) if epoch is not None else (),
             epoch=epoch,
         )

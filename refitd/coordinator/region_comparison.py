@@ -39,7 +39,7 @@ class RegionComparison:
             here = self._of(node)
             ranks = tuple(member.added.rank for member in here)
             holders = tuple(holder_of[rank] for rank in ranks)
-            wire = table.select(np.flatnonzero(np.isin(table.holder, holders))).to_wire()
+            wire = table.select(np.isin(table.holder, holders)).with_own_names().to_wire()
             members = tuple(member.id for member in here)
             yield node, DigestRegions(swap, version, run, members, ranks, holders, wire, timeout_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from refitd.describe.roster import Roster
 from refitd.plan.ops import ReshardPlan, TransferOp
 from refitd.plan.regions import Regions
 from refitd.plan.shared import PLACE_BITS, GlobalPlan
-from refitd.plan.table import CopyTable, Int32
+from refitd.plan.table import CopyTable
 from refitd.plan.views import RowBox, Slices, op_task_id, row_pieces
 
 Shape = tuple[int, ...]
@@ -113,7 +113,7 @@ def rank_plans(plan: GlobalPlan, rosters: Sequence[Roster]) -> Iterator[RankPlan
     by_src = _rows_of(table.src_rank, ranks)
     by_dst = _rows_of(table.dst_rank, ranks)
     for i, rank in enumerate(ranks):
-        rows = _with_own_names(table.select(np.union1d(by_src[i], by_dst[i])))
+        rows = table.select(np.union1d(by_src[i], by_dst[i])).with_own_names()
         yield RankPlan(
             rank=rank,
             table=rows,
@@ -148,21 +148,6 @@ def _rows_of(column: Any, ranks: Sequence[int]) -> list[Any]:
     low = np.searchsorted(column[order], ranks, side="left")
     high = np.searchsorted(column[order], ranks, side="right")
     return [order[a:b] for a, b in zip(low.tolist(), high.tolist(), strict=True)]
-
-
-def _with_own_names(table: CopyTable) -> CopyTable:
-    """Return the table with only the names that its rows use."""
-    tensors, tensor = np.unique(table.tensor, return_inverse=True)
-    names, local = np.unique(np.concatenate([table.src_local, table.dst_local]), return_inverse=True)
-    local32: Int32 = local.reshape(-1).astype(np.int32)
-    return replace(
-        table,
-        tensors=tuple(table.tensors[i] for i in tensors.tolist()),
-        locals=tuple(table.locals[i] for i in names.tolist()),
-        tensor=tensor.reshape(-1).astype(np.int32),
-        src_local=local32[: len(table)],
-        dst_local=local32[len(table) :],
-    )
 
 
 def _shapes_used(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ Int64 = npt.NDArray[np.int64]
 MAX_DIMS = 8
 NO_CASTS: Int32 = np.zeros(0, np.int32)
 NAMES = ("tensors", "locals")
+NAMED_BY = {"tensors": ("tensor",), "locals": ("local", "src_local", "dst_local")}  # the columns that index them
 OPTIONAL = ("cast",)  # columns that do not travel where they are all zero
 BOXES = ("size", "stride", "src_stride", "dst_stride")
 
@@ -42,6 +43,17 @@ class PlanTable(Columns):
     def total_bytes(self) -> int:
         """Bytes written by all rows together."""
         return int(self.row_bytes.sum())
+
+    def with_own_names(self) -> Self:
+        """Return the table with only the names that its rows use."""
+        changes: dict[str, Any] = {}
+        for names, columns in NAMED_BY.items():
+            mine = [column for column in columns if hasattr(self, column)]
+            if mine:
+                used, index = np.unique(np.concatenate([getattr(self, column) for column in mine]), return_inverse=True)
+                changes[names] = tuple(getattr(self, names)[i] for i in used.tolist())
+                changes |= zip(mine, np.split(index.reshape(-1).astype(np.int32), len(mine)), strict=True)
+        return replace(self, **changes)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the table as plain values: names as lists, columns as little-endian bytes."""
