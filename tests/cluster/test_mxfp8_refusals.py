@@ -43,7 +43,7 @@ SHARED = MXFP8Buffer.empty((8, 64))
         ({"w": data_and_scale((8, 48), (8, 1))}, None, r"w: its shape is \[8, 48\].*multiple of 32"),
         ({"w": data_and_scale((8, 64), (8, 3))}, None, r"w: the scale of \[8, 64\] has shape \[8, 3\]"),
         ({"w": data_and_scale((8, 64), (8, 2), dtypes=(torch.int16, torch.uint8))}, None, r"w: .*int16.*expected"),
-        ({"w": object()}, None, r"w: object is no MXFP8 tensor"),
+        ({"w": object()}, None, r"w: it is object, expected a tensor"),
         (
             {"a": MXFP8Buffer.empty((8, 64)), "b": MXFP8Buffer.empty((8, 64), is_swizzled=True)},
             None,

@@ -108,7 +108,10 @@ def test_sharded_replicas_on_two_gpus_and_in_main_memory_get_every_byte(
 
 
 @pytest.mark.slow
-def test_only_the_worker_of_a_gpu_maps_its_memory(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
+def test_only_the_worker_of_a_gpu_maps_its_memory(
+    gpus: fake_cuda.FakeGpus, start_daemon: Callable[..., Daemon]
+) -> None:
+    daemon = start_daemon(DEADLINES, workers=2)
     workers = daemon.node_of("n0").workers
     assert len(workers) == 2
     with daemon.connect() as client:

@@ -85,6 +85,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.copy_services.device_stream": {"DeviceStream": Stream},
     "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.client.devices": {"gpu_of": gpu_of, "settle": lambda gpu: None},
+    "refitd.client.arena_copies": {"gpu_of": gpu_of},
     "refitd.client.tensors": {"gpu_of": gpu_of, "settle": lambda gpu: None},
 }
 
