@@ -216,6 +216,7 @@ class Client:
         on_resume: Callable[[int | None], object] | None = None,
         agree: Callable[[int], int] | None = None,
         convert_on_send: bool = False,
+        cast: bool | str | torch.dtype = False,
         derived: Mapping[str, Derived] | None = None,
         mode: Literal["shadow", "in-place"] = "shadow",
         device: str | torch.device | None = None,
@@ -242,6 +243,9 @@ class Client:
                 flip before the same step, by `poll(step=n)` or by count: ranks in lock step poll equally often.
             convert_on_send: take tensors that are held in MXFP8 (values of a dict that are `MXFP8Buffer`) as sources
                 offer them; otherwise bfloat16 arrives and the workers convert it.
+            cast: take tensors of another floating type than these have, and convert each element (round to nearest
+                even), as `ParameterMetadata.cast_from` says for one tensor. A dtype ("float32") is the one that sources
+                offer; True waits, up to `timeout`, until the sources have registered and say it themselves.
             derived: tensors that are made of the weights, by name; their hooks are called inside every commit.
             mode: "shadow": a version is staged beside the live tensors, and taken over whole. "in-place": the workers
                 write the live tensors (of `allocate`) while this rank stands still (`on_pause`), without memory for
@@ -255,6 +259,7 @@ class Client:
         Raises:
             RefusedError: the rank is taken, or descriptions are impossible.
             ArenaError: there is not enough memory for staging.
+            DeadlineExceeded: with `cast=True`, the sources have not registered in time.
         """
         from refitd.buffers.permits import Permit
         from refitd.client.mxfp8 import TargetTensors
@@ -271,6 +276,10 @@ class Client:
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
         tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
+        if cast is True:
+            tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
+        elif cast is not False:
+            tensors.take_cast(cast)
         with registering(tensors):
             live = self._live(tensors)
             message = local.RegisterTarget(

@@ -15,6 +15,7 @@ from refitd.client.devices import Arena
 from refitd.client.given import Tensors, refuse_all
 from refitd.client.tensors import TensorSet, fingerprint
 from refitd.client.written_memory import WrittenMemory
+from refitd.describe.casts import CASTS, cast_problem
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
@@ -104,6 +105,34 @@ class TargetTensors(TensorSet):
             self.offsets = list(staged(shard_of(self.wire), self.held).held)
         made = {name: one.tensor for name, one in self._made.items()}
         self.written = WrittenMemory(self.names, self.tensors, self.metadata, made)
+
+    def take_cast(self, offered: str | torch.dtype | Mapping[str, torch.dtype]) -> None:
+        """Declare casts for tensors of another type than is offered: one for all, or by canonical name.
+
+        Raises:
+            RefusedError: `offered` is no floating type, or a tensor cannot be made of what is offered.
+        """
+        floating = {name for pair in CASTS.values() for name in pair}
+        if not isinstance(offered, Mapping) and dtype_name(offered) not in floating:
+            known = ", ".join(sorted(floating))
+            raise RefusedError(f"cast is {shown(offered)}, expected True, or the type that sources offer: {known}")
+        problems = []
+        for index, m in enumerate(self.wire):
+            own = dtype_name(m.dtype)
+            if m.cast_from is not None or own not in floating:
+                continue
+            names = {tile.tensor for tile in m.tiles} if m.tiles else {canonical_name(m)}
+            if isinstance(offered, Mapping):
+                given = {dtype_name(offered[name]) for name in names if name in offered}
+            else:
+                given = {dtype_name(offered)}
+            for held in sorted(given - {own}):
+                if len(given) > 1 or (problem := cast_problem(held, own)):
+                    several = f"is made of tensors of several types: {', '.join(sorted(given))}"
+                    problems.append(f"{m.name}: {several if len(given) > 1 else f'cast {problem}'}")
+                    break
+                self.wire[index] = replace(m, cast_from=held)
+        refuse_all(problems)
 
     def check_unmoved(self, when: str = "since registration", *, is_described: bool = False) -> None:
         """See TensorSet.check_unmoved; of derived tensors too."""

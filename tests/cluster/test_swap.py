@@ -322,3 +322,33 @@ def test_a_declared_cast_is_made_on_the_way(daemon: Daemon) -> None:
         with Engine(target):
             assert trainer.swap("policy", timeout=60).outcome == "committed"
         assert torch.equal(live["w"], full["w"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("cast", [True, "float32", torch.float32])
+def test_an_engine_of_another_type_says_so_once_for_all_tensors(daemon: Daemon, cast: object) -> None:
+    held = {"w": torch.randn(33, 7), "norm": torch.randn(7), "steps": torch.arange(3)}
+    live = {"w": torch.zeros(33, 7).bfloat16(), "norm": torch.zeros(7), "steps": torch.zeros(3, dtype=torch.int64)}
+    if cast is not True:
+        held["norm"] = held["norm"].clone()
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        source = trainer.register_source("m", held)
+        target = engine.register_target("m", live, replica="a", cast=cast)
+        with Engine(target):
+            for version in (1, 2):
+                held["w"].mul_(1.5)
+                source.publish(version)
+                assert trainer.swap("m", version, timeout=60).outcome == "committed"
+                assert torch.equal(live["w"], held["w"].bfloat16())
+                assert torch.equal(live["norm"], held["norm"]) and torch.equal(live["steps"], held["steps"])
+
+
+def test_a_cast_that_there_is_not_is_refused_by_name_before_anything_is_registered(daemon: Daemon) -> None:
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        trainer.register_source("m", {"w": torch.zeros(4, dtype=torch.float64)})
+        live = {"w": torch.zeros(4).bfloat16()}
+        for cast, words in ((True, "w: cast is 'float64'"), ("int8", "cast is 'int8'"), (3, "cast is 3")):
+            with pytest.raises(refitd.RefusedError, match=words):
+                engine.register_target("m", live, replica="a", cast=cast)
+        with pytest.raises(refitd.DeadlineExceeded, match="no tensors are offered"):
+            engine.register_target("nobody's", live, replica="a", cast=True, timeout=0.5)
+        assert not engine.status().models[0].targets
