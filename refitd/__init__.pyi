@@ -47,6 +47,7 @@ from .describe.names import (
     assign_resolved_name_inplace as assign_resolved_name_inplace,
 )
 from .describe.roster import Roster as Roster
+from .describe.flat import flat_tiles as flat_tiles
 from .describe.tiles import (
     Repeat as Repeat,
     Tile as Tile,

@@ -352,3 +352,28 @@ def test_a_cast_that_there_is_not_is_refused_by_name_before_anything_is_register
         with pytest.raises(refitd.DeadlineExceeded, match="no tensors are offered"):
             engine.register_target("nobody's", live, replica="a", cast=True, timeout=0.5)
         assert not engine.status().models[0].targets
+
+
+def test_flat_slices_of_several_ranks_make_up_an_engines_tensors(daemon: Daemon) -> None:
+    """As FSDP1 and ZeRO-3 cut: runs of elements, anywhere."""
+    whole = {"a": torch.randn(7, 5, 3), "b": torch.randn(11)}
+    cuts = {"a": [0, 40, 41, 105], "b": [0, 0, 7, 11]}
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        for rank in range(3):
+            tensors, metadata = {}, []
+            for name, tensor in whole.items():
+                start, stop = cuts[name][rank : rank + 2]
+                if start == stop:
+                    continue
+                tensors[name] = tensor.reshape(-1)[start:stop].clone()
+                tiles = refitd.flat_tiles(name, tensor.shape, start, stop)
+                metadata.append(
+                    refitd.ParameterMetadata(
+                        name, (stop - start,), torch.float32, 4, owner_rank=rank, tiles=tiles, global_shape=tensor.shape
+                    )
+                )
+            trainer.register_source("m", tensors, metadata=metadata, rank=rank, world_size=3).publish(1)
+        live = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        with Engine(engine.register_target("m", live, replica="a")):
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+        assert all(torch.equal(live[name], tensor) for name, tensor in whole.items())

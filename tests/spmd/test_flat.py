@@ -1,0 +1,25 @@
+"""Modules that a framework has flattened and cut are offered as they lie: FSDP1 for real, ZeRO-3 by its attributes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.spmd.pool import Pool
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("use_orig", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_what_fsdp1_ranks_offer_is_the_model_and_follows_the_optimizer(
+    pool: Pool, strategy: str, use_orig: bool, nested: bool
+) -> None:
+    pool.run("flat_cases:fsdp1_is_what_it_was", strategy, use_orig, nested)
+
+
+def test_a_gathered_fsdp1_module_is_refused(pool: Pool) -> None:
+    for said in pool.run("flat_cases:fsdp1_gathered_is_refused"):
+        assert "FSDP has gathered its parameters" in said
+
+
+def test_what_zero3_ranks_offer_is_the_model(pool: Pool) -> None:
+    pool.run("flat_cases:zero3_is_what_it_was")
