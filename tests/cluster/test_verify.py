@@ -287,19 +287,22 @@ def test_replaced_storage_is_no_proof(fleet: Fleet) -> None:
     assert found.state == "unknown" and NAME in found.reason and "storage" in found.reason
 
 
-@pytest.mark.slow
-def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(fleet: Fleet) -> None:
-    # a trainer that has lost count: another life of it publishes version 1 again, with other weights
-    fleet.source.close()
-    fleet.tensors[NAME][0, 0] += 1
-    fleet.source = fleet.trainer.register_source("policy", fleet.tensors)
-    fleet.source.publish(1)
-    late = fleet.engine.register_target("policy", shards.zeros_like(fleet.tensors), replica="b")
-    late.wait(1, timeout=30)
-    report = fleet.verify()
-    assert report.outcome == "differs" and len(report.mixed) == 1, report
-    assert "a rank 0" in report.mixed[0] and "b rank 0" in report.mixed[0]
-    assert [m.state for m in report.members] == ["proven", "proven"]  # each holds what it was given
+def test_replicas_that_were_given_different_bytes_of_a_version_are_a_mix(start_daemon: Callable[..., Daemon]) -> None:
+    """Only where source ranks that differ are not compared before the swap."""
+    daemon = start_daemon("[models.m]\ncheck_replicas = false\n")
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
+        for rank in range(2):
+            source = trainer.register_source("m", {"w": torch.full((64,), rank + 1.0)}, rank=rank, world_size=2)
+            source.publish(1)
+        live = [{"w": torch.zeros(64)} for _ in range(2)]
+        targets = [engine.register_target("m", held, replica=name) for name, held in zip("ab", live, strict=True)]
+        with Engine(*targets):
+            assert trainer.swap("m", 1, timeout=30).outcome == "committed"
+        assert {float(held["w"][0]) for held in live} == {1.0, 2.0}
+        report = trainer.verify("m", timeout=30)
+        assert report.outcome == "differs" and len(report.mixed) == 1, report
+        assert "a rank 0" in report.mixed[0] and "b rank 0" in report.mixed[0]
+        assert [m.state for m in report.members] == ["proven", "proven"]  # each holds what it was given
 
 
 def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daemon]) -> None:

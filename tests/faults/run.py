@@ -34,6 +34,8 @@ LASTS = {
 }
 # the faults that last until whoever asked for the swap has been told
 UNTIL_TOLD = ("slow", "crawl", "stutter", "remove", "replace", "close")
+# the faults that take from the coordinator what it has written
+LOSES_JOURNAL = ("remove", "replace", "lose", "exchange")
 # the engine that a phase waits for; where there is none, far is the one that is broken
 ENGINES = {"halting": "still", "paused": "near", "decided": "far"}
 
@@ -263,6 +265,8 @@ class Runner:
         if case.phase == "decided":
             # that it is about to be decided is told as the same phase
             self._wait(lambda: (version, "decided") in [row[:2] for row in self.cluster.journalled()], "a decision", 10)
+            if case.fault in LOSES_JOURNAL:  # what nobody else has been told yet would be lost with it
+                self._wait(lambda: self.serves.get("near") == version, "a replica has been told", 10)
         return swap
 
     def _break(self, case: Case, fault: _Fault, swap: RunningSwap | None) -> float:
