@@ -89,7 +89,7 @@ def test_an_engine_that_leaves_right_after_its_commit_has_committed(lone: Daemon
 def test_it_has_committed_every_time(lone: Daemon, leavers: Leavers) -> None:
     trainer = Trainer(lone)
     with trainer.client:
-        for way in WAYS * 40:
+        for way in WAYS * 20:
             _leaves_after_a_commit(trainer, leavers, way)
 
 
