@@ -142,7 +142,7 @@ class LocalArenas(dict[int, Arena]):
         """Return the arena whose descriptor this session may have.
 
         Raises:
-                RefusedError: it belongs to another session, or is read-only.
+            RefusedError: it belongs to another session, or is read-only.
         """
         found = self.get(arena)
         if found is None or found.session != session:

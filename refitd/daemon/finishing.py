@@ -62,7 +62,7 @@ def check_held(r: RegisterTarget) -> None:
     """Check that every held tensor arrives or is made exactly once, and that every wire tensor is used.
 
     Raises:
-            RefusedError: a declaration is wrong; names the tensor.
+        RefusedError: a declaration is wrong; names the tensor.
     """
     if not r.held:
         if r.conversions:

@@ -59,7 +59,7 @@ class DaemonShell:
 
         Raises:
             RefusedError: a socket is in use.
-                ConfigError: the coordinator's endpoint is invalid.
+            ConfigError: the coordinator's endpoint is invalid.
         """
         self._log = log
         self._uncoordinated = Throttle()
@@ -459,9 +459,9 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:
-            config: the configuration.
-            beside: the coordinator child of a standalone daemon, or None.
-            ready_fd: a descriptor that gets "ready" once clients can connect and, if standalone, a coordinator answers.
+        config: the configuration.
+        beside: the coordinator child of a standalone daemon, or None.
+        ready_fd: a descriptor that gets "ready" once clients can connect and, if standalone, a coordinator answers.
 
     Raises:
         RefitdError: a socket is in use, the directory is unsafe, a worker or the coordinator cannot be kept alive.

@@ -221,7 +221,7 @@ def new_member(
     """Check a registration; return the member and the bytes that each of its arenas needs.
 
     Raises:
-            RefusedError: ranks, shapes, sizes or places are invalid; nothing has been allocated.
+        RefusedError: ranks, shapes, sizes or places are invalid; nothing has been allocated.
         ProtocolError: a dtype or group is unknown, or a name occurs twice.
     """
     r = registration
@@ -271,7 +271,7 @@ def lease_places(member: LocalMember, addresses: Sequence[int]) -> Places:
     """Return where lent tensors lie: in the member's arenas, or at addresses in the client's process.
 
     Raises:
-            RefusedError: the number of addresses is wrong.
+        RefusedError: the number of addresses is wrong.
     """
     if member.live and not addresses:
         return member.live

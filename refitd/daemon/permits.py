@@ -53,7 +53,7 @@ class Permits:
         """Check that one more target rank can get a slot.
 
         Raises:
-                RefusedError: all slots are taken.
+            RefusedError: all slots are taken.
         """
         if not self._free:
             raise RefusedError(f"this node has {SLOTS} registered target ranks already; close some first")

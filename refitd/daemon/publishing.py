@@ -64,7 +64,7 @@ class Publishing:
         """Accept live tensors as a version, without a copy.
 
         Raises:
-                RefusedError: the version is not newer, or the addresses do not match the tensors.
+            RefusedError: the version is not newer, or the addresses do not match the tensors.
             TransportError: as `publish`.
         """
         version = message.version

@@ -210,7 +210,7 @@ class Registrations:
         """Announce a returning engine to the coordinator: it has copied what its predecessor held.
 
         Raises:
-                IllegalTransition: it had nothing to restore.
+            IllegalTransition: it had nothing to restore.
         """
         member.move(ContentRestored())
         self._tell(session.id, request, member, Returned(member, session.uid))

@@ -44,7 +44,7 @@ class Session:
         """Refuse a request beyond this client's limits; waiting requests take memory here.
 
         Raises:
-                RefusedError: too many requests (`waiting`) are open, or too many ranks registered.
+            RefusedError: too many requests (`waiting`) are open, or too many ranks registered.
         """
         if isinstance(message, _ENDINGS):
             return

@@ -258,7 +258,7 @@ def step_of(state: TargetState, event: Event) -> TargetState:
     """Return the next state.
 
     Raises:
-            IllegalTransition: `event` cannot happen in this state; the text names both.
+        IllegalTransition: `event` cannot happen in this state; the text names both.
     """
     to = STEPS.get((type(event), state.step))
     names = getattr(event, "swap", None)

@@ -48,7 +48,7 @@ class WorkerArenas:
             self._out(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
 
     def renewed(self, worker: int) -> None:
-        """A worker is a new process: map the arenas that its predecessor had by right."""
+        """A worker is a new process without any mapping: map its arenas again."""
         self._mapped[worker].clear()
         for arena in sorted(self._known):
             if self._belongs(arena, worker):

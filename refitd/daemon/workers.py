@@ -57,7 +57,7 @@ class Workers:
         """Queue a message with a duplicate of `fd`, or with `block` in a memory file.
 
         Raises:
-                OSError: no descriptor or no memory is left; nothing was queued.
+            OSError: no descriptor or no memory is left; nothing was queued.
         """
         process = self._processes[worker]
         fds: tuple[int, ...] = ()
