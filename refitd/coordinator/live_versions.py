@@ -62,7 +62,7 @@ class NoPast:
         return -1, ""
 
     def before(self, model: str, version: int) -> LiveVersion | None:
-        """Return None: there is none."""
+        """Return None: nothing was decided."""
         return None
 
     def continues(self, journal: str) -> bool:

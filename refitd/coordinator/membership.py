@@ -23,7 +23,7 @@ from refitd.protocol.roles import ANYONE, Allowed
 from refitd.protocol.shards import Shard
 from refitd.states import ServingState, TransferMode
 
-# Cached comparisons per model: one for each choice of replicas read, until ranks register anew.
+# Limit on cached comparisons of a model: one for each choice of source replicas, until ranks register anew.
 MAX_COMPARED = 16
 
 

@@ -107,7 +107,7 @@ class _Word:
 
 
 class _Watch:
-    """Records this process's connections during a meeting, since failed ones are gone afterwards."""
+    """Records this process's connections during a meeting, since failed ones disappear."""
 
     def __init__(self, doors: set[int]) -> None:
         self._doors = doors
@@ -272,7 +272,7 @@ class _Places(Store):
 
 
 class _NoStore(Store):
-    """Aborts the making of a group once its places have their numbers."""
+    """A store that aborts the making of a group once its places have their numbers."""
 
     def set(self, key: str, value: str | bytes) -> None:
         raise RuntimeError("no more is wanted of this group")

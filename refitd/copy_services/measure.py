@@ -125,7 +125,7 @@ def measure_here() -> Choice:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     allow_reader(child.pid)
     try:
-        found, error = child.communicate("go\n", timeout=_CHILD_S)  # it starts reading only now that it is allowed to
+        found, error = child.communicate("go\n", timeout=_CHILD_S)  # it reads after this line, once allowed to
     except subprocess.TimeoutExpired as exc:
         child.kill()
         child.communicate()

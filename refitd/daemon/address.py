@@ -10,7 +10,7 @@ from refitd.errors import ConfigError
 
 
 def reachable_address(config: Config) -> str:
-    """Return node.address, or else the local address that routes to the coordinator. Sends no packet.
+    """Return node.address, or else the local address of the route to the coordinator. Sends no packet.
 
     Raises:
         ConfigError: the coordinator's host cannot be looked up, or no route leads there.

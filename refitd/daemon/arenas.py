@@ -80,7 +80,7 @@ class LocalArenas(dict[int, Arena]):
         self._out(MakeArenas(self._tickets, wanted.wanted, held, wanted.device, wanted.within_s))
 
     def _is_question(self, wanted: WantedArenas) -> bool:
-        """Return whether the coordinator is asked before retained targets are freed for a rank it may refuse."""
+        """Ask the coordinator before freeing retained targets for a rank it may refuse; return whether it was asked."""
         purpose = wanted.purpose
         if not isinstance(purpose, MemberArenas) or purpose.is_admitted:
             return False

@@ -140,7 +140,7 @@ class ClientListener:
         for visitor in self._visitors.values():
             if not secrets.compare_digest(visitor.token, token) or visitor.identity is not None:
                 continue
-            # a token must not be passed on: the kernel says that both connections belong to one process
+            # a token must not be passed on: by the kernel, both connections must belong to the same process
             if peer.local_peer != (visitor.peer.uid, visitor.peer.pid):
                 break
             visitor.identity, visitor.address = peer.identity, peer.address
@@ -236,7 +236,7 @@ class ClientListener:
             return
         try:
             fd, nbytes, device = fetch(visitor.session, message.arena, message.write)
-            # descriptors of GPU memory cannot be made read-only; the client maps them so
+            # descriptors of GPU memory cannot be made read-only; the client's mapping is read-only instead
             narrowed = None if message.write or device else read_only(fd)
         except RefitdError as exc:
             handoff.send(visitor.socket, encode(request, Failure(code=exc.code, message=str(exc))))

@@ -94,14 +94,14 @@ class Commits:
             self._say(cluster.MemberQuiet(swap=swap, member=member.id))
 
     def fence(self, reason: str) -> None:
-        """Stop members from serving whose staged version may have been decided without this node hearing of it."""
+        """Fence members with a staged version: it may have been decided without this node hearing of it."""
         for member in self._members.values():
             if member.state.staged is not None and member.state.live is not Live.DOUBTED:
                 member.move(Doubted(reason))
                 self._tell_fence(member, reason)
 
     def fence_behind(self, member: LocalMember, reason: str) -> None:
-        """Stop a member from serving until it has caught up: it holds another version than the live one."""
+        """Fence a member until it has caught up: it holds another version than the live one."""
         member.move(FellBehind(reason))
         self._tell_fence(member, reason)
 
@@ -202,7 +202,7 @@ class Commits:
         return True
 
     def failed(self, swap: str, member: LocalMember, reason: str) -> None:
-        """Record that the member failed to commit, and so serves nothing until a swap succeeds, or to stand still."""
+        """Record and report that the member could not commit (it then serves nothing) or could not stand still."""
         if member.state.swap != swap:
             return
         self._log("swap", swap=swap, phase="failed", member=member.id, reason=reason)

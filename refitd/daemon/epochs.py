@@ -1,4 +1,4 @@
-"""This node's part in epochs: its workers join and leave process groups with those of other nodes."""
+"""This node's part in epochs: its workers join and leave process groups with workers of other nodes."""
 
 from __future__ import annotations
 

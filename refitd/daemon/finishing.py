@@ -1,4 +1,4 @@
-"""How a target's held tensors are made from what arrives: checks the declarations and lists the conversions."""
+"""A target's held tensors and the conversions that make them: checked, placed and listed for the workers."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class LocalMember:
         return self.id, next(slot.arena for slot in self.slots if slot.version == version)
 
     def held_places(self) -> Places:
-        """Return where the tensors to commit lie in the staging arena."""
+        """Return the places, in the staging arena, of the tensors to commit."""
         return self.to_commit.in_arena(self.staging)
 
     def decided_places(self) -> Places:

@@ -384,7 +384,7 @@ class Daemon:
         self.arenas.ask(WantedArenas(session.id, request, labels, ClientArena(), asked.device, within_s))
 
     def _given(self, wanted: WantedArenas, arenas: tuple[int, ...]) -> None:
-        """Hand arenas that have been made to what they were made for."""
+        """Pass finished arenas on to their purpose."""
         match wanted.purpose:
             case ClientArena():
                 ((nbytes, label),) = wanted.wanted

@@ -1,6 +1,6 @@
 """The state machine of a target rank: what it holds, what it may serve, and where its swap stands.
 
-A rank is in two states at once, as a connection of h11 is: `step` says where a swap stands, `live` whether the live
+A rank is in two states at once, like a connection of h11: `step` says where a swap stands, `live` whether the live
 tensors may be served. An event moves both. The tables below are the code: `step_of` looks the next states up there.
 An event without a row in STEPS raises IllegalTransition and leaves the state as it was. docs/states.md is drawn
 from the tables.

@@ -41,7 +41,7 @@ class SwapReport(Message, frozen=True):
     model: Label
     version: Count | None
     outcome: SwapOutcome
-    phase: Label = ""  # where it failed: "plan", "stage", "commit"
+    phase: Label = ""  # in which it failed: "plan", "stage", "commit"
     reason: Text = ""
     bytes: Count = 0
     copies: Count = 0

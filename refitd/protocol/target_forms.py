@@ -1,10 +1,10 @@
-"""Targets that hold something else than what arrives: declared conversions, and the staging arena's layout.
+"""Targets whose held tensors differ from the arriving ones: conversions, and the staging arena's layout.
 
     arrives (the shard)        w  [256, 512] bfloat16
     holds                      w's data [256, 512], w's scale [256, 16]
     conversion                 quantize: from w, to (data, scale), rounded up
 
-The staging arena holds what arrives, then what is converted from it. A tensor that is held unconverted lies there once.
+The staging arena holds the arriving tensors, then the converted ones. An unconverted tensor is stored once.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class DaemonLink:
         deadline, wait = time.monotonic() + timeout, 0.0
         try:
             while True:
-                # handle what has arrived first: if the epoch has been left, its value must not be used
+                # read pending messages first: after LeaveEpoch a peer's value would lead to a wait for absent peers
                 self._take_in(values, wait)
                 if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
                     raise PeerLost("the epoch has been given up")
