@@ -113,7 +113,7 @@ class LocalMember:
     first: int = 0  # source: the lowest version that it may publish, set by the coordinator
     run: str = ""  # source: the incarnation of its trainer
     may_drop: frozenset[int] = frozenset()  # versions that no other source rank needs
-    lagging: str = ""  # the ranks for which the other versions must be kept
+    lagging: str = ""  # the ranks that must publish before it may drop more
     mode: TransferMode = TransferMode.NONE  # how the newest version is transferred
     mode_reason: str = ""  # the measurement that chose between pulling and copying
     described: bytes = b""  # its shard, packed for the coordinator
