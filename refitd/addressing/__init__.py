@@ -1,1 +1,1 @@
-"""From a plan to addressed copies that a worker performs."""
+"""Turns a plan into addressed copies for workers."""

@@ -1,7 +1,7 @@
-"""Transfers between nodes: what a worker sends to, and receives from, the worker of each peer.
+"""Transfers between nodes: what a worker sends to, and receives from, its peer on each other node.
 
-Both ends derive the same from the rows of the plan that cross between their nodes: `cut` and `lanes_of` look at
-nothing but sizes, in the order of the plan.
+Both ends derive the same lists from the plan's crossing rows: `cut` and `lanes_of` depend only on the sizes and the
+order of the rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from refitd.plan.table import CopyTable
 
 @dataclass(frozen=True, eq=False)
 class NodeTransfers:
-    """Rows that cross between nodes, large ones cut so that several workers can share one tensor.
+    """Rows that cross between nodes. Large rows are cut, so that several workers can share one tensor.
 
     Attributes:
         table: the rows.
         part: number of the cut within its task, shape [n].
-        origin: row of the plan's table it was cut from, shape [n].
-        lane: which worker of both nodes moves it, shape [n].
+        origin: row of the plan's table that it was cut from, shape [n].
+        lane: the lane that moves it, shape [n].
         src_node, dst_node: positions of the two nodes in the epoch, shape [n].
     """
 
@@ -38,12 +38,12 @@ class NodeTransfers:
 
 
 def node_transfers(table: CopyTable, node_of: Mapping[int, int], lanes: int) -> NodeTransfers:
-    """Cut the rows of a plan that cross nodes and share them out to lanes.
+    """Cut the rows of a plan that cross nodes and assign them to lanes.
 
     Args:
         table: rows whose source and destination are on different nodes, in the plan's order.
         node_of: rank -> position of its node.
-        lanes: workers of each node that take part.
+        lanes: number of lanes in the epoch.
     """
     table, part, origin = cut(table)
     src = np.array([node_of[rank] for rank in table.src_rank.tolist()], dtype=np.int64)
@@ -52,7 +52,7 @@ def node_transfers(table: CopyTable, node_of: Mapping[int, int], lanes: int) -> 
 
 
 def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int) -> Int64:
-    """Return the lane of each row: for every pair of nodes, runs of about equal bytes in the order of the rows."""
+    """Return the lane of each row: for every pair of nodes, contiguous runs of about equal bytes."""
     lane = np.zeros(len(nbytes), dtype=np.int64)
     pairs = src_node * (dst_node.max(initial=0) + 1) + dst_node
     for pair in np.unique(pairs).tolist():
@@ -63,9 +63,9 @@ def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int) -> Int
 
 @dataclass(frozen=True, eq=False)
 class TransferList(WorkList):
-    """Sends and receives with addresses, one row each; offsets and strides in bytes.
+    """Addressed sends and receives, one per row. Offsets and strides are in bytes.
 
-    `element_size` is that on the way, which is the destination's.
+    `element_size` is the size in transit, which is the destination's.
     """
 
     is_send: Int64  # [n] 1 to send, 0 to receive
@@ -73,12 +73,12 @@ class TransferList(WorkList):
     task_id: Int64  # [n]
     part: Int64  # [n]
     element_size: Int64  # [n]
-    cast: Int64  # [n] performed by the sender (refitd.describe.casts), 0 for none
+    cast: Int64  # conversion by the sender (refitd.describe.casts), 0 for none
     arena: Int64  # [n] arena id or PROCESS_MEMORY
     pid: Int64  # [n] for PROCESS_MEMORY
     offset: Int64  # [n]
     stride: Int64  # [n, D]
-    origin: Int64  # [n] row of the plan's table it was cut from
+    origin: Int64  # row of the plan's table that it was cut from
 
 
 def transfers_of(
@@ -91,14 +91,14 @@ def transfers_of(
     """Return what the worker `lane` of the node at position `node` sends and receives.
 
     Args:
-        rows: of which either end is on this node.
+        rows: rows with at least one end on this node.
         node: this node's position.
-        lane: the worker.
+        lane: the worker's lane.
         sources: rank -> places of this node's source tensors.
-        destinations: likewise for the tensors to be written.
+        destinations: rank -> places of this node's tensors to write.
 
     Raises:
-        KeyError: a tensor that the plan names has no place.
+        KeyError: a tensor in the plan has no place.
         ValueError: a box cannot be addressed in its tensor.
     """
     mine = rows.lane == lane

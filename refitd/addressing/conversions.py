@@ -1,10 +1,10 @@
-"""What is left to do when everything has arrived: MXFP8 made of bfloat16, and scales swizzled, in pieces for workers.
+"""Conversions once everything has arrived: bfloat16 quantized to MXFP8, and scales swizzled, in pieces for workers.
 
-A piece holds whole blocks, and where scales are swizzled whole tiles of 128 rows, so that the pieces of a tensor,
-whoever converts them, are what converting it once would give.
+A piece holds whole blocks, and for swizzled scales whole tiles of 128 rows. So the result does not depend on how a
+tensor is cut into pieces:
 
     row-major    the tensor as one row: 2**20 elements a piece
-    swizzled     128 rows a piece, or as many times that as are about 2**20 elements
+    swizzled    a multiple of 128 rows, about 2**20 elements a piece
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from refitd.errors import TransportError
 from refitd.mxfp8 import BLOCK, ROUNDINGS, TILE_ROWS, Rounding, swizzled_bytes
 
 PIECE = 1 << 20  # elements
-GPU_PIECE = 1 << 28  # a GPU has a piece of main memory's size done before the next can be given to it
+GPU_PIECE = 1 << 28  # a GPU converts smaller pieces faster than they can be queued
 QUANTIZE, QUANTIZE_SWIZZLED, SWIZZLE = 0, 1, 2
-ELEMENT_BYTES = 2  # of bfloat16, what is quantized
+ELEMENT_BYTES = 2  # of bfloat16, the dtype that is quantized
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One conversion in a staging arena, in bytes from its start. `data` is not used where scales are swizzled only."""
+    """One conversion in a staging arena. Offsets are in bytes; `data` is unused if only scales are swizzled."""
 
     kind: int
     shape: tuple[int, ...]  # in elements
@@ -43,7 +43,7 @@ class Made:
 class ConversionList(WorkList):
     """Pieces of conversions, one row each.
 
-    `size` is [rows, columns] of the piece: a row-major one is one row, a swizzled one whole rows of the tensor.
+    `size` is [rows, columns] of the piece. A row-major piece is one row, a swizzled one consists of whole tensor rows.
     """
 
     kind: Int64
@@ -77,7 +77,7 @@ def check_piece(pieces: ConversionList, row: int) -> tuple[int, int, int, int]:
 
 
 def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int] = ()) -> ConversionList:
-    """Cut conversions into pieces of about so many elements; those in arenas on GPUs into few."""
+    """Cut conversions into pieces of about `piece` elements; those on GPUs into pieces of GPU_PIECE or more."""
     sizes = {one.arena: max(piece, GPU_PIECE) if one.arena in on_gpus else piece for one in made}
     found: list[tuple[int, ...]] = []
     for one in made:

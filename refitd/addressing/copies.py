@@ -1,4 +1,4 @@
-"""From a plan and the places of tensors to addressed copies, large ones cut."""
+"""Turns a plan and the places of tensors into addressed copies, large ones cut."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from refitd.plan.fills import FillTable
 from refitd.plan.regions import RegionTable
 from refitd.plan.table import CopyTable, PlanTable
 
-# A copy longer than this is cut, so that several workers can share one large tensor.
+# Longer copies are cut, so that several workers can share one large tensor.
 SPLIT_BYTES = 32 << 20
 
-# room for one element of any dtype in the arena that fills are read from
+# room for one element of any dtype, in the arena that holds the fill constants
 CONSTANT_BYTES = 16
 
 Cuttable = TypeVar("Cuttable", CopyTable, "CopyList")
@@ -28,15 +28,15 @@ Cuttable = TypeVar("Cuttable", CopyTable, "CopyList")
 
 @dataclass(frozen=True, eq=False)
 class CopyList(WorkList):
-    """Addressed copies, one row each; offsets and strides in bytes.
+    """Addressed copies, one per row. Offsets and strides are in bytes.
 
-    Where elements are converted, `element_size` and `row_bytes` are those of the destination.
+    For conversions, `element_size` and `row_bytes` are the destination's.
     """
 
     ARENAS: ClassVar = ("src_arena", "dst_arena")
 
     element_size: Int64  # [n] of the destination
-    cast: Int64  # [n] number of the conversion (refitd.describe.casts), 0 for none
+    cast: Int64  # number of the conversion (refitd.describe.casts), 0 for none
     src_arena: Int64  # [n] arena id or PROCESS_MEMORY
     src_pid: Int64  # [n] for PROCESS_MEMORY
     src_offset: Int64  # [n]
@@ -44,7 +44,7 @@ class CopyList(WorkList):
     dst_arena: Int64  # [n]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
-    origin: Int64  # [n] row of the table this copy was cut from
+    origin: Int64  # row of the table that this copy was cut from
 
     @property
     def row_bytes(self) -> Int64:
@@ -53,7 +53,7 @@ class CopyList(WorkList):
         return nbytes
 
     def in_memory_order(self) -> Int64:
-        """See WorkList: by destination."""
+        """See WorkList: in destination order."""
         return np.lexsort((self.dst_offset, self.dst_arena))
 
 
@@ -62,15 +62,15 @@ def address(
     sources: Mapping[int, Places],
     destinations: Mapping[int, Places],
 ) -> CopyList:
-    """Give every row of a plan its addresses.
+    """Address every row of a plan.
 
     Args:
         table: the rows to perform.
         sources: rank -> places of the source tensors.
-        destinations: likewise for the tensors to be written.
+        destinations: rank -> places of the tensors to write.
 
     Raises:
-        KeyError: a tensor that the plan names has no place.
+        KeyError: a tensor in the plan has no place.
         ValueError: a box cannot be addressed in its tensor.
     """
     src, dst = source_addresses(table, sources), destination_addresses(table, destinations)
@@ -96,16 +96,16 @@ def fill_copies(
     constants: int,
     first_origin: int = 0,
 ) -> CopyList:
-    """Turn fills into copies that read one element again and again, from an arena that holds `constant_bytes(fills)`.
+    """Turn fills into copies that read one element repeatedly, from the arena that holds `constant_bytes(fills)`.
 
     Args:
         fills: the rows to perform.
-        destinations: rank -> places of the tensors to be written.
+        destinations: rank -> places of the tensors to write.
         constants: id of the arena whose first bytes are `constant_bytes(fills)`.
-        first_origin: `origin` of the first fill; the number of copies that they are joined to.
+        first_origin: `origin` of the first fill: the number of copies that the fills are appended to.
 
     Raises:
-        KeyError: a tensor that the fills name has no place.
+        KeyError: a tensor in the fills has no place.
     """
     dst = _addresses(fills, fills.element_size, fills.rank, fills.local, fills.offset, fills.stride, destinations)
     _, slot = np.unique(fills.pattern, return_inverse=True)
@@ -127,7 +127,7 @@ def fill_copies(
 
 
 def constant_bytes(fills: FillTable) -> bytes:
-    """Return the bit patterns that fills write, CONSTANT_BYTES each, lowest first; equal for equal patterns."""
+    """Return the distinct bit patterns of the fills in ascending order, CONSTANT_BYTES each."""
     patterns = np.unique(fills.pattern)
     slots = np.zeros((len(patterns), CONSTANT_BYTES // 8), dtype="<i8")
     slots[:, 0] = patterns
@@ -135,7 +135,7 @@ def constant_bytes(fills: FillTable) -> bytes:
 
 
 def joined(parts: Sequence[CopyList]) -> CopyList:
-    """Put copies end to end; boxes of fewer dimensions are padded in front."""
+    """Concatenate copies; boxes with fewer dimensions are padded in front."""
     dims = max(part.size.shape[1] for part in parts)
 
     def padded(part: CopyList) -> CopyList:
@@ -151,7 +151,7 @@ def joined(parts: Sequence[CopyList]) -> CopyList:
 
 
 def whole_tensors(sources: Places, destinations: Places, element_size: Int64) -> CopyList:
-    """Return copies of whole tensors, row by row; both ends have equal shapes, elements of `element_size` bytes [n]."""
+    """Return copies of whole tensors, row i to row i; shapes are equal, elements have `element_size` [n] bytes."""
     n, longest = len(sources), [len(form.shape) for form in sources.forms]
     dims = max(longest, default=1) or 1
 
@@ -176,10 +176,10 @@ def whole_tensors(sources: Places, destinations: Places, element_size: Int64) ->
 
 
 def cut(rows: Cuttable, limit: int = SPLIT_BYTES) -> tuple[Cuttable, Int64, Int64]:
-    """Cut rows of more than `limit` bytes along their outermost dimension of more than one element.
+    """Cut rows of more than `limit` bytes along their outermost dimension that has more than one element.
 
     Returns:
-        The rows, each one's number within the row it was cut from, and that row.
+        (rows, number of each within the row it was cut from, that row's index).
     """
     nbytes, size, every = rows.row_bytes, rows.size, np.arange(len(rows))
     if not (nbytes > limit).any():
@@ -199,7 +199,7 @@ def cut(rows: Cuttable, limit: int = SPLIT_BYTES) -> tuple[Cuttable, Int64, Int6
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """One end of addressed copies, a value per row."""
+    """One end of addressed copies, one value per row."""
 
     arena: Int64
     pid: Int64
@@ -208,19 +208,19 @@ class Addresses:
 
 
 def source_addresses(table: CopyTable, places: Mapping[int, Places]) -> Addresses:
-    """Return where in memory each row reads; raises as `address` does."""
+    """Return where each row reads in memory; raises like `address`."""
     t = table
     return _addresses(t, t.src_element_size, t.src_rank, t.src_local, t.src_offset, t.src_stride, places)
 
 
 def destination_addresses(table: CopyTable, places: Mapping[int, Places]) -> Addresses:
-    """Return where in memory each row writes; raises as `address` does."""
+    """Return where each row writes in memory; raises like `address`."""
     t = table
     return _addresses(t, t.element_size, t.dst_rank, t.dst_local, t.dst_offset, t.dst_stride, places)
 
 
 def region_addresses(table: RegionTable, places: Places) -> Addresses:
-    """Return where in memory the regions of one rank lie; raises as `address` does."""
+    """Return where the regions of one rank lie in memory; raises like `address`."""
     t, rank = table, np.zeros(len(table), np.int32)
     return _addresses(t, t.element_size, rank, t.local, t.offset, t.stride, {0: places})
 
@@ -241,7 +241,7 @@ def _addresses(
     es = element_size.astype(np.int64)
     offset = offsets * es + found.offset[which]
     stride = strides * es[:, None]
-    # rows of one form and element size are addressed at once: there may be as many tensors as rows
+    # rows of equal form and element size are addressed together: there may be as many tensors as rows
     sizes, size_number = np.unique(es, return_inverse=True)
     kinds, number = np.unique(found.form[which] * len(sizes) + size_number, return_inverse=True)
     forms = [(found.forms[kind // len(sizes)], int(sizes[kind % len(sizes)])) for kind in kinds.tolist()]
@@ -261,7 +261,7 @@ def _is_row_major(form: Form, es: int) -> bool:
 
 
 def _in_memory(form: Form, offset: Int64, strides: Int64, size: Int64) -> tuple[Int64, Int64]:
-    """Translate row-major addresses (elements) to the tensors' own strides: (bytes from their start, strides in bytes).
+    """Convert row-major element addresses to byte addresses in strided tensors: (byte offsets, byte strides).
 
     A [4, 6] tensor stored transposed has strides (2, 8): row-major stride 6 means dimension 0, hence 2 bytes.
     """
@@ -270,7 +270,7 @@ def _in_memory(form: Form, offset: Int64, strides: Int64, size: Int64) -> tuple[
     for step, held in zip(steps, form.strides, strict=True):
         place += rest // step * held
         rest = rest % step
-    # each stride walks the dimension with the longest step that divides it
+    # a stride moves along the dimension with the largest step that divides it
     best, dim = np.zeros_like(strides), np.full_like(strides, -1)
     for number, step in enumerate(steps):
         fits = (strides % step == 0) & (step > best)

@@ -1,7 +1,7 @@
-"""How the transfers of one pair of ranks are laid into messages. Both ends derive the same from the sizes alone.
+"""Layout of one rank pair's transfers in messages. Both ends derive it from the sizes alone.
 
-Pieces are in the order of their ids. Small ones share a message, each at a multiple of ALIGNMENT; one that is as
-large as a message is cut over messages of its own, which can be sent from, and received into, the tensor itself:
+Pieces are in the order of their ids. Small ones share a message, each at a multiple of ALIGNMENT. One that is as large
+as a message is cut over messages of its own, which can be sent from, and received into, the tensor itself:
 
     limit 100, pieces of 40, 30, 250, 10   ->   [40 | 30]  [250: 0-100]  [100-200]  [200-250]  [10]
 """
@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-# of every element size, so that a typed view of any part of a message is possible
+# a multiple of every element size, so that any part of a message can be viewed with its dtype
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSpan:
-    """Bytes start:end of piece `piece` lie in a message from byte `at` on."""
+    """Bytes start:end of piece `piece` are at offset `at` of a message."""
 
     piece: int
     start: int
@@ -35,14 +35,14 @@ class PackedMessage:
 
     @property
     def payload(self) -> int:
-        """Bytes of pieces in it: `nbytes` less what lies between them."""
+        """Bytes of the pieces in this message, without padding."""
         return sum(span.end - span.start for span in self.spans)
 
 
 def lay_out(sizes: Sequence[int], limit: int) -> list[PackedMessage]:
-    """Return the messages for pieces of these many bytes; empty pieces are in none.
+    """Return the messages for pieces of these sizes; empty pieces are in none.
 
-    `limit` is the most bytes of one message, a multiple of ALIGNMENT.
+    `limit` is the maximum size of a message in bytes, a multiple of ALIGNMENT.
     """
     messages: list[PackedMessage] = []
     spans: list[PieceSpan] = []
@@ -70,7 +70,7 @@ def lay_out(sizes: Sequence[int], limit: int) -> list[PackedMessage]:
 
 
 def boxes_between(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """Yield (index, elements) of boxes that together are elements start:end of a tensor in row-major order.
+    """Yield (index, elements) of boxes that together cover elements start:end of a tensor in row-major order.
 
     shape (4, 10), 5:27  ->  [0:1, 5:10], [1:2, 0:10], [2:3, 0:7]     (full rows in the middle are one box)
     """

@@ -1,4 +1,4 @@
-"""Where the tensors of one rank lie, in columns: models have very many tensors, of few shapes."""
+"""Where the tensors of one rank lie. In columns, since models have very many tensors of few shapes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 
-PROCESS_MEMORY = -1  # as an arena: the tensor lies at an address of another process
+PROCESS_MEMORY = -1  # as arena id: the tensor lies at an address in another process
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """Where a local tensor lies: `offset` bytes into `arena`, or at address `offset` of process `pid`."""
+    """Location of a local tensor: `offset` bytes into `arena`, or at address `offset` of process `pid`."""
 
     arena: int
     offset: int
@@ -27,7 +27,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What tensors of one shape and strides (in bytes) have in common."""
+    """The shape and the strides (in bytes) that several tensors share."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -35,11 +35,11 @@ class Form:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Places:
-    """The places of a rank's tensors, a row each. `rows` finds one by the name that plans call it."""
+    """The places of a rank's tensors, one per row. `rows` maps a tensor's name in plans to its row."""
 
     rows: Mapping[str, int]
     forms: tuple[Form, ...]
-    form: Int64  # [n] position in `forms`
+    form: Int64  # index into `forms`
     arena: Int64  # [n] arena id or PROCESS_MEMORY
     offset: Int64  # [n]
     pid: Int64  # [n] for PROCESS_MEMORY
@@ -52,22 +52,22 @@ class Places:
         return LocalTensor(int(self.arena[row]), int(self.offset[row]), form.shape, form.strides, int(self.pid[row]))
 
     def in_arena(self, arena: int) -> Places:
-        """Return the places of the same tensors at the same offsets of another arena."""
+        """Return the same places in another arena."""
         return replace(self, arena=np.full(len(self), arena, np.int64))
 
     def at(self, addresses: Sequence[int], pid: int) -> Places:
-        """Return the places of the same tensors at addresses of a process."""
+        """Return the same tensors at addresses in a process."""
         n = len(self)
         offset = np.array(addresses, np.int64)
         return replace(self, arena=np.full(n, PROCESS_MEMORY, np.int64), offset=offset, pid=np.full(n, pid, np.int64))
 
     def arenas(self) -> set[int]:
-        """Return the ids of the arenas, PROCESS_MEMORY among them."""
+        """Return the ids of the arenas, including PROCESS_MEMORY."""
         return set(np.unique(self.arena).tolist())
 
 
 def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = None) -> Places:
-    """Put places into columns. It takes a microsecond for each: once for a registration, not in every swap."""
+    """Put places into columns. Takes a microsecond each, so do it once per registration, not in every swap."""
     found = list(tensors)
     numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     form = [numbers.setdefault((t.shape, t.strides), len(numbers)) for t in found]
@@ -83,7 +83,7 @@ def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = N
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chosen:
-    """Places of tensors of several ranks, a row each."""
+    """Places of tensors of several ranks, one per row."""
 
     forms: tuple[Form, ...]
     form: Int64
@@ -93,10 +93,10 @@ class Chosen:
 
 
 def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> Chosen:
-    """Return the place of each tensor, by rank (in ascending order) and name.
+    """Return the place of each tensor by rank and name; `ranks` must be ascending.
 
     Raises:
-        KeyError: one has no place; its rank and name.
+        KeyError: a tensor has no place; the key is (rank, name).
     """
     columns: dict[str, list[Int64]] = {name: [] for name in ("form", "arena", "offset", "pid")}
     forms: list[Form] = []

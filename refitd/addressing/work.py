@@ -1,4 +1,4 @@
-"""What one worker performs, in columns: the lists' common form, how it travels, and how it is shared out."""
+"""The common form of work lists: columns, their encoding, and how rows are split over workers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST_DIMS = 16
 
 @dataclass(frozen=True, eq=False)
 class WorkList(Columns):
-    """Rows with addresses. All columns are int64; those named in BOXES have shape [n, D], the others [n]."""
+    """Addressed rows. All columns are int64; those named in BOXES have shape [n, D], the others [n]."""
 
-    ARENAS: ClassVar[tuple[str, ...]] = ("arena",)  # columns of arena ids, the one that is written last
+    ARENAS: ClassVar[tuple[str, ...]] = ("arena",)  # columns of arena ids; the written arena comes last
 
     @property
     def row_bytes(self) -> Int64:
@@ -33,14 +33,14 @@ class WorkList(Columns):
         return {arena for column in columns for arena in column.tolist()} - {PROCESS_MEMORY}
 
     def in_memory_order(self) -> Int64:
-        """Return the rows' numbers in an order that keeps neighbours in memory together."""
+        """Return row numbers in an order that keeps rows together that are close in memory."""
         return np.arange(len(self))
 
     def shared_out(self, workers: int, homes: Mapping[int, int] | None = None) -> list[Int64]:
-        """Return the numbers of each worker's rows: contiguous runs in memory order, equal bytes each.
+        """Return the row numbers of each worker: contiguous runs in memory order, about equal bytes each.
 
-        `homes` are the arenas on GPUs, each with the worker that works for its GPU: it does what it writes there, or,
-        where that is main memory, what it reads there.
+        `homes` maps each GPU arena to the worker of its GPU. That worker gets the rows that write to the arena, and
+        those that read from it and write to main memory.
         """
         home = np.full(len(self), -1, np.int64)
         for name in self.ARENAS:
@@ -59,7 +59,11 @@ class WorkList(Columns):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Rebuild the rows; raises ValueError when the block has another length than its head says."""
+        """Decode rows.
+
+        Raises:
+            ValueError: the length does not match the header.
+        """
         rows, dims = struct.unpack("<qq", data[:16]) if len(data) >= 16 else (-1, -1)
         widths = {f.name: dims if f.name in BOXES else 1 for f in fields(cls)}
         if rows < 0 or not 0 < dims <= _MOST_DIMS or len(data) != 16 + 8 * rows * sum(widths.values()):
@@ -73,9 +77,9 @@ class WorkList(Columns):
 
 
 def equal_shares(nbytes: Int64, shares: int) -> Int64:
-    """Return the number of each row's share: contiguous runs of about equal bytes.
+    """Return the share of each row: contiguous runs of about equal bytes.
 
-    Row i is in the share of the bytes in which its middle lies. None is empty unless there are fewer rows than shares.
+    A row belongs to the share in which its middle byte lies. No share is empty unless there are fewer rows than shares.
     """
     done = np.cumsum(nbytes)
     total = int(done[-1]) if len(done) else 0

@@ -1,1 +1,1 @@
-"""Persistent memory: arenas, their layout, and how descriptors are handed out."""
+"""Persistent memory: arenas, their layout, and the transfer of their descriptors."""

@@ -1,4 +1,4 @@
-"""Arenas: sealed, prefaulted memory files that outlive the processes which use them."""
+"""Arenas: sealed, prefaulted memory files that outlive the processes that use them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from refitd.buffers.capacity import check_bytes, memory_limits, process_limits
 from refitd.errors import ArenaError
 from refitd.text import printable
 
-# Not in every Python's fcntl and mmap modules; the numbers are the kernel's (fcntl.h, mman-common.h).
+# These are missing in some Python versions; the numbers are the kernel's (fcntl.h, mman-common.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: no peer can truncate the file under another's mapping
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Bytes that are allocated at once: seconds' worth at worst, so that whoever waits can give up in between.
+# Bytes allocated per step: at worst some seconds, so that a caller can give up in between.
 _STEP = 256 << 20
 
 
 def create(nbytes: int, label: str, moved: Callable[[], None] = lambda: None) -> int:
-    """Return the descriptor of a new memory file of `nbytes`, mode 0600, sealed, its pages allocated.
+    """Return the descriptor of a new memory file of `nbytes`, mode 0600, sealed, with its pages allocated.
 
-    `moved` is called now and then; whatever it raises ends the work, and all is given back.
+    `moved` is called between steps; if it raises, everything is freed and the error passed on.
 
     Raises:
-        ArenaError: there is not that much memory left, or the kernel refuses; everything has been given back.
+        ArenaError: too little memory is left, or the kernel refuses; everything has been freed.
     """
     check_bytes([(nbytes, label)])
     try:
@@ -65,7 +65,7 @@ def _fill(fd: int, nbytes: int, label: str, moved: Callable[[], None]) -> None:
             f"all were given back, and now there are: {limits}; free memory or raise the limit that is too low"
         ) from exc
     moved()
-    MappedArena(fd, nbytes, write=True)  # touches every page now: 5 to 10 times the cost of a copy
+    MappedArena(fd, nbytes, write=True)  # touches every page now, which costs 5 to 10 times as much as a copy
 
 
 def is_sealed(fd: int) -> bool:
@@ -77,7 +77,7 @@ def read_only(fd: int) -> int:
     """Return a new descriptor of the same memory file that cannot be mapped for writing.
 
     Raises:
-        ArenaError: this process may open no more files.
+        ArenaError: this process cannot open more files.
     """
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -86,15 +86,15 @@ def read_only(fd: int) -> int:
 
 
 class MappedArena:
-    """An arena in this process's address space, its page tables filled before first use."""
+    """An arena mapped into this process, with its page tables filled before first use."""
 
     device = -1  # main memory
 
     def __init__(self, fd: int, nbytes: int, *, write: bool) -> None:
-        """Map the file behind `fd` (which stays the caller's to close).
+        """Map the file behind `fd`; the caller still closes `fd`.
 
         Raises:
-            ArenaError: the file is smaller than said, not sealed, or cannot be mapped.
+            ArenaError: the file is too small, not sealed, or cannot be mapped.
         """
         found = os.fstat(fd).st_size
         if found < nbytes or not is_sealed(fd):
@@ -109,17 +109,17 @@ class MappedArena:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self.address: int = self.bytes.ctypes.data
         # Not mmap.madvise, which holds the interpreter's lock for the seconds that first touch can take.
-        # Kernels before 5.14 refuse the advice; pages then fault in at first touch, slower but right.
+        # Kernels before 5.14 refuse this advice; pages then fault in at first touch, which is slower but correct.
         advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
         _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(nbytes), advice)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return where `nbytes` at `address` of this process lie in the arena, None if they do not."""
+        """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""
         offset = address - self.address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     pr_set_pdeathsig, sigkill = 1, 9
     _libc.prctl(pr_set_pdeathsig, sigkill, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What this process can still be given, in bytes and in descriptors, and which limit says so."""
+"""How much more memory and how many descriptors this process can get, and which limit applies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path, PurePosixPath
 
 from refitd.errors import ArenaError, RefusedError
 
-# Never given to arenas: a control group that is filled to its limit kills whoever allocates next.
+# Never given to arenas: once a control group is full, the kernel kills the next process that allocates.
 MEMORY_RESERVE = 64 << 20
 
-# What a client opens to connect (two sockets and those inside ZeroMQ), and a daemon or coordinator until it can serve.
+# Descriptors that a client opens to connect (two sockets and those inside ZeroMQ), and a server before it serves.
 CLIENT_DESCRIPTORS = 12
 SERVER_DESCRIPTORS = 40
 
-# Kept free for clients that connect, descriptors that travel and jobs on their way to workers.
+# Kept free for clients that connect, descriptors in transit and jobs on their way to workers.
 DESCRIPTOR_RESERVE = 32
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -26,19 +26,19 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`left` bytes can be had before the limit `name` is reached; `advice` is what to do about it."""
+    """`left` bytes are available under the limit `name`; `advice` says how to get more."""
 
     name: str
     left: int
     advice: str
-    per_arena: bool = False  # each arena may have that much, not all together
+    per_arena: bool = False  # applies to each arena, not to their sum
 
     def __str__(self) -> str:
         return f"{self.left} bytes under {self.name}"
 
 
 def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Limit]:
-    """Return every limit on the memory of this process's node and control groups, the tightest first.
+    """Return every memory limit of this node and of this process's control groups, the tightest first.
 
     Raises:
         ArenaError: the kernel does not say how much memory is available.
@@ -60,9 +60,9 @@ def memory_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Limit]:
 
 
 def process_limits(held: int = 0) -> list[Limit]:
-    """Return this process's own limits on one arena: on the size of a file, and on address space.
+    """Return this process's own limits for one arena: file size and address space.
 
-    `held` bytes of arenas count against the address space besides what is mapped here: every worker maps them all.
+    `held` bytes of arenas are subtracted from the address space, besides what is mapped here: a worker maps them all.
     """
     found = []
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -78,14 +78,14 @@ def process_limits(held: int = 0) -> list[Limit]:
 
 
 def check_bytes(wanted: Sequence[tuple[int, str]], held: int = 0) -> None:
-    """Refuse arenas, (bytes, label) each, that cannot be had together; nothing is allocated.
+    """Refuse arenas, (bytes, label) each, that do not fit together; nothing is allocated.
 
     Args:
-        wanted: what is about to be allocated.
-        held: bytes of the arenas that this process's workers have mapped already.
+        wanted: the arenas to allocate.
+        held: bytes of existing arenas, which this process's workers have mapped.
 
     Raises:
-        ArenaError: names what was asked for, what is available, the limit and what to do.
+        ArenaError: names the request, what is available, the limit and how to raise it.
     """
     total, largest = sum(nbytes for nbytes, _ in wanted), max(nbytes for nbytes, _ in wanted)
     tightest = memory_limits()[0]
@@ -107,15 +107,15 @@ def check_bytes(wanted: Sequence[tuple[int, str]], held: int = 0) -> None:
 def check_descriptors(wanted: Sequence[tuple[int, str]], held: int, workers: int) -> None:
     """Refuse arenas that would leave this process too few descriptors.
 
-    An arena takes one, and one more for each worker that is started anew while it exists.
+    An arena takes one, and one more for each worker that is restarted while it exists.
 
     Args:
-        wanted: what is about to be allocated, as in `check_bytes`.
-        held: how many arenas there are already.
-        workers: how many workers have to be handed all of them.
+        wanted: the arenas to allocate, as in `check_bytes`.
+        held: number of existing arenas.
+        workers: number of workers that need all of them.
 
     Raises:
-        ArenaError: names what is used, the limit, what is needed and what to do.
+        ArenaError: names what is used, the limit, what is needed and how to raise it.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -132,22 +132,22 @@ def check_descriptors(wanted: Sequence[tuple[int, str]], held: int, workers: int
 
 
 def require_descriptors(needed: int, who: str, *, raised: bool = True) -> None:
-    """Refuse to begin what would run out of descriptors half way, where libraries end the process instead of failing.
+    """Refuse to start if descriptors would run out half way, since libraries then end the process instead of failing.
 
     Args:
-        needed: how many it opens.
-        who: what is about to begin, for the error.
-        raised: whether the soft limit is what counts; otherwise the hard one, to which it will be raised.
+        needed: how many will be opened.
+        who: what starts, for the error.
+        raised: whether the soft limit applies; if not, the hard limit, to which it will be raised.
 
     Raises:
-        RefusedError: names the limit, what is open and what to do.
+        RefusedError: names the limit, what is open and how to raise it.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if raised else 1]
     if limit == resource.RLIM_INFINITY:
         return
     try:
         used = open_descriptors()
-    except OSError:  # listing them takes one
+    except OSError:  # listing them takes a descriptor
         used = limit
     if used + needed > limit:
         raise RefusedError(
@@ -158,7 +158,7 @@ def require_descriptors(needed: int, who: str, *, raised: bool = True) -> None:
 
 def open_descriptors() -> int:
     """Return how many descriptors this process has open."""
-    return len(os.listdir("/proc/self/fd")) - 1  # less the one that lists them
+    return len(os.listdir("/proc/self/fd")) - 1  # without the one used for listing
 
 
 def descriptors_left() -> int:
@@ -168,37 +168,37 @@ def descriptors_left() -> int:
 
 
 def raise_descriptor_limit() -> tuple[int, int]:
-    """Raise this process's soft limit on descriptors to the hard one; return what it was and is."""
+    """Raise this process's soft limit on descriptors to the hard limit; return (old, new) soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel now allows
+    with contextlib.suppress(OSError, ValueError):  # a hard limit above what the kernel allows now
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def named(wanted: Sequence[tuple[int, str]]) -> str:
-    """Return what people call these arenas, (bytes, label) each."""
+    """Return a name for these arenas, (bytes, label) each, for errors."""
     return f"arena {wanted[0][1]!r}" if len(wanted) == 1 else f"{len(wanted)} arenas ({wanted[0][1]!r} and so on)"
 
 
 def _groups(path: str, mount: Path, limit: str, usage: str, prefix: str) -> Iterator[Limit]:
-    """Yield what each control group from `path` up to the root of the mount leaves, where it has a limit."""
+    """Yield the limit of each control group from `path` up to the root of the mount, where one is set."""
     inside = PurePosixPath(path.lstrip("/"))
-    # a path that leads out of this namespace has only the root in common with the mount
+    # a path that leads out of this namespace shares only the root with the mount
     here = [] if ".." in inside.parts else [inside, *inside.parents]
     for group in dict.fromkeys([*here, PurePosixPath()]):
         folder = mount / group
         most, now = _read(folder / limit).strip(), _read(folder / usage).strip()
         if not most.isdigit() or not now.isdigit() or int(most) >= 1 << 62:
-            continue  # "max", or version 1's way to say it, or a controller that is not enabled here
+            continue  # "max", or version 1's value for that, or a controller that is not enabled here
         stat = _fields(_read(folder / "memory.stat"))
-        # the page cache of files is given up first; memory files are not among these
+        # the kernel drops the page cache of files first; memory files are not part of it
         cache = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
         name = f"{limit} of control group /{'' if group == PurePosixPath() else group}"
         yield Limit(name, int(most) - max(0, int(now) - cache), "raise that limit (MemoryMax= of a unit, or the job's)")
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Return the numbers of `name: 12 kB` or `name 12` lines, as they stand."""
+    """Return the numbers of `name: 12 kB` or `name 12` lines, without unit conversion."""
     rows = (line.replace(":", " ").split() for line in text.splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

@@ -1,13 +1,13 @@
-"""GPU arenas: CUDA allocations that are file descriptors, so that they outlive the processes which use them.
+"""GPU arenas: CUDA allocations behind file descriptors, so that they outlive the processes that use them.
 
     create      cuMemCreate, cuMemExportToShareableHandle        the daemon: a descriptor, nothing mapped
     map         cuMemImportFromShareableHandle, cuMemMap, ...    workers and clients, from a descriptor they were sent
 
-The driver is called directly (libcuda, whose functions and structures have kept their layout since CUDA 11): whoever
-owns arenas needs neither torch nor a binding of one CUDA major. Only the tensor over a mapped arena is torch's.
-Every process that maps or creates an arena has the device's primary context, which torch uses as well.
+The driver is called directly (libcuda; the layout of its functions and structures has not changed since CUDA 11). So
+the owner of arenas needs neither torch nor a binding of one CUDA major version. Only the tensor over a mapped arena is
+torch's. Every process that maps or creates an arena retains the device's primary context, which torch uses as well.
 
-Processes number GPUs as their CUDA_VISIBLE_DEVICES says. What they tell each other is a GPU's name (`name_of`).
+Processes number GPUs by their CUDA_VISIBLE_DEVICES. In messages they use a GPU's name (`name_of`).
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class Driver:
-    """The CUDA driver of this machine, begun."""
+    """The CUDA driver of this machine, initialised."""
 
     def __init__(self) -> None:
-        """Load it.
+        """Load and initialise it.
 
         Raises:
-            ArenaError: there is no driver, or no GPU that it finds.
+            ArenaError: there is no driver, or it finds no GPU.
         """
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
@@ -125,7 +125,11 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the driver; raises ArenaError with what it says, and what to do."""
+        """Call a driver function.
+
+        Raises:
+            ArenaError: it failed; has the driver's text and advice.
+        """
         status: int = getattr(self._library, name)(*arguments)
         if status == _SUCCESS:
             return
@@ -135,13 +139,13 @@ class Driver:
         raise ArenaError(f"{name}: {said} ({status}); {_ADVICE.get(status, 'see the driver log (dmesg)')}")
 
     def count(self) -> int:
-        """Return how many GPUs this process sees."""
+        """Return the number of GPUs that this process sees."""
         found = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(found))
         return found.value
 
     def name(self, index: int) -> str:
-        """Return a GPU's name, the same in every process: the UUID that `nvidia-smi -L` shows."""
+        """Return a GPU's name, the same in every process: its UUID, as `nvidia-smi -L` shows it."""
         device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device.value)
@@ -149,10 +153,10 @@ class Driver:
 
 
 def name_of(index: int) -> str:
-    """Return the name of a GPU by its number here.
+    """Return the name of the GPU with this number in this process.
 
     Raises:
-        ArenaError: there is no driver, or no GPU of this number.
+        ArenaError: there is no driver, or no GPU with this number.
     """
     driver = Driver()
     if not 0 <= index < driver.count():
@@ -163,7 +167,7 @@ def name_of(index: int) -> str:
 
 
 def index_of(name: str) -> int:
-    """Return the number that a GPU has here.
+    """Return the number of a GPU in this process.
 
     Raises:
         ArenaError: there is no driver, or this process does not see the GPU.
@@ -179,7 +183,7 @@ def index_of(name: str) -> int:
 
 
 class _Context:
-    """A device's primary context, current inside the block; kept between blocks only if `keep` has been called."""
+    """A device's primary context, current inside the block. It is kept between blocks only after `keep`."""
 
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
@@ -209,7 +213,7 @@ class _Context:
         self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
 
     def keep(self) -> None:
-        """Have the context stay until `let_go`: what is mapped in it goes with it."""
+        """Retain the context until `let_go`: its mappings end with it."""
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), self._device)
 
     def let_go(self) -> None:
@@ -222,7 +226,7 @@ def _properties(device: int) -> _Properties:
 
 
 def _whole(driver: Driver, device: int, nbytes: int) -> int:
-    """Return the bytes that an arena of `nbytes` takes on a device: whole pages of it."""
+    """Return the bytes that an arena of `nbytes` takes on a device, in whole pages."""
     page = ctypes.c_size_t()
     driver.call(
         "cuMemGetAllocationGranularity",
@@ -234,19 +238,19 @@ def _whole(driver: Driver, device: int, nbytes: int) -> int:
 
 
 def create(nbytes: int, label: str, device: int = 0) -> int:
-    """Return the descriptor of new memory of a GPU; it lives as long as any descriptor or mapping of it.
+    """Return the descriptor of new GPU memory, which lives as long as any descriptor or mapping of it.
 
     Raises:
-        ArenaError: there is not so much memory left on the GPU, or it cannot be shared; nothing stays allocated.
+        ArenaError: the GPU has too little memory left, or cannot share it; nothing stays allocated.
     """
     return create_all(((nbytes, label),), device)[0]
 
 
 def create_all(wanted: Sequence[tuple[int, str]], device: int) -> list[int]:
-    """Return the descriptors of several arenas, (bytes, label) each, on one GPU: all of them or none.
+    """Return the descriptors of several arenas, (bytes, label) each, on one GPU: all or none.
 
     Raises:
-        ArenaError: as `create`; the text has the bytes asked for and those that are free.
+        ArenaError: as `create`; names the requested and the free bytes.
     """
     for nbytes, label in wanted:
         if nbytes < 1:
@@ -286,19 +290,19 @@ def _exported(driver: Driver, device: int, size: int) -> int:
 
 
 class MappedDeviceArena:
-    """A GPU arena in this process's address space, until it is closed or neither it nor a tensor over it is left.
+    """A GPU arena mapped into this process, until it is closed or it and all its tensors are garbage collected.
 
-    Tensors over it must not be used once it has been closed. A descriptor of GPU memory cannot be narrowed to
-    reading: who maps it for reading is kept from mistakes, not from mischief.
+    Its tensors must not be used after `close`. A descriptor of GPU memory cannot be made read-only: mapping it for
+    reading prevents mistakes, not attacks.
     """
 
     address = 0
 
     def __init__(self, fd: int, nbytes: int, device: int = 0, *, write: bool) -> None:
-        """Map the memory behind `fd` (which stays the caller's to close).
+        """Map the memory behind `fd`; the caller still closes `fd`.
 
         Raises:
-            ArenaError: it is no memory of this GPU, not of this size, or cannot be mapped.
+            ArenaError: it is not memory of this GPU, has another size, or cannot be mapped.
         """
         self._driver = Driver()
         self._context = _Context(self._driver, device)
@@ -336,18 +340,18 @@ class MappedDeviceArena:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The arena's bytes, uint8, a view. Writing where the arena is mapped for reading ends the process."""
+        """A uint8 view of the arena's bytes. Writing to an arena that is mapped for reading ends the process."""
         import torch
 
         return tensor_at(self.address, self.nbytes, torch.device("cuda", self.device), self)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return where `nbytes` at `address` of this process lie in the arena, None if they do not."""
+        """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""
         offset = address - self.address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
     def close(self) -> None:
-        """Unmap, once the GPU has done what it was given. May be called again."""
+        """Unmap the arena after the GPU's queued work. May be called again."""
         if not self.address:
             return
         address, self.address = self.address, 0
@@ -358,7 +362,7 @@ class MappedDeviceArena:
         self._context.let_go()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # an interpreter that ends, or a fork: the mapping goes with the process
+        with suppress(Exception):  # the interpreter ends, or this is a fork: the mapping ends with the process
             self.close()
 
     def __enter__(self) -> MappedDeviceArena:
@@ -369,7 +373,7 @@ class MappedDeviceArena:
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = None) -> torch.Tensor:
-    """Return device memory of this process as uint8; the tensor keeps `owner`, if it is given, alive."""
+    """Return device memory of this process as a uint8 tensor, which keeps `owner` alive."""
     import torch
 
     tensor: torch.Tensor = torch.as_tensor(_DeviceMemory(address, nbytes, owner), device=device)
@@ -378,7 +382,7 @@ def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = N
 
 @dataclass(frozen=True, slots=True)
 class _DeviceMemory:
-    """Device memory as torch and other libraries take it; they keep this object while they use it."""
+    """Device memory in the form that torch and other libraries accept; they keep this object while they use it."""
 
     address: int
     nbytes: int
@@ -386,12 +390,12 @@ class _DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        # torch refuses what says that it may only be read
+        # torch refuses memory that is marked read-only
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
 
 
 def survey() -> list[tuple[str, str]]:
-    """Return the name of each GPU this process sees, and why arenas cannot lie on it ("" where they can)."""
+    """Return (name, reason) for each GPU this process sees: why arenas cannot lie on it, "" if they can."""
     found: list[tuple[str, str]] = []
     for index in range(visible_devices()):
         try:
@@ -403,7 +407,7 @@ def survey() -> list[tuple[str, str]]:
 
 
 def visible_devices() -> int:
-    """Return how many GPUs this process sees, 0 without a driver. Loads nothing but the driver."""
+    """Return the number of GPUs that this process sees, 0 without a driver. Loads only the driver."""
     with suppress(ArenaError):
         return Driver().count()
     return 0

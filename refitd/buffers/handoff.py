@@ -1,4 +1,4 @@
-"""Datagrams with descriptors between processes of one machine, and who is on the other end."""
+"""Datagrams with descriptors between processes of one machine, and the identity of the peer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from pathlib import Path
 
 from refitd.errors import PeerLost, ProtocolError, RefusedError
 
-# One datagram: a small message. Plans travel as memory files beside it.
+# One datagram holds a small message; plans are sent as memory files.
 MAX_DATAGRAM = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who the kernel says connected."""
+    """The process that connected, as the kernel reports it."""
 
     pid: int
     uid: int
 
 
 def refuse_if_listening(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
-    """Raise RefusedError when a process listens on this socket file (ZeroMQ would silently take it over)."""
+    """Refuse a socket file that a process listens on; ZeroMQ would silently take it over.
+
+    Raises:
+        RefusedError: a process listens there.
+    """
     probe = socket.socket(socket.AF_UNIX, kind)
     try:
         probe.connect(str(path))
@@ -41,7 +45,7 @@ def listen(path: Path) -> socket.socket:
     """Listen for clients on a 0600 SEQPACKET socket.
 
     Raises:
-        RefusedError: something listens there already; a dead leftover is replaced.
+        RefusedError: a process listens there already; a stale socket file is replaced.
     """
     refuse_if_listening(path, socket.SOCK_SEQPACKET)
     path.unlink(missing_ok=True)
@@ -65,17 +69,18 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(*struct.unpack("3i", raw)[:2])
 
 
-# Not in every Python's socket module; the number is the kernel's (asm-generic/socket.h).
+# Missing in some versions of Python's socket module; the number is the kernel's (asm-generic/socket.h).
 _SO_PEERPIDFD = 77
 
 
 def process_of(connection: socket.socket, peer: Peer) -> int | None:
-    """Return a pidfd of the process that connected, readable when it has ended: forked children keep its socket open.
+    """Return a pidfd of the process that connected; it becomes readable when that process ends.
 
-    None where the kernel has none (before Linux 5.3), or does not show it to this process (another pid namespace).
+    The socket is not enough, since forked children keep it open. None if the kernel has no pidfds (before Linux 5.3),
+    or hides the process (another pid namespace).
 
     Raises:
-        PeerLost: it has ended already.
+        PeerLost: the process has ended already.
     """
     try:
         found: int = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -96,7 +101,7 @@ def send(connection: socket.socket, data: bytes, fds: tuple[int, ...] = ()) -> N
     """Send one datagram with descriptors.
 
     Raises:
-        PeerLost: the other end is gone or does not read.
+        PeerLost: the peer is gone or does not read.
     """
     if len(data) > MAX_DATAGRAM:
         raise ProtocolError(f"datagram of {len(data)} bytes: the limit is {MAX_DATAGRAM}")
@@ -108,11 +113,11 @@ def send(connection: socket.socket, data: bytes, fds: tuple[int, ...] = ()) -> N
 
 
 def receive(connection: socket.socket, max_fds: int = 1) -> tuple[bytes, tuple[int, ...]]:
-    """Return one datagram and its descriptors, which are the caller's to close.
+    """Return one datagram and its descriptors, which the caller closes.
 
     Raises:
         PeerLost: the connection has ended.
-        ProtocolError: the datagram was longer than MAX_DATAGRAM or carried more descriptors than allowed.
+        ProtocolError: the datagram exceeds MAX_DATAGRAM or carries too many descriptors.
     """
     fds = array.array("i")
     try:
@@ -138,6 +143,6 @@ def receive(connection: socket.socket, max_fds: int = 1) -> tuple[bytes, tuple[i
 
 
 def close_all(fds: tuple[int, ...]) -> None:
-    """Close descriptors that came with a datagram nobody wants."""
+    """Close descriptors that came with a datagram."""
     for fd in fds:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""Where each tensor lies in an arena that refitd lays out itself."""
+"""The layout of arenas in which refitd places the tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = 4096
 
 
 def packed_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return (offset of each tensor, bytes of the arena) for tensors of these many bytes, in order.
+    """Return (offset of each tensor, size of the arena) for tensors of these sizes in bytes, in order.
 
     sizes [100, 300] -> offsets [0, 256], arena 4096
     """
@@ -40,7 +40,7 @@ def _row_major_strides(shape: tuple[int, ...], element_size: int) -> tuple[int, 
 
 
 def extent(shape: Sequence[int], strides: Sequence[int], element_size: int) -> int:
-    """Return the bytes from the first element's start to the last one's end; 0 for an empty tensor."""
+    """Return the bytes from the start of the first element to the end of the last; 0 for an empty tensor."""
     if 0 in shape:
         return 0
     return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + element_size

@@ -1,11 +1,11 @@
-"""The page of permits: until when each registered engine rank may serve, readable by its process without a call.
+"""The page of permits: until when each engine rank may serve. Its process reads it without a system call.
 
-A permit is a lease in the sense of Gray and Cheriton (Leases, SOSP 1989): the daemon renews it as long as a coordinator
-renews the daemon's own, and a coordinator that loses a node decides nothing new before that node's permits have ended.
-An engine whose daemon or coordinator is stopped, cut off or dead therefore stops serving by itself, in time.
+A permit is a lease in the sense of Gray and Cheriton (Leases, SOSP 1989). The daemon renews it as long as a coordinator
+renews the daemon's own. A coordinator that loses a node decides nothing new before that node's permits have ended. So
+an engine whose daemon or coordinator is stopped, cut off or dead stops serving by itself, in time.
 
-Every slot is two aligned 64-bit words: the token of the rank that the slot belongs to, and nanoseconds of
-CLOCK_MONOTONIC until which it may serve (0: not at all). Slots are used again under other tokens.
+A slot is two aligned 64-bit words: the token of the rank that owns it, and the time of CLOCK_MONOTONIC, in
+nanoseconds, until which the rank may serve (0: not at all). Slots are reused under new tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from refitd.buffers.cuda import MappedDeviceArena
 SLOTS = 65_536
 PAGE_BYTES = SLOTS * 16
 
-# The page is fetched as an arena is; no arena has this number.
+# The page is fetched like an arena, under a number that no arena has.
 PAGE_ARENA = 1 << 40
 
 
 class PermitPage:
-    """The daemon's end."""
+    """The daemon's writable mapping of the page."""
 
     def __init__(self, fd: int) -> None:
         """Map the memory file behind `fd`, of PAGE_BYTES, for writing."""
@@ -34,27 +34,27 @@ class PermitPage:
         self._words: npt.NDArray[np.uint64] = self._arena.bytes.view(np.uint64).reshape(SLOTS, 2)
 
     def write(self, slot: int, token: int, until_s: float) -> None:
-        """Let the rank with this token serve until `until_s` of the monotonic clock; 0 withdraws its permit."""
+        """Let the rank with this token serve until `until_s` of the monotonic clock; 0 revokes its permit."""
         words = self._words[slot]
         if words[0] != token:
-            words[1] = 0  # never may the next owner be seen with the last one's time
+            words[1] = 0  # a new owner must never see its predecessor's time
             words[0] = token
         words[1] = max(0, int(until_s * 1e9))
 
 
 class Permit:
-    """An engine rank's end: one slot of the page."""
+    """An engine rank's view of its slot."""
 
     def __init__(self, page: MappedArena | MappedDeviceArena, slot: int, token: int) -> None:
         """Watch a slot of a page that is mapped for reading."""
         assert isinstance(page, MappedArena)
-        # a memoryview's items are read in a tenth of the time of numpy's
+        # reading a memoryview item takes a tenth of the time of a numpy item
         self._words = memoryview(page.bytes.data)[slot * 16 : slot * 16 + 16].cast("Q")
         self._token = token
 
     def left_s(self) -> float:
-        """Return for how many seconds this rank may serve yet; 0 or less: it may not."""
+        """Return for how many more seconds this rank may serve; 0 or less: it may not."""
         until = self._words[1]
-        if self._words[0] != self._token:  # read last: the time may be the next owner's
+        if self._words[0] != self._token:  # read after the time, which may be the next owner's
             return 0.0
         return (until - time.monotonic_ns()) / 1e9

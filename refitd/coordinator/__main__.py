@@ -12,5 +12,5 @@ from refitd.text import printable
 try:
     sys.exit(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Config), with_parent=True))
 except (RefitdError, OSError) as error:
-    print(printable(str(error)), flush=True)  # for the daemon, which tells whoever asks
+    print(printable(str(error)), flush=True)  # for the daemon's status
     sys.exit(printable(f"refitd coordinator: {error}"))

@@ -9,19 +9,19 @@ from refitd.coordinator.membership import Member
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report
 
-# (model, replica, rank): members have other names when they register again
+# (model, replica, rank): a member's id changes when it registers again
 _Rank = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
     node: str
-    member: str  # "": known from the journal only
+    member: str  # "" if known only from the journal
     until: float
 
 
 class AbsentRanks:
-    """Ranks lost with their node, or known to an earlier coordinator only, and when their permits end."""
+    """Ranks lost with their node, or known only to an earlier coordinator, and when their permits end."""
 
     def __init__(self) -> None:
         self._ranks: dict[_Rank, _Absent] = {}

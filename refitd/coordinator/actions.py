@@ -20,14 +20,14 @@ from refitd.protocol.roles import ANYONE, Allowed
 
 
 class FromNode(Struct, frozen=True):
-    """A message of a daemon. Its connection was admitted with `key`; `allowed` is that key's line of the list."""
+    """A message from a daemon. `key` authenticated its connection; `allowed` is that key's line in security.allowed."""
 
     identity: bytes
     request: int
     message: cluster.NodeMessage
     key: str = ""
     allowed: Allowed = ANYONE
-    read: ShardRead | None = None  # of a DescribeShard that was unpacked beside the loop
+    read: ShardRead | None = None  # for a DescribeShard that was unpacked on another thread
 
 
 class Planned(Struct, frozen=True):
@@ -60,7 +60,7 @@ class Send(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """Send a daemon what `make` returns. Make and encode it outside the loop, because it takes long."""
+    """Send a daemon what `make` returns. Make and encode it on another thread, because it takes long."""
 
     identity: bytes
     request: int
@@ -68,7 +68,7 @@ class Answer(Struct, frozen=True):
 
 
 class MakePlan(Struct, frozen=True):
-    """Plan, then feed Planned."""
+    """Make the plan, then feed Planned."""
 
     ticket: int
     rosters: list[Roster]
@@ -81,7 +81,7 @@ class Decide(Struct, frozen=True):
 
 
 class Remember(Struct, frozen=True):
-    """Journal how a swap ended, with its report, or a live version that only the daemons knew."""
+    """Journal how a swap ended, with its report, or a live version that only daemons knew."""
 
     record: Record | Recovered
 

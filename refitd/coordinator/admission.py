@@ -17,28 +17,28 @@ from refitd.protocol.texts import check_names, check_tensor_names
 
 MAX_NODES = 4096
 MAX_MEMBERS = 1 << 16
-MAX_VERSIONS = 1024  # that one source rank holds
+MAX_VERSIONS = 1024  # held by one source rank
 MAX_BYTES = 1 << 48  # of one shard, or one node's part of a swap; the sum of thousands still fits a message's integers
 
-# Unused descriptions: this many tensors, tiles and group entries take some hundred megabytes.
+# Limit on descriptions that no rank uses: this many tensors, tiles and group entries take some hundred megabytes.
 MAX_UNUSED_PARTS = 1 << 20
 
 
 def check_hello(
     identity: bytes, key: str, allowed: Allowed, hello: cluster.NodeHello, nodes: Mapping[str, Node], alive: bool
 ) -> None:
-    """Refuse a daemon whose name its key does not allow, or that another daemon has.
+    """Refuse a daemon whose key does not allow its name, or whose name another daemon uses.
 
     Args:
-        identity: the connection.
-        key: the public key of its connection, "" without keys.
-        allowed: the key's line of the list.
-        hello: its first message.
-        nodes: the nodes that are connected.
-        alive: whether the present owner of this name, if any, was heard lately.
+        identity: the ZeroMQ identity of the connection.
+        key: the connection's public key, "" without keys.
+        allowed: the key's line in security.allowed.
+        hello: the daemon's first message.
+        nodes: the connected nodes.
+        alive: whether the present owner of this name, if any, was heard recently.
 
     Raises:
-        RefusedError: says whose name it is and what to change.
+        RefusedError: says which daemon has the name and what to change.
     """
     name = hello.status.node
     if allowed.node not in ("", name):
@@ -109,7 +109,11 @@ def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str
 
 
 def _own(node: str, member: str, members: Mapping[str, Member]) -> Member | None:
-    """Return a member of this node; None if it is unknown, as in a message that comes late."""
+    """Return a member of this node, None if it is unknown (the message may be late).
+
+    Raises:
+        RefusedError: the member is another node's.
+    """
     found = members.get(member)
     if found is not None and found.node != node:
         raise RefusedError(f"member {member!r} is one of node {found.node!r}; node {node!r} cannot speak for it")
@@ -117,13 +121,13 @@ def _own(node: str, member: str, members: Mapping[str, Member]) -> Member | None
 
 
 def check_replica(added: cluster.AddShard, model: ModelConfig) -> None:
-    """Refuse a replica that is not on the list: it would receive the weights and could delay every swap.
+    """Refuse a replica that is not listed: it would receive the weights and could delay every swap.
 
     Raises:
         RefusedError: names the replica, the expected ones and where they are listed.
     """
     if added.role != "target" or not model.replicas:
-        return  # no list: any replica of a process that may act as an engine
+        return  # no list: any process with the engine role may register any replica
     if not any(fnmatchcase(added.replica, pattern) for pattern in model.replicas):
         expected = ", ".join(map(repr, model.replicas))
         raise RefusedError(
@@ -137,7 +141,7 @@ def check_shard(shard: Shard) -> None:
     """Refuse a description whose byte count exceeds what messages can carry.
 
     Raises:
-        ProtocolError, RefusedError: names the tensor; its name may be what is wrong.
+        ProtocolError, RefusedError: names the tensor, or says why its name is invalid.
     """
     check_tensor_names(shard)
     total = 0

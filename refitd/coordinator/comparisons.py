@@ -1,6 +1,6 @@
-"""Before a swap: have nodes digest what several of its source ranks hold, and compare.
+"""Before a swap: compare the regions that several source ranks hold, by digests that their nodes take.
 
-What was equal once is not compared again until a source rank registers anew, or follows other tensors.
+Regions found equal are not compared again until a source rank registers anew or provides other tensors.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from refitd.coordinator.region_comparison import RegionComparison
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 
-# Nodes answer in this share of the time that there is: their own errors name who is late.
+# Share of the timeout given to nodes, so that their own errors, which name who is late, arrive first.
 NODE_SHARE = 0.9
 
 
 class Comparisons:
-    """Begins and ends the comparisons of running swaps, each of which holds its own (`Running.comparison`)."""
+    """Starts and ends the comparisons of running swaps; each swap holds its own (`Running.comparison`)."""
 
     def __init__(self, to_node: Callable[[str, Message], None], log: Callable[..., None]) -> None:
         self._to_node = to_node
         self._log = log
 
     def are_equal(self, running: Running, plan: LoadedPlan, now: float) -> bool:
-        """Whether what several sources hold is known to be equal; else ask their nodes for digests."""
+        """Return whether the regions that several sources hold are known to be equal; if not, request digests."""
         fleet, swap, regions = running.fleet, running.swap, plan.regions
         is_compared = running.comparison is not None  # for this swap
         if is_compared or not len(regions) or not fleet.check_replicas:
             return True
-        # a rank that is not read may have dropped the version; it is compared at the next one
+        # a rank that is not read may have dropped the version; a later swap compares it
         held = [
             member
             for rank, member in sorted(fleet.sources.items())
@@ -51,10 +51,10 @@ class Comparisons:
         return False
 
     def digested(self, running: Running, node: str, message: cluster.RegionsDigested) -> LoadedPlan | str | None:
-        """Take a node's digests.
+        """Handle a node's digests.
 
         Returns:
-            The plan to go on with once all nodes have answered, None before; or why the swap must be aborted.
+            The plan to continue with, once all nodes have answered; None before; or why the swap must be aborted.
         """
         comparison, model = running.comparison, running.swap.model
         if comparison is None or not comparison.waiting:
@@ -81,7 +81,7 @@ class Comparisons:
         )
 
     def ended(self, running: Running) -> None:
-        """The swap is over: nodes that still digest for it stop, and let go of what they have digested."""
+        """End the comparison of a swap that is over: nodes stop digesting and release the versions."""
         if running.comparison is not None:
             for node in running.comparison.nodes:
                 self._to_node(node, cluster.Abort(swap=running.swap.swap, reason=running.swap.reason))

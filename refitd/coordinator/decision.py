@@ -1,13 +1,13 @@
 """The state machine of one swap: events in, instructions out, no clock and no sockets.
 
-`ROWS` is the code: `step` looks up what an event does in a phase, and to which phases it may lead. docs/states.md shows
-the table; it is drawn from it. Rules:
-- Until the decision is journalled, anything that goes wrong aborts and the old version serves everywhere.
-- After it, nothing aborts: a member that cannot follow is named and the swap ends INCOMPLETE.
-- Members that asked for it have paused before the decision, members written in place before staging. An in-place
-  member whose staging has begun is poisoned unless the swap is decided.
-- An event without a row, or of a node or member that the swap does not know, raises IllegalTransition and changes
-  nothing. Messages that can cross others on the wire have rows that ignore them; each row says why.
+`ROWS` is the code: `step` looks up what an event does in a phase, and which phases may follow. docs/states.md is drawn
+from it. Rules:
+- Until the decision is journalled, any failure aborts the swap, and the old version serves everywhere.
+- Afterwards nothing aborts it: a member that cannot commit is named, and the swap ends INCOMPLETE.
+- Members with `on_pause` pause before the decision, members written in place before staging. An in-place member whose
+  staging has begun is poisoned unless the swap is decided.
+- An event without a row, or from a node or member outside the swap, raises IllegalTransition and changes nothing.
+  Messages that can cross others on the wire have rows that ignore them; each such row says why.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Phase(enum.Enum):
 
     IDLE = "idle"  # the plan is being made
     PLANNED = "plan"
-    HALTING = "halt"  # members that are written in place are to stand still before anything is written
+    HALTING = "halt"  # members written in place must stand still before anything is written
     STAGING = "stage"
-    PAUSING = "pause"  # members that are asked are to stand still before the decision
-    STAGED = "staged"  # the decision is to be journalled
+    PAUSING = "pause"  # members with `on_pause` must stand still before the decision
+    STAGED = "staged"  # the decision is being journalled
     COMMITTING = "commit"
     COMMITTED = "committed"
     INCOMPLETE = "incomplete"
@@ -76,7 +76,7 @@ class PlanReady(Struct, frozen=True):
 
 
 class PlanLost(Struct, frozen=True):
-    """A node cannot use the plan, or no longer can; `where` names process and rank."""
+    """A node cannot use the plan, or no longer can; `where` names the process and rank."""
 
     node: str
     where: str
@@ -105,7 +105,7 @@ class NodeStaged(Struct, frozen=True):
 
 
 class NodeFailed(Struct, frozen=True):
-    """A node could not stage; `where` names process and rank."""
+    """A node could not stage; `where` names the process and rank."""
 
     node: str
     where: str
@@ -156,7 +156,7 @@ class AbortAsked(Struct, frozen=True):
 
 
 class TimePassed(Struct, frozen=True):
-    """Look at the deadline."""
+    """Check the deadline."""
 
 
 OfNode: TypeAlias = NodeLoaded | NodeProgress | NodeStaged | NodeFailed | PlanLost
@@ -225,7 +225,7 @@ class Swap(Struct, frozen=True):
     version: int
     limits: Limits
     started: float
-    names: Mapping[str, str]  # source and target members -> how people are told about them
+    names: Mapping[str, str]  # source and target members -> their names for people
     deadline: float = 0.0
     phase: Phase = Phase.IDLE
     failed_phase: Phase | None = None
@@ -233,15 +233,15 @@ class Swap(Struct, frozen=True):
     culprit: str = ""  # the member or node that ended it
     members: Mapping[str, str] = field(default_factory=dict)  # target member -> node
     nodes: frozenset[str] = frozenset()
-    asked: frozenset[str] = frozenset()  # members that are to stand still before the decision
-    in_place: frozenset[str] = frozenset()  # members that are written to while staging
+    asked: frozenset[str] = frozenset()  # members that pause before the decision
+    in_place: frozenset[str] = frozenset()  # members whose live tensors staging writes
     waiting: frozenset[str] = frozenset()  # nodes or members the phase still waits for
     progress: Mapping[str, int] = field(default_factory=dict)  # node -> bytes written
     bytes_total: int = 0
     copies: int = 0
     paused: Mapping[str, float] = field(default_factory=dict)  # committed members
-    failed: Mapping[str, str] = field(default_factory=dict)  # members that could not follow, and why
-    entered: Mapping[Phase, float] = field(default_factory=dict)  # when
+    failed: Mapping[str, str] = field(default_factory=dict)  # members that could not commit, and why
+    entered: Mapping[Phase, float] = field(default_factory=dict)  # when each phase was entered
     history: tuple[str, ...] = ()  # the last events that changed it, the oldest first
 
     @property
@@ -314,7 +314,7 @@ def _planned(state: Swap, event: PlanReady, now: float) -> _Stepped:
 
 
 def _loaded(state: Swap, event: NodeLoaded, now: float) -> _Stepped:
-    # not awaited: it may answer an earlier, aborted swap that asked for the same plan
+    # ignored if not awaited: it may answer an earlier, aborted swap with the same plan
     return _heard(state, event.node, now) if event.node in state.waiting else (state, [])
 
 
@@ -345,7 +345,7 @@ def _journalled(state: Swap, event: Journalled, now: float) -> _Stepped:
 
 def _committed(state: Swap, event: CommitReported, now: float) -> _Stepped:
     if event.member not in state.waiting:
-        return state, []  # it was evicted, or its node was lost, while this message was on its way
+        return state, []  # evicted or lost with its node while this message was on its way
     return _heard(replace(state, paused={**state.paused, event.member: event.paused_s}), event.member, now)
 
 
@@ -364,7 +364,7 @@ def _member_aborts(state: Swap, event: MemberFailed | MemberLost, now: float) ->
 
 
 def _target_aborts(state: Swap, event: MemberLost, now: float) -> _Stepped:
-    # everything is staged: nobody needs the sources any more
+    # everything is staged: sources are no longer needed
     return _member_aborts(state, event, now) if event.member in state.members else (state, [])
 
 
@@ -413,7 +413,7 @@ def _abort(state: Swap, reason: str, culprit: str, now: float) -> _Stepped:
 
 
 def _enter(state: Swap, phase: Phase, now: float) -> _Stepped:
-    """Enter a phase: set its deadline, whom it waits for, and what they are told."""
+    """Enter a phase: set its deadline and whom it waits for, and instruct the nodes."""
     limits, nodes, nobody = state.limits, sorted(state.nodes), frozenset[str]()
     limit_s, waiting, told = 0.0, nobody, list[Instruction]()
     match phase:
@@ -456,9 +456,9 @@ _Key: TypeAlias = tuple[type[Event], Phase]
 
 
 class Row(Struct, frozen=True):
-    """What an event does in a phase, and every phase it may lead to."""
+    """What an event does in a phase, and the phases that may follow."""
 
-    do: Callable[[Swap, Any, float], _Stepped]  # of the event that the row is for
+    do: Callable[[Swap, Any, float], _Stepped]  # takes the event of this row
     to: tuple[Phase, ...]
 
 
@@ -487,11 +487,11 @@ ROWS: Mapping[_Key, Row] = {
     (CommitReported, _COMMITTING): Row(_committed, (_COMMITTING, _COMMITTED, _INCOMPLETE)),
     (MemberFailed, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
     (MemberLost, _COMMITTING): Row(_missed, (_COMMITTING, _INCOMPLETE)),
-    # what ends it before the decision
+    # aborts before the decision
     **_aborts(_asked_to_abort, AbortAsked, _UNDECIDED),
     **_aborts(_node_aborts, PlanLost, (_PLANNED, _HALTING, _STAGING)),
-    **_aborts(_node_aborts, NodeFailed, (_STAGING, _PAUSING, _STAGED)),  # staged, too: a source can take it back
-    **_aborts(_member_aborts, MemberFailed, (_HALTING, _STAGING, _PAUSING, _STAGED)),  # it stands still no more
+    **_aborts(_node_aborts, NodeFailed, (_STAGING, _PAUSING, _STAGED)),  # a source may take it back
+    **_aborts(_member_aborts, MemberFailed, (_HALTING, _STAGING, _PAUSING, _STAGED)),  # it no longer stands still
     **_aborts(_member_aborts, MemberLost, (_IDLE, _PLANNED, _HALTING, _STAGING)),
     (MemberLost, _PAUSING): Row(_target_aborts, (_PAUSING, _ABORTED)),
     (MemberLost, _STAGED): Row(_target_aborts, (_STAGED, _ABORTED)),
@@ -499,17 +499,17 @@ ROWS: Mapping[_Key, Row] = {
     **{(TimePassed, phase): Row(_late, (phase, _ABORTED)) for phase in _UNDECIDED},
     (TimePassed, _COMMITTING): Row(_late, (_COMMITTING, _INCOMPLETE)),
     **_ignores(TimePassed, *_OVER),
-    # answers to an earlier swap that asked for the same plan: this one has gone on with the first
+    # answers to an earlier swap with the same plan; this one has already used the first answer
     **_ignores(NodeLoaded, _HALTING, _STAGING, _PAUSING, _STAGED, _COMMITTING, *_OVER),
     # everything has arrived: the next swap forms a new epoch
     **_ignores(PlanLost, _PAUSING, _STAGED, _COMMITTING, *_OVER),
-    # a source took the version back after the decision; the node's members say themselves how they end
+    # a source took the version back after the decision; members report their outcome themselves
     **_ignores(NodeFailed, _COMMITTING, *_OVER),
-    # sent before the abort had arrived
+    # sent before the abort arrived
     **_ignores(NodeProgress, _ABORTED),
     **_ignores(NodeStaged, _ABORTED),
     **_ignores(QuietReported, _ABORTED),
-    # sent before it was evicted or given up; or it has left since
+    # sent before the member was evicted or given up; or it has left since
     **_ignores(CommitReported, _COMMITTED, _INCOMPLETE),
     **_ignores(MemberFailed, _INCOMPLETE, _ABORTED),
     **_ignores(MemberLost, *_OVER),

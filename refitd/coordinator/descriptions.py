@@ -1,4 +1,4 @@
-"""Descriptions of shards, as daemons have sent them: those that ranks use, and some that none uses at present."""
+"""Descriptions of shards that daemons sent: all that ranks use, and some unused ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from refitd.protocol.cluster import AddShard
 from refitd.protocol.codec import unpack
 from refitd.protocol.shards import Shard
 
-# Unused descriptions that are kept, so that restarting engines need not send theirs again.
+# Limit on unused descriptions, kept so that restarted engines need not send theirs again.
 MAX_UNUSED_SHARDS = 256
 
 
@@ -22,7 +22,7 @@ class UnknownShard(RefusedError):
 
 
 def unpack_shard(packed: bytes, digest: str) -> ShardRead:
-    """Unpack and read a description. Large ones take seconds.
+    """Unpack, check and read a description. Large ones take seconds.
 
     Raises:
         ProtocolError: it is damaged, does not match `digest`, or exceeds a limit.
@@ -33,16 +33,16 @@ def unpack_shard(packed: bytes, digest: str) -> ShardRead:
 
 
 class Descriptions:
-    """Shards by digest. `reader` is told of them, and keeps what planning needs."""
+    """Shards by digest. `reader` gets each new one and keeps what planning needs."""
 
     def __init__(self, reader: ShardReader) -> None:
         self._reader = reader
         self._shards: dict[str, Shard] = {}
 
     def take(self, digest: str, read: ShardRead, used: Container[str]) -> None:
-        """Keep a description; forget old ones that are not `used` and exceed the limits.
+        """Store a description, and forget the oldest unused ones beyond the limits.
 
-        A daemon that refers to a forgotten one is asked to send it again.
+        A daemon that refers to a forgotten one is asked to send it again. `used` are the digests in use.
         """
         unused = [d for d in self._shards if d not in used]
         parts = sum(parts_of(self._shards[d]) for d in unused)

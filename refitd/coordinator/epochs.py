@@ -1,4 +1,4 @@
-"""Epochs: the nodes between which a plan's rows cross, with a connection for each lane."""
+"""Epochs: process groups of the nodes between which a plan moves bytes, with one lane per worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.protocol.base import Message
 
 
 class Epochs:
-    """Forms epochs for plans, passes on what their workers tell each other, and drops plans with their epochs."""
+    """Forms epochs for plans, relays the values that workers exchange, and drops plans with their epochs."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Epochs:
             hosts=tuple(s.host for s in status),
             lanes=min(transport.lanes, lanes) if transport.lanes else lanes,
             staging_bytes=transport.staging_bytes,
-            # the workers' own errors, which name who is missing, must arrive before the phase ends
+            # shorter than the phase, so that the workers' own errors, which name who is missing, arrive first
             timeout_s=0.9 * self._config.deadlines.plan_s,
         )
 

@@ -13,7 +13,7 @@ from refitd.protocol.base import Message
 
 
 class Fences:
-    """Knows which versions were decided, by the journal and by what daemons were told."""
+    """Knows which swaps were decided, from the journal and from daemons."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Fences:
         self._to_node = to_node
 
     def identity_of(self, swap: str) -> tuple[int, str] | None:
-        """Return version and run of a decided swap; None if it is not known to be decided."""
+        """Return (version, run) of a decided swap; None if it is not known to be decided."""
         record = self._decided(swap)
         return (record.version, record.run) if record is not None else self._lives.was_decided(swap)
 

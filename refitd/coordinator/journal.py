@@ -62,29 +62,29 @@ CREATE TABLE IF NOT EXISTS continued (  -- the journals that were lost, and whos
 
 _COLUMNS = "swap, model, version, state, plan, reason, at, report, run"
 
-# Swaps that are kept, every one of which is written twice; and versions of a model that a rollback can find.
+# Limits: rows of the history, each written twice; and versions of a model that a rollback can find.
 KEPT = 10_000
 
-# Peers say sequences too: one beyond this is a mistake, and must not use the numbers up.
+# Peers also report sequences. One above this is a mistake and must not exhaust the numbers.
 MAX_SEQUENCE = 1 << 53
 
-# How long a write waits for a lock that another program has taken on the file, which none should: meanwhile nobody is
-# answered, and daemons call a coordinator silent after 5 s.
+# How long a write waits if another program has locked the file. No message is answered meanwhile, and daemons consider
+# a coordinator gone after 5 s.
 _LOCKED_S = 2.0
 
 
 class Journal:
-    """A sqlite file, one writer. Every write is on disk (fsync) when the call returns.
+    """A sqlite file with one writer. Every write is on disk (fsync) when the call returns.
 
-    No other process can open it meanwhile. If the file is removed, replaced or changed, every later write fails.
+    No other process can open it meanwhile. If it is removed, replaced or changed by others, every later write fails.
     """
 
     def __init__(self, path: Path) -> None:
         """Open or create the journal, readable by its owner only.
 
         Raises:
-            CommitError: the file cannot be written (full disk, read-only), another coordinator has it, a newer
-                refitd wrote it, it is damaged, or it is no journal.
+            CommitError: the file cannot be written (full disk, read-only), is in use by another coordinator, was
+                written by a newer refitd, is damaged, or is not a journal.
         """
         self._path = path
         self._wal = path.with_name(path.name + "-wal")
@@ -106,7 +106,7 @@ class Journal:
             raise
 
     def _own(self) -> None:
-        """Lock the file (the inode, whatever its name) for the life of this process."""
+        """Lock the file's inode, whatever its name, for the life of this process."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
@@ -137,7 +137,7 @@ class Journal:
             )
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
-        # written anew at every start: a coordinator that could not write a decision must not begin a swap
+        # a write at every start: a coordinator that cannot write decisions must not begin a swap
         with self._transaction():
             if schema == 1:
                 db.execute("ALTER TABLE swaps ADD COLUMN report BLOB NOT NULL DEFAULT x''")
@@ -158,7 +158,7 @@ class Journal:
         self._checkpoint()
 
     def _take_over_history(self) -> None:
-        """Fill the live table of an earlier schema from the last decided row of its history."""
+        """Fill the live table of an older schema from its history: each model's last decided row."""
         rows = self._db.execute(
             "SELECT model, version, swap, at, state != 'aborted' FROM swaps ORDER BY rowid"
         ).fetchall()
@@ -174,14 +174,14 @@ class Journal:
         """Insert or replace a record durably; a decision also updates what is live.
 
         Raises:
-            CommitError: the disk is full, or the file is gone or was changed by others; do not act on the decision
+            CommitError: the disk is full, or the file was removed or changed by others; do not act on the decision
                 then.
         """
         self.flush()
         self._write(record)
 
     def note(self, entry: Record | Recovered) -> None:
-        """Write how a swap ended, or what others hold. If that fails, keep it and write it before anything later.
+        """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
 
         Raises:
             CommitError: as in `write`; the entry is kept.
@@ -189,7 +189,7 @@ class Journal:
         self._late.append(entry)
         del self._late[:-KEPT]
         self.flush()
-        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write says what is wrong
+        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
             self._checkpoint()
 
     def flush(self) -> None:
@@ -285,7 +285,7 @@ class Journal:
         """Move the -wal's content into the file, so that losing the -wal loses nothing.
 
         Raises:
-            CommitError: others have changed the files; moving it would cover that up.
+            CommitError: others have changed the files; a checkpoint would hide that.
         """
         self._check_place()
         try:
@@ -321,7 +321,7 @@ class Journal:
             with self._path.open("rb") as file:
                 head = file.read(len(_HEAD))
         except OSError:
-            return  # it is gone, or cannot be opened: said below, or by the write itself
+            return  # removed or unreadable: the caller or the write itself reports that
         if head != _HEAD:
             raise CommitError(
                 f"journal {self._path}: somebody else has changed it: it begins with {head!r}, expected {_HEAD!r}; "
@@ -330,7 +330,7 @@ class Journal:
             )
 
     def _remember_place(self) -> None:
-        # what was replaced or cut short meanwhile must be found out by the next write: neither file shrinks by itself
+        # neither file shrinks by itself: keep the earlier place if it was replaced or cut, so that the next write fails
         self._place = _grown(self._place, self._stat(self._path))
         self._wal_place = _grown(self._wal_place, self._stat(self._wal))
 
@@ -353,19 +353,19 @@ class Journal:
         return Record(*found[0]) if found else None
 
     def recent(self, model: str, limit: int) -> list[Record]:
-        """Return the last swaps of a model ("": of all), the newest first; raises CommitError as `decided`."""
+        """Return a model's last swaps ("": all models'), the newest first; raises CommitError like `decided`."""
         rows = self._select(
             f"SELECT {_COLUMNS} FROM swaps WHERE model = ?1 OR ?1 = '' ORDER BY rowid DESC LIMIT ?2", model, limit
         )
         return [Record(*row) for row in rows]
 
     def live(self, model: str) -> LiveVersion | None:
-        """Return the version decided last, None before the first decision; raises CommitError as `decided`."""
+        """Return the version decided last, None before the first decision; raises CommitError like `decided`."""
         found = self._select("SELECT version, run, sequence, swap FROM live WHERE model = ?", model)
         return LiveVersion(*found[0]) if found else None
 
     def highest(self, model: str) -> int:
-        """Return the highest version that was ever decided, -1 for none; raises CommitError as `decided`."""
+        """Return the highest version that was ever decided, -1 for none; raises CommitError like `decided`."""
         found = self._select("SELECT decided FROM numbers WHERE model = ?", model)
         return int(found[0][0]) if found else -1
 
@@ -375,7 +375,7 @@ class Journal:
         return (int(found[0][0]), str(found[0][1])) if found else (-1, "")
 
     def before(self, model: str, version: int) -> LiveVersion | None:
-        """Return the last decided version below this one; raises CommitError as `decided`."""
+        """Return the last decided version below this one; raises CommitError like `decided`."""
         found = self._select(
             "SELECT version, run, sequence FROM decided WHERE model = ? AND version < ? ORDER BY sequence DESC LIMIT 1",
             model,
@@ -406,7 +406,7 @@ class Journal:
         self._unlock()
 
     def _unlock(self) -> None:
-        # the database is closed before: the file's own locks end with any descriptor of it
+        # close the database first: closing any descriptor of a file drops all of the process's locks on it
         if self._lock >= 0:
             with contextlib.suppress(AttributeError):
                 self._db.close()
@@ -419,7 +419,7 @@ _HEAD = b"SQLite format 3\0"
 
 
 def _grown(before: tuple[int, int, int, int], now: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return a file's present place, size and time if its owner's writes explain them, else the earlier ones."""
+    """Return the file's new (place, size, time) if the owner's writes explain it, else the earlier one."""
     is_ours = before == _GONE or (now[:2] == before[:2] and now[2] >= before[2])
     return now if is_ours else before
 
@@ -429,7 +429,7 @@ def _place(found: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _holder(descriptor: int) -> str:
-    """Return which process has locked a file, as far as the kernel says."""
+    """Return which process has locked a file, if the kernel says."""
     found = os.fstat(descriptor)
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     try:
@@ -443,7 +443,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _advice(error: Exception) -> str:
-    """Return what to do about an error that has nothing to do with room; "" for any other."""
+    """Return advice for an error that is not about space, "" for any other."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return "another program has it open (`fuser` says which) and may not write to it; end that one, then swap again"
@@ -453,7 +453,7 @@ def _advice(error: Exception) -> str:
 
 
 def _room(path: Path) -> str:
-    """Return free space and file limits for a write error: sqlite says "disk I/O error" for most of them."""
+    """Return free space and file size limits for a write error: sqlite reports most as "disk I/O error"."""
     try:
         disk = os.statvfs(path.parent)
     except OSError:

@@ -1,4 +1,4 @@
-"""The live version of each model: the journal's, or the daemons' if the journal was lost, is older, or is another's."""
+"""The live version of each model: the journal's, or the daemons' if the journal is lost, older or another's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from refitd.coordinator.journal import MAX_SEQUENCE
 from refitd.coordinator.records import LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
-# Living daemons introduce themselves within about a second of a coordinator's start. It waits this long for them
-# before it begins a swap, if its journal is new or daemons know more than the journal.
+# Daemons register within about a second of a coordinator's start. A coordinator whose journal is new, or that daemons
+# know more than, waits this long before it begins a swap.
 SETTLE_S = 3.0
 
-# How many swaps that daemons were told of are remembered; late ranks ask about one of the last.
+# Limit on decided swaps remembered from daemons; late ranks ask about one of the last.
 KEPT_DECISIONS = 4096
 
 
 class Past(Protocol):
-    """What the journal knows from earlier coordinators; as in `refitd.coordinator.journal.Journal`."""
+    """What the journal knows from earlier coordinators; implemented by `refitd.coordinator.journal.Journal`."""
 
     id: str
 
@@ -28,7 +28,7 @@ class Past(Protocol):
         """Whether it holds no decision."""
 
     def live(self, model: str) -> LiveVersion | None:
-        """Return what was decided last."""
+        """Return the version decided last."""
 
     def highest(self, model: str) -> int:
         """Return the highest version that was decided, -1 for none."""
@@ -44,7 +44,7 @@ class Past(Protocol):
 
 
 class NoPast:
-    """The past of a coordinator without a journal, which waits for no daemon to tell it one."""
+    """The past of a coordinator without a journal: empty, and not filled in by daemons."""
 
     id = ""
     is_new = False
@@ -54,19 +54,19 @@ class NoPast:
         return None
 
     def highest(self, model: str) -> int:
-        """Return no version."""
+        """Return -1: no version was decided."""
         return -1
 
     def tried(self, model: str) -> tuple[int, str]:
-        """Return no version."""
+        """Return (-1, ""): no swap was aborted."""
         return -1, ""
 
     def before(self, model: str, version: int) -> LiveVersion | None:
-        """Return None: there is none."""
+        """Return None: nothing was decided."""
         return None
 
     def continues(self, journal: str) -> bool:
-        """It continues itself alone."""
+        """Return whether `journal` is "", the id of this past."""
         return journal == ""
 
 
@@ -80,16 +80,16 @@ class _Known:
 
 @dataclass(slots=True)
 class LiveVersions:
-    """The live versions. `recover` writes what only daemons knew into the journal."""
+    """The live versions. `recover` journals what only daemons knew."""
 
     past: Past
     started: float
-    is_beside: bool  # started by a standalone daemon, which is the first and usually the only one to wait for
+    is_beside: bool  # started by a standalone daemon, usually the only daemon to wait for
     recover: Callable[[Recovered], None]
     wall_clock: Callable[[], float]
     log: Callable[..., None]
     _known: dict[str, _Known] = field(default_factory=dict)
-    _continued: set[str] = field(default_factory=set)  # ids of journals, written or not yet
+    _continued: set[str] = field(default_factory=set)  # ids of continued journals, written yet or not
     _decided: dict[str, tuple[int, str]] = field(
         default_factory=dict
     )  # swap -> version identity, as last told to daemons
@@ -97,11 +97,11 @@ class LiveVersions:
     _in_doubt: bool = False  # daemons contradict the journal or know more
 
     def of(self, model: str) -> LiveVersion | None:
-        """Return what is live of a model."""
+        """Return the live version of a model."""
         return self._found(model).live
 
     def keep(self, model: str) -> None:
-        """Remember what the journal knows of a model; of those that are only asked about nothing is kept."""
+        """Cache what the journal knows of a model; models that are only queried are not cached."""
         self._of(model)
 
     def _found(self, model: str) -> _Known:
@@ -127,18 +127,18 @@ class LiveVersions:
         self.told(live.swap, live.version, live.run)
 
     def was_decided(self, swap: str) -> tuple[int, str] | None:
-        """Return version and run of a swap that daemons know to be decided, even if the journal does not."""
+        """Return (version, run) of a swap that daemons know to be decided, even if the journal does not."""
         return self._decided.get(swap)
 
     def told(self, swap: str, version: int, run: str) -> None:
-        """Note that a daemon was told to commit this swap."""
+        """Note that daemons were told to commit this swap."""
         self._decided.pop(swap, None)
         self._decided[swap] = version, run
         if len(self._decided) > KEPT_DECISIONS:
             del self._decided[next(iter(self._decided))]
 
     def said(self, node: str, claims: Iterable[LiveClaim]) -> list[str]:
-        """Take a daemon's claims of what is live; return the models whose live version changed."""
+        """Handle a daemon's claims of live versions; return the models whose live version changed."""
         changed = []
         for claim in claims:
             if claim.sequence <= MAX_SEQUENCE:
@@ -161,7 +161,7 @@ class LiveVersions:
         else:
             reason = "this daemon was told so from another journal"
         if known.decided_here or (known.confirmed and not is_mine):
-            # decided again: older claims must rank below it from now on
+            # raise the sequence, so that older claims rank below it
             assert ours is not None
             if is_mine or ours.sequence <= theirs.sequence:
                 known.live = replace(ours, sequence=theirs.sequence + 1)
@@ -179,7 +179,7 @@ class LiveVersions:
         return True
 
     def serves(self, model: str, who: str, version: int, run: str) -> bool:
-        """Take what a registering rank serves as live if nothing else is known; return whether it was taken."""
+        """Take what a registering rank serves as live if nothing better is known; return whether it was taken."""
         known = self._of(model)
         ours = known.live
         unsure = ours is None or (not ours.sequence and version > ours.version)
@@ -200,13 +200,13 @@ class LiveVersions:
     # --- when it is known ---------------------------------------------------------------------------------
 
     def is_settled(self, now: float) -> bool:
-        """Whether swaps may begin: daemons that could know more have had time to say so."""
+        """Whether swaps may begin: daemons that could know more have had time to report."""
         if not self._settled and now >= self.started + SETTLE_S:
             self._settled = True
         return self._settled
 
     def heard(self, now: float) -> bool:
-        """Note that a daemon has said all it knows; return whether swaps may begin."""
+        """Note that a daemon has reported all it knows; return whether swaps may begin."""
         if not self._in_doubt and (self.is_beside or not self.past.is_new):
             self._settled = True
         return self.is_settled(now)
@@ -216,16 +216,16 @@ class LiveVersions:
         return None if self._settled else self.started + SETTLE_S
 
     def unsure_until(self, lease_s: float) -> float:
-        """Return until when ranks unknown here may serve: only a journal says who has permits."""
+        """Return until when unknown ranks may serve. Nonzero if the journal, which names them, is lost."""
         return self.started + lease_s if self._in_doubt else 0.0
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether daemons or engines contradicted or exceeded the journal."""
+        """Whether daemons or engines contradict the journal or know more than it."""
         return self._in_doubt
 
     def claim(self, model: str) -> LiveClaim | None:
-        """Return the claim that daemons remember."""
+        """Return the claim of a live version for daemons to remember."""
         live = self.of(model)
         if live is None:
             return None

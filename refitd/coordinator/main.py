@@ -40,19 +40,19 @@ from refitd.security import coordinator_keys, coordinator_uids
 
 _TICK_S = 1.0
 
-# Messages that are taken before time and the doors are looked at again: peers that flood must not stop the clock.
+# Messages handled before the clock and other sockets are checked again, so that no peer can stop the clock.
 _BATCH = 256
 
-# A turn that takes this long is told in the log.
+# A turn of the loop that takes this long is logged.
 _SLOW_TURN_S = 0.5
 
-# Messages of one node that may wait for a large one before them.
+# Messages of one node that may queue behind a large one.
 _MAX_HELD = 1 << 14
 
-# Packed descriptions larger than this are unpacked beside the loop: they may be a thousand times as large.
+# Packed descriptions larger than this are unpacked on another thread: unpacked they may be a thousand times as large.
 _LARGE_SHARD = 4 << 10
 
-# Lines whose number peers decide.
+# Log events that peers can cause without limit.
 _NOISY = frozenset({"refused", "illegal"})
 
 
@@ -80,7 +80,7 @@ class CoordinatorShell:
         self._reader = BackgroundThread[Received]("refitd-reader", self._told)
         self._planner = BackgroundThread[int]("refitd-planner", self._told)
         self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
-        # of nodes of which a large message is being read: what they have sent after it
+        # by identity: messages that a node sent after a large one that is still being read
         self._held: dict[bytes, deque[Received]] = {}
         self._state = Coordinator(
             config=config,
@@ -122,9 +122,9 @@ class CoordinatorShell:
                 self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
-                with contextlib.suppress(CommitError):  # it has been logged when it was noted
+                with contextlib.suppress(CommitError):  # logged when it happened
                     self._journal.flush()
-                # whoever was not heard meanwhile was not silent: this process was stopped, or is busy
+                # peers were not silent in that time: this process was stopped or busy
                 if (late_s := now - deadline) > _SLOW_TURN_S:
                     self._feed(Busy(late_s))
                 self._feed(Tick())
@@ -139,7 +139,7 @@ class CoordinatorShell:
         decoder = self._decoder
         try:
             if not self._state.knows(identity, received.key):
-                # nothing but a NodeHello is decoded; a daemon that has outlived a coordinator says it again
+                # decode nothing but a NodeHello; a daemon that has outlived a coordinator is asked to send it again
                 decoder = self._strangers
                 request, kind = (0, "") if received.too_large else request_of(received.frame)
                 if kind != cluster.NodeHello.__name__:
@@ -164,9 +164,7 @@ class CoordinatorShell:
             self._said(received, request, message, None)
 
     def _hold(self, received: Received, read: Callable[[], object] | None = None) -> None:
-        """Have a large message read beside the loop, which must answer others; what follows it, but for signs of life,
-        waits.
-        """
+        """Decode a large message on another thread; the node's later messages, except heartbeats, queue behind it."""
         held = self._held.get(received.identity)
         if held is not None and len(held) >= _MAX_HELD:
             text = f"{_MAX_HELD} messages wait for a large one before them to be read; send less at once"
@@ -211,7 +209,7 @@ class CoordinatorShell:
         try:
             self._feed(act.FromNode(identity, request, message, received.key, allowed, read))
         except Exception as exc:
-            # a mistake of ours that one daemon's message brings out must not end everybody's coordinator
+            # an internal error that one daemon's message triggers must not end the coordinator
             if self._noise.allows(f"internal {type(message).__name__}", time.monotonic()):
                 self._log.failed(
                     "internal-error", peer=allowed.name or received.address, message=type(message).__name__
@@ -232,7 +230,7 @@ class CoordinatorShell:
             return act.Planned(ticket, make_plan(rosters))
         except RefitdError as exc:
             return act.Planned(ticket, None, exc)
-        except Exception as exc:  # a description that the planner did not expect must end its own swap only
+        except Exception as exc:  # an unexpected description must fail only its own swap
             self._log.failed("internal-error", message="MakePlan")
             return act.Planned(ticket, None, PlanError(f"planning failed: {exc!r}; the log has the details"))
 
@@ -254,7 +252,7 @@ class CoordinatorShell:
                 try:
                     self._journal.note(record)
                 except CommitError as exc:
-                    # the decision itself is on disk, and this is written as soon as there is room
+                    # the decision itself is on disk; this entry is written as soon as there is room
                     what = {"swap": record.swap} if isinstance(record, Record) else {"model": record.model}
                     self._log("journal-failed", **what, reason=str(exc))
             case Log(event, fields):
@@ -279,7 +277,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
         die_with_parent()
     setup(config.log.level)
     log = EventLog("coordinator")
-    raise_descriptor_limit()  # connections that are never finished take some, too
+    raise_descriptor_limit()  # unfinished connections take descriptors, too
     require_descriptors(SERVER_DESCRIPTORS, "a coordinator")
     keys = coordinator_keys(config)
     make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))

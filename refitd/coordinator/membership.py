@@ -23,7 +23,7 @@ from refitd.protocol.roles import ANYONE, Allowed
 from refitd.protocol.shards import Shard
 from refitd.states import ServingState, TransferMode
 
-# Comparisons that a model remembers: one for each way to choose its replicas, until ranks register anew.
+# Limit on cached comparisons of a model: one for each choice of source replicas, until ranks register anew.
 MAX_COMPARED = 16
 
 
@@ -34,7 +34,7 @@ class Node:
     identity: bytes
     status: NodeStatus
     last_heard: float
-    key: str = ""  # that its connection was let in with
+    key: str = ""  # of its connection
     allowed: Allowed = ANYONE
 
 
@@ -49,21 +49,21 @@ class Member:
     bytes: int
     attached: bool = True
     versions: set[int] = field(default_factory=set)  # source: published and held
-    modes: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is given
-    mode: TransferMode = TransferMode.NONE  # source: how the latest version was given, held or not
+    modes: dict[int, TransferMode] = field(default_factory=dict)  # source: how each of these is transferred
+    mode: TransferMode = TransferMode.NONE  # source: how the latest version was transferred, held or not
     mode_reason: str = ""  # source: the measurement that chose it
-    run: str = ""  # source: the incarnation that it is part of; target: that of the version it serves
+    run: str = ""  # source: its run; target: the run of the version it serves
     newest: int = -1  # source: the highest version that this rank of its run has published, held or not
     version: int | None = None  # target: served
-    staged: str | None = None  # target: a decided swap that it has not taken over yet
-    wants: frozenset[tuple[str, str]] = frozenset()  # target: what is to arrive in MXFP8: (tensor, rounding)
-    poisoned: str = ""  # target: why it holds parts of two versions, until a swap has succeeded
-    left_behind: bool = False  # target: it could not be brought to the live version; the next swap tries again
-    tries: int = 0  # target: catch-ups that were aborted since it has registered
-    contents: int = 0  # source: goes up when other tensors take the place of those it was registered with
-    again_at: float | None = None  # target: when it is left behind no more, and a catch-up tried again
-    step: str = ""  # target: where it stands, in its daemon's words
-    events: tuple[str, ...] = ()  # target: that brought it there
+    staged: str | None = None  # target: a decided swap that it has not committed yet
+    wants: frozenset[tuple[str, str]] = frozenset()  # target: parts that arrive in MXFP8: (tensor, rounding)
+    poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
+    left_behind: bool = False  # target: catching it up failed; the next swap tries again
+    tries: int = 0  # target: catch-ups aborted since it registered
+    contents: int = 0  # source: increases when it provides other tensors than before
+    again_at: float | None = None  # target: when its catch-up is retried
+    step: str = ""  # target: its state, as text from its daemon
+    events: tuple[str, ...] = ()  # target: the events that led there
 
     @property
     def id(self) -> str:
@@ -125,7 +125,7 @@ class Model:
         return {version for version in held if version < complete} | given_up, complete
 
     def lagging_sources(self, member: Member) -> str:
-        """Name the ranks that have published least: the versions this rank holds wait for them."""
+        """Name the ranks that have published least: the versions that `member` holds wait for them."""
         newest = max(member.versions, default=-1)
         late = [(m.newest, rank) for rank, m in sorted(self.sources.items()) if m.newest < newest]
         said = [
@@ -138,10 +138,10 @@ class Model:
         return "; ".join(said)
 
     def replaced_by(self, a: AddShard) -> list[Member]:
-        """Return the detached ranks that a rank replaces once it is added: its own, or a whole pool of another size.
+        """Return the detached ranks that a new rank replaces: its own, or a whole pool of another size.
 
         Raises:
-            RefusedError: the rank is taken, or ranks that are there have another size.
+            RefusedError: the rank is taken, or attached ranks have another size.
         """
         pool: dict[int, Member]
         if a.role == "source":
@@ -157,7 +157,7 @@ class Model:
                     f"(host {other.host}, pid {other.added.pid}) said {other.added.world_size}; start all with one size"
                 )
         if other_size:
-            return other_size  # a trainer that is gone and starts again with more ranks, or with fewer
+            return other_size  # the trainer is gone and restarts with another number of ranks
         old = pool.get(a.rank)
         if old is not None and old.attached:
             raise RefusedError(
@@ -167,7 +167,7 @@ class Model:
         return [] if old is None else [old]
 
     def add(self, member: Member) -> None:
-        """Add a rank, in the place of a detached one."""
+        """Add a rank, replacing a detached one."""
         a = member.added
         if a.role == "source":
             self.sources[a.rank] = member
@@ -188,12 +188,12 @@ class Model:
         return Model(self.name, self.auto_swap, dict(self.sources), targets, self.check_replicas, self.compared)
 
     def engines(self) -> Model:
-        """Return this model without the replicas that only observe; itself where there are none."""
+        """Return this model without replicas that only observe; the model itself if there are none."""
         observers = {replica for (replica, _), m in self.targets.items() if m.added.observes}
         return self.only({replica for replica, _ in self.targets} - observers) if observers else self
 
     def behind(self, live: LiveVersion, *, only_observers: bool = False) -> list[str]:
-        """Return the complete replicas that can be brought to the live version."""
+        """Return the complete replicas that can be caught up to the live version."""
         found = []
         for replica in sorted({r for (r, _), m in self.targets.items() if m.added.observes or not only_observers}):
             ranks = [m for (r, _), m in self.targets.items() if r == replica]
@@ -204,7 +204,7 @@ class Model:
         return found
 
     def version_to_swap(self, wanted: int | None, *, may_be_older: bool = False) -> int:
-        """Return the version that a swap would make live. It is older than what is served only with `may_be_older`.
+        """Return the version that a swap would make live; older than the served one only with `may_be_older`.
 
         Raises:
             RefusedError: it cannot be swapped now; the text says what is missing and where.
@@ -277,7 +277,7 @@ class Model:
             raise RefusedError(f"model {self.name!r}: {member.describe()}: {shortened(problems)}")
 
     def unoffered(self) -> list[str]:
-        """Return the tensors that targets want in MXFP8 and no source offers, each with who wants it."""
+        """Return the tensors that targets want in MXFP8 and no source offers, each with the target that wants it."""
         return [f"{m.describe()}: {what}" for m in self.targets.values() for what in self._unoffered(m)]
 
     def _unoffered(self, member: Member) -> list[str]:
@@ -285,7 +285,7 @@ class Model:
         return offer_problems(shards.values(), member.wants)
 
     def converted_bytes(self) -> int:
-        """Return the bytes that targets read again to convert what has arrived."""
+        """Return the bytes that targets read again for conversions."""
         return sum(m.added.converted_bytes for m in self.targets.values())
 
     def ranks(self) -> dict[str, int]:

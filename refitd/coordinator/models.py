@@ -15,13 +15,13 @@ from refitd.errors import RefusedError
 from refitd.protocol import local
 from refitd.protocol.reports import SourceReport, SwapReport
 
-# What one answer shows of the journal at most.
+# Limit on journal entries in one answer.
 MAX_HISTORY = 1000
 
-# A daemon's connection and the number of its request.
+# Who waits for an answer: (connection of a daemon, number of its request).
 Waiter = tuple[bytes, int]
 
-# The last swaps of a model ("": of all), the newest first, at most so many.
+# Returns a model's last swaps ("": all models'), the newest first, up to a limit.
 Recent = Callable[[str, int], Sequence[Record]]
 
 
@@ -34,15 +34,15 @@ class Running:
     waiters: list[Waiter]
     run: str
     kind: str
-    fleet: Model  # the whole model, or what a catch-up brings to its live version
-    members: dict[str, Member]  # as they were when it began: those that leave are reported too
-    sources: tuple[SourceReport, ...] = ()  # likewise: a lent version ends when it has been read
-    answer_by: float | None = None  # when whoever waits is told how it stands; None: when it has ended
+    fleet: Model  # the whole model, or the replicas of a catch-up
+    members: dict[str, Member]  # at the swap's begin; members that leave are reported too
+    sources: tuple[SourceReport, ...] = ()  # likewise; a lent version ends once it has been read
+    answer_by: float | None = None  # when callers get an interim answer; None: only at the end
     plan: LoadedPlan | None = None
-    comparison: RegionComparison | None = None  # of its sources, where that is needed
-    held_until: float | None = None  # when engines out of reach will have stopped serving: it is decided then
-    apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may not have flipped with the others
-    gives_way: bool = False  # a catch-up that was ended for the sake of a swap that somebody asked for
+    comparison: RegionComparison | None = None  # of its sources, if needed
+    held_until: float | None = None  # when unreachable engines have stopped serving; the decision waits until then
+    apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
+    gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
 
     def is_live(self, live: LiveVersion | None) -> bool:
         """Whether its version is already live."""
@@ -71,22 +71,22 @@ class ModelState:
     fleet: Model
     live: LiveVersion | None = None  # the version that was decided last
     highest: int = -1  # the highest version that was ever decided
-    tried: tuple[int, str] = (-1, "")  # the highest version of the last run that a swap was begun to
-    bases: dict[str, int] = field(default_factory=dict)  # run -> the highest number that others had used up before it
-    published: dict[tuple[str, int], int] = field(default_factory=dict)  # (run, rank) -> its highest number so far
-    wants_room: dict[str, int] = field(default_factory=dict)  # source ranks that wait for a slot, and how many each has
+    tried: tuple[int, str] = (-1, "")  # (version, run) of the highest swap begun in the last run
+    bases: dict[str, int] = field(default_factory=dict)  # run -> the highest number used up before it
+    published: dict[tuple[str, int], int] = field(default_factory=dict)  # (run, rank) -> highest number
+    wants_room: dict[str, int] = field(default_factory=dict)  # source rank waiting for a slot -> its slot count
     plan: LoadedPlan | None = None  # of the present members; None after any change
     running: Running | None = None
     queue: list[Queued] = field(default_factory=list)
     last: SwapReport | None = None
-    steps: FlipSteps = field(default_factory=FlipSteps)  # where ranks are that have a decided version to take over
+    steps: FlipSteps = field(default_factory=FlipSteps)  # how far ranks with a decided version have polled
 
     def takes_part(self, member: Member) -> bool:
         """Return whether this rank takes part in the running swap."""
         return self.running is not None and member.id in self.running.swap.names
 
     def reads(self, member: Member) -> bool:
-        """Return whether the running swap reads this source rank; of a plan that is not made yet nobody knows."""
+        """Return whether the running swap reads this source rank; False while its plan is not made."""
         running = self.running
         return (
             running is not None
@@ -99,10 +99,10 @@ class Models(dict[str, ModelState]):
     """The models by name."""
 
     def named(self, name: str) -> ModelState:
-        """Return a model.
+        """Return a model's state.
 
         Raises:
-            RefusedError: there is none of that name.
+            RefusedError: no model has this name.
         """
         state = self.get(name)
         if state is None:

@@ -1,4 +1,4 @@
-"""Requests for plans: of swaps that begin, and of operators who want to see one."""
+"""Requests for plans, by swaps that begin and by operators who want to see one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refitd.protocol import local
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Who asked for a plan, and of which members: ranks may join and leave while it is made."""
+    """Who asked for a plan, and for which members: ranks may join and leave while it is made."""
 
     model: str
     who: str | Waiter  # a swap, or an operator
@@ -24,11 +24,11 @@ class PlanRequest:
 
 
 class Planning:
-    """Has plans made, on a thread beside the loop, and keeps them. Instructions go to `out`.
+    """Has plans made on a thread beside the loop, and caches them. Instructions go to `out`.
 
     Attributes:
-        requests: those that are not answered, by ticket.
-        reader: what it knows of descriptions.
+        requests: the unanswered requests, by ticket.
+        reader: the descriptions read so far.
     """
 
     def __init__(self, models: Models, out: Callable[[Instruction], None]) -> None:
@@ -40,10 +40,10 @@ class Planning:
         self.reader = ShardReader()
 
     def show(self, state: ModelState, viewer: Waiter) -> None:
-        """Answer an operator's request, once the plan exists.
+        """Answer an operator's request once the plan exists.
 
         Raises:
-            PlanError: targets want what no source offers.
+            PlanError: targets want parts that no source offers.
         """
         if unoffered := state.fleet.unoffered():
             raise PlanError(unoffered)
@@ -55,7 +55,7 @@ class Planning:
             self.planned(event)
 
     def ask(self, fleet: Model, who: str | Waiter) -> Planned | None:
-        """Have a plan made for these members; what is known at once is returned, to be handed to `planned`."""
+        """Request a plan for these members; if the result is known at once, return it for `planned`."""
         pools = fleet.pools()
         kept = self._kept.get(pools)
         self._tickets += 1
@@ -70,10 +70,10 @@ class Planning:
         return None
 
     def planned(self, event: Planned) -> tuple[ModelState, LoadedPlan | str] | None:
-        """Keep a plan that was requested, and answer an operator.
+        """Cache a requested plan, and answer an operator.
 
         Returns:
-            The model whose running swap waits for it, with the plan, or why there is none; None if no swap does.
+            (model, plan or the reason why there is none) if a swap asked for it, else None.
         """
         asked = self.requests.pop(event.ticket)
         who, fleet, plan = asked.who, asked.fleet, event.plan

@@ -1,4 +1,4 @@
-"""The coordinator's plans: made once per membership, sent once per node, shown to people."""
+"""The coordinator's plans: made once per membership, sent once per node, reported to operators."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 class LoadedPlan:
     """A validated plan, the ranks it is for, and the nodes that have it."""
 
-    id: str  # digest of the rosters, and what tells models of equal layout apart
+    id: str  # digest of the rosters and of the model's name
     table: CopyTable
     fills: FillTable
     unused_sources: tuple[str, ...]
     plan_s: float
-    regions: Regions  # what several source ranks hold
+    regions: Regions  # what several source ranks hold, to be compared
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
     loaded_on: set[str] = field(default_factory=set)
-    epoch: EpochPlan | None = None  # of the workers that exchange between nodes; None until it is formed
-    crossing_s: dict[str, float] = field(default_factory=dict)  # node -> its slowest worker in the last swap
-    pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of all that meet
+    epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
+    crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
+    pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of each pair
 
     @functools.cached_property
     def senders(self) -> frozenset[int]:
@@ -45,12 +45,12 @@ class LoadedPlan:
         return frozenset(np.unique(self.table.src_rank).tolist())
 
     def belongs_to(self, model: str) -> None:
-        """Give the plan an id of this model: models of equal layout have equal plans but other members."""
+        """Make the id specific to this model: models of equal layout have equal plans but other members."""
         self.id = f"{self.digest}.{xxhash.xxh3_64_hexdigest(model.encode())}"
 
     @property
     def digest(self) -> str:
-        """The digest of the rosters it was made from."""
+        """The digest of the rosters that the plan was made from."""
         return self.id.partition(".")[0]
 
     def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
@@ -91,9 +91,9 @@ class LoadedPlan:
 
 
 class PlanCache:
-    """The last plans, keyed by every rank, its node and its description.
+    """Recent plans, keyed by every rank, its node and its description.
 
-    A changed layout has another description and so never finds an old plan. Owned by the coordinator.
+    A changed layout changes a description, so it never finds an old plan. Owned by the coordinator.
     """
 
     def __init__(self, capacity: int = 16) -> None:
@@ -117,7 +117,11 @@ class PlanCache:
 
 
 def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
-    """Plan these rosters; raises PlanError with every problem found."""
+    """Plan these rosters.
+
+    Raises:
+        PlanError: names every problem found.
+    """
     started = time.perf_counter()
     plan = plan_copies(rosters)
     took_s = time.perf_counter() - started
@@ -144,7 +148,7 @@ def _pairs(table: CopyTable) -> tuple[tuple[int, int, int, int], ...]:
 def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
     """Return a function that makes the plan report: bytes per pair of ranks and per parameter, largest first.
 
-    Call it outside the loop: there may be very many parameters. It reads nothing that changes.
+    Call it on another thread: there may be very many parameters. It reads nothing that changes.
     """
     names = {
         plan.members[m.id]: (

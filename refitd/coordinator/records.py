@@ -1,4 +1,4 @@
-"""What a journal records: how swaps went, and which version is live."""
+"""What the journal records: how swaps ended, and which version is live."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Record:
 class LiveVersion:
     """The version of a model that was decided last; number and run identify it.
 
-    `sequence` increases with every decision, also where one journal continues another.
+    `sequence` increases with every decision, also across journals that continue each other.
     """
 
     version: int
@@ -47,7 +47,7 @@ class LiveVersion:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A live version that daemons know and this journal does not; `continues` is the journal they learned it from."""
+    """A live version that daemons know and this journal does not; `continues` is the journal that it came from."""
 
     model: str
     live: LiveVersion

@@ -1,4 +1,4 @@
-"""Swaps decided by a coordinator that died before they ended: which ranks have committed since."""
+"""Swaps that an earlier coordinator decided but did not see end: which ranks have committed since."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SwapReport
 from refitd.states import MemberState, SwapOutcome
 
-# (replica, rank): members have other names when they register again
+# (replica, rank): a member's id changes when it registers again
 _Rank = tuple[str, int]
 
 
 @dataclass(slots=True)
 class _Swap:
     record: Record
-    report: SwapReport  # as it was decided
+    report: SwapReport  # at the decision
     deadline: float
     found: dict[_Rank, MemberReport] = field(default_factory=dict)
 
@@ -30,9 +30,9 @@ class _Swap:
 
 
 class Unfinished:
-    """Each model's last decided swap whose end is not in the journal, until it is known or its deadline passes.
+    """Each model's last decided swap, if the journal has no end for it, until its end is known or the deadline passes.
 
-    Each method yields the records to write to the journal; their `at` is the time of the decision.
+    Each method yields records to journal; their `at` is the time of the decision.
     """
 
     def __init__(self, newest_first: Iterable[Record], deadline: float) -> None:
@@ -42,7 +42,7 @@ class Unfinished:
         for record in newest_first:
             if not record.is_decided or record.model in seen:
                 continue
-            seen.add(record.model)  # what was decided earlier has been replaced by this
+            seen.add(record.model)  # earlier decisions are superseded
             if record.state == "decided" and (report := written_report(record)) is not None:
                 self._swaps[record.model] = _Swap(record, report, deadline)
 
@@ -67,7 +67,7 @@ class Unfinished:
             yield from self._found(swap, member, MemberState.FAILED, reason=reason)
 
     def replaced(self, model: str) -> Iterator[Record]:
-        """Close the record: another swap of the model begins."""
+        """Close a model's record, because its next swap begins."""
         swap = self._swaps.get(model)
         if swap is not None:
             yield self._end(swap, "the next swap began")

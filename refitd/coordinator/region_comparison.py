@@ -1,4 +1,4 @@
-"""The digests of what several source ranks hold, while they come in from the nodes."""
+"""Collects and compares the digests of regions that several source ranks hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from refitd.protocol.cluster import DigestRegions
 
 @dataclass(slots=True, eq=False)
 class RegionComparison:
-    """The digests of a plan's regions while they come in. `held` are the source ranks that hold them, in order."""
+    """Collects the digests of a plan's regions. `held` are the source ranks that hold them, in order."""
 
     key: str
     regions: Regions
@@ -28,11 +28,11 @@ class RegionComparison:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that are asked."""
+        """The nodes that are asked for digests."""
         return sorted({member.node for member in self.held})
 
     def requests(self, swap: str, version: int, run: str, timeout_s: float) -> Iterator[tuple[str, Message]]:
-        """Yield what each node is asked for."""
+        """Yield (node, request) for each node."""
         table, holder_of = self.regions.table, self.regions.holder_of
         for node in self.nodes:
             self.waiting.add(node)
@@ -44,10 +44,10 @@ class RegionComparison:
             yield node, DigestRegions(swap, version, run, members, ranks, holders, wire, timeout_s)
 
     def answered(self, node: str, digests: bytes) -> bool:
-        """Take a node's digests; return whether all have come.
+        """Store a node's digests; return whether all nodes have answered.
 
         Raises:
-            ProtocolError: there are not as many as were asked for.
+            ProtocolError: the number of digests is wrong.
         """
         if node not in self.waiting:
             return False
@@ -61,7 +61,7 @@ class RegionComparison:
         return not self.waiting
 
     def problems(self) -> list[str]:
-        """Return the tensors that ranks hold different values of, once all digests have come."""
+        """Name the tensors whose digests differ between ranks; call it once all nodes have answered."""
         return differences(
             [self.regions.digested(m.describe(), m.added.rank, self._digests[m.added.rank]) for m in self.held]
         )

@@ -1,4 +1,4 @@
-"""Progress and reports of a swap, for the people who wait for it."""
+"""Progress and reports of a swap, for its callers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
 from refitd.states import MemberState, SwapOutcome
 
-# What a phase is called to people; all others are called "commit".
+# The names of phases in reports; all others are shown as "commit".
 _SHOWN = {
     Phase.IDLE: "plan",
     Phase.PLANNED: "plan",
@@ -50,7 +50,7 @@ def swap_report(
     now: float,
     is_verified: bool = True,
 ) -> SwapReport:
-    """Return the report of a swap, ended or running; `is_verified`: staged bytes were compared with their source."""
+    """Return the report of a swap, ended or running; `is_verified` says whether staged bytes were compared."""
     outcome = _OUTCOMES.get(swap.phase, SwapOutcome.ABORTED)
     at = swap.entered
 
@@ -58,7 +58,7 @@ def swap_report(
         start = at.get(first)
         return 0.0 if start is None else max(0.0, at.get(last, now) - start)
 
-    # what is converted counts as work done, not as bytes that were moved
+    # conversions count as work done, not as bytes moved
     converted = sum(m.added.converted_bytes for m in members.values() if m.id in swap.members)
     if Phase.STAGED not in at:
         converted = max(0, swap.bytes_done - (swap.bytes_total - converted))
@@ -96,7 +96,7 @@ def decided_report(report: SwapReport) -> SwapReport:
 
 
 def late_report(report: SwapReport, swap: Swap, now: float) -> SwapReport:
-    """Return the report of a decided swap for callers whose timeout passes before every rank has committed."""
+    """Return the report of a decided swap for callers whose timeout passes before all ranks have committed."""
     spent = now - swap.entered[Phase.COMMITTING]
     why = f"has not taken the version over after {spent:.1f} s, and does at its next commit point"
     members = tuple(
@@ -117,7 +117,7 @@ def late_report(report: SwapReport, swap: Swap, now: float) -> SwapReport:
 
 
 def apart_report(report: SwapReport, apart: Mapping[tuple[str, int], str]) -> SwapReport:
-    """Return a report that names ranks which may not have committed before the same step as their replica."""
+    """Return the report with a note on each rank that may not have committed in the same step as its replica."""
     members = tuple(
         msgspec.structs.replace(member, reason=clipped(f"flipped in its own next poll, not with its replica: {why}"))
         if member.state == "committed" and (why := apart.get((member.replica, member.rank)))
@@ -128,10 +128,10 @@ def apart_report(report: SwapReport, apart: Mapping[tuple[str, int], str]) -> Sw
 
 
 def written_report(record: Record) -> SwapReport | None:
-    """Return the journalled report; None if there is none, or another version of refitd wrote it."""
+    """Return the journalled report; None if there is none or another refitd version wrote it."""
     try:
         return msgspec.json.decode(record.report, type=SwapReport) if record.report else None
-    except msgspec.DecodeError:  # what was decided is told by the record itself; a coordinator must start all the same
+    except msgspec.DecodeError:  # the record itself has the decision; an unreadable report must not stop a coordinator
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a swap needs besides a plan: MXFP8 offers for targets that want them, and hooks for derived tensors."""
+"""What a swap needs besides a plan: MXFP8 offers for targets that want them, hooks for derived tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _SHOWN = 5
 
 
 def canonical_names(tensor: WireTensor) -> set[str]:
-    """Return the canonical tensors that a local tensor holds parts of."""
+    """Return the canonical tensors that a local tensor holds (parts of)."""
     if tensor.tiles is not None:
         return {tile.tensor for tile in tensor.tiles}
     return {tensor.resolved_name or tensor.name}
 
 
 def wanted_parts(shard: Shard) -> frozenset[tuple[str, str]]:
-    """Return the tensors that arrive converted: (canonical tensor, rounding). The planner judges aliased ones."""
+    """Return (canonical tensor, rounding) of all that arrives in MXFP8. Aliased tensors are left to the planner."""
     found = set()
     for tensor in shard.tensors:
         if MARK in tensor.name and not tensor.aliases:
@@ -28,7 +28,7 @@ def wanted_parts(shard: Shard) -> frozenset[tuple[str, str]]:
 
 
 def offer_problems(sources: Iterable[Shard], wanted: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the `wanted_parts` that no source offers in MXFP8, each with what to change."""
+    """Return the `wanted_parts` that no source offers in MXFP8, each with advice."""
     parts = sorted(set(wanted))
     if not parts:
         return []

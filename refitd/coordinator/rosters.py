@@ -1,4 +1,4 @@
-"""Turn registered shards into rosters; each distinct description is read once, however many ranks share it."""
+"""Turns registered shards into rosters; each distinct description is read once, however many ranks share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refitd.protocol.shards import Shard, metadata_of
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One rank, numbered as in the plan, and the digest of its description."""
+    """One rank with its plan-wide number and its description."""
 
     rank: int
     label: str
@@ -25,14 +25,14 @@ class Registered:
     shard: Shard
 
 
-# (dimension, local size there, ranks that split it, stride): what all shards of one tensor must have in common for
-# one rank alone to know where its own lies
+# (dimension, local size, ranks that split it, stride). If these are equal on all ranks of a tensor, the split is even,
+# and a rank can compute its own position alone.
 _Cut = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """A description as read, and what `ShardReader` remembers of it."""
+    """A description that was read, with what `ShardReader` remembers of it."""
 
     shard: Shard
     compact: tuple[ParameterMetadata, ...] | None
@@ -49,7 +49,7 @@ def read_shard(shard: Shard) -> ShardRead:
 
 
 class ShardReader:
-    """Remembers what it has read by digest. Owned by the coordinator; `keep` bounds it."""
+    """Caches read descriptions by digest. Owned by the coordinator; `keep` limits it."""
 
     def __init__(self) -> None:
         self._compact: dict[str, tuple[ParameterMetadata, ...] | None] = {}
@@ -59,9 +59,9 @@ class ShardReader:
     def rosters(self, pools: Iterable[Sequence[Registered]]) -> list[Roster]:
         """Return every rank's roster; ranks of equal shards share one sequence, which the planner reads once.
 
-        Where shards of a pool are split unevenly, or a description has problems, each rank gets its own sequence
-        with its groups, so that the planner can tell splits apart and name ranks. The same holds for pools where
-        some shards leave out what others say (`refitd.plan.completion`).
+        Each rank gets its own sequence, with its groups, if its pool is split unevenly or a description has problems,
+        so that the planner can tell splits apart and name ranks. The same holds for pools in which some shards leave
+        out what others describe (`refitd.plan.completion`).
         """
         found: list[Roster] = []
         pools = list(pools)
@@ -76,12 +76,12 @@ class ShardReader:
         return found
 
     def learn(self, digest: str, read: ShardRead) -> None:
-        """Remember a description that was read elsewhere."""
+        """Store a description that was read elsewhere."""
         self._compact[digest] = read.compact
         self._cuts[digest] = read.cuts
 
     def keep(self, digests: Collection[str]) -> None:
-        """Forget every description but these."""
+        """Forget all other descriptions."""
         for known in (self._compact, self._cuts, self._said):
             for digest in [d for d in known if d not in digests]:
                 del known[digest]
@@ -123,7 +123,7 @@ def _compact(shard: Shard, rank: int) -> tuple[ParameterMetadata, ...] | None:
     try:
         return tuple(without_ranks(metadata_of(shard, rank)))
     except PlanError:
-        return None  # told by the planner, with the labels of the ranks
+        return None  # the planner reports it, with the labels of the ranks
 
 
 def _cuts(shard: Shard) -> dict[str, _Cut]:

@@ -1,4 +1,4 @@
-"""Choose a model's next swap: a requested one, then a newer version, then a catch-up."""
+"""Chooses a model's next swap: a requested one, then a newer version, then a catch-up."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from refitd.coordinator.models import ModelState, Running, Waiter
 from refitd.errors import RefusedError
 from refitd.protocol import local
 
-# Swaps of one model that may wait for the running one.
+# Limit on queued swaps of one model.
 MAX_QUEUED = 64
 
-# How often an aborted catch-up is retried per registration, and how much longer each pause is.
+# Retries of an aborted catch-up per registration, and the pause that each adds.
 CATCH_UP_AGAIN = 3
 CATCH_UP_PAUSE_S = 3.0
 
 
-# The least timeout of a queued swap when its turn comes; 0 would mean no timeout.
+# The shortest timeout of a queued swap whose turn comes; 0 would mean no timeout.
 SHORTEST_S = 0.001
 
 
@@ -36,7 +36,7 @@ class DueSwap:
 
 
 def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: Past, waited_s: float = 0.0) -> DueSwap:
-    """Return the requested swap; `waited_s` of its timeout have passed.
+    """Return the requested swap; `waited_s` seconds of its timeout have passed.
 
     Raises:
         RefusedError: it cannot be swapped now; the text says what is missing and where.
@@ -67,7 +67,7 @@ def _version_before(state: ModelState, past: Past) -> int:
 
 
 def used_up(state: ModelState, version: int, run: str) -> str:
-    """Return why a run cannot use a version number (it was live with other contents); "" if it can."""
+    """Return why a run cannot use a version number (it was live with other contents), "" if it can."""
     live = state.live
     if live is None or live.run == run or version > state.highest:
         return ""
@@ -105,7 +105,7 @@ def gives_way(running: Running) -> bool:
 
 
 def newer(state: ModelState) -> DueSwap | None:
-    """Return the swap to a complete version newer than every live one and every one this run tried.
+    """Return the swap to a complete version newer than every decided one and any that this run tried.
 
     Raises:
         RefusedError: such a version exists and cannot be swapped now.
@@ -150,7 +150,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
             continue
         if s.phase is Phase.ABORTED and member_id in s.poisoned:
             poison(member, s.swap, s.reason)
-        member.left_behind |= member_id in s.failed  # it would most likely fail again at once
+        member.left_behind |= member_id in s.failed  # it would most likely fail again
     if running.kind == "catch-up" and not running.gives_way:
         for member in running.fleet.targets.values():
             member.left_behind |= (member.version, member.run) != (s.version, running.run)
@@ -160,7 +160,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
 
 
 def try_again(state: ModelState, now: float) -> bool:
-    """Retry ranks whose pause is over: the fault may have been another's. Return whether there are any."""
+    """Make ranks due again whose pause is over (another rank may have been at fault); return whether there are any."""
     due = [m for m in state.fleet.targets.values() if m.again_at is not None and now >= m.again_at]
     for member in due:
         member.again_at, member.left_behind = None, False

@@ -1,4 +1,4 @@
-"""Versions that source ranks hold: which numbers they may publish, and which slots they may overwrite."""
+"""Versions of source ranks: which numbers they may publish, and which slots they may overwrite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.protocol.base import Message
 
 
 class SourceVersions:
-    """Reads and writes what each model's state says of source ranks. `members` are all ranks by id."""
+    """Updates the source ranks' part of each model's state. `members` are all ranks by id."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class SourceVersions:
         self._log = log
 
     def run_of(self, state: ModelState, added: cluster.AddShard) -> tuple[str, int, int | None]:
-        """Return the run that a source rank joins, and the highest number that it may not publish any more.
+        """Return (run that a source rank joins, highest number it may no longer publish, base).
 
-        Third, where the run begins with it: the highest number that earlier runs have used up.
+        `base` is the highest number that earlier runs used up, if this rank begins the run, else None.
         """
-        if added.run:  # it was let in before
+        if added.run:  # it registered before
             used = max(added.versions, default=-1) if added.newest is None else added.newest
             return added.run, max(used, state.published.get((added.run, added.rank), -1)), None
         joined = sorted(m.run for m in state.fleet.sources.values() if m.attached)
@@ -43,12 +43,12 @@ class SourceVersions:
         run = joined[0]
         used = -1
         if (run, added.rank) in state.published:
-            # it returns alone, with its own weights, which are not those of any version published before
+            # it returns alone, with weights that differ from every version published before
             used = max(version for (of, _), version in state.published.items() if of == run)
         return run, max(state.bases.get(run, state.highest), used), None
 
     def registered(self, state: ModelState, member: Member, base: int | None) -> None:
-        """A source rank has registered, with `base` as `run_of` has returned it; forget runs that nobody is of."""
+        """Record a registered source rank and the base from `run_of`; forget runs that have no rank left."""
         if base is not None:
             state.bases[member.run] = base
         state.published[member.run, member.added.rank] = member.newest
@@ -59,7 +59,7 @@ class SourceVersions:
         self.room_changed(state)
 
     def published(self, state: ModelState, member: Member, published: cluster.ShardPublished) -> None:
-        """Take note of a version that a rank holds now.
+        """Record a version that a rank now holds.
 
         Raises:
             RefusedError: its number was used up by other contents.
@@ -81,7 +81,7 @@ class SourceVersions:
         self._log("published", model=state.fleet.name, member=member.id, version=version, mode=published.mode)
 
     def wants_room(self, state: ModelState, member: Member, slots: int) -> None:
-        """Answer a source rank without a free slot: which versions it may overwrite, now and whenever that changes."""
+        """Answer a source rank without a free slot: which versions it may overwrite, now and after each change."""
         if member.added.role == "source":
             state.wants_room[member.id] = slots
             self._tell_room(state, member, *state.fleet.droppable(), asks=True)
@@ -102,7 +102,7 @@ class SourceVersions:
         self, state: ModelState, member: Member, droppable: set[int], complete: int, *, asks: bool = False
     ) -> None:
         if state.wants_room[member.id] == 1:
-            droppable = droppable | {complete}  # it has no slot for the newest complete version and another one
+            droppable = droppable | {complete}  # its one slot cannot hold both that version and a new one
         versions, reason = tuple(sorted(droppable & member.versions)), ""
         if versions:
             del state.wants_room[member.id]

@@ -1,4 +1,4 @@
-"""The coordinator's state without sockets: events in, instructions out."""
+"""The coordinator's state without sockets: takes events, returns instructions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from refitd.protocol.reports import (
     VerifyReport,
 )
 
-# Daemons send a heartbeat every second; after this long without one their members count as lost.
+# Daemons send a heartbeat every second. After this long without one a node's members count as lost.
 NODE_SILENCE_S = 10.0
 
 
@@ -62,9 +62,9 @@ class Coordinator:
         is_beside: bool = False,
         new_run: Callable[[], str] = lambda: secrets.token_hex(4),
     ) -> None:
-        """Start empty. `decided`, `recent` and `past` read the journal, including earlier coordinators' entries.
+        """Start empty. `decided`, `recent` and `past` read the journal, also entries of earlier coordinators.
 
-        `is_beside`: a standalone daemon started it. `new_run` returns a new run id.
+        `is_beside` says that a standalone daemon started this process. `new_run` returns a new run id.
         """
         self._config = config
         self._boot, self._pid, self._started = boot, pid, started
@@ -77,11 +77,11 @@ class Coordinator:
         self._lives = LiveVersions(
             past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
         )
-        self._began = False  # whether swaps may begin and waiting callers were told
-        self._undone: dict[str, Member] = {}  # ranks with a staged version while it is unknown whether that was decided
+        self._began = False  # whether swaps may begin, and waiting callers were told so
+        self._undone: dict[str, Member] = {}  # ranks with a staged version, while it is unknown whether it was decided
         self._numbers = 0
         self._out: list[Instruction] = []
-        # by then every living rank has registered again and reached a commit point
+        # by this time every living rank has registered again and reached a commit point
         late = started + NODE_SILENCE_S + config.deadlines.commit_s
         ended = recent("", MAX_HISTORY)
         self._unfinished = Unfinished(ended, late)
@@ -115,7 +115,7 @@ class Coordinator:
                 self.swaps.journalled(swap, error, now)
             case Busy(seconds):
                 for node in self.nodes.values():
-                    node.last_heard = min(now, node.last_heard + seconds)  # who was heard meanwhile is excused nothing
+                    node.last_heard = min(now, node.last_heard + seconds)  # nodes heard meanwhile gain nothing
             case Tick():
                 self._tick(now)
         done = self._out[:]
@@ -169,7 +169,7 @@ class Coordinator:
             self._send(identity, request, local.Failure(code=RefusedError.code, message=error))
             return
         same = old is not None and old.status.pid == message.status.pid
-        # a daemon that had nobody to answer it has said this several times
+        # a daemon without an answer repeats its NodeHello
         repeats = old is not None and same and old.identity == identity
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             self._forget_node(name, f"its daemon has {'introduced itself' if same else 'started'} again", now)
@@ -190,7 +190,7 @@ class Coordinator:
             self.swaps.next(state, now)
 
     def _live_learned(self, model: str, now: float) -> None:
-        """Handle a changed live version: fence ranks that hold another one, and catch them up."""
+        """Apply a changed live version: fence ranks that hold another one, and catch them up."""
         self.swaps.fences.tell_live(model)
         state = self.models.get(model)
         if state is None:
@@ -273,7 +273,7 @@ class Coordinator:
                 self.swaps.node_said(node.status.node, message, now)
         if reply is not None:
             self._send(node.identity, request, reply)
-        # only now: a rank must know that it is registered before a swap sends it anything
+        # only after the reply: a rank must know that it is registered before a swap sends it anything
         if isinstance(message, cluster.AddShard) and not message.is_question:
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished):
@@ -295,7 +295,7 @@ class Coordinator:
     # --- members ------------------------------------------------------------------------------------------
 
     def _new_state(self, model: str) -> ModelState:
-        """Return the state of a newly named model; its history comes from the journal and the daemons."""
+        """Return the initial state of a model, with its history from the journal and the daemons."""
         configured = self._model_config(model)
         fleet = Model(model, configured.auto_swap, check_replicas=configured.check_replicas)
         state = ModelState(fleet, self._lives.of(model), self._lives.highest(model), self._lives.past.tried(model))
@@ -360,30 +360,30 @@ class Coordinator:
         return local.Done()
 
     def _replace(self, old: Member, by: Member, now: float) -> None:
-        """Forget a detached rank, and have its daemon give its memory back.
+        """Forget a detached rank, and have its daemon free its memory.
 
-        The daemon that a rank of the same number registers with does so by itself.
+        If the new rank has the same number and daemon, that daemon frees the memory by itself.
         """
         is_same = old.added.rank == by.added.rank and old.added.world_size == by.added.world_size
         if is_same and old.node == by.node:
             self._members.pop(old.id, None)
             return
         reason = f"its trainer is gone, and {by.describe()} has registered anew"
-        self._remove(old.id, reason, now)  # first: what reads it is aborted
+        self._remove(old.id, reason, now)  # first: a swap that reads it is aborted
         self._to_node(old.node, cluster.EvictMember(member=old.id, reason=reason))
 
     def _settle(self, node: Node, member: Member, swap: str, now: float) -> None:
-        """Finish or undo a swap that an earlier coordinator left behind."""
+        """Commit or abort a staged swap that an earlier coordinator left."""
         found = self.swaps.fences.identity_of(swap)
         live = self.models[member.added.model].live
         staged = member.added.staged_version, member.added.staged_run
         if found is None and self._lives.is_in_doubt and live is not None and live.is_at(*staged):
-            found = live.version, live.run  # the journal with the swap is lost, but this version was decided
+            found = live.version, live.run  # the journal with this swap is lost, but its version was decided
         if found is not None:
             self._send(node.identity, 0, cluster.CommitStaged(swap=swap, version=found[0], run=found[1]))
             return
         if not self._lives.is_settled(now):
-            self._undone[member.id] = member  # another daemon may know that it was decided
+            self._undone[member.id] = member  # another daemon may know it as decided
             return
         member.staged, reason = None, "the coordinator restarted before deciding"
         if member.added.in_place:
@@ -410,10 +410,10 @@ class Coordinator:
             del self.models[member.added.model]
 
     def _evict(self, asked: local.Evict, now: float) -> EvictReport:
-        """Remove a replica, or one rank of it; a swap that waits for it ends as if the process had died.
+        """Evict a replica, or one of its ranks; for a running swap that is as if the process had died.
 
         Raises:
-            RefusedError: there is none; the text says which there are.
+            RefusedError: no such rank is registered; lists the registered ones.
         """
         fleet = self.models.named(asked.model).fleet
         found = [
@@ -428,7 +428,7 @@ class Coordinator:
         reason = f"it was evicted on request: {asked.reason or 'no reason given'}"
         members = tuple(member.describe() for member in found)
         for member in found:
-            self._remove(member.id, reason, now)  # first: an abort ends the workers' writes to its arena
+            self._remove(member.id, reason, now)  # first: the abort stops workers that write its arena
             self._to_node(member.node, cluster.EvictMember(member=member.id, reason=reason))
         return EvictReport(model=asked.model, replica=asked.replica, members=members)
 
@@ -471,7 +471,7 @@ class Coordinator:
         self.swaps.tick(now)
 
     def next_deadline(self) -> float | None:
-        """Return when the next Tick is needed for a swap or a check, None when there is none."""
+        """Return when a swap or a check next needs a Tick, None if none does."""
         found = [self.swaps.next_deadline(), self._checks.next_deadline()]
         if not self._began:
             found.append(self._lives.deadline())

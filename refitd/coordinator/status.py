@@ -1,4 +1,4 @@
-"""What a coordinator tells of itself: its nodes, models, links, and past swaps."""
+"""Reports of the coordinator about itself: nodes, models, links, past swaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refitd.states import LinkState, SwapOutcome
 def status_report(
     pid: int, uptime_s: float, nodes: Mapping[str, Node], models: Mapping[str, ModelState], config: Config
 ) -> StatusReport:
-    """Return the present state of everything."""
+    """Return the current status of the cluster."""
     states = [state for _, state in sorted(models.items())]
     return StatusReport(
         coordinator_pid=pid,
@@ -28,7 +28,7 @@ def status_report(
 
 
 def history_report(records: Sequence[Record]) -> HistoryReport:
-    """Return the swaps that a journal knows, in the order given."""
+    """Return journal records as a report, in the order given."""
     return HistoryReport(
         swaps=tuple(
             HistoryEntry(

@@ -1,23 +1,22 @@
-"""Choose the commit point at which all ranks of a replica flip: between the same two tokens.
+"""Chooses the commit point at which all ranks of a replica flip: between the same two tokens.
 
-Each rank answers a decision with how far it has polled, and does not pass its next poll before it is told where to
-flip. Two things name one point on all ranks of a replica that runs in lock step:
+Each rank answers a decision with its poll count, and holds at its next poll until it is told where to flip. Two things
+identify one point on all ranks of a lockstep replica:
 
-*A count from a common origin*: the caller's own step, or the version that all ranks took over together last. They
+*A count from a common origin*: the caller's own step, or the version that all ranks last committed together. The ranks
 flip in the first poll that no rank has passed:
 
-    rank 0 has polled 41 times, rank 1 42 times -> both flip in their poll 43
+    rank 0 has polled 41 times, rank 1 42 times  ->  both flip in their poll 43
 
-*Standing in a poll, all at once.* A new replica has no common origin, nor has a rank that has returned alone; counts
-that lie far apart are no counts of the same steps. No rank can end a step that another one has not begun, so that
-ranks which all stand in a poll stand before the same step: they flip there, and count from there. A rank that was told
-inside a step waits there for one that stands: those that stand are let through one poll, and all meet in the next.
+*All ranks standing in a poll at once.* A new replica has no common origin, nor has a rank that returned alone; counts
+that lie far apart do not count the same steps. But no rank can end a step that another has not begun. So if all ranks
+stand in a poll, they stand before the same step: they flip there, and count from there. A rank that was told inside a
+step cannot flip yet: the ranks that stand are let through one poll, and all meet in the next.
 
-    rank 0 stands in poll 7, rank 1 is in the step after it -> rank 0 passes -> both stand before the next step
+    rank 0 stands in poll 7, rank 1 is in the step after it  ->  rank 0 passes  ->  both stand before the next step
 
-Ranks of a replica that serves nothing yet each flip in their own next poll: no step can see two versions. Ranks that
-never meet (they are not in lock step, or one thread polls several of them) also flip each in their own next poll, and
-the log and the swap's report name them.
+Ranks of a replica that serves nothing yet flip each in their own next poll: no step can see two versions. Ranks that
+never meet (not in lockstep, or several polled by one thread) do the same, and the log and the swap's report name them.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from dataclasses import dataclass, field, replace
 from refitd.coordinator.membership import Member
 from refitd.protocol.local import CALLERS_STEP
 
-# Counts of polls that lie further apart do not count the same steps: pipelines have fewer steps under way.
+# Poll counts further apart do not count the same steps: pipelines have fewer steps in flight.
 LOCKSTEP = 16
 
-# Ranks wait for so long for one that has not answered: a new coordinator may not have heard of it yet.
+# How long ranks wait for one that has not answered: a new coordinator may not have heard of it yet.
 MISSING_S = 3.0
 
-# Ranks stand for so long in a poll for those that do not, twice as long in each round after the first.
+# How long standing ranks wait for the others; doubled in each round.
 PATIENCE_S = 0.1
 ROUNDS = 5  # 3.1 s in all
 
@@ -44,10 +43,10 @@ ROUNDS = 5  # 3.1 s in all
 class Reached:
     """How far a rank has polled."""
 
-    step: int  # its last poll
+    step: int  # the number of its last poll
     origin: str = ""  # what it counts from
-    stands: str = ""  # "poll": held in its poll number `step`; "wait": computes nothing
-    thread: tuple[str, int, int] | None = None  # what polls it: node, process and thread
+    stands: str = ""  # "poll": held in poll `step`; "wait": blocked in wait(), computes nothing
+    thread: tuple[str, int, int] | None = None  # the (node, process, thread) that polls it
 
     @property
     def earliest(self) -> int:
@@ -57,18 +56,18 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The member commits in its poll `step`; all ranks then count from there (`origin`)."""
+    """Order: the member commits in its poll `step`; all ranks then count from there (`origin`)."""
 
     swap: str
     member: Member
     step: int
     origin: str = ""
-    apart: str = ""  # why this may not be the poll in which the other ranks flip
+    apart: str = ""  # why the other ranks may flip at another point
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The member leaves the poll in which it waits, with its present version, and waits in the next one."""
+    """Order: the member leaves the poll in which it stands, with its present version, and stands in the next."""
 
     swap: str
     member: Member
@@ -77,16 +76,16 @@ class Pass:
 @dataclass(slots=True)
 class _Waiting:
     since: float
-    changed: float  # when a rank has last said something, or was let through
+    changed: float  # when a rank last reported, or was let through
     said: dict[str, Reached] = field(default_factory=dict)  # by member
-    rounds: int = 0  # how often those that stood were let through
-    flips: dict[str, Flip] | None = None  # what they are told, once that is known
-    asked: set[str] = field(default_factory=set)  # who has said something since
+    rounds: int = 0  # how often standing ranks were let through
+    flips: dict[str, Flip] | None = None  # the orders, once known
+    asked: set[str] = field(default_factory=set)  # ranks that have reported since
     due_at: float | None = None
 
 
 class FlipSteps:
-    """How far the ranks of one model's replicas have polled while a decided version waits to be committed."""
+    """Poll counts of one model's ranks while a decided version waits to be committed."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, str], _Waiting] = {}  # by swap and replica
@@ -99,11 +98,11 @@ class FlipSteps:
         waiting.asked.add(member.id)
 
     def next_deadline(self) -> float | None:
-        """Return when `due` must be called again without a new event; None: never."""
+        """Return when `due` must be called without a new event; None: never."""
         return min((w.due_at for w in self._waiting.values() if w.due_at is not None), default=None)
 
     def due(self, targets: Iterable[Member], now: float) -> list[Flip | Pass]:
-        """Return the orders to send to ranks now. `targets` are all target members of the model."""
+        """Return the orders to send now. `targets` are all target members of the model."""
         replicas: dict[str, list[Member]] = {}
         for member in targets if self._waiting else ():
             replicas.setdefault(member.added.replica, []).append(member)
@@ -113,7 +112,7 @@ class FlipSteps:
             concerned = {m.id: m for m in ranks if m.staged == swap}
             said = {id_: where for id_, where in waiting.said.items() if id_ in concerned}
             waiting.due_at = None
-            if not said:  # they have left, or have taken the version over
+            if not said:  # they have left, or have committed
                 if now >= waiting.since + MISSING_S:
                     del self._waiting[(swap, replica)]
             elif waiting.flips is not None:
@@ -161,7 +160,7 @@ class FlipSteps:
                 apart = apart or f"one thread polls several ranks, whose counts differ ({counts})"
             others = [concerned[id_] for id_, where in said.items() if not where.stands]
             apart = apart or f"{_named(others)} stood in no poll while others did, {ROUNDS} times (counts: {counts})"
-        # who has not been told the same poll with all others does not count with them from here on
+        # only ranks that were all given the same poll share a new origin
         origin = swap if is_together and not apart and len(said) == len(ranks) == ranks[0].added.world_size else ""
         waiting.flips = {id_: Flip(swap, concerned[id_], step, origin, apart) for id_, step in steps.items()}
         waiting.asked.clear()
@@ -182,7 +181,7 @@ class FlipSteps:
 
 
 def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
-    """Return the poll in which each rank flips, the same point for all; None if no such point is known."""
+    """Return the poll in which each rank flips, the same point for all; None if no such point is known yet."""
     polls = {who: where.earliest for who, where in said.items()}
     steps = [where.step for where in said.values()]
     origins = {where.origin for where in said.values()}
@@ -193,7 +192,7 @@ def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
 
 
 def in_turn(said: Mapping[str, Reached]) -> bool:
-    """Whether one thread polls several ranks, which can then never wait in a poll at once."""
+    """Whether one thread polls several ranks, so that they can never all stand in a poll at once."""
     threads = Counter(where.thread for where in said.values() if where.thread is not None)
     return any(count > 1 for count in threads.values())
 

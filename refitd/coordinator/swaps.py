@@ -1,4 +1,4 @@
-"""Running swaps: have them planned, form epochs, step their state machine, and instruct nodes."""
+"""Running swaps: plans them, forms epochs, steps their state machines, instructs nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from refitd.protocol.reports import SwapReport
 
 
 class Swaps:
-    """Begins due swaps and carries them to their end. Instructions go to `out`."""
+    """Begins due swaps and runs them to their end. Instructions go to `out`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Swaps:
     def next(self, state: ModelState, now: float) -> None:
         """Start the due swap: a requested one first, then a newer version, then a catch-up.
 
-        Nothing is due while daemons may still report what is live.
+        Nothing starts while daemons may still report what is live.
         """
         if not self._lives.is_settled(now):
             return
@@ -152,7 +152,7 @@ class Swaps:
         if state.plan is not None and fleet is state.fleet:
             self._plan_ready(state, state.plan, now)
         else:
-            # the present members: a rank that joins while the plan is made is caught up afterwards
+            # only the present members: a rank that joins while the plan is made is caught up afterwards
             state.running.fleet = fleet.only({replica for replica, _ in fleet.targets})
             event = self.planning.ask(state.running.fleet, swap.swap)
             if event is not None:
@@ -161,7 +161,7 @@ class Swaps:
     # --- plans --------------------------------------------------------------------------------------------
 
     def planned(self, event: Planned, now: float) -> None:
-        """Use a plan that was requested; a running swap that waits for it goes on, or ends with the reason."""
+        """Handle a finished plan; the swap that waits for it continues, or aborts with the reason."""
         found = self.planning.planned(event)
         if found is not None:
             state, plan = found
@@ -192,7 +192,7 @@ class Swaps:
         self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
 
     def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
-        """Once all nodes have digested their regions, the swap goes on with its plan, or names what differs."""
+        """Handle a node's digests; after the last the swap continues with its plan, or aborts naming what differs."""
         state = self._models.swapping(message.swap)
         if state is None or state.running is None:
             return  # the swap has ended meanwhile
@@ -260,7 +260,7 @@ class Swaps:
                 pass
 
     def _flip(self, state: ModelState, now: float) -> None:
-        """Tell ranks in lock step in which poll they flip; log ranks that may flip apart from the others."""
+        """Tell lockstep ranks in which poll they flip; log ranks that may flip apart from their replica."""
         for told in state.steps.due(state.fleet.targets.values(), now):
             swap, member = told.swap, told.member
             if not isinstance(told, Flip):
@@ -338,7 +338,7 @@ class Swaps:
                 self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=members))
             case decision.StageOn(node):
                 assert plan is not None
-                # the workers' own errors, which name who is late, must arrive before the phase ends
+                # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
                 stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run)
@@ -361,12 +361,12 @@ class Swaps:
                 self._finish(state, running, now)
 
     def _decide(self, state: ModelState, running: Running, now: float) -> None:
-        """Journal the decision with the ranks that must commit, so that another coordinator can finish it.
+        """Journal the decision with the ranks that must commit, so that a later coordinator can finish it.
 
-        A new version waits while unreachable engines may still serve the one before.
+        The decision for a new version waits while unreachable engines may still serve the previous one.
         """
         s = running.swap
-        if text := used_up(state, running.version, running.run):  # learned since this began
+        if text := used_up(state, running.version, running.run):  # learned since the swap began
             self.step(state, decision.AbortAsked(text), now)
             return
         until = 0.0
@@ -386,7 +386,7 @@ class Swaps:
         self._out(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, running.run)))
 
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
-        """Handle the journal's answer: the decision is on disk, or could not be written."""
+        """Handle the journal's result: the decision is on disk, or could not be written."""
         if error is not None:
             self.step_swap(swap, decision.AbortAsked(f"the decision could not be journalled: {error}"), now)
             return
@@ -397,8 +397,8 @@ class Swaps:
             sequence = written.sequence if written is not None and written.swap == swap else 0
             self._lives.decided(model, LiveVersion(running.version, running.run, sequence, swap))
             state.live, state.highest = self._lives.of(model), self._lives.highest(model)
-            # before any node commits: every daemon with a committed rank knows what is live; and who has registered
-            # since the swap began, and takes no part in it, does not serve what it came with
+            # before any node commits: every daemon with a committed rank must know what is live, and a rank that
+            # registered after the swap began must not serve its old version
             self.fences.tell_live(model)
             for member in state.fleet.targets.values():
                 if member.id not in running.swap.members:
@@ -412,7 +412,7 @@ class Swaps:
         state.running, state.last = None, report
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
-            self._epochs.drop(plan)  # an epoch does not outlive a swap that failed
+            self._epochs.drop(plan)  # an epoch does not outlive a failed swap
         if s.phase is Phase.ABORTED:
             self._comparisons.ended(running)
         outcome, written = report.outcome, msgspec.json.encode(report)
@@ -428,11 +428,11 @@ class Swaps:
         return apart_report(msgspec.structs.replace(report, run=running.run), running.apart)
 
     def _remember(self, record: Record) -> None:
-        """Journal how a swap ended, at the present time."""
+        """Journal how a swap ended, with the current time."""
         self._out(Remember(replace(record, at=self._wall_clock())))
 
     def ended_late(self, records: Iterable[Record]) -> None:
-        """Journal how swaps of an earlier coordinator ended."""
+        """Journal how swaps of earlier coordinators ended."""
         for record in records:
             state = self._models.get(record.model)
             if state is not None and state.last is not None and state.last.swap == record.swap:
@@ -445,7 +445,7 @@ class Swaps:
         """Abort the running swap on request.
 
         Raises:
-            RefusedError: none runs, or it is decided.
+            RefusedError: no swap runs, or it is decided.
         """
         model, running = state.fleet.name, state.running
         if running is None:
@@ -457,7 +457,7 @@ class Swaps:
         self.step(state, decision.AbortAsked(f"aborted on request: {reason or 'no reason given'}"), now)
 
     def _answer_in_time(self, state: ModelState, now: float) -> None:
-        """Answer callers whose timeout has passed: the swap is decided, these ranks are late. The swap goes on."""
+        """Answer callers whose timeout has passed: the swap is decided and goes on, some ranks are late."""
         running = state.running
         if running is None or running.answer_by is None or now < running.answer_by:
             return
@@ -486,13 +486,13 @@ class Swaps:
         return min(found, default=None)
 
     def tick(self, now: float) -> None:
-        """Apply deadlines to running and queued swaps."""
+        """Apply the deadlines of running and queued swaps."""
         self.ended_late(self._unfinished.tick(now))
         for state in list(self._models.values()):
             self._flip(state, now)
             running = state.running
             if running is not None and running.is_due(now):
-                self._decide(state, running, now)  # nothing may end the swap before the journal has answered
+                self._decide(state, running, now)  # nothing may end the swap before the journal answers
             elif running is not None:
                 if late := self._comparisons.late(running, now):
                     self.step(state, decision.AbortAsked(late), now)

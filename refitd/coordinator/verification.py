@@ -1,4 +1,4 @@
-"""Verify live weights across the cluster: ask nodes, collect answers, compare replicas with each other."""
+"""Verification of live weights across the cluster: asks nodes, collects answers, compares replicas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from refitd.protocol.cluster import CheckMembers, MemberChecked, MembersChecked
 from refitd.protocol.reports import MemberProof, VerifyReport
 from refitd.states import ProofState
 
-# Checks that may be under way in the cluster, and differences that one report lists.
+# Limits: checks under way in the cluster, and differences listed in one report.
 MAX_CHECKS = 32
 MAX_DIFFERENCES = 1000
 MAX_MIXED = 100
 
-# Nodes answer at their own deadline, which names who is late, before the coordinator gives them up.
+# Share of the timeout given to nodes: their own answer, which names who is late, must arrive first.
 NODE_SHARE = 0.9
 
 
@@ -41,7 +41,7 @@ class Checks:
     def begin(
         self, check: str, fleet: Model, waiter: Waiter, timeout_s: float, now: float
     ) -> list[tuple[str, CheckMembers]]:
-        """Begin a check of all target ranks of a model; return the message for each node.
+        """Start a check of all target ranks of a model; return (node, message) for each node.
 
         Raises:
             RefusedError: there is nothing to check, or too many checks run.
@@ -76,7 +76,7 @@ class Checks:
             yield from self._ended(check, running, now)
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` is needed next, None when nothing runs."""
+        """Return when `tick` is next needed, None if no check runs."""
         return min((running.deadline for running in self._running.values()), default=None)
 
     def tick(self, now: float) -> Iterator[tuple[Waiter, VerifyReport]]:
@@ -131,7 +131,7 @@ def _report(check: _Check, now: float) -> VerifyReport:
 
 
 def _mixed(check: _Check) -> Iterator[str]:
-    """Name the ranks that should hold the same bytes of a version and were given different ones."""
+    """Name the ranks that should hold the same bytes of a version but were given different ones."""
     groups: dict[tuple[str, str, int | None, str], dict[str, list[str]]] = {}
     for member_id, found in check.found.items():
         member = check.members[member_id]

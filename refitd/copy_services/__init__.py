@@ -1,1 +1,1 @@
-"""How bytes move: one file per backend, behind one small interface."""
+"""The transports that move bytes: one file per backend, behind one small interface."""

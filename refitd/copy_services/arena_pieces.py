@@ -1,4 +1,4 @@
-"""Pieces that lie in arenas mapped into a worker, or in another process's memory: strided boxes."""
+"""Pieces that are strided boxes in mapped arenas, or in another process's memory."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ArenaPiece(BoxPiece):
     """A strided box of an arena."""
 
     def __init__(self, words: Words, cast: int, element: int) -> None:
-        """`words` are the elements as they lie there; `element` is the size they have on the way."""
+        """`words` are the elements in the arena; `element` is their size in transit."""
         super().__init__(words.size, cast, element)
         self._words = words
         self._flat: torch.Tensor | None = None
         if not cast and words.flags.c_contiguous:
             with warnings.catch_warnings():
-                # an arena that is mapped for reading only is only read
+                # the arena may be mapped read-only, and is only read
                 warnings.filterwarnings("ignore", message=".*not writable.*")
                 self._flat = torch.from_numpy(words.reshape(-1).view(np.uint8))
 
@@ -75,12 +75,12 @@ class ArenaPiece(BoxPiece):
 
 
 class ProcessPiece(BoxPiece):
-    """A strided box at an address of another process; it can only be sent."""
+    """A strided box at an address in another process; it can only be sent."""
 
     def __init__(
         self, pid: int, address: int, size: list[int], stride: list[int], held: int, cast: int, element: int
     ) -> None:
-        """`held` is the bytes of an element there, `element` on the way."""
+        """`held` is the size of an element in that process, `element` in transit, in bytes."""
         super().__init__(int(np.prod(size)), cast, element, f" in process {pid}")
         self._pid, self._address = pid, address
         self._size, self._stride = size, stride
@@ -111,15 +111,15 @@ class ProcessPiece(BoxPiece):
             at += count
 
     def unpack(self, start: int, end: int, found: torch.Tensor) -> None:
-        """Refuse: nobody writes another process's memory."""
+        """Refuse: another process's memory is never written."""
         raise TransportError(f"process {self._pid}: its private memory is read, never written")
 
 
 def piece_of(transfers: TransferList, row: int, arenas: Mapping[int, MappedArena | MappedDeviceArena]) -> Piece:
-    """Return this end of a transfer, checked to stay inside its arena.
+    """Return this end of a transfer.
 
     Raises:
-        TransportError: it does not, or the arena is not mapped here, or not for writing where it must be.
+        TransportError: it leaves its arena, or the arena is not mapped here, or is read-only but must be written.
     """
     size, stride = transfers.size[row].tolist(), transfers.stride[row].tolist()
     element, cast, offset = int(transfers.element_size[row]), int(transfers.cast[row]), int(transfers.offset[row])
@@ -138,6 +138,6 @@ def piece_of(transfers: TransferList, row: int, arenas: Mapping[int, MappedArena
         raise TransportError(f"transfer {row}: arena {int(transfers.arena[row])} is mapped for reading only")
     if not isinstance(arena, MappedArena):
         return DevicePiece(arena, offset, size, stride, held, cast, element)
-    # dimensions of one element may have any stride; numpy then still sees that the box is contiguous
+    # numpy ignores the strides of dimensions with one element when it checks for contiguity
     words = np.ndarray(tuple(size), _UNSIGNED[held], arena.bytes.data, offset, tuple(stride))
     return ArenaPiece(words, cast, element)

@@ -1,4 +1,4 @@
-"""CopyService: one way to move bytes, what it can do, and its one-sided kind, whose worker reaches both ends."""
+"""CopyService, the base of transports: its capabilities, and its one-sided kind, whose worker reaches both ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refitd.errors import TransportError
 
 
 class DigestMismatch(TransportError):
-    """What was written is not what was read, by comparison or by digests. `copy` is the row of the CopyList."""
+    """Written bytes differ from the read ones, by comparison or by digests. `copy` is the row of the CopyList."""
 
     code = "digest"
 
@@ -24,14 +24,14 @@ class DigestMismatch(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a service can do, for whoever chooses one.
+    """What a service can do.
 
     Attributes:
-        is_one_sided: one process reaches both ends; else both ends take part in every transfer.
-        crosses_nodes: its ends may be on different machines.
-        devices: where tensors may lie, as torch names device types.
-        needs_contiguous: strided tensors are packed before they travel, and unpacked after.
-        max_message_bytes: the longest single message; longer tensors are cut. None: no limit.
+        is_one_sided: one process reaches both ends; otherwise both ends take part in every transfer.
+        crosses_nodes: the ends may be on different machines.
+        devices: device types, by torch's names, where tensors may lie.
+        needs_contiguous: strided tensors are packed before sending and unpacked after.
+        max_message_bytes: maximum size of a message; longer tensors are cut. None: no limit.
     """
 
     is_one_sided: bool
@@ -41,7 +41,7 @@ class Capabilities:
     max_message_bytes: int | None = None
 
 
-# Of the services over packed.py, which load torch: what they have in common, and the longest message.
+# Maximum message, and common capabilities, of the services over packed.py, which load torch.
 MAX_MESSAGE_BYTES = 8 << 20
 PACKED = Capabilities(
     is_one_sided=False,
@@ -53,11 +53,11 @@ PACKED = Capabilities(
 
 
 class CopyService(ABC):
-    """One way to move bytes. Whoever made it closes it.
+    """One way to move bytes. Its creator closes it.
 
-    Sources must not change while a run is under way; destinations hold what was sent once it has returned. An
-    exception raised by a run's `on_progress` ends the run between two chunks and is passed on: that is how a run
-    is cancelled. Nothing is written after a run has raised.
+    Sources must not change during a run; destinations hold what was sent once the run has returned. To cancel a run,
+    raise an exception in its `on_progress`: the run ends between two chunks and passes it on. Nothing is written after
+    a run has raised.
     """
 
     name: ClassVar[str]
@@ -75,23 +75,22 @@ class RunResult:
     copies: int
     bytes: int
     seconds: float
-    staging_bytes: int = 0  # held in buffers of its own
+    staging_bytes: int = 0  # held in the service's own buffers
 
 
 class PreparedJob(ABC):
-    """Copies made ready for a service: views built, addresses checked. Run as often as wanted."""
+    """Copies prepared for a service: views built, addresses checked. May be run repeatedly."""
 
     @abstractmethod
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """Perform every copy; return once all bytes are visible to every process that maps the destination.
 
-        The sources must not change until this returns. `on_progress` is told the bytes written so far, at most
-        every few milliseconds; what it raises ends the run. `timeout` bounds waits for other processes, in
-        seconds, where there are any.
+        The sources must not change until this returns. `on_progress` gets the bytes written so far, at most every few
+        milliseconds; if it raises, the run ends. `timeout` limits waits for other processes, in seconds.
 
         Raises:
-            DigestMismatch: with `verify`, a copy's destination differs from its source, which was read once more.
-            PeerLost: a process whose memory is read is gone.
+            DigestMismatch: with `verify`, a copy's destination differs from its source, which is read again for this.
+            PeerLost: a process whose memory is read has ended.
         """
 
 
@@ -100,7 +99,7 @@ class MappedCopyService(CopyService):
 
     @abstractmethod
     def prepare(self, copies: CopyList, arenas: Mapping[int, MappedArena]) -> PreparedJob:
-        """Check that every copy stays inside its arenas and build what running needs.
+        """Check that every copy stays inside its arenas, and build a job.
 
         Raises:
             TransportError: a copy leaves its arena, or this service cannot perform it.

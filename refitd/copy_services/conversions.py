@@ -1,4 +1,4 @@
-"""Elements of one dtype made elements of another, with numpy alone, as torch rounds them.
+"""Conversion of elements between dtypes with numpy alone, rounded as in torch.
 
 float32 -> bfloat16 keeps the upper half and rounds to nearest, ties to even:
 
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[Any]  # elements as unsigned integers of their size
+Words = npt.NDArray[Any]  # elements as unsigned integers of the same size
 
 
 def converted(cast: int, words: Words) -> Words:
-    """Return the elements after the cast of this number (refitd.describe.casts), in the same shape.
+    """Return the elements after this cast (a number of refitd.describe.casts), in the same shape.
 
-    Numbers beyond float16 become infinite, as with torch; what is not a number stays none.
+    As in torch, numbers beyond float16's range become infinite, and NaN stays NaN.
     """
     return _BY_NUMBER[cast](np.atleast_1d(words)).reshape(words.shape)
 
@@ -28,7 +28,7 @@ def converted(cast: int, words: Words) -> Words:
 def _float32_to_bfloat16(words: Words) -> Words:
     result: Words = ((words + (np.uint32(0x7FFF) + ((words >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
     is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    if is_nan.any():  # rounding would make infinities of some
+    if is_nan.any():  # rounding could turn a NaN into an infinity
         result[is_nan] = ((words[is_nan] >> 16) | np.uint32(0x40)).astype(np.uint16)
     return result
 

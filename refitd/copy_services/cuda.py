@@ -1,8 +1,8 @@
-"""Copies to and from arenas of one GPU, on a stream of its own.
+"""Copies to and from arenas of one GPU, on a stream of their own.
 
-Within the GPU they are proven by digests that it computes. With main memory at the other end what was written is
-copied back, or what was read is read again, and compared there; what is converted is converted again. What goes to
-another GPU goes through main memory, and each of the two computes its digests.
+Verification depends on the ends. Within the GPU, digests computed there are compared. If one end is in main memory,
+both ends are read again and compared there; conversions are repeated for this. A copy to another GPU goes through main
+memory, and each GPU computes the digest of its end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from refitd.copy_services.waits import poll
 from refitd.describe.casts import CASTS, DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
 
-# Between two reports: about a tenth of a millisecond of copying; so much is queued again while it is reported.
+# Bytes between two progress reports: about 0.1 ms of copying. As many are queued while one is reported.
 PROGRESS_BYTES = 256 << 20
-# read out of another process at once
+# read from another process at once
 PULLED_BYTES = 8 << 20
 _DEFAULT_S = 600.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pair:
-    """One copy: views of equal shape over the two arenas, of equal words unless elements are converted."""
+    """One copy: views of both ends, of equal shape, and of equal words unless elements are converted."""
 
     row: int
     source: torch.Tensor
@@ -62,7 +62,7 @@ class Pair:
         return self.source.dtype != self.destination.dtype
 
     def is_equal(self) -> bool:
-        """Read both ends again and compare them in main memory; what is not a number may be so in any way."""
+        """Read both ends again and compare them in main memory; any NaN equals any other after a conversion."""
         found, expected = self.destination.cpu(), self.source.cpu()
         if not self.is_cast:
             return torch.equal(found, expected)
@@ -73,13 +73,13 @@ class Pair:
 
 
 class CudaCopyService(MappedCopyService):
-    """Copies, and declared casts, of which one end or both are MappedDeviceArenas of one GPU."""
+    """Copies and casts between arenas of which at least one is a MappedDeviceArena of this GPU."""
 
     name = "cuda"
     capabilities = Capabilities(is_one_sided=True, crosses_nodes=False, devices=frozenset({"cuda"}))
 
     def __init__(self, device: int = 0) -> None:
-        """Use a device, by its number among those this process sees."""
+        """Use the device with this number in this process."""
         self._device = device
         self._stream = DeviceStream(torch.device("cuda", device))
         self._digests = _Digests({device: self._stream.device})
@@ -110,7 +110,7 @@ class CudaCopyService(MappedCopyService):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """A copy, and the GPU at each of its ends; -1 for main memory."""
+    """A copy, with the GPU number of each end; -1 for main memory."""
 
     pair: Pair
     source: int
@@ -118,12 +118,12 @@ class _Step:
 
     @property
     def is_between_gpus(self) -> bool:
-        """Whether it goes from one GPU to another, and so through main memory."""
+        """Whether it goes from one GPU to another, through main memory."""
         return self.source != self.destination and min(self.source, self.destination) >= 0
 
     @property
     def is_compared(self) -> bool:
-        """Whether both ends are compared in main memory: one is there, or no digest of one is that of the other."""
+        """Whether both ends are compared in main memory: one end is there, or a cast makes the digests differ."""
         return min(self.source, self.destination) < 0 or self.pair.is_cast
 
 
@@ -136,7 +136,7 @@ class _Pulled:
     destination: Piece
 
     def perform(self, *, verify: bool) -> None:
-        """Copy it, a part at a time; with `verify` each part is read again at both ends, and compared."""
+        """Copy it in parts; with `verify`, read each part again at both ends and compare them."""
         step = PULLED_BYTES // self.destination.itemsize * self.destination.itemsize
         room, again = torch.empty(2, min(step, self.destination.nbytes), dtype=torch.uint8)
         for start in range(0, self.destination.nbytes, step):
@@ -152,7 +152,7 @@ class _Pulled:
 
 
 def _pulled(copies: CopyList, row: int, arenas: Mapping[int, Any]) -> _Pulled:
-    """Return a copy of private memory into an arena on a GPU."""
+    """Return a copy from private memory to an arena on a GPU."""
     size, element, cast = copies.size[row].tolist(), int(copies.element_size[row]), int(copies.cast[row])
     if cast and (cast not in CASTS or element != DESTINATION_SIZES[cast]):
         raise TransportError(f"copy {row}: there is no conversion {cast} to elements of {element} bytes")
@@ -171,7 +171,7 @@ def _pulled(copies: CopyList, row: int, arenas: Mapping[int, Any]) -> _Pulled:
 
 
 class _Digests:
-    """Makes digests on the GPU that a service works for and, once they are needed, on others."""
+    """Computes digests on the service's GPU and, if needed, on others."""
 
     def __init__(self, devices: dict[int, torch.device]) -> None:
         self._devices = devices
@@ -190,7 +190,7 @@ def _bytes_of(arena: MappedArena | MappedDeviceArena) -> torch.Tensor:
     if isinstance(arena, MappedDeviceArena):
         return arena.tensor
     with warnings.catch_warnings():
-        # an arena that is mapped for reading only is only read
+        # the arena may be mapped read-only, and is only read
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(arena.bytes)
 
@@ -203,7 +203,7 @@ class _CudaJob(PreparedJob):
         self._digests = digests
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. The GPU is waited for until `timeout`; then it may still write, and the worker ends."""
+        """See PreparedJob.run. After `timeout` the GPU may still write, so the worker must end."""
         started, deadline = time.perf_counter(), Deadline.after(timeout or _DEFAULT_S)
         subject = f"copies on {self._stream.device}"
         with self._stream.work(deadline, subject):
@@ -219,7 +219,7 @@ class _CudaJob(PreparedJob):
     def _queue(
         self, verify: bool, on_progress: Callable[[int], None], deadline: Deadline, subject: str
     ) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
-        """Queue all copies, at most two reports ahead of the GPU; return bytes, and digests of both ends by copy."""
+        """Queue all copies, at most two reports ahead of the GPU; return (bytes, digests read, digests found)."""
         flying: deque[tuple[torch.cuda.Event, int]] = deque()
         read: list[torch.Tensor] = []
         found: list[torch.Tensor] = []
@@ -237,10 +237,10 @@ class _CudaJob(PreparedJob):
                 on_progress(done)
                 continue
             pair = step.pair
-            # torch would have one GPU touch the other's memory, which arenas are not mapped for
+            # via main memory: torch would use peer access, for which arenas are not mapped
             pair.destination.copy_(pair.source.cpu() if step.is_between_gpus else pair.source)
             if verify and step.is_compared:
-                # both ends anew, in main memory; this waits for the GPU
+                # reads both ends again in main memory, which waits for the GPU
                 if not pair.is_equal():
                     raise _mismatch(pair.row)
             elif verify:
@@ -276,15 +276,15 @@ def _mismatch(row: int) -> DigestMismatch:
 
 
 def pairs(copies: CopyList, arenas: Mapping[int, torch.Tensor], written: set[int]) -> list[Pair]:
-    """Return what a list of copies means as tensors.
+    """Return a list of copies as pairs of tensor views.
 
     Args:
-        copies: rows from arenas to arenas.
-        arenas: each arena as uint8.
-        written: those that may be written.
+        copies: rows between arenas.
+        arenas: each arena as a uint8 tensor.
+        written: ids of the writable arenas.
 
     Raises:
-        TransportError: a copy leaves its arena, writes where it must not, or is none that a GPU does by itself.
+        TransportError: a copy leaves its arena, writes to a read-only one, or is not possible on a GPU.
     """
     found = []
     for row in range(len(copies)):
@@ -330,7 +330,7 @@ _Dim = tuple[int, int, int]  # count, source stride, destination stride
 
 
 def _merged(size: list[int], src: list[int], dst: list[int], element: int) -> tuple[list[_Dim], int]:
-    """Return the fewest dimensions that say the same, and the bytes that lie together at both ends."""
+    """Merge dimensions where possible; return them and the bytes that are contiguous at both ends."""
     run = element
     dims: list[_Dim] = []
     for count, a, b in zip(reversed(size), reversed(src), reversed(dst), strict=True):

@@ -1,15 +1,15 @@
-"""A digest that a device computes with tensor operations and tells the host only at its end.
+"""A digest computed with tensor operations on a device; the host reads it only at the end.
 
-    words    the bytes as 32-bit integers x[j], little-endian, signed; zeros behind the last byte
-    sums     S[l] = sum over j of x[j] * K[l][j]  mod 2^64, for each BLOCK_WORDS words, with two lanes l of odd keys K
+    words    the bytes as little-endian signed 32-bit integers x[j], zero-padded at the end
+    sums     S[l] = sum over j of x[j] * K[l][j]  mod 2^64, for each BLOCK_WORDS words and two lanes l of odd keys K
     digest   BLAKE2b of the length and the sums of every block
 
-This is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast"): words differ by less than
-2^32 and keys have 63 free bits, so a change in a block leaves a lane as it was for one in 2^32 choices of its keys, and
-both lanes for one in 2^64. The keys are odd, so a change of a single word never does. Sums are linear: it does not
-matter how the bytes were cut, nor that a device adds them up in any order. Blocks are told apart by BLAKE2b.
+This is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast"). Words differ by less than
+2^32 and keys have 63 free bits, so a changed block keeps a lane's sum for one in 2^32 choices of keys, and both
+lanes' for one in 2^64. A change of a single word always changes the sums, since keys are odd. Sums are linear: neither
+how the bytes were cut nor the order of additions on the device matters. BLAKE2b makes the order of blocks matter.
 
-The same on every device, the CPU included. All hosts must be little-endian.
+All devices, the CPU included, give the same digest. All hosts must be little-endian.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def make_keys(words: int = BLOCK_WORDS) -> torch.Tensor:
-    """Return the keys, shape [2, words], int64: the outputs of splitmix64, begun at 0 and continued, made odd."""
+    """Return the keys, int64, shape [2, words]: the outputs of splitmix64 with seed 0, made odd."""
     state = np.arange(1, 2 * words + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -35,20 +35,20 @@ def make_keys(words: int = BLOCK_WORDS) -> torch.Tensor:
 
 
 class DeviceDigests:
-    """Makes digests of buffers on one device. Owns the keys there: 16 MiB."""
+    """Creates digests of buffers on one device. Owns the keys there: 16 MiB."""
 
     def __init__(self, device: torch.device) -> None:
         self._keys = make_keys().to(device)
 
     def new(self) -> DeviceDigest:
-        """Return a digest of nothing yet."""
+        """Return an empty digest."""
         return DeviceDigest(self._keys)
 
 
 class DeviceDigest:
-    """A digest over buffers in the order they are given; position sensitive, equal however they are cut.
+    """A digest of buffers in the order given; depends on every byte's position, not on how the bytes are cut.
 
-    Everything is queued on torch's current stream, which must be the same for all updates.
+    All work is queued on torch's current stream, which must be the same for all updates.
     """
 
     def __init__(self, keys: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class DeviceDigest:
         self._sums: list[torch.Tensor] = []
 
     def update(self, buffer: torch.Tensor, /) -> None:
-        """Take in one more buffer, uint8, contiguous, on the digest's device. Never waits for the device."""
+        """Add a contiguous uint8 buffer on the digest's device. Never waits for the device."""
         start, nbytes, at = self._length, buffer.numel(), 0
         while at < nbytes:
             block, offset = divmod(start + at, BLOCK_BYTES)
@@ -80,10 +80,10 @@ class DeviceDigest:
             self._sums[block] = self._sums[block] + sums
 
     def sums(self) -> torch.Tensor:
-        """Return the sums of every block, shape [blocks, 2], on the device. Equal for equal bytes of one length."""
+        """Return the sums of every block, shape [blocks, 2], on the device; equal bytes give equal sums."""
         return torch.stack(self._sums) if self._sums else self._keys.new_zeros(0, 2)
 
     def digest(self) -> bytes:
-        """Return 16 bytes; waits for the device."""
+        """Return the digest, 16 bytes; waits for the device."""
         sums: bytes = self.sums().cpu().numpy().tobytes()
         return hashlib.blake2b(struct.pack("<q", self._length) + sums, digest_size=16).digest()

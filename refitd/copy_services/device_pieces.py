@@ -1,4 +1,4 @@
-"""Pieces that lie in an arena on a GPU: strided boxes, packed and unpacked by torch."""
+"""Pieces that are strided boxes of an arena on a GPU, packed and unpacked by torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from refitd.copy_services.conversions import converted
 from refitd.copy_services.pieces import BoxPiece
 from refitd.errors import TransportError
 
-# whole words, which every copy leaves bit for bit
+# integers, and complex for 16 bytes: torch copies them bit for bit
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class DevicePiece(BoxPiece):
-    """A strided box of an arena on a GPU. Conversions are made in main memory, on the way out.
+    """A strided box of an arena on a GPU. Conversions happen in main memory, on sending.
 
-    What is queued runs on the current stream of the GPU; whoever runs the transfer waits for it.
+    Work is queued on the GPU's current stream; the caller that runs the transfer waits for it.
     """
 
     def __init__(
@@ -30,19 +30,19 @@ class DevicePiece(BoxPiece):
         cast: int,
         element: int,
     ) -> None:
-        """Look at a box that is known to lie inside the arena.
+        """Make a view of a box that is known to lie inside the arena.
 
         Args:
-            arena: where it lies.
-            offset: of its first element, in bytes.
+            arena: the arena.
+            offset: of the first element, in bytes.
             size: elements along each dimension.
-            stride: bytes from one element to the next along each.
-            held: bytes of an element there.
-            cast: how elements are converted on the way, 0 for not at all.
-            element: bytes of an element on the way.
+            stride: bytes between elements along each dimension.
+            held: bytes of an element in the arena.
+            cast: conversion on sending, 0 for none.
+            element: bytes of an element in transit.
 
         Raises:
-            TransportError: elements do not lie at multiples of their size.
+            TransportError: offset or strides are not multiples of the element size.
         """
         dtype = _WORDS[held]
         if offset % held or any(step % held for step in stride):

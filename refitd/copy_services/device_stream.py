@@ -12,7 +12,7 @@ from refitd.copy_services.waits import poll
 
 
 class DeviceStream:
-    """One stream of one device. What is queued on it does not wait for, nor hold up, other streams."""
+    """One stream of one device. Work on it neither waits for other streams nor delays them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,17 +20,17 @@ class DeviceStream:
 
     @property
     def handle(self) -> int:
-        """The stream as CUDA's C interface takes it."""
+        """The stream's handle in CUDA's C interface."""
         return int(self._stream.cuda_stream)
 
     @contextmanager
     def work(self, deadline: Deadline, subject: str) -> Iterator[None]:
-        """Queue what torch does inside the block on this stream, behind what the caller's stream has been given.
+        """Queue torch's work inside the block on this stream, after the work of the caller's stream.
 
-        All of it has been done when the block has ended without an error.
+        All of it is done when the block ends without an error.
 
         Raises:
-            DeadlineExceeded: it has not, in time.
+            DeadlineExceeded: it is not done in time.
         """
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -40,31 +40,31 @@ class DeviceStream:
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """Queue what torch does inside the block on this stream, behind nothing else."""
+        """Queue torch's work inside the block on this stream, without waiting for others."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event behind everything that has been queued."""
+        """Return an event that completes after everything queued so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def settle(self, deadline: Deadline, subject: str) -> None:
-        """Return once everything that has been queued is done.
+        """Return once everything queued so far is done.
 
         Raises:
-            DeadlineExceeded: it is not, in time.
+            DeadlineExceeded: it is not done in time.
         """
         poll(self.mark().query, deadline, f"{subject}: {self.device} has not done what it was given")
 
 
 @contextmanager
 def on_streams(gpus: Sequence[int], timeout: float, subject: str) -> Iterator[None]:
-    """Have what torch does inside the block, on these GPUs, run on streams of its own, and be done when it ends.
+    """Run torch's work inside the block on a new stream of each of these GPUs; it is done when the block ends.
 
     Raises:
-        DeadlineExceeded: a GPU has not done it in time.
+        DeadlineExceeded: a GPU is not done in time.
     """
     deadline = Deadline.after(timeout)
     with ExitStack() as streams:

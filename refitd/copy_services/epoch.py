@@ -1,4 +1,4 @@
-"""A membership epoch: the workers that exchange with each other for one plan, and how they find each other."""
+"""An epoch: the workers that exchange with each other for one plan, and how they find each other."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass
 
 
 class Mailbox(ABC):
-    """Values that the workers of an epoch leave for each other, carried by daemons and coordinator."""
+    """Values that the workers of an epoch leave for each other, carried by daemons and the coordinator."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
-        """Leave a value for all other workers; each key is put once, by one of them."""
+        """Publish a value to all other workers; each key is put once, by one worker."""
 
     @abstractmethod
     def get(self, key: str, timeout: float) -> bytes:
-        """Return a value, waiting for it.
+        """Wait for a value and return it.
 
         Raises:
-            DeadlineExceeded: nobody has left it within `timeout` seconds.
-            PeerLost: the epoch has been given up in the meantime.
+            DeadlineExceeded: nobody put it within `timeout` seconds.
+            PeerLost: the epoch was abandoned meanwhile.
         """
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One worker's place in a membership epoch.
+    """One worker's place in an epoch.
 
     Attributes:
-        id: of the epoch, never used again.
+        id: the epoch's id, never reused.
         index: this worker's position.
-        labels: how people are told about each position; their number is the epoch's size.
-        address: where this worker is reached by the others, an address of this node.
-        device: where this worker's tensors lie, as torch names devices.
-        staging_bytes: most bytes of buffers that the service may have, equal on all.
+        labels: name of each position, for errors; their number is the epoch's size.
+        address: this node's address, at which the other workers reach this one.
+        device: the device of this worker's tensors, by torch's name.
+        staging_bytes: limit on the service's buffers, equal on all workers.
         mailbox: how the workers find each other.
-        timeout: seconds until joining ends.
+        timeout: seconds within which all must join.
     """
 
     id: str
@@ -49,5 +49,5 @@ class Epoch:
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self.labels)

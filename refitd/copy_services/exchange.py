@@ -1,7 +1,7 @@
-"""Two-sided CopyServices: both ends name each transfer, then all ranks of a group run theirs together.
+"""Two-sided CopyServices: both ends note each transfer, then all ranks of a group run theirs together.
 
-The one-sided services (base.py) move bytes between memory that one worker can reach. Here each process reaches
-only its own tensors, so a transfer has two halves, told apart by an id that both ends know.
+The one-sided services (base.py) move bytes within memory that one worker can reach. Here each process reaches only its
+own tensors, so a transfer has two halves, matched by an id that both ends know.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ class ExchangeResult:
     local_bytes: int
     messages: int
     seconds: float
-    staging_bytes: int = 0  # most that this service has held in buffers of its own
+    staging_bytes: int = 0  # most held in the service's own buffers
 
 
 class Transfers:
-    """Halves that were noted, laid out to be run as often as wanted. Made by `ExchangeService.hold`."""
+    """Noted transfers, laid out for repeated runs. Made by `ExchangeService.hold`."""
 
 
 class ExchangeService(CopyService):
     """One way to exchange tensors within a process group.
 
-    A transfer is (task id, part): parts number the tensors of one logical transfer, from 0. An id is used once
-    per direction and run.
+    A transfer's id is (task id, part); parts number the tensors of a task from 0. An id is used once per direction and
+    run.
     """
 
     #: the torch process group whose ranks exchange
     group: Any
-    #: its ranks, as parallel groups number ranks; peers are named by them
+    #: its ranks, as parallel groups number them; they name peers
     ranks: tuple[int, ...]
 
     @property
     @abstractmethod
     def is_usable(self) -> bool:
-        """Whether `run` may be called: false once closed, and after a transport error, which needs a new group."""
+        """Whether `run` may be called: False once closed, or after a transport error, which needs a new group."""
 
     @abstractmethod
     def send(
         self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, dtype: torch.dtype | None = None
     ) -> None:
-        """Note that `data` goes to rank `peer`; with this rank itself, to the receive of the same id.
+        """Note that `data` goes to rank `peer`; if that is this rank, to the receive with the same id.
 
-        It is read during `run` and must not change until that returns. `dtype` is what the elements of a tensor are
-        converted to on the way, by default nothing.
+        `data` is read during `run` and must not change until that returns. `dtype` converts a tensor's elements in
+        transit; None keeps them.
         """
 
     @abstractmethod
     def receive(self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0) -> None:
         """Note that rank `peer` fills `data`, in the order of its elements.
 
-        It may change at any time during `run`. It holds what was sent once `run` has returned; after an error its
+        `data` may change at any time during `run`. It holds what was sent once `run` has returned; after an error its
         content is undefined.
         """
 
     @abstractmethod
     def hold(self) -> Transfers:
-        """Take what was noted since the last run, or the last `hold`, as transfers that can be run repeatedly."""
+        """Return the transfers noted since the last run or `hold`, for repeated runs."""
 
     @abstractmethod
     def run(
@@ -85,28 +85,28 @@ class ExchangeService(CopyService):
         finish: Callable[[], object] | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> ExchangeResult:
-        """Perform transfers: those held, or what was noted since the last run, which is then forgotten. Collective.
+        """Run the given transfers, or else those noted since the last run, which are then forgotten. Collective.
 
-        Every rank of the group calls it, those with nothing to move too. All pairs of ranks first compare what
-        one is about to send with what the other expects; unless all agree, nothing moves and every rank raises.
-        When it returns on any rank, every rank's tensors hold what was sent to them.
+        Every rank of the group must call it, even with nothing to move. All pairs of ranks first compare what one sends
+        with what the other expects; unless all agree, nothing moves and every rank raises. When it returns on any rank,
+        every rank's tensors hold what was sent to them.
 
         Args:
-            timeout: seconds until every wait of this run ends.
-            transfers: what to perform; None for what was noted.
-            verify: read back what was written and compare its digest with that of what was read; the same on every
-                rank.
-            refuse: what stands in the way on this rank; not empty, nothing moves and every rank raises it.
-            finish: what this rank still does once everything has arrived; if it raises, every rank does.
-            on_progress: told the bytes that have arrived here after each message; what it raises ends the run.
+            timeout: seconds after which every wait of this run ends.
+            transfers: what to run; None for what was noted.
+            verify: read back what was written, and compare its digest with that of what was read. Must be equal on
+                all ranks.
+            refuse: if not empty, why this rank refuses; then nothing moves and every rank raises it.
+            finish: called on this rank once everything has arrived; if it raises, every rank raises.
+            on_progress: gets the bytes that have arrived here after each message; if it raises, the run ends.
 
         Raises:
-            RefusedError: a rank refuses, or the ends do not agree, with the first difference; tensors are as before.
-            RefitFailed: everything arrived, and a rank could not finish.
-            DigestMismatch: what was written is not what was read.
-            DeadlineExceeded, PeerLost: naming the rank that did not answer.
+            RefusedError: a rank refuses, or the ends differ (names the first difference); tensors are unchanged.
+            RefitFailed: everything arrived, but a rank could not finish.
+            DigestMismatch: what was written differs from what was read.
+            DeadlineExceeded, PeerLost: names the rank that did not answer.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release every buffer. The group stays the caller's. May be called again."""
+        """Release every buffer, but not the group, which the caller owns. May be called again."""

@@ -1,4 +1,4 @@
-"""Gloo: between processes over TCP, in main memory; tensors on accelerators go through staging."""
+"""Gloo: TCP between processes, in main memory. Tensors on accelerators go through staging buffers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded, TransportError
 
-# How often an epoch's workers try to meet, and the seconds that the first try has once all have come; each has twice as
-# many as the one before it. The first is over before a worker that is to leave its epoch counts as stuck: while gloo
-# connects, nothing is heard of that.
+# Attempts of an epoch's workers to connect, and the seconds of the first one, once all are present; each further one
+# has twice as long. The first ends before a worker that should leave its epoch counts as stuck, since a connecting
+# worker does not hear of that.
 MEETINGS = 6
 MEET_S = 1.5
 TOKEN_BYTES = 16
-STAYED_S = 0.2  # who connects for a shorter time is not accused of anything
-MOST_NAMED = 256  # peers of one port, which others may make as many as they like
+STAYED_S = 0.2  # shorter connections are not reported as strangers
+MOST_NAMED = 256  # limit on reported peers of one port, since a stranger can open any number
 
-# Places are numbered from a random number below this one (20 ms for half of them); a stranger has time for some hundred
-# guesses.
+# Places are numbered from a random number below this (skipping half of them takes 20 ms); a stranger has time for some
+# hundred guesses.
 SKIPPED_NUMBERS = 1 << 13
 
 
 class GlooService(PackedExchange):
-    """Exchanges tensors over a process group with a gloo backend. See ExchangeService for the promises."""
+    """Exchanges tensors over a process group with a gloo backend. See ExchangeService for its contract."""
 
     name = "gloo"
 
@@ -52,7 +52,7 @@ class GlooService(PackedExchange):
 
         Args:
             group: a torch process group with gloo for the CPU.
-            labels: how errors name each position of the group, by default by rank.
+            labels: name of each position in errors, by default its rank.
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
         """
@@ -60,19 +60,18 @@ class GlooService(PackedExchange):
 
 
 def join(epoch: Epoch) -> GlooService:
-    """Join a membership epoch: a process group of its own, found through the epoch's mailbox. Returns once all have.
+    """Join an epoch with a new process group, formed through the epoch's mailbox. Returns once all have joined.
 
-    Gloo takes whoever connects to its port first and says the number of a place for the worker of that place. So places
-    have numbers that cannot be guessed, everyone proves over its connections who it is, by what only the mailbox has
-    told, and a meeting that has failed, be it that somebody else has disturbed it, is held again by all, as long as
-    the epoch's time lasts.
+    Gloo accepts any connection to its port that sends the number of a place. Therefore places have numbers that cannot
+    be guessed, and every worker proves its identity over its connections with a secret that only the mailbox has
+    carried. If a meeting fails, also if a stranger disturbed it, all workers repeat it until the epoch's time is over.
 
     Raises:
-        DeadlineExceeded, PeerLost: somebody did not come, by label.
-        TransportError: the address cannot be used, or every meeting has failed; strangers are named as such.
+        DeadlineExceeded, PeerLost: a worker did not come; has its label.
+        TransportError: the address cannot be used, or every meeting failed; strangers are named as such.
     """
     deadline, reason = Deadline.after(epoch.timeout), ""
-    # who still loads torch is waited for here, where an epoch that is given up is left at once
+    # wait here for workers that still load torch: in this wait an abandoned epoch is left at once
     here = MailboxStore(epoch, deadline)
     here.set(f"here/{epoch.index}", b"1")
     here.wait([f"here/{index}" for index in range(epoch.size)])
@@ -86,39 +85,39 @@ def join(epoch: Epoch) -> GlooService:
                 assert meeting.group is not None
                 return GlooService(meeting.group, labels=epoch.labels, staging_bytes=epoch.staging_bytes)
         except DeadlineExceeded as exc:
-            if reason:  # others had no time left to meet again
+            if reason:  # other workers had no time left for another meeting
                 raise DeadlineExceeded(f"{exc}; before, {reason}") from exc
             raise
         reason = meeting.reason
     raise TransportError(reason)
 
 
-gloo: Any = ProcessGroupGloo  # whose stubs leave most of it out
+gloo: Any = ProcessGroupGloo  # its type stubs leave most of it out
 
-_opening = threading.Lock()  # one listens after the other, so that each knows which socket is its own
+_opening = threading.Lock()  # one listens at a time, so that each knows which socket is its own
 
 
 @dataclass(frozen=True)
 class _Word:
-    """What each worker tells the others of a meeting, by the mailbox."""
+    """What each worker tells the others about a meeting, through the mailbox."""
 
-    failure: str  # "": everybody has proven to be who it is
-    own: Sequence[sockets.Address]  # its ends of connections
+    failure: str  # "" if every worker has proven its identity
+    own: Sequence[sockets.Address]  # this worker's ends of connections
     strangers: Sequence[sockets.Address]  # peers of its port, before it is known whose ends they are
 
 
 class _Watch:
-    """Looks at this process's connections while a meeting lasts: afterwards those that failed are gone."""
+    """Records this process's connections during a meeting, since failed ones disappear."""
 
     def __init__(self, doors: set[int]) -> None:
         self._doors = doors
         self._over = threading.Event()
-        self._seen: dict[sockets.Address, tuple[float, float]] = {}  # peers of our ports: first and last time
-        self.own: set[sockets.Address] = set()  # our ends of what we have begun
+        self._seen: dict[sockets.Address, tuple[float, float]] = {}  # peers of our ports -> (first seen, last seen)
+        self.own: set[sockets.Address] = set()  # our ends of connections that we opened
         self._thread = threading.Thread(target=self._run, name="refitd-meeting", daemon=True)
 
     def _run(self) -> None:
-        wait = STAYED_S / 2  # meetings that go well are over by then
+        wait = STAYED_S / 2  # a successful meeting is over by then
         while not self._over.wait(wait):
             self._look()
             wait = STAYED_S / 10
@@ -128,11 +127,11 @@ class _Watch:
         for own, peer, is_whole in sockets.connected():
             if own[1] not in self._doors:
                 self.own.add(own)
-            elif is_whole:  # a worker that has closed its end may not have seen it itself
+            elif is_whole:  # if a worker has closed its end, it may not have seen the connection
                 self._seen[peer] = self._seen.get(peer, (now, now))[0], now
 
     def stayed(self) -> list[sockets.Address]:
-        """Return peers that stayed for so long that a worker whose end it is must have seen it, too."""
+        """Return peers that stayed long enough for a worker to have noticed the connection, if it was its own."""
         return sorted(peer for peer, (first, last) in self._seen.items() if last - first >= STAYED_S)
 
     def __enter__(self) -> _Watch:
@@ -146,23 +145,23 @@ class _Watch:
 
 
 class _Meeting:
-    """One try to meet. `group` is None unless it went well, `reason` says what was wrong."""
+    """One attempt to connect all workers. `group` is None unless it succeeded; `reason` says what failed."""
 
     def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
         self._epoch, self._number, self._seconds = epoch, number, seconds
         self._store = MailboxStore(epoch, deadline, f"{number}/")
         self._places = _Places(self._store)
-        self._doors: dict[int, int] = {}  # what gloo listens on: descriptor -> port
+        self._doors: dict[int, int] = {}  # gloo's listening sockets: descriptor -> port
         self.group: Any = None
         self.reason = ""
 
     def hold(self) -> bool:
-        """Return whether all have met, which is the same for all of them."""
+        """Return whether all workers have connected; all of them return the same."""
         device = self._listen()
         with _Watch({*self._doors.values()}) as watch:
             failure = self._connect(device)
         for fd in self._doors:
-            sockets.shut(fd)  # whoever has not come by now is nobody's peer
+            sockets.shut(fd)  # from now on nobody may connect
         words = self._tell(_Word(failure, sorted(watch.own), watch.stayed()[:MOST_NAMED]))
         members = {(host, port) for word in words for host, port in word.own}
         strangers = sorted({(host, port) for word in words for host, port in word.strangers} - members)
@@ -176,7 +175,7 @@ class _Meeting:
         return False
 
     def _listen(self) -> Any:
-        """Return a device of gloo's, with a port of its own."""
+        """Return a gloo device with its own port."""
         epoch = self._epoch
         try:
             with _opening:
@@ -191,12 +190,12 @@ class _Meeting:
         return device
 
     def _connect(self, device: Any) -> str:
-        """Make the group and have everyone prove who it is; return what went wrong, "" if nothing did."""
+        """Form the group and have all workers prove their identity; return an error text, "" if all is well."""
         epoch, until = self._epoch, Deadline.after(self._seconds)
         options = gloo._Options()
         options._timeout = timedelta(seconds=self._seconds)
         options._devices = [device]
-        # every place that is made takes the next number, also those of a group that is given up at once
+        # each new place takes the next number, also in a group that is dropped at once: this skips a random count
         with contextlib.suppress(RuntimeError):
             gloo(_NoStore(), 0, 1 + secrets.randbelow(SKIPPED_NUMBERS), options)
         try:
@@ -216,7 +215,7 @@ class _Meeting:
         return ""
 
     def _tell(self, word: _Word) -> list[_Word]:
-        """Tell the others how it went here; return what each says."""
+        """Publish this worker's result; return the results of all workers."""
         self._store.set(f"word/{self._epoch.index}", json.dumps(asdict(word)).encode())
         found = [self._store.get(f"word/{index}") for index in range(self._epoch.size)]
         try:
@@ -242,7 +241,7 @@ class _Meeting:
 
 
 class _Places(Store):
-    """What gloo leaves in a store, each worker's places, with a secret of the worker that no stranger has."""
+    """The store for gloo's places; adds to each worker's places a secret that no stranger knows."""
 
     def __init__(self, store: MailboxStore) -> None:
         super().__init__()
@@ -269,11 +268,11 @@ class _Places(Store):
         return self._store.check(keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The epoch's deadline counts, not torch's."""
+        """Ignored: the epoch's deadline applies."""
 
 
 class _NoStore(Store):
-    """Ends the making of a group when its places have their numbers."""
+    """A store that aborts the making of a group once its places have their numbers."""
 
     def set(self, key: str, value: str | bytes) -> None:
         raise RuntimeError("no more is wanted of this group")

@@ -1,4 +1,4 @@
-"""Measure whether and how fast private tensors are pulled by another process, against one copy by their own."""
+"""Measures how fast another process can pull private tensors, compared to a copy by their own process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from refitd.copy_services.process_memory import RemoteChunk
 from refitd.errors import RefitdError, TransportError
 from refitd.states import TransferMode
 
-# A few milliseconds of copying, larger than the second-level cache.
+# A few milliseconds of copying; larger than the second-level cache.
 SAMPLE_BYTES = 8 << 20
 MAX_SPANS = 64
-MAX_ROWS = 8192  # of one span: short rows are slow, and that shows after a few thousand
+MAX_ROWS = 8192  # of one span: enough to show that short rows are slow
 
-# Pulling may take this much longer and still be worthwhile: it is divided among the workers, takes no snapshot slot
-# and none of the trainer's time.
+# A pull may take this much longer and still be better: workers share it, and it needs no slot and no time of the
+# trainer.
 CLEARLY_SLOWER = 2.0
 
-HERE_ROW_BYTES = 32 << 10  # of the tensor that `measure_here` makes up: a matrix with 16384 columns of bf16
+HERE_ROW_BYTES = 32 << 10  # of the tensor made up by `measure_here`: a matrix with 16384 bfloat16 columns
 
-_CHUNK_BYTES = 256 << 10  # what workers read at a time
+_CHUNK_BYTES = 256 << 10  # what workers read at once
 _REPEATS = 3
 _CHILD_S = 10.0
 
@@ -37,7 +37,7 @@ Span = tuple[int, int, int]  # address, rows, bytes from one row to the next
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How lent tensors reach the workers, and why."""
+    """How workers get lent tensors, and why."""
 
     mode: TransferMode
     reason: str
@@ -50,7 +50,7 @@ def sample(tensors: Iterable[Span]) -> tuple[Span, ...]:
     for address, rows, row in sorted(tensors, key=lambda t: t[1] * t[2], reverse=True):
         if left <= 0 or rows * row == 0 or len(spans) == MAX_SPANS:
             break
-        # a quarter each, so that one embedding table does not speak for all
+        # at most a quarter each, so that one embedding table does not decide alone
         most = min(left, SAMPLE_BYTES // 4)
         part = (address, min(rows, MAX_ROWS, max(1, most // row)), min(row, most))
         spans.append(part)
@@ -59,16 +59,16 @@ def sample(tensors: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def payload(spans: Sequence[Span]) -> int:
-    """Return the bytes that a measurement moves: half of every row, as a cut of the last dimension in two does."""
+    """Return the bytes that a measurement moves: half of every row, like a last dimension split in two."""
     return sum(rows * _half(row) for _, rows, row in spans)
 
 
 def pull_seconds(pid: int, spans: Sequence[Span]) -> float:
-    """Read these spans of process `pid` as a worker does, each chunk twice: once to copy, once to prove it.
+    """Time reading these spans of process `pid` as a worker does: each chunk twice, once to copy and once to verify.
 
     Raises:
-        PeerLost: the process is gone.
-        TransportError: the kernel does not let this process read there.
+        PeerLost: the process has ended.
+        TransportError: the kernel forbids this process to read there.
     """
     chunks = [
         RemoteChunk(pid, address + first * row + at, [(count, row), (nbytes, 1)], 1)
@@ -86,9 +86,9 @@ def pull_seconds(pid: int, spans: Sequence[Span]) -> float:
 
 
 def copy_seconds(spans: Sequence[Span]) -> float:
-    """Copy as much of these spans of this process into shared memory, and from there on, row by row, as a worker does.
+    """Time copying as much of these spans into shared memory, and from there on row by row, as a worker does.
 
-    The addresses must be readable: nothing here can check them.
+    The addresses must be readable; this cannot be checked here.
     """
     longest = max((rows * row for _, rows, row in spans), default=1)
     shared = np.frombuffer(mmap.mmap(-1, longest), np.uint8)
@@ -106,14 +106,18 @@ def copy_seconds(spans: Sequence[Span]) -> float:
 
 
 def choose(spans: Sequence[Span], pulled_s: float, copied_s: float) -> Choice:
-    """Decide between two measurements of the same spans."""
+    """Choose between pulling and copying by two measurements of the same spans."""
     nbytes = payload(spans)
     reason = f"pulled at {_rate(nbytes, pulled_s)}, copied at {_rate(nbytes, copied_s)}"
     return Choice(TransferMode.COPIED if pulled_s > CLEARLY_SLOWER * copied_s else TransferMode.PULLED, reason)
 
 
 def measure_here() -> Choice:
-    """Measure on this machine with a child process that reads this one; raises TransportError where it may not."""
+    """Measure on this machine, with a child process that reads this one.
+
+    Raises:
+        TransportError: the child may not read, or fails.
+    """
     rows, row = SAMPLE_BYTES // HERE_ROW_BYTES, HERE_ROW_BYTES
     data = np.ones(SAMPLE_BYTES, np.uint8)
     span = (data.ctypes.data, rows, row)
@@ -121,7 +125,7 @@ def measure_here() -> Choice:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     allow_reader(child.pid)
     try:
-        found, error = child.communicate("go\n", timeout=_CHILD_S)  # it reads when it has been allowed to
+        found, error = child.communicate("go\n", timeout=_CHILD_S)  # it reads after this line, once allowed to
     except subprocess.TimeoutExpired as exc:
         child.kill()
         child.communicate()
@@ -132,7 +136,7 @@ def measure_here() -> Choice:
 
 
 def allow_reader(pid: int) -> None:
-    """Let process `pid` and its children read this process's memory where the Yama module would forbid it."""
+    """Let process `pid` and its children read this process's memory, which the Yama module may forbid."""
     pr_set_ptracer = 0x59616D61
     ctypes.CDLL(None).prctl(ctypes.c_int(pr_set_ptracer), ctypes.c_ulong(pid), 0, 0, 0)
 
@@ -151,7 +155,7 @@ def _chunks(rows: int, row: int) -> list[tuple[int, int, int, int]]:
 
 
 def _fastest(work: Callable[[], None]) -> float:
-    """Return the shortest of a few runs: the first pays for page faults, any may be interrupted."""
+    """Return the shortest of a few runs: the first has page faults, and any may be interrupted."""
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()

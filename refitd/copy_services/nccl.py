@@ -1,7 +1,7 @@
-"""NCCL: between GPUs, in group calls of packed messages; digests are taken on the device.
+"""NCCL: group calls of packed messages between GPUs, with digests computed on the device.
 
-A communicator that has failed is never used again: the worker that has it ends, and the next epoch makes a fresh one.
-torch's own watchdog may end the process first, where NCCL itself reports an error.
+A failed communicator is never reused: its worker ends, and the next epoch makes a new one. torch's own watchdog may
+end the process first, if NCCL itself reports an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 
 # An abort that takes longer is left to the end of the process.
 _ABORT_S = 10.0
-# Every run has a deadline of its own; torch's watchdog, which ends the process, is not to come before it.
+# Every run has its own deadline; torch's watchdog, which ends the process, must not act first.
 _WATCHDOG = timedelta(days=1)
 
 
 class NcclService(RoundsExchange):
-    """Exchanges tensors over a process group with an nccl backend. See ExchangeService for the promises."""
+    """Exchanges tensors over a process group with an nccl backend. See ExchangeService for its contract."""
 
     name = "nccl"
-    # no cache to fit: the fewer kernels, the better
+    # there is no cache to fit in, and fewer kernels are faster
     step_bytes = MAX_MESSAGE_BYTES
 
     def __init__(
@@ -52,8 +52,8 @@ class NcclService(RoundsExchange):
 
         Args:
             group: a torch process group with nccl for CUDA, or a ProcessGroupNCCL.
-            device: where messages lie, by default the current CUDA device.
-            labels: how errors name each position of the group, by default by rank.
+            device: the device of messages, by default the current CUDA device.
+            labels: name of each position in errors, by default its rank.
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
             owns_group: whether `close` aborts the group's communicators.
@@ -74,7 +74,7 @@ class NcclService(RoundsExchange):
         return self._stream.work(deadline, self.peers.label(self.peers.index))
 
     def _issue(self, flights: Sequence[InFlight], deadline: Deadline, subject: str) -> Any:
-        """See RoundsExchange._issue. NCCL's stream begins when what is queued on this service's is done."""
+        """See RoundsExchange._issue. NCCL's stream starts after the work queued on this service's stream."""
         backend = self._backend
         with self.peers.errors(deadline, subject):
             backend._start_coalescing()
@@ -88,7 +88,7 @@ class NcclService(RoundsExchange):
         return bool(issued.is_completed())
 
     def _finish(self, issued: Any, deadline: Deadline, subject: str) -> None:
-        """See RoundsExchange._finish. Without a time to wait, torch only makes this stream wait for NCCL's."""
+        """See RoundsExchange._finish. Without a timeout, torch's wait only makes this stream wait for NCCL's."""
         with self.peers.errors(deadline, subject):
             issued.wait()
 
@@ -101,29 +101,29 @@ class NcclService(RoundsExchange):
         if not self._owns_group:
             return
         self._owns_group = False
-        # what cannot be aborted ends with the process, which is about to
+        # an abort that hangs ends with the process, which is about to end
         with suppress(DeadlineExceeded, RuntimeError):
             bounded(self._backend.abort, Deadline.after(_ABORT_S), "aborting NCCL's communicators")
 
 
 def join(epoch: Epoch) -> NcclService:
-    """Join a membership epoch: communicators of its own, found through the epoch's mailbox. Returns once all have.
+    """Join an epoch with new communicators, formed through the epoch's mailbox. Returns once all have joined.
 
     Raises:
         ConfigError: this worker has no CUDA device.
-        DeadlineExceeded, PeerLost: somebody did not come, by label; the process should end.
-        TransportError: NCCL cannot run here; its own words are in the text.
+        DeadlineExceeded, PeerLost: a worker did not come; has its label. The process should end.
+        TransportError: NCCL cannot run here; has NCCL's message.
     """
     device = torch.device(epoch.device)
     if device.type != "cuda":
         raise ConfigError(f"{epoch.labels[epoch.index]}: NCCL needs a CUDA device, this worker has {epoch.device!r}")
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # not in a torch without CUDA
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # missing in a torch without CUDA
 
     deadline = Deadline.after(epoch.timeout)
     store = MailboxStore(epoch, deadline)
 
     def meet() -> NcclService:
-        # before the communicator is made, which nothing can end: everyone says that it has come
+        # all must be present first: making the communicator cannot be interrupted
         torch.cuda.set_device(device)
         store.set(f"come/{epoch.index}", b"1")
         store.wait([f"come/{index}" for index in range(epoch.size)])
@@ -133,7 +133,7 @@ def join(epoch: Epoch) -> NcclService:
         service = NcclService(
             group, device=device, labels=epoch.labels, staging_bytes=epoch.staging_bytes, owns_group=True
         )
-        # NCCL's first call in a group needs every rank; group calls later may have some only
+        # NCCL's first call in a group needs every rank; later group calls may have only some
         service.peers.all_gather(b"\0" * 8, deadline, "making communicators")
         return service
 
@@ -151,11 +151,11 @@ def join(epoch: Epoch) -> NcclService:
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    """Return what moves CUDA tensors in a group: the group itself where torch has not registered it."""
+    """Return the backend for CUDA tensors of a group: the group itself if torch has not registered it."""
     try:
         backend = group if isinstance(group, Backend) else group._get_backend(device)
         name = backend.name()
-    except RuntimeError:  # it has none for this kind of device
+    except RuntimeError:  # it has no backend for this device type
         name = "nothing"
     if name != "nccl":
         raise ConfigError(f"the group moves CUDA tensors with {name}, not nccl; make it with 'cpu:gloo,cuda:nccl'")

@@ -1,12 +1,12 @@
 """NVSHMEM: puts with signals between GPUs, polled by the host; agreements go over gloo.
 
-nvshmem4py is loaded when a worker joins; its cu12 and cu13 builds have the same module name. Of it only the unique id,
-initialisation and a few host calls are used: puts and signals on a stream, never a wait on one, nor a collective while
-tensors move. That is what two PEs on one GPU allow, and it leaves every wait a deadline.
+nvshmem4py is loaded when a worker joins; its cu12 and cu13 builds have the same module name. Only its unique id,
+initialisation and a few host calls are used: puts and signals on a stream, but never a wait on a stream, nor a
+collective while tensors move. So two PEs may share a GPU, and every wait has a deadline.
 
-Where a network card writes into a GPU's memory, a signal that the host reads may be seen before the bytes that it
-tells of, on machines whose GPUs need a flush in between; NVSHMEM's own waits do that, this poll does not. A transfer
-that is hit by it fails its digest. Between GPUs of one node there is no such card.
+If a network card writes to a GPU's memory, the host may see a signal before the bytes that it announces, on machines
+whose GPUs need a flush in between. NVSHMEM's own waits flush, this polling does not. A transfer affected by that fails
+its digest. Between GPUs of one node there is no network card.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _FINALIZE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """nvshmem4py: what people call and what it wraps. Both are untyped."""
+    """nvshmem4py's public interface and the bindings below it; both untyped."""
 
     core: Any
     bindings: Any
 
     @property
     def set_signal(self) -> int:
-        """The operation that stores a signal."""
+        """The operation code that stores a signal."""
         return int(self.bindings.Signal_op.SIGNAL_SET)
 
 
@@ -58,7 +58,7 @@ def load() -> _Library:
     Raises:
         ConfigError: it is not installed, or its library cannot be loaded.
     """
-    # nvshmem4py looks for its library where this interpreter is installed, not in other folders of the path
+    # nvshmem4py searches its library only where this interpreter is installed, not on sys.path
     for folder in sys.path:
         path = os.path.join(folder, "nvidia", "nvshmem", "lib", "libnvshmem_host.so.3")
         if os.path.exists(path):
@@ -73,7 +73,7 @@ def load() -> _Library:
 
 
 def unique_id(library: _Library, data: bytes = b"") -> tuple[Any, bytes]:
-    """Return an id that all PEs of one epoch are initialised with, and its bytes; a new one unless given."""
+    """Return an id with which all PEs of an epoch are initialised, and its bytes; a new id unless `data` is given."""
     made = library.core.get_unique_id(empty=bool(data))
     if data:
         if len(data) != UNIQUE_ID_BYTES:
@@ -83,7 +83,7 @@ def unique_id(library: _Library, data: bytes = b"") -> tuple[Any, bytes]:
 
 
 class NvshmemService(SlottedExchange):
-    """Exchanges tensors through slots in symmetric memory. See ExchangeService for the promises."""
+    """Exchanges tensors through slots in symmetric memory. See ExchangeService for its contract."""
 
     name = "nvshmem"
     step_bytes = MAX_MESSAGE_BYTES
@@ -98,18 +98,18 @@ class NvshmemService(SlottedExchange):
         message_bytes: int | None = None,
         staging_bytes: int,
     ) -> None:
-        """Allocate slots and words: collective, and nothing ends it; NVSHMEM has been initialised.
+        """Allocate slots and words. Collective, and cannot be interrupted. NVSHMEM must be initialised.
 
         Args:
             library: NVSHMEM.
             group: a gloo group whose positions are the PEs.
-            device: of this PE.
-            labels: how errors name each position.
+            device: this PE's device.
+            labels: name of each position in errors.
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
 
         Raises:
-            TransportError: there is not so much memory on the device.
+            TransportError: the device has too little memory.
         """
         super().__init__(Peers(group, labels), message_bytes=message_bytes, staging_bytes=staging_bytes)
         self.device = device
@@ -121,7 +121,7 @@ class NvshmemService(SlottedExchange):
         self._slots_at, self._words_at = (self._allocate(size) for size in sizes)
         self._room_all = tensor_at(self._slots_at, sizes[0], device)
         self._words = tensor_at(self._words_at, sizes[1], device).view(torch.int64)
-        # before anybody puts: `join` has all meet afterwards
+        # before any put: `join` synchronizes all PEs afterwards
         self._words.zero_()
         torch.cuda.synchronize(device)
 
@@ -143,7 +143,7 @@ class NvshmemService(SlottedExchange):
 
     def _put(self, position: int, leaving: int, landing: int, nbytes: int, word: int, value: int) -> None:
         self._library.bindings.putmem_signal_on_stream(
-            self._slots_at + landing,  # at the other PE: symmetric memory is named by this PE's address of it
+            self._slots_at + landing,  # symmetric memory: the other PE's slots, by this PE's address
             self._slots_at + leaving,
             nbytes,
             self._words_at + word * _WORD_BYTES,
@@ -159,7 +159,7 @@ class NvshmemService(SlottedExchange):
         )
 
     def _look(self) -> Sequence[int]:
-        with self._looks.queue():  # not behind the copies that are queued
+        with self._looks.queue():  # without waiting for queued copies
             words: list[int] = self._words.tolist()
         return words
 
@@ -167,7 +167,7 @@ class NvshmemService(SlottedExchange):
         return self._digests.new()
 
     def close(self) -> None:
-        """See ExchangeService.close. Collective; after a failure everything is left to the end of the process."""
+        """See ExchangeService.close. Collective. After a failure everything is left to the end of the process."""
         is_in_order = self.is_usable
         super().close()
         if not self._is_initialized:
@@ -182,20 +182,18 @@ class NvshmemService(SlottedExchange):
                 self._library.bindings.free(address)
             self._library.core.finalize()
 
-        # what others do not finalize with us ends with the process
+        # if the others do not finalize too, the process's end releases everything
         with suppress(Exception):
             bounded(finalize, Deadline.after(_FINALIZE_S), "finalizing NVSHMEM")
 
 
 def join(epoch: Epoch) -> NvshmemService:
-    """Join a membership epoch: NVSHMEM initialised for it, with an id that travels in its mailbox.
-
-    Returns once all have.
+    """Join an epoch: initialise NVSHMEM with an id from the epoch's mailbox. Returns once all have joined.
 
     Raises:
         ConfigError: nvshmem4py is missing, or this worker has no CUDA device.
-        DeadlineExceeded, PeerLost: somebody did not come, by label; the process should end.
-        TransportError: NVSHMEM cannot run here; it has written why to stderr.
+        DeadlineExceeded, PeerLost: a worker did not come; has its label. The process should end.
+        TransportError: NVSHMEM cannot run here; it wrote the reason to stderr.
     """
     device, me = torch.device(epoch.device), epoch.labels[epoch.index]
     if device.type != "cuda":
@@ -203,7 +201,7 @@ def join(epoch: Epoch) -> NvshmemService:
     deadline = Deadline.after(epoch.timeout)
     library = load()
     torch.cuda.set_device(device)
-    torch.zeros(1, device=device)  # torch's context of the device, which NVSHMEM then takes
+    torch.zeros(1, device=device)  # creates torch's context of the device, which NVSHMEM then uses
     group = gloo.join(epoch).group
     key = "nvshmem/unique-id"
     if epoch.index == 0:
@@ -221,10 +219,10 @@ def join(epoch: Epoch) -> NvshmemService:
         service = bounded(initialize, deadline, f"{me}: initialising NVSHMEM with {', '.join(epoch.labels)}")
     except RefitdError:
         raise
-    except Exception as exc:  # of several kinds, none of which says more than a number
+    except Exception as exc:  # of several types, each with no more than a number
         raise TransportError(
             f"{me} cannot initialise NVSHMEM: {exc}; stderr has its reason, and NVSHMEM_DEBUG=INFO makes it say more"
         ) from exc
-    # nobody puts before everybody's words are 0
+    # nobody may put before everybody's words are 0
     service.peers.first_trouble("", deadline, "initialising NVSHMEM")
     return service

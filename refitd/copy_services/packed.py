@@ -1,15 +1,15 @@
 """The pipeline of two-sided services: pieces packed into messages per pair of ranks, sent, unpacked and proven.
 
-    note     send / receive halves, local ones paired by id
-    agree    each pair compares digests of (id, bytes) before anything is posted: a receive that is smaller than
-             its send would end the process with some transports
-    move     at most WINDOW messages per direction and peer are in flight; all first messages are posted, then each
-             message, in the order of posting, is waited for and replaced by its stream's next one
-    prove    each stream ends with the digest of what was packed, compared with that of what then lies in the
-             destinations; all ranks learn whether every rank has everything
+    note   send and receive halves; those within this rank are paired by id
+    agree  each pair compares digests of (id, bytes) before anything is posted: with some transports a receive
+           smaller than its send would end the process
+    move   at most WINDOW messages per direction and peer are in flight. All first messages are posted; then each
+           message, in the order of posting, is awaited and replaced by the next one of its stream
+    prove  each stream ends with the digest of what was packed, compared with that of what then lies in the
+           destinations; all ranks learn whether every rank has everything
 
-No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have finished
-its (k - WINDOW)-th, and both wait for messages in the order of k.
+No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have finished its
+(k - WINDOW)-th, and both wait for messages in the order of k.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
 
 WINDOW = 2
 MIN_MESSAGE_BYTES = 64 << 10
-# staging for all streams of a rank together, where the group is so large that messages must shrink
+# limit on all staging of a rank; messages shrink in groups so large that they would exceed it
 STAGING_BYTES = 256 << 20
-# packed and hashed, or unpacked and hashed, while it is in the second-level cache
+# bytes packed and hashed, or unpacked and hashed, together; they stay in the second-level cache
 STEP_BYTES = 256 << 10
 
 TAG = 0x52470000
@@ -46,13 +46,13 @@ Key = tuple[int, int]  # task id, part
 
 
 class Digest(Protocol):
-    """A digest over buffers in the order they are given; position sensitive, equal however they are cut."""
+    """A digest of buffers in the order given; depends on every byte's position, not on how the bytes are cut."""
 
     def update(self, buffer: Any, /) -> None:
-        """Take in one more buffer, uint8."""
+        """Add a uint8 buffer."""
 
     def digest(self) -> bytes:
-        """Return DIGEST_BYTES bytes."""
+        """Return the digest, DIGEST_BYTES long."""
 
 
 class _HostDigest:
@@ -62,7 +62,7 @@ class _HostDigest:
         self._state = xxhash.xxh3_128()
 
     def update(self, buffer: torch.Tensor, /) -> None:
-        data: Any = buffer.numpy()  # numpy's arrays are buffers; its stubs do not say so
+        data: Any = buffer.numpy()  # numpy arrays are buffers, but its stubs do not say so
         self._state.update(data)
 
     def digest(self) -> bytes:
@@ -71,7 +71,7 @@ class _HostDigest:
 
 @dataclass(slots=True)
 class Stream:
-    """All pieces of one direction to or from one peer, and the messages they are laid into."""
+    """All pieces of one direction to or from one peer, and their messages."""
 
     position: int
     is_send: bool
@@ -100,14 +100,14 @@ class InFlight:
 
     @property
     def payload(self) -> int:
-        """Bytes of pieces in it; a digest has none."""
+        """Bytes of pieces in it; 0 for the digest."""
         messages = self.stream.messages
         return messages[self.number].payload if self.number < len(messages) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one run moves. `meanwhile` is called while the first messages are on their way; it returns what is wrong."""
+    """What one run moves. `meanwhile` is called while the first messages are in flight; it returns an error text."""
 
     streams: Sequence[Stream]
     meanwhile: Callable[[], str]
@@ -126,15 +126,15 @@ class _Held(Transfers):
 
 
 class PackedExchange(ExchangeService):
-    """What two-sided services over a torch process group have in common. See ExchangeService for the promises.
+    """Common part of the two-sided services over a torch process group. See ExchangeService for their contract.
 
     Attributes:
-        peers: the processes of the group, and where tensors of their agreements lie.
-        device: where messages lie.
+        peers: the processes of the group, and the device for their agreements.
+        device: the device of messages.
     """
 
     capabilities = PACKED
-    #: most bytes that are packed and digested at once
+    #: most bytes packed and digested at once
     step_bytes: ClassVar[int] = STEP_BYTES
 
     def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
@@ -142,9 +142,8 @@ class PackedExchange(ExchangeService):
 
         Args:
             peers: the group.
-            message_bytes: most bytes of a message, the same on every rank; by default what the size of the group
-                allows.
-            staging_bytes: most bytes in buffers of this service, the same on every rank.
+            message_bytes: maximum size of a message, equal on all ranks; by default what the group's size allows.
+            staging_bytes: limit on this service's buffers, equal on all ranks.
         """
         self.peers = peers
         self.device = peers.device
@@ -255,7 +254,7 @@ class PackedExchange(ExchangeService):
         streams = {}
         for position in sorted(halves):
             noted = halves[position]
-            # large ones first: what is left at the end is short on every rank
+            # large ones first, so that the end of the transfer is short on every rank
             keys = sorted(noted, key=lambda key: (-noted[key].nbytes, key))
             pieces = [noted[key] for key in keys]
             messages = lay_out([piece.nbytes for piece in pieces], self._limit)
@@ -263,7 +262,7 @@ class PackedExchange(ExchangeService):
         return streams
 
     def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> None:
-        """Compare what each pair is about to do; everyone raises unless all agree."""
+        """Compare with each peer what both are about to do; every rank raises unless all agree."""
         peers = self.peers
         terms = struct.pack("<q?7x", self._limit, verify)
         offered = peers.all_to_all([offer + terms for offer in held.offers], deadline, "comparing transfers")
@@ -282,12 +281,12 @@ class PackedExchange(ExchangeService):
             raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
 
     def _conclude(self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline) -> None:
-        """Do what is left to do here, and learn whether every rank has done its part."""
+        """Call `finish`, and learn whether every rank has done its part."""
         failure: Exception | None = None
         if finish is not None and not trouble:
             try:
                 finish()
-            except Exception as exc:  # whatever it is, the others must not believe it was done
+            except Exception as exc:  # whatever it is, the other ranks must know that this one failed
                 failure = exc
         said = f"d{trouble}" if trouble else ""
         if failure is not None:
@@ -299,18 +298,18 @@ class PackedExchange(ExchangeService):
             raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
 
     def _move(self, move: Move) -> str:
-        """Post, wait and replace until every stream is at its end; return what has been found wrong, or ""."""
+        """Post, await and replace messages until every stream has ended; return an error text, "" if all is well."""
         flying: deque[InFlight] = deque()
         try:
             return self._pass(flying, move)
         except BaseException:
-            # what the others still send must not be written any more
+            # what other ranks still send must not be written any more
             for flight in flying:
                 flight.posted.abandon()
             raise
 
     def _pass(self, flying: deque[InFlight], move: Move) -> str:
-        """Do as `_move` says; `flying` are the messages that are posted and not yet known to be over."""
+        """The body of `_move`; `flying` holds the posted messages that are not known to be done."""
         arrived = 0
         order = self._order(move.streams)
         for _ in range(WINDOW):
@@ -332,26 +331,26 @@ class PackedExchange(ExchangeService):
         return trouble
 
     def _order(self, streams: Sequence[Stream]) -> list[Stream]:
-        """Return the order in which streams are served: each rank begins with the next one, not all with the first."""
+        """Return the order in which streams are served: each rank starts with its successor, not all with rank 0."""
         me, size = self.peers.index, len(self.peers)
         return sorted(streams, key=lambda s: (s.is_send, (s.position - me) % size))
 
     def _post(self, stream: Stream, verify: bool) -> InFlight | None:
-        """Start a stream's next message, None behind the last one. With `verify` the last one is the digest."""
+        """Post a stream's next message; None if there is none. With `verify` the last message is the digest."""
         made = self._next_buffer(stream, verify)
         if made is None:
             return None
         number, buffer, is_staged = made
         post = self.peers.send if stream.is_send else self.peers.receive
-        # a message can only meet its own other half
+        # a tag for each message, so that it meets only its own other half
         return InFlight(stream, number, post(buffer, stream.position, TAG + number % 0x10000), buffer, is_staged)
 
     def _next_buffer(
         self, stream: Stream, verify: bool, room: torch.Tensor | None = None
     ) -> tuple[int, torch.Tensor, bool] | None:
-        """Return number, buffer and whether it is staging, for a stream's next message; filled where it is sent.
+        """Return (number, buffer, whether it is staging) for a stream's next message, packed if it is a send.
 
-        With `room` the message is put there, else into staging unless the tensor itself can serve.
+        The message is placed in `room` if given, else in the tensor itself if possible, else in staging.
         """
         number = stream.next
         if not stream.messages or number >= len(stream.messages) + verify:
@@ -372,9 +371,9 @@ class PackedExchange(ExchangeService):
         return number, buffer, direct is None
 
     def _land(self, done: InFlight, verify: bool) -> str:
-        """Write a message that has arrived to its places, and take the digest of what lies there then.
+        """Write an arrived message to its destinations, and add what then lies there to the digest.
 
-        Returns what is wrong, once the last message has brought the digest of what was read.
+        Returns an error text after the last message, the sender's digest, if the digests differ.
         """
         stream = done.stream
         if done.number == len(stream.messages):
@@ -400,7 +399,7 @@ class PackedExchange(ExchangeService):
         return ""
 
     def _direct(self, stream: Stream, message: PackedMessage) -> torch.Tensor | None:
-        """Return the message's bytes in the tensor itself, where one piece has them where this transport reads."""
+        """Return the message's bytes in the tensor itself, if one piece holds them on this transport's device."""
         if len(message.spans) != 1:
             return None
         span = message.spans[0]
@@ -408,7 +407,7 @@ class PackedExchange(ExchangeService):
         return found if found is not None and found.device == self.device else None
 
     def _copy_local(self, sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], verify: bool) -> str:
-        """Copy what stays on this rank; return what turned out wrong, or ""."""
+        """Copy the transfers within this rank; return an error text, "" if all is well."""
         for key in sorted(receives):
             source, target = sends[key], receives[key]
             if isinstance(source, TensorPiece) and isinstance(target, TensorPiece):
@@ -437,7 +436,7 @@ class PackedExchange(ExchangeService):
         return _HostDigest()
 
     def _staging(self) -> torch.Tensor:
-        # first touch of fresh pages costs several copies: buffers are kept between runs
+        # first touch of new pages costs several copies, so buffers are kept between runs
         if self._spare:
             return self._spare.pop()
         self._buffers += 1
@@ -451,7 +450,7 @@ class PackedExchange(ExchangeService):
 
 
 class _Agreed(Exception):
-    """All ranks have come to the same conclusion; the connections are in order."""
+    """All ranks have agreed on this error; the connections are in order."""
 
     def __init__(self, error: RefitdError) -> None:
         super().__init__(str(error))
@@ -463,7 +462,7 @@ def _doing(flight: InFlight) -> str:
 
 
 def _steps(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
-    """Cut a message's spans into steps of at most so many bytes: (part of the piece, where it lies in the message)."""
+    """Cut a message's spans into steps of at most `longest` bytes: (part of the piece, its place in the message)."""
     for span in message.spans:
         for start in range(span.start, span.end, longest):
             end = min(span.end, start + longest)
@@ -479,7 +478,7 @@ def _offer(keys: Sequence[Key], pieces: Sequence[Piece]) -> bytes:
 
 
 def _mismatch(sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], rank: int) -> str:
-    """Return what is wrong with this rank's transfers to itself, or ""."""
+    """Return an error text about this rank's transfers to itself, "" if they match."""
     if odd := sorted(sends.keys() ^ receives.keys()):
         return f"task {odd[0]} of rank {rank} with itself has {'no receive' if odd[0] in sends else 'no send'}"
     for key, piece in sends.items():

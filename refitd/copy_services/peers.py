@@ -1,6 +1,6 @@
-"""The processes of one group, and the small exchanges of bytes between them that agreement needs.
+"""The processes of one group, and the small exchanges of bytes with which they agree.
 
-A torch process group carries everything; nothing is pickled, and every wait ends at a deadline. Each method is
+A torch process group carries everything. Nothing is pickled, and every wait ends at a deadline. Each method is
 collective: every process of the group calls it, in the same order.
 """
 
@@ -23,14 +23,14 @@ from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError
 
 Group = Any  # a torch ProcessGroup or one of its backends; None for the default group
 
-# apart from the tags that callers use on their own groups
+# distinct from the tags that callers use on their own groups
 _MEET_TAG = 0x52460000
 _LENGTH_TAG = 0x52460001
 _PAYLOAD_TAG = 0x52460002
 _RECORD_TAG = 0x52460003
 
-# In groups up to this size everyone hears everyone directly, so that an error can name who did not answer.
-# In larger ones, which only the in-process library has, torch's collectives do it with fewer connections.
+# Up to this size all processes exchange directly, so that an error can name who did not answer. Larger groups, which
+# only the in-process library has, use torch's collectives, with fewer connections.
 NAMED_SIZE = 32
 _TROUBLE_BYTES = 480
 _LENGTH = struct.Struct("<q")
@@ -38,14 +38,14 @@ _LENGTH = struct.Struct("<q")
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment (of time.monotonic) that ends every wait, and how long it was away when it was set."""
+    """The time (of time.monotonic) at which every wait ends, and the timeout that set it."""
 
     at: float
     seconds: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """Return the moment `seconds` from now.
+        """Return the deadline `seconds` from now.
 
         Raises:
             ConfigError: not a positive, finite number of seconds.
@@ -59,7 +59,7 @@ class Deadline:
         return cls(time.monotonic() + found, found)
 
     def left(self) -> timedelta:
-        """Return the time left, at least a millisecond: torch takes 0 for "forever"."""
+        """Return the time left, at least a millisecond: to torch 0 means "forever"."""
         return timedelta(seconds=max(0.001, self.at - time.monotonic()))
 
 
@@ -69,16 +69,16 @@ class Peers:
     Attributes:
         group: the process group.
         index: this process's position in it.
-        ranks: the rank of each position, as parallel groups number ranks: those of the default group where torch
-            knows the group, else positions.
-        device: where tensors must lie to be exchanged.
+        ranks: the rank of each position, as parallel groups number ranks: the default group's if torch knows the
+            group, else positions.
+        device: the device that exchanged tensors must be on.
     """
 
     def __init__(self, group: Group = None, labels: Sequence[str] = ()) -> None:
-        """Look at a group; None is the default group. `labels` are how errors name each position.
+        """Use a group; None is the default group. `labels` name each position in errors.
 
         Raises:
-            ConfigError: this is no group, there is no default group, or this process is not in the group.
+            ConfigError: this is not a group, there is no default group, or this process is not in the group.
         """
         if group is None:
             if not dist.is_initialized():
@@ -106,18 +106,18 @@ class Peers:
         return self.ranks[self.index]
 
     def label(self, position: int) -> str:
-        """Return how people are told about a position."""
+        """Return the name of a position, for errors."""
         return self._labels[position] if self._labels else f"rank {self.ranks[position]}"
 
     def meet(self, deadline: Deadline, purpose: str) -> None:
-        """Return once everyone has come. Position 0 waits for the others and names the first that is missing.
+        """Return once everyone has called it. Position 0 waits for the others and names the first missing one.
 
-        torch's monitored_barrier does this with a deadline at position 0 only; the others would wait longer.
+        Unlike torch's monitored_barrier, which has a deadline at position 0 only, this ends everywhere in time.
 
         Raises:
-            DeadlineExceeded, PeerLost: someone did not come.
+            DeadlineExceeded, PeerLost: a process did not come.
         """
-        # what position 0 tells the others: 0, or 1 + the position that is gone
+        # what position 0 tells the others: 0, or 1 + the position of a lost process
         tokens = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in self.ranks]
         if self.index:
             self.wait(self.send(tokens[0], 0, _MEET_TAG), 0, deadline, f"{purpose}: coming to")
@@ -148,7 +148,7 @@ class Peers:
             raise PeerLost(f"{purpose}: {self.label(min(lost))} is gone") from lost[min(lost)]
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
-        """Return everyone's record, by position. Records are as long as each other."""
+        """Return everyone's record, by position. All records have the same length."""
         if self._is_named:
             return self._exchange([record or b"\0"] * len(self), deadline, purpose, len(record))
         mine = _as_tensor(record or b"\0", self.device)
@@ -170,7 +170,7 @@ class Peers:
         return found
 
     def all_to_all(self, records: Sequence[bytes], deadline: Deadline, purpose: str) -> list[bytes]:
-        """Give record i to position i; return what everyone gave to this one. Records are equally long."""
+        """Send record i to position i; return the records sent to this process. All records have the same length."""
         if len(self) == 1:
             return list(records)
         if self._is_named:
@@ -188,7 +188,7 @@ class Peers:
         return self.device.type == "cpu" and 1 < len(self) <= NAMED_SIZE
 
     def _exchange(self, records: Sequence[bytes], deadline: Deadline, purpose: str, length: int) -> list[bytes]:
-        """Give record i to position i and return what each gave, `length` bytes; an error names who did not answer."""
+        """Send record i to position i; return those received, of `length` bytes. Errors name who did not answer."""
         others = [i for i in range(len(self)) if i != self.index]
         found = {i: torch.empty(len(records[i]), dtype=torch.uint8) for i in others}
         receives = {i: self.receive(found[i], i, _RECORD_TAG) for i in others}
@@ -199,7 +199,7 @@ class Peers:
         return [(_as_bytes(found[i]) if i in found else records[i])[:length] for i in range(len(self))]
 
     def first_trouble(self, trouble: str, deadline: Deadline, purpose: str) -> str:
-        """Return what some rank has found wrong, "" if nobody has: the first rank's words, the same everywhere."""
+        """Return the text of the first rank that found trouble, the same everywhere; "" if none did."""
         mine = trouble.encode()[:_TROUBLE_BYTES].ljust(_TROUBLE_BYTES, b"\0")
         said = self.all_gather(mine, deadline, purpose)
         return next((text for each in said if (text := each.rstrip(b"\0").decode(errors="ignore"))), "")
@@ -207,12 +207,12 @@ class Peers:
     def gather(self, payload: bytes, lengths: Sequence[int], deadline: Deadline, purpose: str) -> list[bytes] | None:
         """Return everyone's payload at position 0, None elsewhere.
 
-        `lengths` are the payloads' lengths by position, which everyone has been told.
+        `lengths` are the payloads' lengths by position, known to everyone.
 
         Raises:
-            ProtocolError: a payload is larger than a message may be; nothing is allocated for it.
+            ProtocolError: a payload exceeds the size of a message; nothing is allocated for it.
         """
-        from refitd.protocol.base import MAX_MESSAGE_BYTES  # with msgspec, which transfers alone do not need
+        from refitd.protocol.base import MAX_MESSAGE_BYTES  # imports msgspec, which transfers alone do not need
 
         for position, length in enumerate(lengths):
             if not 0 < length <= MAX_MESSAGE_BYTES:
@@ -229,10 +229,10 @@ class Peers:
         return [payload, *(_as_bytes(buffer) for buffer in buffers[1:])]
 
     def scatter(self, payloads: Sequence[bytes] | None, deadline: Deadline, purpose: str) -> bytes:
-        """Give payload i of position 0 to position i; return this one's. Elsewhere `payloads` is None.
+        """Send payload i of position 0 to position i; return this process's. `payloads` is None except at position 0.
 
         Raises:
-            ProtocolError: a payload is larger than a message may be.
+            ProtocolError: a payload exceeds the size of a message.
         """
         from refitd.protocol.base import MAX_MESSAGE_BYTES
 
@@ -257,14 +257,14 @@ class Peers:
         return _as_bytes(buffer)
 
     def send(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
-        """Start sending a contiguous tensor, which must stay as it is until `wait` has returned."""
+        """Start sending a contiguous tensor, which must not change until `wait` returns."""
         try:
             return _Posted(self.group.send([tensor], position, tag), tensor)
         except RuntimeError as exc:
             raise PeerLost(f"sending to {self.label(position)}: {_first_line(exc)}") from exc
 
     def receive(self, tensor: torch.Tensor, position: int, tag: int) -> _Posted:
-        """Start receiving into a contiguous tensor, which is filled once `wait` has returned."""
+        """Start receiving into a contiguous tensor, which is filled when `wait` returns."""
         try:
             return _Posted(self.group.recv([tensor], position, tag), tensor)
         except RuntimeError as exc:
@@ -274,34 +274,34 @@ class Peers:
         """Wait for one send or receive.
 
         Raises:
-            DeadlineExceeded, PeerLost: naming the rank; the group cannot be used for transfers afterwards.
+            DeadlineExceeded, PeerLost: names the rank; the group cannot be used for transfers afterwards.
         """
         with self.errors(deadline, f"{purpose} {self.label(position)}"):
             posted.work.wait(deadline.left())
 
     def errors(self, deadline: Deadline, subject: str) -> _Translating:
-        """Return a block in which torch's errors become DeadlineExceeded or PeerLost, told of `subject`."""
+        """Return a block that turns torch's errors into DeadlineExceeded or PeerLost about `subject`."""
         return _Translating(deadline, subject, self.label(self.index))
 
 
 @dataclass(slots=True)
 class _Posted:
-    """A transfer that has been started. The tensor is kept, so that its memory stays."""
+    """A started transfer. It keeps the tensor, so that its memory stays."""
 
     work: Any
     tensor: torch.Tensor
 
     def abandon(self) -> None:
-        """Have a receive be filled no more: gloo ends a connection whose next message nobody holds a receive for.
+        """Drop a receive, so that it is never filled: gloo closes a connection whose next message has no receive.
 
-        Nothing else may hold it: where a send or receive is still under way, its group cannot be used any more.
+        Nothing else may hold the receive. If a transfer is still in flight, the group cannot be used any more.
         """
         self.work = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Translating:
-    """Turns what torch raises inside the block into refitd's errors."""
+    """Turns torch's errors inside the block into refitd's errors."""
 
     deadline: Deadline
     subject: str
@@ -327,7 +327,7 @@ def _first_line(exc: BaseException) -> str:
 
 
 def _device(group: Any) -> torch.device:
-    """Return a device whose tensors the group moves, the CPU where it can."""
+    """Return the device for tensors that the group moves: the CPU if possible."""
     kinds = [kind.type for kind in getattr(group, "_device_types", ())]
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Pieces: one half of a transfer, wherever its elements lie; packed into messages and unpacked from them."""
+"""Pieces: one half of a transfer, on any device; packed into messages and unpacked from them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Piece(ABC):
-    """Bytes in the order of their elements. Parts are named by the bytes start:end, at multiples of `itemsize`."""
+    """The elements of one end, as bytes in order. A part is the bytes start:end, multiples of `itemsize`."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes on the way."""
+        """Bytes in transit."""
 
     @property
     @abstractmethod
     def itemsize(self) -> int:
-        """Bytes of one element on the way."""
+        """Bytes of one element in transit."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return how many elements of what, for people."""
+        """Return the number and kind of elements, for errors."""
 
     @abstractmethod
     def direct(self, start: int, end: int) -> torch.Tensor | None:
-        """Return the part itself as uint8, where its bytes lie contiguously; messages then need no staging."""
+        """Return the part itself as uint8 if it is contiguous, so that it needs no staging; else None."""
 
     @abstractmethod
     def pack(self, start: int, end: int, out: torch.Tensor) -> None:
@@ -43,10 +43,10 @@ class Piece(ABC):
 
 
 class BoxPiece(Piece):
-    """What pieces of arenas and of other processes have in common: a strided box whose elements may be converted."""
+    """Common part of pieces in arenas and other processes: a strided box whose elements may be converted."""
 
     def __init__(self, count: int, cast: int, element: int, where: str = "") -> None:
-        """Note the number of elements, their conversion (0 for none), and the bytes each has on the way."""
+        """Store the number of elements, their conversion (0 for none), and their size in transit in bytes."""
         self._count, self._cast, self._element, self._where = count, cast, element, where
 
     @property
@@ -66,7 +66,7 @@ class BoxPiece(Piece):
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece(Piece):
-    """A tensor of this process, on any device; its elements travel as `dtype`."""
+    """A tensor of this process, on any device; its elements have `dtype` in transit."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -90,7 +90,7 @@ class TensorPiece(Piece):
         tensor = self.tensor
         if self.dtype != tensor.dtype or not tensor.is_contiguous():
             return None
-        # strides of dimensions of size 1 may be anything
+        # dimensions of size 1 may have any stride
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)[start:end]
 
     def pack(self, start: int, end: int, out: torch.Tensor) -> None:
@@ -116,20 +116,20 @@ class TensorPiece(Piece):
         return parts
 
     def copy_from(self, source: TensorPiece, *, verify: bool) -> bool:
-        """Copy another piece of as many elements here; with `verify`, return whether it then holds the same."""
+        """Copy another piece with as many elements here; with `verify`, return whether both then hold the same."""
         value, target = source.tensor, self.tensor
         if value.shape != target.shape:
             value = value.reshape(target.shape)
         if value.dtype == target.dtype:
             value, target = raw(value), raw(target)
         if value.data_ptr() == target.data_ptr() and value.stride() == target.stride() and value.dtype == target.dtype:
-            return True  # it is there already
+            return True  # it is the same memory
         target.copy_(value)
         return not verify or value.dtype != target.dtype or torch.equal(value.to(target.device), target)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers, which every copy supports and leaves bit for bit."""
+    """Return the same memory as integers, which every copy supports and keeps bit for bit."""
     size = tensor.element_size()
     if size == 16:
         return torch.view_as_real(tensor).view(torch.int64)

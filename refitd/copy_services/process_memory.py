@@ -1,4 +1,4 @@
-"""Reading another process's private memory, for sources that lend tensors outside arenas."""
+"""Reads another process's private memory, for sources that lend tensors outside arenas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IOVEC = ctypes.c_uint64 * 2  # struct iovec { void *base; size_t len; }
 
 
 class RemoteChunk:
-    """A strided box at an address of another process."""
+    """A strided box at an address in another process."""
 
     def __init__(self, pid: int, address: int, dims: Sequence[tuple[int, int]], element: int) -> None:
         """`dims` are (count, stride in bytes), outermost first."""
@@ -48,17 +48,17 @@ class RemoteChunk:
         self._run = run
 
     def read(self, scratch: Bytes) -> Bytes:
-        """Return the box's bytes, packed, in (a part of) `scratch`; raises what `read_to` does."""
+        """Read the box's bytes, packed, into (a part of) `scratch` and return that; raises like `read_to`."""
         out = scratch[: self.nbytes]
         self.read_to(out.ctypes.data)
         return out
 
     def read_to(self, address: int) -> None:
-        """Put the box's bytes, packed, at an address of this process, which has room for `nbytes`.
+        """Write the box's bytes, packed, to an address in this process with room for `nbytes`.
 
         Raises:
-            PeerLost: the process is gone.
-            TransportError: the kernel does not let this process read there, or the memory is unmapped.
+            PeerLost: the process has ended.
+            TransportError: the kernel forbids this process to read there, or the memory is unmapped.
         """
         for first in range(0, len(self._remote), _IOV_MAX):
             count = min(_IOV_MAX, len(self._remote) - first)

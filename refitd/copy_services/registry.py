@@ -1,4 +1,4 @@
-"""Which ways of moving bytes there are: names, what each can do, what it lacks here, how one is made."""
+"""The copy services that exist: names, capabilities, what each lacks here, and how to make one."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from refitd.copy_services.epoch import Epoch
     from refitd.copy_services.exchange import ExchangeService
 
-# Packages offer a Backend, or a function that returns one, under this group of entry points.
+# The group of entry points under which packages offer a Backend, or a function that returns one.
 ENTRY_POINTS = "refitd.copy_services"
-OWN = "refitd"  # the package that has the backends of this folder
+OWN = "refitd"  # the package that contains the backends of this folder
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to move bytes. Nothing it needs is imported before a service is made.
+    """One way to move bytes. Its dependencies are imported only when a service is made.
 
     Attributes:
-        name: what configurations and errors call it.
+        name: its name in configurations and errors.
         capabilities: see Capabilities.
-        missing: returns "" where it can run here, else what is missing and the command that brings it.
-        mapped: makes a one-sided service with so many threads.
-        on_device: makes a one-sided service for arenas of a GPU, by its number here.
+        missing: returns "" if it can run here, else what is missing and the command that installs it.
+        mapped: makes a one-sided service with this many threads.
+        on_device: makes a one-sided service for arenas of a GPU, by its number in this process.
         over_group: makes a two-sided service over a torch process group (None: the default group).
-        join: makes a two-sided service by joining a membership epoch; a fresh process group each time.
+        join: makes a two-sided service by joining an epoch, with a new process group each time.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Backend:
 
 
 class Registry:
-    """Backends by name. Whoever needs one makes it, or is given it."""
+    """Backends by name. An object, owned by its creator and passed on."""
 
     def __init__(self, backends: Iterable[Backend], more: Callable[[], Iterable[Backend]] = tuple) -> None:
-        """Take backends, and `more` of them, loaded where a name is not among the first.
+        """Take `backends`; `more` loads further ones when a name is not among these.
 
         Raises:
-            ConfigError: two backends have one name: a later one does not replace an earlier one.
+            ConfigError: two backends have the same name; a later one does not replace an earlier one.
         """
         self._backends: dict[str, Backend] = {}
         self._more: Callable[[], Iterable[Backend]] = more
@@ -79,7 +79,7 @@ class Registry:
         """Return a backend that can run here.
 
         Raises:
-            ConfigError: there is none of this name, or it lacks something; the text says what to install.
+            ConfigError: there is none of this name, or it lacks something; says what to install.
         """
         if not isinstance(name, str) or name not in self._backends:
             self._load()
@@ -93,12 +93,12 @@ class Registry:
 
 @dataclass(frozen=True)
 class Offer:
-    """A backend that is yet to be loaded, for those who want to know of each of them what became of it.
+    """A backend that is not loaded yet, so that each one's failure can be reported.
 
     Attributes:
-        name: what it is to be called.
-        package: which distribution has it.
-        load: returns the backend; raises ConfigError, with the package's name, where it cannot be loaded.
+        name: its name.
+        package: the distribution that contains it.
+        load: returns the backend; raises ConfigError with the package's name if it cannot be loaded.
     """
 
     name: str
@@ -107,22 +107,22 @@ class Offer:
 
 
 def installed() -> Registry:
-    """Return refitd's own backends and those that other packages offer, which are loaded when they are needed.
+    """Return refitd's own backends and, loaded when needed, those of other packages.
 
-    Whoever needs them is told by a ConfigError which package offers one that cannot be loaded.
+    If one of the latter cannot be loaded, a ConfigError names its package.
     """
     return Registry(_own(), lambda: (offer.load() for offer in _others()))
 
 
 def offers() -> Iterator[Offer]:
-    """Yield what `installed` loads: refitd's own backends, then those of other packages."""
+    """Yield what `installed` has: refitd's own backends, then those of other packages."""
     for backend in _own():
         yield Offer(backend.name, OWN, partial(_loaded, backend))
     yield from _others()
 
 
 def _others() -> Iterator[Offer]:
-    import importlib.metadata  # takes as long as a third of a worker's other imports
+    import importlib.metadata  # this import takes a third of the time of a worker's other imports
 
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = point.dist.name if point.dist else point.value
@@ -159,7 +159,7 @@ def _load(point: importlib.metadata.EntryPoint, package: str) -> Backend:
     try:
         found = point.load()
         backend = found() if callable(found) else found
-    except Exception as exc:  # whatever a foreign package raises while it is imported
+    except Exception as exc:  # a foreign package may raise anything during import
         raise ConfigError(f"copy service {point.name!r} of package {package} cannot be loaded: {exc}") from exc
     if not isinstance(backend, Backend):
         raise ConfigError(f"copy service {point.name!r} of package {package} is no Backend but {backend!r}")
@@ -186,13 +186,13 @@ def _lacks_gpu() -> str:
 
 def _lacks_nvshmem() -> str:
     major = torch_cuda().partition(".")[0] or "13"
-    # the wheels for two majors overwrite each other: it must be the one that torch was built for
+    # the wheels for two CUDA majors overwrite each other: name the one that torch was built for
     lacks = _lacks("nvshmem", f"pip install 'refitd[cuda{major}]'").replace("nvshmem", "nvshmem4py", 1)
     return "; ".join(part for part in (_lacks_gpu(), lacks) if part)
 
 
 def torch_cuda() -> str:
-    """Return the CUDA version torch was built for, "" for none; torch, which takes seconds, is not imported."""
+    """Return the CUDA version torch was built for, "" for none, without importing torch, which takes seconds."""
     try:
         spec = importlib.util.find_spec("torch")
         text = Path(spec.origin or "").with_name("version.py").read_text() if spec else ""
@@ -245,4 +245,4 @@ def _first_gpu(threads: int) -> MappedCopyService:
 def _cuda(device: int) -> MappedCopyService:
     from refitd.copy_services.cuda import CudaCopyService
 
-    return CudaCopyService(device)  # one stream keeps a GPU busy; threads are for processors
+    return CudaCopyService(device)  # one stream keeps a GPU busy; only processors need threads

@@ -1,8 +1,8 @@
-"""Messages in symmetric rounds: round k is one group call with every stream's k-th message in it.
+"""Messages in symmetric rounds: round k is one group call with the k-th message of every stream.
 
-Transports that match operations by their order and run a group call as a whole (NCCL) can wait for each other in a
-circle unless all ranks issue matching calls in one order. Every message therefore has a place that both its ends
-derive from its number and the distance between them, and all ranks go through the places in one order:
+Some transports match operations by their order and run a group call as a whole (NCCL). Their ranks can wait for each
+other in a circle unless all issue matching calls in the same order. Therefore every message has a place that both its
+ends derive from its number and their distance, and all ranks go through the places in the same order:
 
     (number, class)     class = (distance - 1) // 128,  distance = (destination - source) mod size
 
@@ -29,13 +29,13 @@ Turn = tuple[int, bool]  # position of the peer; whether it is a send
 
 
 def rounds(index: int, size: int, sends: Mapping[int, int], receives: Mapping[int, int]) -> Iterator[list[Turn]]:
-    """Yield what each group call holds: turns, each of which is its stream's next message.
+    """Yield the turns of each group call; each turn is the next message of its stream.
 
     Args:
-        index: of this rank in its group.
-        size: of the group.
-        sends: how many messages go to each position; none to this rank itself.
-        receives: how many come from each.
+        index: this rank's position in its group.
+        size: size of the group.
+        sends: number of messages to each position; none to this rank itself.
+        receives: number of messages from each position.
     """
     classes: dict[int, list[tuple[Turn, int]]] = {}
     for is_send, counts in ((False, receives), (True, sends)):
@@ -49,11 +49,11 @@ def rounds(index: int, size: int, sends: Mapping[int, int], receives: Mapping[in
 
 
 class RoundsExchange(PackedExchange):
-    """The pipeline of packed.py with group calls instead of single messages. WINDOW of them are in flight."""
+    """The pipeline of packed.py with group calls instead of single messages; WINDOW calls are in flight."""
 
     @abstractmethod
     def _issue(self, flights: Sequence[InFlight], deadline: Deadline, subject: str) -> Any:
-        """Start sending and receiving these buffers, as one group call; what is returned is asked for its end.
+        """Start sending and receiving these buffers in one group call; return a handle for it.
 
         Raises:
             PeerLost: the transport refuses.
@@ -65,14 +65,14 @@ class RoundsExchange(PackedExchange):
 
     @abstractmethod
     def _finish(self, issued: Any, deadline: Deadline, subject: str) -> None:
-        """Take note of a group call that is over; what is queued afterwards sees the buffers it filled.
+        """Complete a group call that has ended; work queued afterwards sees the buffers that it filled.
 
         Raises:
             PeerLost: it has failed.
         """
 
     def _working(self, deadline: Deadline) -> AbstractContextManager[object]:
-        """Return what surrounds packing and unpacking; when it ends, both have been done."""
+        """Return a context for packing and unpacking; both are done when it ends."""
         return nullcontext()
 
     def _move(self, move: Move) -> str:
@@ -92,7 +92,7 @@ class RoundsExchange(PackedExchange):
             flights = []
             for turn in turns:
                 made = self._next_buffer(by_turn[turn], move.verify)
-                assert made is not None  # as many turns as messages
+                assert made is not None  # there are as many turns as messages
                 number, buffer, is_staged = made
                 flights.append(InFlight(by_turn[turn], number, None, buffer, is_staged))
             if flights:
@@ -120,7 +120,7 @@ class RoundsExchange(PackedExchange):
         return trouble
 
     def _subject(self, flights: Sequence[InFlight]) -> str:
-        """Name who takes part in a group call, for errors."""
+        """Name the participants of a group call, for errors."""
         positions = sorted({flight.stream.position for flight in flights})
         names = ", ".join(self.peers.label(position) for position in positions[:8])
         more = f" and {len(positions) - 8} more" if len(positions) > 8 else ""

@@ -1,4 +1,4 @@
-"""Shared memory: one copy per byte between arenas of one node, compared with its source while it is in cache."""
+"""Shared memory: one copy per byte between arenas of one node, compared with its source while still in cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from refitd.copy_services.process_memory import RemoteChunk
 from refitd.describe.casts import DESTINATION_SIZES, SOURCE_SIZES
 from refitd.errors import TransportError
 
-# Source, destination and what is gathered to compare them: together well inside a second-level cache of 1 MiB.
+# Source, destination and the bytes gathered to compare them fit well into a second-level cache of 1 MiB.
 CHUNK_BYTES = 128 << 10
 PROGRESS_BYTES = 32 << 20
 
@@ -36,22 +36,22 @@ _ROW = (
 )
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
-# 40-50 GB/s in cache, twice as fast as two digests, and no two different blocks are equal to it
+# 40-50 GB/s in cache: twice as fast as two digests, and exact
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Scratch:
-    """Memory of one thread for one chunk."""
+    """A thread's buffer for one chunk."""
 
     def __init__(self) -> None:
         self._bytes = np.empty(CHUNK_BYTES, dtype=np.uint8)
         self.address: int = self._bytes.ctypes.data
-        # chunks come in few shapes; making a view of each costs as much as a small copy
+        # chunks have few shapes, and making a view costs as much as a small copy
         self._views: dict[tuple[tuple[int, ...], np.dtype[np.generic]], Elements] = {}
 
     def view(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Elements:
-        """Return the memory as an array."""
+        """Return the buffer as an array."""
         found = self._views.get((shape, dtype))
         if found is None:
             found = np.ndarray(shape, dtype, self._bytes.data)
@@ -59,14 +59,14 @@ class _Scratch:
         return found
 
     def gather(self, elements: Elements) -> int:
-        """Put the elements here one after another; return where they begin."""
+        """Copy the elements here contiguously; return the buffer's address."""
         self.view(elements.shape, elements.dtype)[...] = elements
         return self.address
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Chunk(ABC):
-    """A part of one copy, at most CHUNK_BYTES long. Addresses are of bytes that lie packed, 0 where they do not."""
+    """A part of one copy, at most CHUNK_BYTES long. Addresses are of contiguous bytes, 0 if they are not contiguous."""
 
     copy: int
     nbytes: int
@@ -79,10 +79,10 @@ class _Chunk(ABC):
 
     @abstractmethod
     def expected_at(self, scratch: _Scratch) -> int:
-        """Return where the bytes lie that should be in the destination; the source is read anew."""
+        """Read the source again; return the address of the bytes that the destination should hold, packed."""
 
     def written_at(self, scratch: _Scratch) -> int:
-        """Return where the destination's bytes lie packed."""
+        """Return the address of the destination's bytes, packed."""
         return self.destination_at or scratch.gather(self.destination)
 
 
@@ -110,7 +110,7 @@ class _LentChunk(_Chunk):
         np.copyto(self.destination, scratch.view(self.destination.shape, self.destination.dtype))
 
     def expected_at(self, scratch: _Scratch) -> int:
-        # nothing locks the pages of another process: a source that has changed meanwhile differs here
+        # another process's pages are not locked: a source that has changed meanwhile differs here
         self.source.read_to(scratch.address)
         return scratch.address
 
@@ -146,7 +146,7 @@ class SharedMemoryService(MappedCopyService):
     def prepare(self, copies: CopyList, arenas: Mapping[int, MappedArena]) -> PreparedJob:
         """See CopyService.prepare."""
         chunks: list[tuple[int, _Chunk]] = []
-        # whole columns at once: a number taken out of an array costs as much as a small copy
+        # whole columns at once: reading one number of an array costs as much as a small copy
         columns = (getattr(copies, name).tolist() for name in _ROW)
         for row, values in enumerate(zip(*columns, strict=True)):
             size, element, cast, src_arena, src_pid, src_at, src_stride, dst_arena, dst_at, dst_stride = values
@@ -181,8 +181,8 @@ class SharedMemoryService(MappedCopyService):
                 else:
                     chunk = _ArenaChunk(*written, source, source_at)
                 chunks.append((order, chunk))
-        # A processor reads ahead. Half a row of a tensor that is cut in columns is followed by its other half, which
-        # another copy needs or writes: done one after the other, such copies take a quarter less time.
+        # Processors prefetch. In a tensor cut in columns, half a row is followed by its other half, which another copy
+        # reads or writes. Running such copies one after the other takes a quarter less time.
         chunks.sort(key=itemgetter(0))
         return _SharedMemoryJob([chunk for _, chunk in chunks], len(copies), self._threads)
 
@@ -201,7 +201,7 @@ class _SharedMemoryJob(PreparedJob):
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run."""
         started = time.perf_counter()
-        # nothing here waits for another process, so there is nothing for `timeout` to bound
+        # nothing here waits for another process, so `timeout` does not apply
         if self._threads == 1:
             _work(iter(self._chunks), *self._scratch[0], verify, on_progress)
         else:
@@ -218,7 +218,7 @@ class _SharedMemoryJob(PreparedJob):
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:  # an interrupt: nothing may be written after it has been passed on
+        except BaseException:  # an interrupt: nothing may be written after it is passed on
             work.stop()
             for thread in threads:
                 if thread.ident is not None:
@@ -229,7 +229,7 @@ class _SharedMemoryJob(PreparedJob):
 
 
 class _Shared:
-    """The chunks of one run, taken by several threads; the first failure of one ends the others' work too."""
+    """The chunks of one run, shared by several threads; a failure of one stops all."""
 
     def __init__(self, chunks: list[_Chunk], on_progress: Callable[[int], None]) -> None:
         self.failure: BaseException | None = None
@@ -244,7 +244,7 @@ class _Shared:
         self._is_stopped = True
 
     def take_part(self, near: _Scratch, far: _Scratch, verify: bool) -> None:
-        """Work on chunks until there are none; the body of a thread."""
+        """Work on chunks until none are left; the body of a thread."""
         mine = 0
 
         def progress(bytes_done: int) -> None:
@@ -256,7 +256,7 @@ class _Shared:
 
         try:
             _work(self._taken(), near, far, verify, progress)
-        except BaseException as exc:  # carried to the caller's thread
+        except BaseException as exc:  # raised again in the caller's thread
             with self._lock:
                 self.failure = self.failure or exc
             self.stop()
@@ -317,7 +317,7 @@ def _boxes(
     dims = [d for d in zip(size, src_stride, dst_stride, strict=True) if d[0] != 1]
     merged: list[_Dim] = []
     for count, src, dst in dims:
-        # outer and inner dimension are one where both ends step seamlessly from row to row
+        # merge two dimensions if both ends step from row to row without a gap
         if merged and merged[-1][1] == count * src and merged[-1][2] == count * dst:
             merged[-1] = (merged[-1][0] * count, src, dst)
         else:
@@ -347,7 +347,7 @@ def _cut(dims: list[_Dim], element: int) -> Iterator[tuple[list[_Dim], int, int]
 
 
 def _view(buffer: Bytes, offset: int, box: list[_Dim], side: int, element: int, as_bytes: bool) -> Elements:
-    """Return the box as an array over `buffer`; one whose last dimension is contiguous at both ends, as bytes."""
+    """Return the box as an array over `buffer`; as bytes if the last dimension is contiguous at both ends."""
     shape = [d[0] for d in box]
     strides = [d[side] for d in box]
     if as_bytes:

@@ -1,14 +1,14 @@
-"""Messages put into slots of the other end, told by signals: nobody waits for a rank that it does not talk to.
+"""Messages put into slots of the peer and announced by signals: nobody waits for a rank that it does not talk to.
 
-Every ordered pair of ranks has WINDOW slots to leave from, in the sender's memory, and WINDOW to land in, in the
-receiver's. Message `number` of a pair, counted over the pair's whole life, uses slot number % WINDOW of both. Two
-words say where it is, both counting from 1 so that 0 is "never":
+Every ordered pair of ranks has WINDOW leaving slots in the sender's memory and WINDOW landing slots in the receiver's.
+Message `number` of a pair, counted from the service's start, uses slot number % WINDOW of both. Two words track it,
+both counting from 1, so that 0 means "never":
 
-    arrived   at the receiver, set by the sender's put: number + 1 of the message that lies in the slot
-    freed     at the sender, set by the receiver: number + 1 of the last message that was taken out of it
+    arrived   at the receiver, set by the sender's put: 1 + the number of the message in the slot
+    freed     at the sender, set by the receiver: 1 + the number of the last message taken out of the slot
 
-A slot's word is written by one rank only and a slot holds one message at a time, so nothing is assumed about the
-order in which puts arrive. Slots are found by the distance from sender to receiver, which both ends know.
+Only one rank writes a slot's word and a slot holds one message at a time, so puts may arrive in any order. Slots are
+numbered by the distance from sender to receiver, which both ends know.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from refitd.copy_services.waits import Backoff
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where slots and their words lie, the same on every rank.
+    """The layout of slots and their words, the same on every rank.
 
     Attributes:
-        size: ranks of the group.
+        size: number of ranks in the group.
         limit: bytes of a slot.
     """
 
@@ -39,12 +39,12 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots of a rank: those that others land in, then those that it leaves from."""
+        """Bytes of all slots of a rank: first the landing slots, then the leaving slots."""
         return 2 * self._count * self.limit
 
     @property
     def words(self) -> int:
-        """Words of a rank: `arrived` of each landing slot, then `freed` of each leaving slot."""
+        """Number of words of a rank: `arrived` of each landing slot, then `freed` of each leaving slot."""
         return 2 * self._count
 
     @property
@@ -55,29 +55,29 @@ class Slots:
         return ((target - source) % self.size - 1) * WINDOW + number % WINDOW
 
     def landing(self, source: int, target: int, number: int) -> int:
-        """Return the offset, at the target, where a message lands."""
+        """Return the offset of a message's landing slot, at the target."""
         return self._slot(source, target, number) * self.limit
 
     def leaving(self, source: int, target: int, number: int) -> int:
-        """Return the offset, at the source, where a message leaves from."""
+        """Return the offset of a message's leaving slot, at the source."""
         return (self._count + self._slot(source, target, number)) * self.limit
 
     def arrived(self, source: int, target: int, number: int) -> int:
-        """Return the index, at the target, of the word that tells that a message has arrived."""
+        """Return the index of a message's `arrived` word, at the target."""
         return self._slot(source, target, number)
 
     def freed(self, source: int, target: int, number: int) -> int:
-        """Return the index, at the source, of the word that tells that a message's slot has been freed."""
+        """Return the index of a message's `freed` word, at the source."""
         return self._count + self._slot(source, target, number)
 
 
 def has_arrived(number: int, word: int) -> bool:
-    """Whether message `number` lies in its slot, whose `arrived` word this is."""
+    """Whether message `number` is in its slot; `word` is the slot's `arrived` word."""
     return word == number + 1
 
 
 def may_put(number: int, word: int) -> bool:
-    """Whether message `number` may be put into its slot, whose `freed` word this is: its predecessor was taken out."""
+    """Whether the slot of message `number` is free: its predecessor was taken out. `word` is the `freed` word."""
     return word >= number + 1 - WINDOW
 
 
@@ -93,22 +93,22 @@ class SlottedExchange(PackedExchange):
 
     @abstractmethod
     def _room(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return part of this rank's slots, uint8."""
+        """Return part of this rank's slots as a uint8 tensor."""
 
     @abstractmethod
     def _put(self, position: int, leaving: int, landing: int, nbytes: int, word: int, value: int) -> None:
-        """Copy from this rank's slots into those of another; once that is done, set a word there."""
+        """Copy from this rank's slots to another rank's; then set a word there."""
 
     @abstractmethod
     def _signal(self, position: int, word: int, value: int) -> None:
-        """Set a word of another rank, once what has been queued before is done."""
+        """Set a word of another rank, after all work queued before."""
 
     @abstractmethod
     def _look(self) -> Sequence[int]:
-        """Return this rank's words as they are now. What they tell of can be read by what is queued afterwards."""
+        """Return this rank's words now. Work queued afterwards sees the messages that they announce."""
 
     def _working(self, deadline: Deadline) -> AbstractContextManager[object]:
-        """Return what surrounds packing and unpacking; when it ends, both have been done."""
+        """Return a context for packing and unpacking; both are done when it ends."""
         return nullcontext()
 
     def _move(self, move: Move) -> str:
@@ -142,14 +142,14 @@ class SlottedExchange(PackedExchange):
         return found
 
     def _leave(self, stream: Stream, words: Sequence[int], verify: bool) -> tuple[int, str] | None:
-        """Put a stream's next message, if its slot is free: (0 bytes arrived, no trouble)."""
+        """Put a stream's next message if its slot is free; return (0 bytes arrived, ""), or None if it is not."""
         me, target = self.peers.index, stream.position
         number = self._put_count[target]
         if not may_put(number, words[self.slots.freed(me, target, number)]):
             return None
         leaving = self.slots.leaving(me, target, number)
         made = self._next_buffer(stream, verify, self._room(leaving, self._limit))
-        assert made is not None  # some are left
+        assert made is not None  # the caller has checked that messages are left
         _, buffer, is_staged = made
         if not is_staged:  # the digest
             self._room(leaving, buffer.numel()).copy_(buffer)
@@ -159,7 +159,7 @@ class SlottedExchange(PackedExchange):
         return 0, ""
 
     def _take(self, stream: Stream, words: Sequence[int], verify: bool) -> tuple[int, str] | None:
-        """Take a stream's next message out of its slot, if it is there: (bytes, what is wrong with it)."""
+        """Take a stream's next message from its slot; return (bytes, error text), or None if it has not arrived."""
         me, source = self.peers.index, stream.position
         number = self._taken_count[source]
         if not has_arrived(number, words[self.slots.arrived(source, me, number)]):
@@ -174,7 +174,7 @@ class SlottedExchange(PackedExchange):
         return flight.payload, trouble
 
     def _subject(self, waiting: Sequence[Stream]) -> str:
-        """Name who has been waited for, for errors."""
+        """Name the ranks that are awaited, for errors."""
         told = [f"{'room at' if s.is_send else 'message from'} {self.peers.label(s.position)}" for s in waiting]
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
         return f"{self.peers.label(self.peers.index)} got no {', no '.join(told[:8])}{more}"

@@ -1,4 +1,4 @@
-"""This process's own TCP sockets, as the kernel lists them: those that a transport opens inside itself."""
+"""This process's own TCP sockets, as the kernel lists them, including those that a transport opens internally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SO_ATTACH_FILTER = 26
-_RETURN = 0x06  # BPF_RET | BPF_K: how much of a packet is let through
+_RETURN = 0x06  # BPF_RET | BPF_K: how many bytes of a packet pass
 
 _ESTABLISHED = 1  # the first byte of struct tcp_info: tcpi_state, TCP_ESTABLISHED
 
@@ -28,7 +28,7 @@ class TcpConnection(NamedTuple):
 
 
 def _tcp() -> Iterator[tuple[int, socket.socket]]:
-    """Yield the number of each TCP socket of this process with a second descriptor of it, which is closed again."""
+    """Yield (descriptor, a duplicate as a socket) for each TCP socket of this process; duplicates are closed again."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -46,10 +46,10 @@ def listening() -> dict[int, int]:
 
 
 def connected() -> list[TcpConnection]:
-    """Return this process's connections."""
+    """Return this process's TCP connections."""
     found = []
     for _, sock in _tcp():
-        with contextlib.suppress(OSError):  # a listening one has no peer, and one that was reset has none any more
+        with contextlib.suppress(OSError):  # a listening or reset socket has no peer
             is_whole = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
             found.append(TcpConnection(_plain(sock.getsockname()), _plain(sock.getpeername()), is_whole))
     return found
@@ -60,7 +60,7 @@ def _plain(address: tuple[str, int] | tuple[str, int, int, int]) -> Address:
 
 
 def shut(fd: int) -> None:
-    """Have a listening socket answer nobody any more, though it stays open; where the kernel refuses, it goes on."""
+    """Make a listening socket ignore all packets, without closing it; without effect if the kernel refuses."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
     wanted = struct.pack("HP", 1, ctypes.addressof(program))
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
@@ -68,7 +68,7 @@ def shut(fd: int) -> None:
 
 
 def owner(address: Address) -> str:
-    """Return whose end of a connection this is, for people: the user, where the process is on this host."""
+    """Return whose end of a connection this is, for errors: also its uid if the process is on this host."""
     host, port = address
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:

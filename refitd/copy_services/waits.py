@@ -1,4 +1,4 @@
-"""Waits that end, for libraries whose own do not: polling, and calls that may never return."""
+"""Waits with deadlines, for libraries that have none: polling, and calls that may never return."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from refitd.errors import DeadlineExceeded
 
 _T = TypeVar("_T")
 
-# What takes less is waited for without sleeping, as a sleep takes a tenth of it; then sleeps are a part of the time
-# waited so far, up to the longest, so that a long wait leaves the processor to others.
+# Waits shorter than this do not sleep, since a sleep takes a tenth of that. Longer ones sleep for a share of the time
+# waited so far, up to the longest pause, to leave the processor to others.
 _AWAKE_S = 0.001
 _LONGEST_PAUSE_S = 0.0005
 
 
 class Backoff:
-    """Time passed between two looks at something that has not happened yet, longer each time."""
+    """Growing pauses between two checks for an event."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
 
     def take(self, deadline: Deadline, subject: str) -> None:
-        """Let a little time pass.
+        """Pause briefly.
 
         Raises:
-            DeadlineExceeded: the deadline has passed; `subject` tells who has done nothing.
+            DeadlineExceeded: the deadline has passed; `subject` says what has not happened.
         """
         now = time.monotonic()
         if now >= deadline.at:
@@ -38,10 +38,10 @@ class Backoff:
 
 
 def poll(is_over: Callable[[], bool], deadline: Deadline, subject: str) -> None:
-    """Return once `is_over` says so.
+    """Return once `is_over` returns True.
 
     Raises:
-        DeadlineExceeded: it did not in time; `subject` tells who has done nothing.
+        DeadlineExceeded: it did not in time; `subject` says what has not happened.
     """
     pause = Backoff()
     while not is_over():
@@ -49,10 +49,10 @@ def poll(is_over: Callable[[], bool], deadline: Deadline, subject: str) -> None:
 
 
 def bounded(step: Callable[[], _T], deadline: Deadline, subject: str) -> _T:
-    """Return what `step` returns, or pass on what it raises; it runs on a thread of its own.
+    """Run `step` on a thread; return its result or raise its exception.
 
     Raises:
-        DeadlineExceeded: it has not returned in time. It still runs and nobody can end it: the process should end.
+        DeadlineExceeded: it has not returned in time. It still runs and cannot be stopped: the process should end.
     """
     found: list[_T] = []
     failures: list[BaseException] = []
@@ -60,7 +60,7 @@ def bounded(step: Callable[[], _T], deadline: Deadline, subject: str) -> _T:
     def body() -> None:
         try:
             found.append(step())
-        except BaseException as exc:  # carried to the caller's thread
+        except BaseException as exc:  # raised again in the caller's thread
             failures.append(exc)
 
     thread = threading.Thread(target=body, name=subject[:15], daemon=True)

@@ -18,12 +18,12 @@ def run(config: Config, *, standalone: bool, ready_fd: int | None = None) -> int
     from refitd.security import daemon_keys
 
     capacity.require_descriptors(capacity.SERVER_DESCRIPTORS, "a daemon", raised=False)
-    daemon_keys(config)  # what is refused must leave nothing behind
+    daemon_keys(config)  # refuse bad keys before anything is created
     make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))
-    # before anything is started or bound: of two daemons that start at once one goes on
+    # Take the lock before starting or binding anything: of two daemons that start at once, only one continues.
     lock = DirectoryLock(config.runtime_dir)
     try:
-        # before anything heavy is imported here: both processes then start at the same time
+        # Start the coordinator before the heavy imports below, so that both processes start in parallel.
         beside = CoordinatorProcess(config, time.monotonic) if standalone else None
         try:
             from refitd.daemon.main import run as run_daemon

@@ -1,4 +1,4 @@
-"""What the daemon's state is told and what it wants done: events and instructions."""
+"""The events that the daemon's state handles and the instructions that it returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ALL_ROLES
 
-# What a registration comes to, its member without a name yet and the bytes of its arenas, or why it is refused.
+# A checked registration: the member (without a name yet) and the bytes of each arena, or why it is refused.
 Prepared = tuple[LocalMember, int] | RefitdError
 
 # --- events -----------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class SessionLeaves:
-    """A client is about to close its session, and wants nothing kept."""
+    """A client is about to close its session and wants nothing retained."""
 
     session: int
 
@@ -50,7 +50,7 @@ class ClientSaid:
     session: int
     request: int
     message: local.ClientRequest
-    prepared: Prepared | None = None  # of a registration so large that it was looked at beside the loop
+    prepared: Prepared | None = None  # set if the registration was large and was checked on another thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class CoordinatorSaid:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A request for the coordinator found no room in the queue to it."""
+    """A request to the coordinator was dropped because its queue is full."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorUnreachable:
-    """No connection to the coordinator has come about, for this reason."""
+    """No connection to the coordinator could be made; `reason` says why."""
 
     reason: str
 
@@ -85,7 +85,7 @@ class WorkerSaid:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A worker process has ended by itself; a fresh one has been started in its place."""
+    """A worker process died; a replacement has been started."""
 
     worker: int
     how: str
@@ -93,21 +93,21 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarted:
-    """There is a worker again where none could be kept alive for a while."""
+    """A worker runs again after a pause without one."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What stands in this node's way at present, for whoever asks how it is."""
+    """The current problems of this node, for status."""
 
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NotSent:
-    """A message to a worker was not sent: its descriptor could not be had, or there is no such worker at present."""
+    """A message to a worker was not sent: no descriptor was available, or that worker is down."""
 
     worker: int
     message: Message
@@ -116,7 +116,7 @@ class NotSent:
 
 @dataclass(frozen=True, slots=True)
 class ArenasMade:
-    """The arenas asked for with this ticket exist and are prefaulted."""
+    """The arenas requested under this ticket exist and are prefaulted."""
 
     ticket: int
     arenas: tuple[int, ...]
@@ -124,7 +124,7 @@ class ArenasMade:
 
 @dataclass(frozen=True, slots=True)
 class ArenasRefused:
-    """The arenas asked for with this ticket cannot be made."""
+    """The arenas requested under this ticket cannot be made."""
 
     ticket: int
     error: RefitdError
@@ -132,7 +132,7 @@ class ArenasRefused:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The time that `Daemon.next_deadline` gave has come."""
+    """The deadline that `Daemon.next_deadline` returned has passed."""
 
 
 Event = (
@@ -187,18 +187,18 @@ class ToWorker:
 
 @dataclass(frozen=True, slots=True)
 class MakeArenas:
-    """Allocate arenas, away from the loop; then feed ArenasMade or ArenasRefused."""
+    """Allocate arenas on another thread; then feed ArenasMade or ArenasRefused."""
 
     ticket: int
     wanted: tuple[tuple[int, str], ...]  # (bytes, label)
-    held: tuple[int, ...] = ()  # bytes in main memory of every arena there is, or will be before these
-    device: str = ""  # the GPU to make them on
-    within_s: float = 0.0  # that whoever asked for them waits; 0: the configured time
+    held: tuple[int, ...] = ()  # bytes in main memory of each existing arena, and of those requested earlier
+    device: str = ""  # the GPU that holds them; "" is main memory
+    within_s: float = 0.0  # how long the requester waits; 0: the configured time
 
 
 @dataclass(frozen=True, slots=True)
 class TimePull:
-    """Read these spans of a process, away from the loop; answer the client with PullMeasured."""
+    """Time reading these spans of a process, on another thread; answer the client with PullMeasured."""
 
     session: int
     request: int
@@ -216,7 +216,7 @@ class WriteArena:
 
 @dataclass(frozen=True, slots=True)
 class SetPermit:
-    """Let the target rank with this token serve until a moment of the monotonic clock (0: not at all)."""
+    """Let the target rank with this token serve until `until`, in monotonic seconds (0: not at all)."""
 
     slot: int
     token: int
@@ -232,7 +232,7 @@ class CloseArena:
 
 @dataclass(frozen=True, slots=True)
 class RestartWorker:
-    """Kill a worker, reap it, start a fresh one. Nothing it was doing goes on after this returns."""
+    """Kill and reap a worker, then start a new one. The old one does nothing after this returns."""
 
     worker: int
 

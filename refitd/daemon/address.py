@@ -1,4 +1,4 @@
-"""Where the workers of other nodes reach this node's."""
+"""The address at which workers of other nodes reach this node's workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from refitd.errors import ConfigError
 
 
 def reachable_address(config: Config) -> str:
-    """Return node.address, else the local address that packets to the coordinator leave from; sends nothing.
+    """Return node.address, or else the local address of the route to the coordinator. Sends no packet.
 
     Raises:
         ConfigError: the coordinator's host cannot be looked up, or no route leads there.

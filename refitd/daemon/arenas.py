@@ -1,4 +1,4 @@
-"""The arenas of one node: made where there is room, mapped by workers, handed to whom they belong, closed."""
+"""The arenas of one node: allocated within its limit, mapped by workers, handed to their owners, closed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from refitd.protocol.reports import GpuStatus
 class LocalArenas(dict[int, Arena]):
     """The arenas by id. Instructions go to `out`.
 
-    `given(wanted, arenas)` takes the arenas that somebody asked for, or raises RefitdError and takes none;
-    `fail(wanted, error)` tells whoever asked that they cannot be had; `ask_first(wanted, purpose)` asks the coordinator
-    about a rank whose arenas need the memory of retained targets.
+    `given(wanted, arenas)` takes over allocated arenas, or raises RefitdError and takes none.
+    `fail(wanted, error)` tells the requester that its arenas cannot be made.
+    `ask_first(wanted, purpose)` asks the coordinator about a rank whose arenas need the memory of retained targets.
     """
 
     def __init__(
@@ -53,12 +53,10 @@ class LocalArenas(dict[int, Arena]):
     # --- made ---------------------------------------------------------------------------------------------
 
     def ask(self, wanted: WantedArenas) -> None:
-        """Have arenas made.
-
-        They are refused unless they are there in `wanted.within_s` seconds.
+        """Request arenas; they are refused if they are not made within `wanted.within_s` seconds.
 
         Raises:
-            ArenaError: the node's limit leaves no room, even without what is kept for engines that have died.
+            ArenaError: the node's limit leaves no room, even after freeing all retained targets.
         """
         asked = [(nbytes, waiting.device) for waiting in self._asked.values() for nbytes, _ in waiting.wanted]
         used = sum(arena.nbytes for arena in self.values()) + sum(nbytes for nbytes, _ in asked)
@@ -82,7 +80,7 @@ class LocalArenas(dict[int, Arena]):
         self._out(MakeArenas(self._tickets, wanted.wanted, held, wanted.device, wanted.within_s))
 
     def _is_question(self, wanted: WantedArenas) -> bool:
-        """Ask the coordinator first where retained targets would go for a rank that it may refuse."""
+        """Ask the coordinator before freeing retained targets for a rank it may refuse; return whether it was asked."""
         purpose = wanted.purpose
         if not isinstance(purpose, MemberArenas) or purpose.is_admitted:
             return False
@@ -90,7 +88,7 @@ class LocalArenas(dict[int, Arena]):
         return True
 
     def made(self, event: ArenasMade) -> None:
-        """Give arenas to whoever asked for them."""
+        """Give the arenas to their requester."""
         wanted = self._asked.pop(event.ticket)
         if wanted.session and wanted.session not in self._sessions:
             for arena in event.arenas:  # the client died while they were being made
@@ -104,7 +102,7 @@ class LocalArenas(dict[int, Arena]):
             self._fail(wanted, exc)
 
     def refused(self, event: ArenasRefused) -> None:
-        """They cannot be made, unless what is kept for engines that have died is as much as is lacking."""
+        """Retry after freeing the retained targets if they make up for the missing bytes; else fail the request."""
         wanted = self._asked.pop(event.ticket)
         short = event.error.short if isinstance(event.error, ArenaError) else 0
         kept = (self[arena] for arena in self._retained.arenas())
@@ -120,7 +118,7 @@ class LocalArenas(dict[int, Arena]):
             self._fail(wanted, exc)
 
     def waiting(self, session: int) -> int:
-        """Return how many requests of a session wait for arenas."""
+        """Return how many requests of a session are waiting for arenas."""
         return sum(asked.session == session for asked in self._asked.values())
 
     # --- held ---------------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ class LocalArenas(dict[int, Arena]):
         workers_write: bool,
         device: str = "",
     ) -> None:
-        """Keep an arena that has been made, and have the workers map it; `write` is its client's."""
+        """Record a new arena and map it in the workers; `write` says whether its client may write."""
         self[arena] = Arena(arena, nbytes, label, session, write, device)
         self._maps.add(arena, nbytes, device, write=workers_write)
 
@@ -144,7 +142,7 @@ class LocalArenas(dict[int, Arena]):
         """Return the arena whose descriptor this session may have.
 
         Raises:
-            RefusedError: it is not the session's, or only for reading.
+            RefusedError: it belongs to another session, or is read-only.
         """
         found = self.get(arena)
         if found is None or found.session != session:
@@ -154,7 +152,7 @@ class LocalArenas(dict[int, Arena]):
         return found
 
     def gpus(self) -> Iterator[GpuStatus]:
-        """Yield what lies on each GPU."""
+        """Yield the arena count and bytes of each GPU."""
         for device in sorted({arena.device for arena in self.values()} - {""}):
             sizes = [arena.nbytes for arena in self.values() if arena.device == device]
             yield GpuStatus(device=device, arenas=len(sizes), arena_bytes=sum(sizes))
@@ -162,7 +160,7 @@ class LocalArenas(dict[int, Arena]):
     # --- given back ---------------------------------------------------------------------------------------
 
     def free(self, arenas: set[int]) -> None:
-        """Close those of these that there are."""
+        """Close the given arenas; ignore unknown ids."""
         arenas = arenas & self.keys()
         self._jobs.drop_arenas(arenas)
         for arena in sorted(arenas):
@@ -171,14 +169,14 @@ class LocalArenas(dict[int, Arena]):
             self._out(CloseArena(arena))
 
     def retain(self, arena: int) -> None:
-        """Keep the arena of an engine that has died: it is nobody's until that comes back."""
+        """Keep a dead engine's arena; no session owns it until that engine returns."""
         self[arena].session = None
         self._out(Log("kept", {"arena": arena, "label": self[arena].label, "bytes": self[arena].nbytes}))
 
     def expire(self, now: float) -> None:
-        """Close what has been kept for long enough."""
+        """Close the retained arenas whose time is over."""
         self.free(set(self._retained.expire(now)))
 
     def _free_retained(self) -> None:
-        """Give up what is kept for engines that have died."""
+        """Close all retained arenas."""
         self.free(set(self._retained.clear()))

@@ -1,4 +1,4 @@
-"""The blocks of a member's held tensors, in the order of their digests, and the runs in which workers read them."""
+"""A member's held tensors cut into blocks, in digest order, and the batches in which workers read them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from refitd.dtypes import ELEMENT_SIZES
 from refitd.protocol import sidecar
 from refitd.protocol.reports import Difference
 
-# A swap that begins waits for one of these per worker at most: some 10 ms.
+# A starting swap waits for at most one batch per worker: some 10 ms.
 RUN_BYTES = 64 << 20
-# numbers in one run's message, which is a datagram
+# Numbers in one batch's message, which must fit a datagram.
 RUN_NUMBERS = 2048
 
 
 class Blocks:
-    """Made once for a member; columns, since its tensors may be very many."""
+    """The blocks of one member. Columns, not objects, since tensors can be very many."""
 
     def __init__(self, member: LocalMember) -> None:
         self._held = held_of(member.registration)
@@ -43,16 +43,16 @@ class Blocks:
         return len(self.tensor)
 
     def span(self, places: Places, block: int) -> sidecar.Span:
-        """Return where a block lies, the tensors being at these places."""
+        """Return the location of a block, given the places of its tensors."""
         tensor, first, count = int(self.tensor[block]), int(self.first[block]), int(self.count[block])
         place, element = places[tensor], int(self._element_size[tensor])
         shape, strides = place.shape, place.strides
         if strides == row_major_strides(shape, element):
-            shape, strides = (prod(shape),), (element,)  # fewer numbers
+            shape, strides = (prod(shape),), (element,)  # merge to one dimension: a shorter message
         return sidecar.Span(place.arena, place.offset, shape, strides, element, first, count)
 
     def batches(self, places: Places) -> Iterator[range]:
-        """Cut all blocks into runs of about RUN_BYTES."""
+        """Split all blocks into batches of about RUN_BYTES."""
         sizes = np.cumsum(self.count * self._element_size[self.tensor])
         dims = np.array([max(1, len(form.shape)) for form in places.forms], np.int64)
         numbers = np.cumsum(2 * dims[places.form[self.tensor]] + 5)
@@ -65,7 +65,7 @@ class Blocks:
             begin = max(begin + 1, stop)
 
     def difference(self, block: int, found: tuple[int, int, int] | None) -> Difference:
-        """Return how people are told of a block that differs; `found` are its first, last and number of elements."""
+        """Describe a differing block for the report; `found` is its (first, last, number of) differing elements."""
         tensor = self._held[int(self.tensor[block])]
         first, last, number = found if found is not None else (0, 0, 0)
         if not number:
@@ -75,6 +75,6 @@ class Blocks:
         return Difference(tensor.name, tensor.shape, first, last, text, number)
 
     def differing(self, one: bytes, other: bytes) -> Int64:
-        """Return the blocks whose digests differ, of two lists of as many."""
+        """Return the indices of the blocks whose digests differ; both lists have the same length."""
         a, b = (np.frombuffer(digests, "u8") for digests in (one, other))
         return np.flatnonzero(a != b)

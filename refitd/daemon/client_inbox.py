@@ -1,4 +1,4 @@
-"""Frames of clients: decoded, let in, and fed to the state; large ones are read beside the loop."""
+"""Frames from clients: decoded, admitted and fed to the state. Large ones are read on another thread."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from refitd.protocol.channel import Received, Router
 from refitd.protocol.codec import HELLO_BYTES, BadMessage, Decoder, request_of
 from refitd.security import Users
 
-# Messages of clients that are taken before everything else has its turn.
+# Client messages handled before the loop turns to other work.
 _BATCH = 256
 
-# What may wait for large frames before it to be read: of all clients together, and messages of one.
+# Limits on messages queued behind a large frame: bytes of all clients together, and messages of one client.
 MAX_HELD_BYTES = 512 << 20
 MAX_HELD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A large frame that has been read; what its registration comes to, once that is known."""
+    """A decoded large frame, and the checked registration once that is done."""
 
     request: int
     message: local.ClientRequest
@@ -37,7 +37,7 @@ class _Read:
 
 
 class ClientInbox:
-    """What the daemon's socket for clients brings."""
+    """Reads the daemon's socket for clients."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class ClientInbox:
         self._clients: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
         self._strangers: Decoder[local.Hello] = Decoder(local.Hello, HELLO_BYTES)
         self._aside = BackgroundThread[tuple[int, Received]]("refitd-reader", wake)
-        # of clients of whom a large frame is being read: what they have sent after it
+        # by identity: messages that a client sent after a large frame that is still being read
         self._held: dict[bytes, deque[Received]] = {}
         self._held_bytes = 0
 
     def take(self) -> None:
-        """Take what clients have sent, up to a batch."""
+        """Handle the messages of clients, up to a batch."""
         for _ in range(_BATCH):
             if (received := self._router.receive(self._limit_of)) is None:
                 break
             self._from_client(received)
 
     def collect(self) -> None:
-        """Go on with large frames that have been read."""
+        """Continue with large frames that have been decoded."""
         for (session, received), read in self._aside.collect():
             self._has_read(session, received, read)
 
@@ -87,7 +87,7 @@ class ClientInbox:
         return HELLO_BYTES if self._gate.session_of(sender) is None else MAX_MESSAGE_BYTES
 
     def _from_stranger(self, received: Received) -> None:
-        """Take a Hello from somebody who has no session yet, and nothing else: it is not decoded."""
+        """Accept only a Hello from a peer without a session; nothing else is decoded."""
         identity, request = received.identity, 0
         try:
             if received.too_large:
@@ -113,7 +113,7 @@ class ClientInbox:
         if session is None:
             self._from_stranger(received)
             return
-        if not self._gate.hear(received, self._fetch):  # it has said that earlier
+        if not self._gate.hear(received, self._fetch):  # the descriptor socket's messages came first
             self._end(session, "it has sent what is no message over its connection")
             return
         if identity in self._held or len(received.frame) > LARGE_FRAME:
@@ -132,7 +132,7 @@ class ClientInbox:
         self.said(session, request, message, None)
 
     def _hold(self, session: int, received: Received) -> None:
-        """Have a large frame read beside the loop, which must answer others meanwhile; what follows it waits."""
+        """Decode a large frame on another thread; this client's later messages queue behind it."""
         held = self._held.get(received.identity)
         size = len(received.frame)
         if self._held_bytes + size > MAX_HELD_BYTES or (held is not None and len(held) >= MAX_HELD):
@@ -152,7 +152,7 @@ class ClientInbox:
         self._aside.submit((session, received), read)
 
     def _has_read(self, session: int, received: Received, found: object) -> None:
-        """Go on with a large frame; one of a registration is looked at beside the loop before that."""
+        """Continue with a decoded large frame; a registration is first checked on another thread."""
         identity = received.identity
         if isinstance(found, _Read) and self._gate.session_of(received) == session:
             if isinstance(found.message, local.RegisterSource | local.RegisterTarget) and found.prepared is None:
@@ -172,7 +172,7 @@ class ClientInbox:
             self._from_client(later)
 
     def said(self, session: int, request: int, message: local.ClientRequest, prepared: act.Prepared | None) -> None:
-        """Feed a client's message to the state; a mistake of ours that it brings out must not end the daemon."""
+        """Feed a client's message to the state; an internal error must not end the daemon."""
         try:
             self._feed(act.ClientSaid(session, request, message, prepared))
         except Exception as exc:

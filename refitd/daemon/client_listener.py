@@ -1,4 +1,4 @@
-"""The daemon's doors: who may come in, and descriptors for those who are."""
+"""Admits clients and hands them descriptors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from refitd.protocol.local import Failure, Told
 
 MAX_SESSIONS = 4096
 
-# From connecting to Hello; a client takes milliseconds.
+# Time from connecting to Hello. A client needs milliseconds.
 HELLO_S = 30.0
 
-# Requests that one client is answered before the others have their turn.
+# Requests handled for one client before others have their turn.
 _BATCH = 16
 
-# What a client has sent on its connection is heard before what it has sent otherwise, and before its end; a socket's
-# buffer holds some hundreds of messages, and one that sends more all the time is heard no further.
+# A client's datagrams are read before its ZeroMQ messages and before its end is reported. The limit covers a full
+# socket buffer (some hundreds of messages) and stops a client that sends without end.
 _UNHEARD = 1024
 
-# A client takes three descriptors and its arenas travel as more: with fewer than this free nobody else comes in.
+# Descriptors that must stay free to admit a client: it takes three, and its arenas are passed as more.
 CLIENT_RESERVE = 16
 
 
@@ -41,15 +41,15 @@ class _PendingClient:
     peer: handoff.Peer
     token: bytes
     session: int
-    process: int | None = None  # a pidfd: forked children keep the socket open, and hold no session by that
+    process: int | None = None  # pidfd: a forked child keeps the socket open, but must not keep the session
     was_reset: bool = False
-    identity: bytes | None = None  # ZeroMQ's, once it has said hello
-    address: str = ""  # and what ZeroMQ says of where it is
-    deadline: float | None = None  # to say hello
+    identity: bytes | None = None  # ZeroMQ's, once the client has said Hello
+    address: str = ""  # the peer address that ZeroMQ reports
+    deadline: float | None = None  # for Hello
 
 
 class ClientListener:
-    """Accepts clients on the descriptor socket and ties their ZeroMQ identities to what the kernel says of them."""
+    """Accepts clients on the descriptor socket and ties their ZeroMQ identities to kernel-verified peers."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class ClientListener:
         on_goodbye: Callable[[int], None],
         on_told: Callable[[int, Told], None],
     ) -> None:
-        """Listen. `on_change` is told which descriptors to poll, `on_goodbye` which session is about to be closed.
+        """Listen.
 
-        `on_told` is given what the members of a session say of their commits.
+        `on_change` is told which descriptors to poll, `on_goodbye` which session is about to close, and `on_told` what
+        members report about their commits.
         """
         self._listener = handoff.listen(path)
         self._path = path
@@ -86,11 +87,11 @@ class ClientListener:
         return self._listener.fileno()
 
     def owns(self, fd: int) -> bool:
-        """Whether a descriptor is a client's connection, or its process."""
+        """Whether a descriptor is a client's connection or its pidfd."""
         return fd in self._visitors or fd in self._processes
 
     def accept(self) -> str:
-        """Let a client in, or return why it was turned away."""
+        """Accept a client, or return why it was turned away ("" if accepted)."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -129,18 +130,17 @@ class ClientListener:
         return ""
 
     def admit(self, peer: Received, token: bytes) -> tuple[int, handoff.Peer]:
-        """Tie a ZeroMQ connection to the one that was given this token; return its session and whose it is.
+        """Tie a ZeroMQ connection to the descriptor connection with this token; return its session and peer.
 
         Raises:
-            RefusedError: nobody was given this token, it has been used, another process was given it, or this
-                connection has a session already.
+            RefusedError: the token is unknown, used, or another process's, or this connection has a session already.
         """
         if peer.identity in self._by_identity:
             raise RefusedError("this connection has a session already; one Hello opens one")
         for visitor in self._visitors.values():
             if not secrets.compare_digest(visitor.token, token) or visitor.identity is not None:
                 continue
-            # tokens are not for passing on: both connections are of one process, by the kernel's word
+            # a token must not be passed on: by the kernel, both connections must belong to the same process
             if peer.local_peer != (visitor.peer.uid, visitor.peer.pid):
                 break
             visitor.identity, visitor.address = peer.identity, peer.address
@@ -149,12 +149,12 @@ class ClientListener:
         raise RefusedError("this token opens no session here; connect through refitd.connect()")
 
     def session_of(self, peer: Received) -> int | None:
-        """Return the session of an admitted connection. An identity that another process has taken over has none."""
+        """Return the session of an admitted connection, None if another process has taken its identity over."""
         visitor = self._by_identity.get(peer.identity)
         return visitor.session if visitor is not None and visitor.address == peer.address else None
 
     def expire(self, now: float) -> int:
-        """Close the connections that have not said hello in time; return how many there were."""
+        """Close the connections that have not said Hello in time; return how many."""
         late = 0
         for fd, visitor in list(self._visitors.items()):
             if visitor.identity is not None:
@@ -167,17 +167,17 @@ class ClientListener:
         return late
 
     def identity_of(self, session: int) -> bytes | None:
-        """Return the ZeroMQ identity of a session, None when it is gone."""
+        """Return the ZeroMQ identity of a session, None if it is gone."""
         return next((v.identity for v in self._visitors.values() if v.session == session), None)
 
     def serve(self, fd: int, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> int | None:
-        """Answer what a client asked on its connection; return its session if it has gone, which `leave` then closes.
+        """Answer a client's datagrams; return its session if it has gone (the caller then calls `leave`).
 
         `fetch(session, arena, write)` returns (descriptor, bytes, GPU) or raises RefusedError.
         """
         try:
             if fd in self._processes:
-                # its process has ended, and what it has said lies in the socket
+                # the process has ended; its last messages are still in the socket
                 visitor = self._visitors[self._processes[fd]]
                 self._hear(visitor, fetch, _UNHEARD)
                 return visitor.session
@@ -187,9 +187,9 @@ class ClientListener:
             return visitor.session
 
     def hear(self, peer: Received, fetch: Callable[[int, int, bool], tuple[int, int, str]]) -> bool:
-        """Take what an admitted peer has said on its other connection before this; return False to put it out."""
+        """Handle the datagrams that an admitted peer sent before this message; return False if it must be removed."""
         try:
-            self._hear(self._by_identity[peer.identity], fetch, _UNHEARD)  # should it have ended, `serve` will see
+            self._hear(self._by_identity[peer.identity], fetch, _UNHEARD)  # if the peer has gone, `serve` notices
         except ProtocolError:
             return False
         return True
@@ -203,10 +203,10 @@ class ClientListener:
     def _hear(
         self, visitor: _PendingClient, fetch: Callable[[int, int, bool], tuple[int, int, str]], most: int
     ) -> bool:
-        """Take at most so many datagrams of a visitor's; return False where there is nothing more to come.
+        """Handle at most `most` datagrams of a client; return False if none can follow.
 
         Raises:
-            ProtocolError: one of them is none that belongs here.
+            ProtocolError: a datagram is not a valid message here.
         """
         for _ in range(most):
             try:
@@ -217,7 +217,7 @@ class ClientListener:
                 return True
             except PeerLost as exc:
                 if isinstance(exc.__cause__, ConnectionResetError) and not visitor.was_reset:
-                    visitor.was_reset = True  # it left something unread; what it has sent can be read all the same
+                    visitor.was_reset = True  # the peer left replies unread; what it sent can still be read
                     continue
                 return False
         return True
@@ -236,7 +236,7 @@ class ClientListener:
             return
         try:
             fd, nbytes, device = fetch(visitor.session, message.arena, message.write)
-            # a descriptor of GPU memory knows no reading only: the client's mapping does
+            # descriptors of GPU memory cannot be made read-only; the client's mapping is read-only instead
             narrowed = None if message.write or device else read_only(fd)
         except RefitdError as exc:
             handoff.send(visitor.socket, encode(request, Failure(code=exc.code, message=str(exc))))

@@ -1,4 +1,4 @@
-"""What a node's members are asked: to stand still, to take a version over, to serve nothing until more is known."""
+"""Asks this node's members to stand still, to commit a version, or to stop serving while a decision is in doubt."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message, clipped
 
-# A commit copy that a dying worker left half done is done again; it is the same copy, so once more is harmless.
+# A dying worker can leave a commit copy half done. Repeating it is harmless: it writes the same bytes.
 COMMIT_ATTEMPTS = 3
 
-# In these a rank has been asked to stand still, and is told when the swap is over.
+# Steps in which a rank has been asked to stand still and must be told when the swap is over.
 _ASKED = (Step.HALTING, Step.HALTED, Step.PAUSING, Step.PAUSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """Why a run is performed: to make a staged version live in a member's arena."""
+    """Purpose of a run: to make a staged version live in a member's arena."""
 
     swap: str
     member: str
@@ -49,7 +49,7 @@ class Committing:
 
 
 class Commits:
-    """Has members take versions over. Instructions go to `out`."""
+    """Runs the commits of this node's members. Instructions go to `out`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Commits:
         out: Callable[[Instruction], None],
         end_runs: Callable[[int, str], None],
     ) -> None:
-        """`end_runs(worker, reason)` replaces a worker and accounts for all that it was doing."""
+        """`end_runs(worker, reason)` replaces a worker and accounts for all its runs."""
         self._end_runs = end_runs
         self._workers = workers
         self._members = members
@@ -88,20 +88,20 @@ class Commits:
             self._out(ToClient(member.session, 0, local.AskPause(swap=swap, member=member.id, version=version)))
 
     def paused(self, swap: str, member: LocalMember) -> None:
-        """The member stands still; for a swap that is over, that is of no interest."""
+        """The member stands still; ignored if the swap is over."""
         if member.state.swap == swap and member.state.step in (Step.HALTING, Step.PAUSING):
             member.move(StoodStill(swap))
             self._say(cluster.MemberQuiet(swap=swap, member=member.id))
 
     def fence(self, reason: str) -> None:
-        """Have members that hold a staged version of which nobody here knows whether it was decided serve nothing."""
+        """Fence members with a staged version: it may have been decided without this node hearing of it."""
         for member in self._members.values():
             if member.state.staged is not None and member.state.live is not Live.DOUBTED:
                 member.move(Doubted(reason))
                 self._tell_fence(member, reason)
 
     def fence_behind(self, member: LocalMember, reason: str) -> None:
-        """Have a member that holds another version than the live one serve nothing until it has caught up."""
+        """Fence a member until it has caught up: it holds another version than the live one."""
         member.move(FellBehind(reason))
         self._tell_fence(member, reason)
 
@@ -111,7 +111,7 @@ class Commits:
             self._out(ToClient(member.session, 0, local.Fence(member=member.id, reason=reason)))
 
     def aborted(self, swap: str, reason: str) -> None:
-        """Nothing is written for this swap any more: let its members go on with what they have."""
+        """Resume the members of an aborted swap; nothing is written for it any more."""
         for member in self._members.values():
             if member.state.swap != swap:
                 continue
@@ -119,7 +119,7 @@ class Commits:
             try:
                 member.move(Aborted(swap, reason))
             except IllegalTransition as exc:
-                self._illegal(exc)  # it is decided: whoever says otherwise has lost its memory, and must not undo it
+                self._illegal(exc)  # a coordinator that aborts a decided swap has lost its memory; do not undo it
                 continue
             if member.session is None:
                 continue
@@ -145,7 +145,7 @@ class Commits:
                 self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=clipped(str(exc))))
                 continue
             if member.state.step is Step.APPLYING:
-                continue  # it was told before, and its live tensors are being written
+                continue  # it was told earlier; its live tensors are being written
             prepare = local.PrepareCommit(
                 swap=swap,
                 member=member.id,
@@ -157,18 +157,18 @@ class Commits:
             self._out(ToClient(member.session, 0, prepare))
 
     def step_reached(self, member: LocalMember, said: local.StepReached) -> None:
-        """The member says how far it has polled; the coordinator knows where the others of its replica are."""
+        """Report a member's poll count to the coordinator, which knows those of the other ranks in the replica."""
         if member.state.swap == said.swap and member.state.step.is_decided:
             self._say(cluster.MemberStep(said.swap, member.id, said.step, said.origin, said.stands, said.thread))
 
     def in_step(self, member_id: str, message: local.FlipAt | local.PassPoll) -> None:
-        """Tell a member in which poll it flips, or to pass the one in which it stands."""
+        """Tell a member in which poll to commit, or to skip the current one."""
         member = self._members.get(member_id)
         if member is not None and member.session is not None and member.state.swap == message.swap:
             self._out(ToClient(member.session, 0, message))
 
     def quiet(self, swap: str, member: LocalMember) -> None:
-        """The member stands still: workers may write its live tensors."""
+        """The member stands still; workers may write its live tensors."""
         if member.state.swap == swap and member.state.step is Step.COMMITTING and member.live and not member.in_place:
             member.move(StoodAside(swap))
             self._copy_live(swap, member, attempt=1)
@@ -185,14 +185,14 @@ class Commits:
             self.applied(purpose, "")
 
     def applied(self, purpose: Committing, reason: str) -> None:
-        """A member's live tensors have been written, or (with a reason) could not be."""
+        """Tell a member that its live tensors are written, or why they could not be."""
         member = self._members.get(purpose.member)
         if member is not None and member.session is not None:
             applied = local.CommitApplied(swap=purpose.swap, member=purpose.member, reason=reason)
             self._out(ToClient(member.session, 0, applied))
 
     def committed(self, swap: str, member: LocalMember, paused_s: float) -> bool:
-        """The member has the version live; return whether that was what it had been told to do."""
+        """Record that the member committed; return False if it was not asked to."""
         if member.state.swap != swap or not member.state.step.is_decided:
             return False
         member.move(Committed(swap))
@@ -202,7 +202,7 @@ class Commits:
         return True
 
     def failed(self, swap: str, member: LocalMember, reason: str) -> None:
-        """The member could not take the version over, and serves none until a swap succeeds; or not stand still."""
+        """Record and report that the member could not commit (it then serves nothing) or could not stand still."""
         if member.state.swap != swap:
             return
         self._log("swap", swap=swap, phase="failed", member=member.id, reason=reason)
@@ -214,25 +214,24 @@ class Commits:
         self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))
 
     def _stop_copying(self, member: LocalMember) -> None:
-        """End what workers still write into live tensors: their owner does not wait for it any more."""
+        """Stop workers that write a member's live tensors: the owner no longer waits for them."""
         purpose = self._attempts.pop(member.id, None)
         for worker in sorted(self._jobs.busy_with(purpose)) if purpose is not None else ():
             self._end_runs(worker, f"it still wrote the live tensors of {member.id}")
 
     def member_left(self, member: LocalMember) -> None:
-        """A member is gone; its jobs are of no use, and its tensors are its owner's again: nothing more is written."""
+        """Drop the jobs of a member that left and stop writing its tensors, which belong to its owner again."""
         self._stop_copying(member)
         self._jobs.drop_keys(lambda key: key == ("commit", member.id))
 
     def run_done(self, purpose: Committing) -> None:
-        """A share of a commit copy is done."""
-        # a share of an attempt that was repeated says nothing; only the latest attempt counts
+        """A share of a commit copy is done; shares of superseded attempts do not count."""
         latest = self._attempts.get(purpose.member) == purpose
         if latest and not self._jobs.busy_with(purpose):
             self.applied(purpose, "")
 
     def again(self, purpose: Committing, reason: str) -> None:
-        """Repeat a commit copy from the start: the shares of other workers that still run write the same bytes."""
+        """Repeat a commit copy from the start; shares that still run on other workers write the same bytes."""
         member = self._members.get(purpose.member)
         if member is None or self._attempts.get(member.id) != purpose:
             return

@@ -1,4 +1,4 @@
-"""The link to the coordinator: when it was heard, and which requests wait for its answers."""
+"""The connection to the coordinator: when it was last heard, and which requests await its answer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapProgress
 
-# The coordinator answers every update (one a second); this long without a word and it counts as gone.
+# The coordinator answers every update (one a second). After this long without a message it counts as gone.
 COORDINATOR_SILENCE_S = 5.0
 
 
 class CoordinatorLink:
     """Numbers requests and keeps them until they are answered. Instructions go to `out`.
 
-    `answered(waiting, reply)` takes every answer, also the failures that this node answers with in the coordinator's
-    place.
+    `answered(waiting, reply)` receives every answer, also the failures that this node makes up while the coordinator is
+    away.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class CoordinatorLink:
         self._numbers = 0
         self._waiting: dict[int, Waiting] = {}
         self._heard = -1e9
-        self._unreachable = ""  # why, as far as is known
+        self._unreachable = ""  # the reason, if known
         self.now = 0.0
-        self.boot = ""  # of the coordinator; "" while none has welcomed this node
+        self.boot = ""  # id of the coordinator's incarnation; "" until it welcomes this node
 
     @property
     def is_up(self) -> bool:
@@ -46,33 +46,33 @@ class CoordinatorLink:
         return 0.0 if self.is_up else self.now - self._heard
 
     def heard(self) -> None:
-        """The coordinator has said something."""
+        """Note that the coordinator sent something."""
         self._heard, self._unreachable = self.now, ""
 
     def was_busy(self, seconds: float) -> None:
-        """Count a time in which this process heard nobody as no silence of the coordinator's."""
+        """Do not count time in which this process was busy as silence of the coordinator."""
         self._heard = min(self.now, self._heard + seconds)
 
     def unreachable(self, reason: str) -> None:
-        """No connection has come about, for this reason."""
+        """Note why no connection could be made."""
         self._unreachable = reason
 
     def check(self) -> None:
-        """Raise TransportError where no coordinator answers."""
+        """Raise TransportError if no coordinator answers."""
         if not self.is_up:
             raise TransportError(self._absence())
 
     def next_number(self) -> int:
-        """Return a number that no request and no registration of this daemon has had."""
+        """Return a number that no request or registration of this daemon has used."""
         self._numbers += 1
         return self._numbers
 
     def say(self, message: Message, request: int = 0) -> None:
-        """Send a message; `request` numbers one whose answer is wanted."""
+        """Send a message; a non-zero `request` asks for an answer."""
         self._out(ToCoordinator(request, message))
 
     def ask(self, session: int, request: int, message: Message, about: About) -> None:
-        """Send a request; without a coordinator it is answered with a failure at once."""
+        """Send a request; without a coordinator, answer it with a failure at once."""
         waiting = Waiting(session, request, about)
         if not self.is_up:
             self._answered(waiting, _failed(self._absence()))
@@ -82,34 +82,34 @@ class CoordinatorLink:
         self.say(message, number)
 
     def waits_for(self, request: int) -> bool:
-        """Return whether a request with this number waits."""
+        """Return whether a request with this number awaits an answer."""
         return request in self._waiting
 
     def reply(self, request: int, message: Message) -> None:
-        """Take the coordinator's answer to a request that waits, or its progress."""
+        """Handle the coordinator's answer, or progress, for a waiting request."""
         waiting = self._waiting[request]
         if not isinstance(message, SwapProgress):
             del self._waiting[request]
         self._answered(waiting, message)
 
     def unsent(self, request: int) -> None:
-        """A request found no room in the queue to the coordinator."""
+        """Fail a request that did not fit in the queue to the coordinator."""
         if (waiting := self._waiting.pop(request, None)) is not None:
             text = f"node {self._node}: too much waits to be sent to the coordinator; try again"
             self._answered(waiting, local.Failure(code=RefusedError.code, message=text))
 
     def fail_all(self, reason: str) -> None:
-        """The coordinator that was asked is gone, and what it would have answered."""
+        """Fail all waiting requests: the coordinator that had them is gone."""
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
             self._answered(one, _failed(reason))
 
     def count(self, session: int) -> int:
-        """Return how many requests of a session wait."""
+        """Return how many requests of a session are waiting."""
         return sum(waiting.session == session for waiting in self._waiting.values())
 
     def __len__(self) -> int:
-        """Return how many requests wait."""
+        """Return how many requests are waiting."""
         return len(self._waiting)
 
     def _absence(self) -> str:

@@ -1,4 +1,4 @@
-"""The coordinator that a standalone daemon runs beside itself: started, watched, started again however often."""
+"""The coordinator child process of a standalone daemon: started, watched, restarted."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from refitd.errors import RefusedError
 
 _STOP_S = 5.0
 
-# One that ends sooner than this counts as having ended at once, and the next one waits a while longer.
+# A process that ends sooner than this counts as a quick end; each one in a row lengthens the pause before a restart.
 _QUICK_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
-# One that has not been heard for this long is replaced: sooner if somebody has stopped it (SIGSTOP), since it will say
-# nothing more; later otherwise, since it may have much to do.
+# A silent coordinator is replaced after this long: soon if it was stopped (SIGSTOP), since it cannot speak; later
+# otherwise, since it may only be busy.
 STOPPED_S, SILENT_S = 8.0, 60.0
 
-# What has happened to it is shown for this long.
+# How long status shows the last failure.
 _TOLD_S = 600.0
 
 
 class StartFailed(RefusedError):
-    """The daemon cannot work here at all, and has not worked yet."""
+    """The daemon cannot run here, and has never run."""
 
 
 def pause_s(quick: int) -> float:
-    """Return how long to wait before a process that has ended at once `quick` times in a row is started again."""
+    """Return how many seconds to wait before a restart after `quick` quick ends in a row."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(quick - 1, 10)) if quick > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One event of the coordinator's process, for the log."""
+    """One event of the coordinator process, for the log."""
 
     event: str
     fields: dict[str, object]
@@ -51,18 +51,18 @@ class CoordinatorProcess:
     """A child process running `refitd.coordinator` with the daemon's own configuration."""
 
     def __init__(self, config: Config, clock: Callable[[], float]) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             RefusedError: no process can be started.
         """
         self._config = config
         self._clock = clock
-        self._settled = False  # a daemon that has once had its coordinator never gives up on it
+        self._settled = False  # once the coordinator has answered, the daemon never gives up on it
         self._quick = 0
         self._restarts = 0
         self._again_at: float | None = None
-        self._last = ""  # how the last one ended
+        self._last = ""  # how the last process ended
         self._last_at = 0.0
         try:
             self._process: subprocess.Popen[bytes] | None = self._spawn()
@@ -74,19 +74,19 @@ class CoordinatorProcess:
         process = subprocess.Popen(
             [sys.executable, "-m", "refitd.coordinator"],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,  # it says there why it cannot start; its log goes to stderr
-            # Ctrl-C at a terminal goes to the whole group; the daemon decides when its coordinator ends
+            stdout=subprocess.PIPE,  # receives the reason if it cannot start; the log goes to stderr
+            # Ctrl-C reaches the whole process group, but the daemon decides when its coordinator ends
             start_new_session=True,
         )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; `watch` says so
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; `watch` reports that
             process.stdin.write(msgspec.json.encode(self._config))
             process.stdin.close()
         return process
 
     @property
     def problem(self) -> str:
-        """What status should say of it; "" while all is well."""
+        """What status should say about the coordinator; "" while all is well."""
         if not self._last or self._clock() - self._last_at > _TOLD_S:
             return ""
         text = f"the coordinator beside this daemon was started again {self._restarts} times; the last one {self._last}"
@@ -95,18 +95,20 @@ class CoordinatorProcess:
         return text
 
     def settle(self) -> None:
-        """It has answered: from now on the daemon never ends because of it."""
+        """Note that the coordinator has answered; from now on its failures never end the daemon."""
         self._settled = True
 
     def watch(self, silent_s: float) -> Happened | None:
-        """Look after it; `silent_s` is how long nothing has been heard of it (0 while it answers).
+        """Restart the process if it ended; kill it if it hangs.
 
-        One that has ended is started again, after growing pauses where it ends at once; one that has been stopped, or
-        says nothing for long, is killed. Its journal tells the next one what was decided, and the daemon introduces
-        every member again.
+        Restarts after quick ends wait for growing pauses. A process that is stopped, or silent for long, is killed. The
+        next one reads the decisions from the journal, and the daemon registers its members with it again.
+
+        Args:
+            silent_s: seconds since the coordinator was last heard (0 while it answers).
 
         Raises:
-            StartFailed: the first one has ended before it answered: it cannot run here.
+            StartFailed: the first process ended before it answered; it cannot run here.
         """
         now = self._clock()
         if self._process is None:
@@ -145,13 +147,13 @@ class CoordinatorProcess:
         self._restarts += 1
         try:
             self._process = self._spawn()
-        except OSError as exc:  # no memory, no more processes: that may pass
+        except OSError as exc:  # out of memory or processes: that may pass
             self._quick += 1
             self._last, self._last_at = f"could not be started: {exc.strerror}", self._clock()
             self._again_at = self._clock() + pause_s(self._quick)
 
     def stop(self) -> None:
-        """End it, by force where it does not end within seconds."""
+        """Terminate the process; kill it if that takes too long."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -171,7 +173,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _last_words(process: subprocess.Popen[bytes]) -> str:
-    """Return what a process that has ended said on its standard output, and close that."""
+    """Return what an ended process wrote to its standard output, and close the pipe."""
     assert process.stdout is not None
     with process.stdout as end:
         os.set_blocking(end.fileno(), False)

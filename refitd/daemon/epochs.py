@@ -1,4 +1,4 @@
-"""This node's part in membership epochs: its workers meet those of other nodes, and leave them."""
+"""This node's part in epochs: its workers join and leave process groups with workers of other nodes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
 from refitd.events import Log
 from refitd.protocol import cluster, sidecar
 
-# Ticks (of a second) for a worker to come out of an epoch that is given up. Calls of transports cannot be ended from
-# outside, and whoever is stuck in one would be late for every epoch that follows.
+# Ticks (of a second) that a worker has to leave an abandoned epoch. Transport calls cannot be interrupted from outside,
+# and a worker stuck in one would delay every later epoch.
 PATIENCE_TICKS = 2
-# The same for a worker's first epoch, for which it loads torch: begun anew, that would only take longer.
+# The same for a worker's first epoch, in which it loads torch. Replacing the worker would only take longer.
 COLD_PATIENCE_TICKS = 20
 
 
 @dataclass(slots=True)
 class _Joined:
-    """An epoch whose first `lanes` workers of this node are in it, or about to be."""
+    """An epoch that the first `lanes` workers of this node have joined or are joining."""
 
     plan: str
     epoch: cluster.EpochPlan
     waiting: set[int]
     members: set[int] = field(default_factory=set)
-    left: dict[int, list[sidecar.LaneValue]] = field(default_factory=dict)  # for workers that are not in it yet
+    left: dict[int, list[sidecar.LaneValue]] = field(default_factory=dict)  # for workers that have not joined yet
 
 
 class LocalEpochs:
-    """Which epochs the workers of this node are in. Instructions go to `out`.
+    """Tracks which epochs this node's workers are in. Instructions go to `out`.
 
-    `formed(plan, epoch)` is told when the workers of every lane have met their peers.
+    `formed(plan, epoch)` is called once the workers of every lane have joined their peers.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class LocalEpochs:
         self._out = out
         self._formed = formed
         self._epochs: dict[str, _Joined] = {}
-        self._warm: set[int] = set()  # workers that have joined an epoch, or failed to
-        self._late: dict[tuple[int, str], int] = {}  # workers that were joining an epoch when it was given up: ticks
+        self._warm: set[int] = set()  # workers that have joined an epoch, or tried to
+        self._late: dict[tuple[int, str], int] = {}  # (worker, abandoned epoch that it was joining) -> ticks
 
     def join(self, plan: str, epoch: cluster.EpochPlan) -> None:
-        """Have the workers of every lane meet their peers."""
+        """Have the workers of every lane join their peers."""
         lanes = set(range(epoch.lanes))
         self._epochs[epoch.id] = _Joined(plan, epoch, set(lanes), lanes)
         for lane in sorted(lanes):
@@ -66,7 +66,7 @@ class LocalEpochs:
         self._out(ToWorker(lane, message))
 
     def leave(self, epoch: str) -> None:
-        """Have the workers close their connections."""
+        """Have the workers leave an epoch and close its connections."""
         joined = self._epochs.pop(epoch, None)
         if joined is not None:
             for lane in sorted(joined.members):
@@ -75,7 +75,7 @@ class LocalEpochs:
                     self._late[lane, epoch] = 0
 
     def tick(self) -> list[tuple[int, str]]:
-        """Return the workers that have not come out of an epoch in time, each with what it is stuck in."""
+        """Return the workers that did not leave an abandoned epoch in time, each with the reason."""
         stuck: dict[int, str] = {}
         for (worker, epoch), ticks in self._late.items():
             self._late[worker, epoch] = ticks + 1
@@ -84,7 +84,7 @@ class LocalEpochs:
         return sorted(stuck.items())
 
     def worker_said(self, worker: int, message: sidecar.LanePut | sidecar.EpochJoined | sidecar.EpochFailed) -> None:
-        """Take a worker's word about an epoch."""
+        """Handle a worker's message about an epoch."""
         if worker not in self._warm:
             self._warm.add(worker)
             self._late |= dict.fromkeys([key for key in self._late if key[0] == worker], 0)
@@ -111,7 +111,7 @@ class LocalEpochs:
                 self._say(cluster.PlanRefused(plan=joined.plan, epoch=epoch, where=where, reason=reason))
 
     def value(self, message: cluster.EpochValue) -> None:
-        """Give a worker what one of its peers has left for it."""
+        """Pass a value from a peer on to the worker of its lane."""
         joined = self._epochs.get(message.epoch)
         if joined is not None and message.lane in joined.members:
             value = sidecar.LaneValue(epoch=message.epoch, key=message.key, value=message.value)
@@ -120,10 +120,10 @@ class LocalEpochs:
             self._out(ToWorker(message.lane, value))
 
     def worker_gone(self, worker: int, who: str, how: str) -> None:
-        """A worker has died or was replaced: its epochs are over, on every node.
+        """A worker died or was replaced: its epochs end, on every node.
 
-        But not those that it never came to, being stuck in one that was given up: the others still wait for it there,
-        and its successor is sent in.
+        Exception: if it was stuck in an abandoned epoch, the epochs that it had not reached go on. Peers still wait
+        there, and its successor joins them.
         """
         services = set()
         was_stuck = any(late == worker for late, _ in self._late)
@@ -139,7 +139,7 @@ class LocalEpochs:
                 joined.members.discard(worker)
                 self.leave(id_)
                 self._say(cluster.EpochLost(plan=joined.plan, epoch=id_, where=who, reason=how))
-        for service in sorted(services):  # its successor will be wanted for the next epoch
+        for service in sorted(services):  # the successor will be needed for the next epoch
             self._out(ToWorker(worker, sidecar.WarmUp(service=service)))
 
     def _say(self, message: cluster.NodeMessage) -> None:

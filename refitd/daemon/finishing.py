@@ -1,4 +1,4 @@
-"""What a target's tensors are made of when everything has arrived: declarations checked, and turned into work."""
+"""A target's held tensors and the conversions that make them: checked, placed and listed for the workers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from refitd.protocol.target_forms import Conversion, HeldTensor, converted_bytes
 
 
 def held_of(r: RegisterSource | RegisterTarget) -> Sequence[HeldTensor | WireTensor]:
-    """Return the live tensors of a registration; they are what arrives, or leaves, unless it says otherwise."""
+    """Return the tensors that a rank holds: a target's `held` if declared, else those of its shard."""
     return r.held if isinstance(r, RegisterTarget) and r.held else r.shard.tensors
 
 
 def wires_of(r: RegisterSource | RegisterTarget) -> Sequence[int | None]:
-    """Return for each live tensor which one of the shard it is; None for one that is converted to."""
+    """Return each held tensor's index in the shard, None for one made by a conversion."""
     return [t.wire for t in r.held] if isinstance(r, RegisterTarget) and r.held else range(len(r.shard.tensors))
 
 
 def form_of(r: RegisterSource | RegisterTarget) -> str:
-    """Return a name for what a target holds beside its shard: those of one shard and form hold the same bytes."""
+    """Return a key for a target's held form: targets with equal shard and form hold the same bytes."""
     said = (r.held, r.conversions) if isinstance(r, RegisterTarget) else ()
     return xxhash.xxh3_128_hexdigest(repr(said).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the coordinator is told about a target beside its shard: bytes, and derived tensors without a hook."""
+    """What the coordinator is told about a target beyond its shard: byte counts, and derived tensors without a hook."""
 
     held_bytes: int = 0
     staging_bytes: int = 0
@@ -47,7 +47,7 @@ class Figures:
 
 
 def figures_of(r: RegisterSource | RegisterTarget) -> Figures:
-    """Return them; all zeros for a source."""
+    """Return a target's figures; all zeros for a source."""
     if isinstance(r, RegisterSource):
         return Figures()
     return Figures(
@@ -59,10 +59,10 @@ def figures_of(r: RegisterSource | RegisterTarget) -> Figures:
 
 
 def check_held(r: RegisterTarget) -> None:
-    """Check that every held tensor is something that arrives, or is made of it once, and that nothing arrives in vain.
+    """Check that every held tensor arrives or is made exactly once, and that every wire tensor is used.
 
     Raises:
-        RefusedError: it is not so; names the tensor.
+        RefusedError: a declaration is wrong; names the tensor.
     """
     if not r.held:
         if r.conversions:
@@ -112,7 +112,7 @@ def _check_conversion(r: RegisterTarget, conversion: Conversion) -> None:
 
 
 def _made(source: WireTensor, conversion: Conversion) -> list[tuple[tuple[int, ...], str]]:
-    """Return (shape, dtype) of what a conversion makes of a tensor."""
+    """Return (shape, dtype) of each tensor that a conversion makes from `source`."""
     shape = source.shape
     if conversion.kind == "swizzle":
         if source.dtype != SCALE_DTYPE or not shape:
@@ -129,7 +129,7 @@ def _made(source: WireTensor, conversion: Conversion) -> list[tuple[tuple[int, .
 
 
 def held_places(r: RegisterTarget) -> Places:
-    """Return where held tensors lie in a staging arena before they are committed, arena still 0."""
+    """Return where held tensors lie in a staging arena before commit; the arena number is still 0."""
     return places_of(
         LocalTensor(0, offset, t.shape, row_major_strides(t.shape, ELEMENT_SIZES[t.dtype]))
         for offset, t in zip(staged(r.shard, r.held).held, held_of(r), strict=True)
@@ -137,7 +137,7 @@ def held_places(r: RegisterTarget) -> Places:
 
 
 def made_in(r: RegisterTarget, arena: int) -> Sequence[Made]:
-    """Return what has to be made in a target's staging arena once everything has arrived."""
+    """Return the conversions to run in a target's staging arena once everything has arrived."""
     if not r.conversions:
         return ()
     lies = staged(r.shard, r.held)
@@ -145,7 +145,7 @@ def made_in(r: RegisterTarget, arena: int) -> Sequence[Made]:
     for c in r.conversions:
         source = r.shard.tensors[c.wire]
         if c.kind == "swizzle":
-            # the rows and blocks of scales, said as those of the data that they belong to
+            # the shape of the data that the scales belong to, not of the scales
             shape = (*source.shape[:-1], source.shape[-1] * BLOCK)
             found.append(Made(SWIZZLE, shape, arena, lies.wire[c.wire], 0, lies.held[c.held[0]]))
             continue

@@ -1,4 +1,4 @@
-"""Copy jobs of this node: addressed once, shared out to the workers, run as often as needed."""
+"""Copy jobs of this node: addressed once, split over the workers, run as often as needed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from refitd.addressing.copies import CopyList
 from refitd.daemon.actions import Instruction, ToWorker
 from refitd.protocol import sidecar
 
-# Prepared jobs a node keeps: two snapshot slots times a few models, within the node and between nodes.
+# Jobs that a node caches: two slots times a few models, within the node and between nodes.
 MAX_JOBS = 32
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Share:
-    """One worker's part of a job: copies within the node, an epoch's transfers, or conversions of both."""
+    """One worker's part of a job: copies within the node, transfers of an epoch, or conversions."""
 
     worker: int
     rows: CopyList | TransferList | ConversionList
@@ -25,14 +25,14 @@ class Share:
 
 
 def shares_of(rows: CopyList | ConversionList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
-    """Return the workers' shares, see WorkList.shared_out; workers that get nothing have none."""
+    """Return the workers' shares (see WorkList.shared_out); workers without work get none."""
     numbers = rows.shared_out(workers, homes)
     return [Share(worker, rows.select(mine)) for worker, mine in enumerate(numbers) if len(mine)]
 
 
 @dataclass(slots=True)
 class Job:
-    """Shares loaded into the workers."""
+    """A job and its share for each worker."""
 
     number: int
     shares: dict[int, Share]  # by worker
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One worker's share of one performance of a job."""
+    """One execution of a worker's share of a job."""
 
     number: int
     job: Job
@@ -52,19 +52,19 @@ class Run:
 
     @property
     def crosses(self) -> bool:
-        """Whether it exchanges with workers of other nodes."""
+        """Whether it exchanges data with workers of other nodes."""
         return self.job.shares[self.worker].epoch is not None
 
     @property
     def converts(self) -> bool:
-        """Whether it makes something of what has arrived."""
+        """Whether it converts what has arrived."""
         return isinstance(self.job.shares[self.worker].rows, ConversionList)
 
 
 class JobTable:
-    """Which jobs are loaded where and which runs are under way. Instructions go to `out`.
+    """Tracks which jobs are loaded where and which runs are active. Instructions go to `out`.
 
-    `need(worker, arenas)` has a worker map what a job that is about to be loaded touches.
+    `need(worker, arenas)` makes a worker map the arenas of a job before it is loaded.
     """
 
     def __init__(self, out: Callable[[Instruction], None], need: Callable[[int, set[int]], None]) -> None:
@@ -83,9 +83,9 @@ class JobTable:
         verify: bool,
         timeout_s: float = 0.0,
     ) -> list[Run]:
-        """Run the job `key`, addressing and loading it first where that has not been done; return its runs.
+        """Run the job `key`, addressing and loading it first if needed; return its runs.
 
-        `timeout_s` bounds what workers of several nodes do together.
+        `timeout_s` limits exchanges with workers of other nodes.
         """
         job = self._jobs.pop(key, None)
         if job is None:
@@ -95,7 +95,7 @@ class JobTable:
         return [self._begin(job, worker, purpose, verify, timeout_s) for worker in job.shares]
 
     def repeat(self, run: Run) -> Run:
-        """Have a share within the node run again, by the worker that has replaced the one it was taken from."""
+        """Run a share within the node again, on the worker that replaced its first one."""
         return self._begin(run.job, run.worker, run.purpose, run.verify, 0.0)
 
     def _begin(self, job: Job, worker: int, purpose: Hashable, verify: bool, timeout_s: float) -> Run:
@@ -116,15 +116,15 @@ class JobTable:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being performed."""
+        """Whether any run is active."""
         return bool(self._runs)
 
     def run(self, number: int) -> Run | None:
-        """Return a run under way."""
+        """Return an active run, None if there is none with this number."""
         return self._runs.get(number)
 
     def end(self, number: int) -> Run | None:
-        """Take a run off the books."""
+        """Remove a run from the table and return it."""
         run = self._runs.pop(number, None)
         if run is not None:
             run.job.running.discard(number)
@@ -135,19 +135,19 @@ class JobTable:
         return [run for run in self._runs.values() if run.worker == worker and run.job.number == job]
 
     def unload(self, run: Run) -> None:
-        """Have the job of a run that failed loaded anew next time: what stood in its way may have gone."""
+        """Unload the job of a failed run, so that the next run loads it anew: what made it fail may be gone."""
         if run.worker in run.job.loaded:
             run.job.loaded.discard(run.worker)
             self._out(ToWorker(run.worker, sidecar.DropJob(job=run.job.number)))
 
     def ended_by(self, worker: int) -> list[Run]:
-        """Take all runs of a worker that is gone off the books; its jobs must be loaded anew."""
+        """Remove and return all runs of a worker that is gone; its jobs must be loaded anew."""
         for job in self._jobs.values():
             job.loaded.discard(worker)
         return [run for number, run in list(self._runs.items()) if run.worker == worker and self.end(number)]
 
     def busy_with(self, purpose: Hashable) -> set[int]:
-        """Return the workers that are performing something for this purpose."""
+        """Return the workers that have runs for this purpose."""
         return {run.worker for run in self._runs.values() if run.purpose == purpose}
 
     def drop_arenas(self, arenas: set[int]) -> None:
@@ -157,7 +157,7 @@ class JobTable:
                 self._drop(key)
 
     def drop_keys(self, matches: Callable[[Hashable], bool]) -> None:
-        """Forget jobs by key."""
+        """Forget the jobs whose keys match."""
         for key in [k for k in self._jobs if matches(k)]:
             self._drop(key)
 

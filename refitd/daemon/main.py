@@ -1,4 +1,4 @@
-"""The daemon process: sockets, processes, memory and clock around `refitd.daemon.state`."""
+"""The I/O shell around `refitd.daemon.state`: sockets, processes, memory and the clock."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from refitd.security import daemon_keys, node_users
 
 TICK_S = 1.0
 
-# For a measurement of how fast a client's memory is read; some milliseconds where all is well.
+# Limit for measuring how fast a client's memory is read; normally some milliseconds.
 MEASURE_S = 10.0
 
-# A turn of the loop that takes so much longer than it may is told in the log, and nobody is called silent for it.
+# A loop turn that takes this much longer than expected is logged, and does not count as silence of peers.
 SLOW_TURN_S = 0.5
 
-# Messages that a client may leave unread before more are dropped.
+# Unread messages queued per client before more are dropped.
 CLIENT_MARK = 1000
 
 
 class DaemonShell:
-    """Performs what the state says and feeds the results back."""
+    """Feeds events to the state and performs its instructions."""
 
     def __init__(
         self, config: Config, keys: ClientKeys | None, context: zmq.Context[zmq.Socket[bytes]], log: EventLog
@@ -59,14 +59,14 @@ class DaemonShell:
 
         Raises:
             RefusedError: a socket is in use.
-            ConfigError: the coordinator's endpoint is none.
+            ConfigError: the coordinator's endpoint is invalid.
         """
         self._log = log
         self._uncoordinated = Throttle()
         self._started = time.monotonic()
         self._host = socket.gethostname()
         self._config = config
-        # before anything is bound: what cannot be must leave nothing behind
+        # checked before anything is bound, so that a refusal leaves nothing behind
         services, address = _services(config.transport.service), reachable_address(config)
         self._poller = zmq.Poller()
         directory = config.runtime_dir
@@ -116,7 +116,7 @@ class DaemonShell:
         )
 
     def serve(self, stop: list[int], wakeup: int, beside: CoordinatorProcess | None, ready_fd: int | None) -> None:
-        """Work until `stop` holds a signal number; tell `ready_fd` once clients can work."""
+        """Run until `stop` holds a signal number; write to `ready_fd` once clients can work."""
         self._watch(wakeup, select.POLLIN)
         told = False
         self._feed(Tick())
@@ -134,7 +134,7 @@ class DaemonShell:
             awake = self._excuse(awake, wait_ms / 1000)
             for ready, events in found:
                 self._serve_one(ready, events)
-            awake = self._excuse(awake, 0.0)  # before the tick, which calls others silent
+            awake = self._excuse(awake, 0.0)  # before the tick, which declares peers silent
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._outlive(self._tick)
@@ -143,7 +143,7 @@ class DaemonShell:
                 self._feed(act.Due())
 
     def _excuse(self, since: float, expected_s: float) -> float:
-        """Return the time; if more has passed than expected, nobody was silent: this process was busy or stopped."""
+        """Return the time now; report a turn much longer than expected, which must not count as silence of peers."""
         now = time.monotonic()
         if (lost_s := now - since - expected_s) > SLOW_TURN_S:
             self._feed(Busy(lost_s))
@@ -159,17 +159,17 @@ class DaemonShell:
         self._feed(Tick())
 
     def _outlive(self, what: Callable[[], object]) -> None:
-        """Do something that must not end this process: the arenas and everybody who uses them stay."""
+        """Call `what`; its errors must not end this process, which would lose the arenas."""
         try:
             what()
         except StartFailed:
             raise
-        except Exception:  # a mistake of ours, or a limit of this process
+        except Exception:  # an internal error, or a resource limit of this process
             if self._noise.allows("internal", time.monotonic()):
                 self._log.failed("internal-error")
 
     def _look_after(self, beside: CoordinatorProcess | None) -> None:
-        """Start again what has ended beside this daemon, and have status say what is wrong."""
+        """Restart ended workers and the coordinator, and report problems for status."""
         for worker in self._workers.start_due(time.monotonic()):
             self._feed(act.WorkerStarted(worker))
         problems = self._workers.problems()
@@ -211,13 +211,13 @@ class DaemonShell:
         elif isinstance(ready, int) and self._gate.owns(ready):
             gone = self._gate.serve(ready, self._fetch)
             if gone is not None:
-                self._inbox.take()  # what has come before a client's end counts
+                self._inbox.take()  # handle what it sent before its end
                 self._end(gone, "its process has ended or closed the connection")
         elif isinstance(ready, int) and (worker := self._workers.fds().get(ready)) is not None:
             self._from_worker(worker, events)
 
     def _is_trusted(self) -> bool:
-        """Return whether the last word of the coordinator was one of a user who may be it; over TCP keys say so."""
+        """Return whether the last message came from a permitted user's coordinator; over TCP the keys prove that."""
         peer = local_peer(self._dealer.peer)
         if peer is None or peer[0] in (0, *self._users.uids):
             return True
@@ -280,7 +280,7 @@ class DaemonShell:
         except ProtocolError as exc:
             self._log("bad-message", peer="coordinator", reason=str(exc))
             return
-        # what answers a sign of life overtakes a plan that is being read
+        # answers to heartbeats overtake a plan that is still being decoded
         if isinstance(message, local.Done) or not self._plans.holds((request, message)):
             self._coordinator_said(request, message)
 
@@ -288,7 +288,7 @@ class DaemonShell:
         try:
             self._feed(act.CoordinatorSaid(request, message))
         except Exception:
-            # the coordinator hears nothing and gives the swap up at its deadline; the weights held here stay
+            # no reply goes out: the coordinator gives the swap up at its deadline; the weights held here stay
             self._log.failed("internal-error", peer="coordinator", message=type(message).__name__)
 
     def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, str]:
@@ -313,7 +313,7 @@ class DaemonShell:
                     failure = local.Failure(code=exc.code, message=str(exc))
                     self._feed(act.CoordinatorSaid(request, failure))
             case act.ToWorker(worker, message) if down := self._workers.why_down(worker):
-                # whatever else it had been told of it is told again once there is another
+                # everything else is sent again once the worker is back
                 if isinstance(message, sidecar.LoadJob | sidecar.JoinEpoch):
                     self._feed(act.NotSent(worker, message, down))
             case act.ToWorker(worker, message, arena, block):
@@ -340,7 +340,7 @@ class DaemonShell:
                     self._perform(act.ToClient(session, request, failure))
                     return
                 what = f"reading the memory of pid {pid}"
-                # not in turn: it is the client's memory, and comes when that likes
+                # not in turn: the client's memory may respond slowly
                 self._maker.submit((session, request), what, MEASURE_S, lambda _: _measure(pid, spans), in_turn=False)
             case act.SetPermit(slot, token, until):
                 self._permits.write(slot, token, until)
@@ -351,14 +351,14 @@ class DaemonShell:
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
             case Log(event, fields):
-                # clients decide how many requests are refused
+                # clients decide how many requests are refused, so this is throttled
                 subject = f"{event} {fields.get('session')} {fields.get('message')}"
                 if event != "refused" or self._noise.allows(subject, time.monotonic()):
                     self._log.write(event, fields)
 
     def _told(self) -> None:
-        """Wake the loop, from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):  # it is awake, or over
+        """Wake the loop; callable from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):  # it is awake already, or closed
             os.write(self._made_w, b".")
 
     def _collect(self) -> None:
@@ -400,7 +400,7 @@ class DaemonShell:
             self._poller.unregister(fd)
 
     def close(self) -> None:
-        """End the workers, close every socket, give the memory back."""
+        """End the workers, close every socket and free the memory."""
         self._workers.close()
         self._gate.close()
         self._router.close()
@@ -410,7 +410,11 @@ class DaemonShell:
 
 
 def _services(needed: str) -> tuple[str, ...]:
-    """Return the copy services that can run here; raises ConfigError, with what to install, if `needed` cannot."""
+    """Return the copy services that can run here.
+
+    Raises:
+        ConfigError: `needed` cannot cross nodes, or cannot run here; says what to install.
+    """
     registry = installed()
     if registry.find(needed).join is None:
         raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, or nccl between GPUs")
@@ -420,7 +424,7 @@ def _services(needed: str) -> tuple[str, ...]:
 def _make_arenas(
     wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int, device: str, moved: Moved
 ) -> list[int]:
-    """Make all of them or none; `device` names the GPU, if they are to lie on one."""
+    """Make all arenas or none; `device` is the GPU that holds them, "" for main memory."""
     capacity.check_descriptors(wanted, len(held), workers)
     if device:
         from refitd.buffers import cuda
@@ -444,7 +448,7 @@ def _close_all(fds: object) -> None:
 
 
 def _measure(pid: int, spans: tuple[tuple[int, int, int], ...]) -> local.PullMeasured:
-    """Read another process as a worker would: both are this user's, and a client that lets one read lets the other."""
+    """Time reading a client's memory as a worker would; the daemon has the same user and permissions as its workers."""
     try:
         return local.PullMeasured(seconds=pull_seconds(pid, spans))
     except (RefitdError, ValueError, MemoryError, OverflowError) as exc:
@@ -455,9 +459,9 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     """Run the daemon until SIGTERM or SIGINT.
 
     Args:
-        config: what to run.
-        beside: the coordinator of a standalone daemon, watched from here.
-        ready_fd: a descriptor to write "ready" to, once clients can connect and a coordinator has answered.
+        config: the configuration.
+        beside: the coordinator child of a standalone daemon, or None.
+        ready_fd: a descriptor that gets "ready" once clients can connect and, if standalone, a coordinator answers.
 
     Raises:
         RefitdError: a socket is in use, the directory is unsafe, a worker or the coordinator cannot be kept alive.

@@ -1,4 +1,4 @@
-"""What the daemon keeps for each registered rank: where its tensors and their versions lie."""
+"""What the daemon records about each registered rank: its tensors, its versions and where they lie."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from refitd.protocol.target_forms import HeldTensor, staged
 from refitd.states import TransferMode
 from refitd.text import brief
 
-# Events of a member that are kept to be shown, and told with a refusal.
+# Events of a member that are kept for display and for the text of refusals.
 MAX_EVENTS = 16
 
-# No shard of one rank is larger; a description that claims more is a mistake or an attack.
+# A rank's shard cannot be larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
 
 
 @dataclass(slots=True)
 class Arena:
-    """One arena of this node. `session` may fetch its descriptor, `write` says how; "" is no GPU's name."""
+    """One arena of this node. `session` may fetch its descriptor, writable if `write`; `device` "" is main memory."""
 
     id: int
     nbytes: int
@@ -59,7 +59,7 @@ class LentVersion:
 
 @dataclass(frozen=True, slots=True)
 class WaitingPublish:
-    """A client that waits for a slot."""
+    """A client's request that waits for a slot."""
 
     session: int
     request: int
@@ -69,7 +69,7 @@ class WaitingPublish:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The digests of a version as one target holds it: of every block of its held tensors, in order."""
+    """The digests of a version as one target holds it, one for each block of its held tensors, in order."""
 
     version: int
     digests: bytes
@@ -77,7 +77,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class PermitSlot:
-    """A place in the page of permits (see `refitd.buffers.permits`) and the token that is this member's alone."""
+    """A slot in the page of permits (see `refitd.buffers.permits`) and the token that only this member has."""
 
     slot: int
     token: int
@@ -92,37 +92,37 @@ class LocalMember:
     pid: int
     registration: RegisterSource | RegisterTarget
     digest: str  # of its shard
-    packed: Places  # in an arena that refitd lays out, arena still 0
-    to_commit: Places  # likewise for what is committed, which is `packed` unless some is converted
+    packed: Places  # where tensors arrive in an arena that refitd lays out; the arena number is still 0
+    to_commit: Places  # the same for what is committed; differs from `packed` only if some tensors are converted
     live: Places  # of arena-backed live tensors, else empty
     figures: Figures
-    form: str  # what it holds beside its shard, as far as digests go
+    form: str  # key of its held form, see `finishing.form_of`
     slots: list[Slot] = field(default_factory=list)
     leases: dict[int, LentVersion] = field(default_factory=dict)
     waiting: list[WaitingPublish] = field(default_factory=list)
     staging: int = -1
     state: TargetState = field(default_factory=TargetState)  # a source's never changes
     history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # its last events
-    is_told: bool = False  # whether the coordinator has been sent `state` and `history` as they are
+    is_told: bool = False  # whether the coordinator has the current `state` and `history`
     on_move: Callable[[LocalMember], None] = lambda member: None
-    boot: str = ""  # of the coordinator that has agreed to it
+    boot: str = ""  # of the coordinator that admitted it
     permit: PermitSlot | None = None  # where its process reads until when it may serve
-    verifies: bool = True  # whether what it is staged is compared with its source, and digests are taken
-    proof: Proof | None = None  # of the version that it serves, once it has been taken
+    verifies: bool = True  # whether staging is compared with the source, and digests are taken
+    proof: Proof | None = None  # of the version that it serves, once taken
     newest: int = -1  # highest version ever published
-    first: int = 0  # source: the lowest version that it may publish, as the coordinator has said
+    first: int = 0  # source: the lowest version that it may publish, set by the coordinator
     run: str = ""  # source: the incarnation of its trainer
     may_drop: frozenset[int] = frozenset()  # versions that no other source rank needs
-    lagging: str = ""  # whom the versions wait for that it may not drop
-    mode: TransferMode = TransferMode.NONE  # how the newest version is given
+    lagging: str = ""  # the ranks that must publish before it may drop more
+    mode: TransferMode = TransferMode.NONE  # how the newest version is transferred
     mode_reason: str = ""  # the measurement that chose between pulling and copying
     described: bytes = b""  # its shard, packed for the coordinator
 
     def move(self, event: Event) -> None:
-        """Change the state of a target.
+        """Apply an event to a target's state.
 
         Raises:
-            IllegalTransition: the event cannot happen now; nothing has changed. The text has the last events.
+            IllegalTransition: the event cannot happen now; nothing has changed. The text includes the last events.
         """
         try:
             state = step_of(self.state, event)
@@ -136,12 +136,12 @@ class LocalMember:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank offers rather than wants."""
+        """Whether this rank is a source."""
         return isinstance(self.registration, RegisterSource)
 
     @property
     def in_place(self) -> bool:
-        """Whether its live tensors are written while staging."""
+        """Whether staging writes its live tensors directly."""
         return isinstance(self.registration, RegisterTarget) and self.registration.in_place
 
     def destinations(self) -> Places:
@@ -158,17 +158,17 @@ class LocalMember:
         return sorted({s.version for s in self.slots if s.version is not None} | self.leases.keys())
 
     def arenas(self) -> list[int]:
-        """Return the arenas that refitd made for it."""
+        """Return the arenas that refitd allocated for this rank."""
         return [slot.arena for slot in self.slots] + ([self.staging] if self.staging >= 0 else [])
 
     def source_places(self, version: int) -> Places:
-        """Return where the tensors of a version lie that it holds."""
+        """Return where the tensors of a held version lie."""
         if version in self.leases:
             return self.leases[version].places
         return self.packed.in_arena(next(slot.arena for slot in self.slots if slot.version == version))
 
     def mode_of(self, version: int) -> TransferMode:
-        """Return how workers get a version."""
+        """Return how workers read a version."""
         lease = self.leases.get(version)
         if lease is None:
             return TransferMode.COPIED
@@ -181,7 +181,7 @@ class LocalMember:
         return self.id, next(slot.arena for slot in self.slots if slot.version == version)
 
     def held_places(self) -> Places:
-        """Return where what is committed lies in the staging arena."""
+        """Return the places, in the staging arena, of the tensors to commit."""
         return self.to_commit.in_arena(self.staging)
 
     def decided_places(self) -> Places:
@@ -189,21 +189,21 @@ class LocalMember:
         return self.live if self.in_place else self.held_places()
 
     def read_by(self) -> set[str]:
-        """Return the swaps that are reading any version."""
+        """Return the swaps that read any of its versions."""
         held = [slot.readers for slot in self.slots] + [lease.readers for lease in self.leases.values()]
         return set().union(*held)
 
     def readers_of(self, version: int) -> set[str] | None:
-        """Return the set of swaps reading a version (to be changed in place), None when it is not held."""
+        """Return the (mutable) set of swaps that read a version, None if it is not held."""
         if version in self.leases:
             return self.leases[version].readers
         return next((slot.readers for slot in self.slots if slot.version == version), None)
 
     def free_slot(self) -> int | None:
-        """Return the slot to write next: an empty one, else the oldest version that nobody reads and nobody needs.
+        """Return the slot to write next: an empty one, else the oldest that is neither read nor needed, else None.
 
-        None if there is none. Other ranks may need what they have not published yet, and all of them the newest version
-        that is complete. With one rank every version is complete; with one slot there is no room for one that is.
+        With several ranks, only versions in `may_drop` may be overwritten: other ranks may still have to publish a
+        version, and the newest complete one must stay. With one rank any unread version may be overwritten.
         """
         free = [i for i, s in enumerate(self.slots) if s.writing is None and not s.readers]
         if self.registration.world_size > 1:
@@ -218,10 +218,10 @@ def new_member(
     registration: RegisterSource | RegisterTarget,
     arenas: Mapping[int, Arena],
 ) -> tuple[LocalMember, int]:
-    """Check a registration and return the member with the bytes that each of its arenas needs.
+    """Check a registration; return the member and the bytes that each of its arenas needs.
 
     Raises:
-        RefusedError: ranks, shapes, sizes or places are impossible; nothing has been allocated.
+        RefusedError: ranks, shapes, sizes or places are invalid; nothing has been allocated.
         ProtocolError: a dtype or group is unknown, or a name occurs twice.
     """
     r = registration
@@ -268,10 +268,10 @@ def new_member(
 
 
 def lease_places(member: LocalMember, addresses: Sequence[int]) -> Places:
-    """Return where lent tensors lie: in their arenas, or at addresses of the client's process.
+    """Return where lent tensors lie: in the member's arenas, or at addresses in the client's process.
 
     Raises:
-        RefusedError: addresses are missing or too many.
+        RefusedError: the number of addresses is wrong.
     """
     if member.live and not addresses:
         return member.live

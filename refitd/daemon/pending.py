@@ -1,4 +1,4 @@
-"""What waits for the coordinator's answer or for arenas: who asked, and what the answer is for."""
+"""Requests that wait for arenas or for the coordinator's answer: who asked, and why."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from refitd.states import TransferMode
 
 @dataclass(frozen=True, slots=True)
 class ClientArena:
-    """An arena that a client asked for, to keep its tensors in."""
+    """An arena in which a client will keep its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberArenas:
-    """The snapshot slots of a source, or the staging arena of a target.
+    """The slots of a source, or the staging arena of a target.
 
-    `is_admitted`: the coordinator has said that it would take this rank, so that retained targets may make room for it.
+    `is_admitted`: the coordinator would accept this rank, so retained targets may be freed for it.
     """
 
     member: LocalMember
@@ -30,16 +30,16 @@ class MemberArenas:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What a plan fills paddings with."""
+    """The constants that a plan fills paddings with."""
 
     plan: str
-    loading: object  # identifies one attempt to load it
+    loading: object  # identifies one attempt to load the plan
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class WantedArenas:
-    """Arenas that somebody waits for; session 0 is the daemon itself."""
+    """Arenas that a session waits for; session 0 is the daemon itself."""
 
     session: int
     request: int
@@ -54,12 +54,12 @@ class WantedArenas:
 
 @dataclass(frozen=True, slots=True)
 class PassedOn:
-    """A client's request; the answer goes to the client as it is."""
+    """A client's request, whose answer is passed on unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Whether the coordinator would take a rank in whose arenas fit only in place of retained targets."""
+    """The question whether the coordinator would accept a rank whose arenas need the memory of retained targets."""
 
     wanted: WantedArenas
     purpose: MemberArenas
@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Introduced:
-    """A new rank; it ends if the coordinator refuses it."""
+    """A new rank; it is removed if the coordinator refuses it."""
 
     member: LocalMember
     arenas: tuple[int, ...]
@@ -84,14 +84,14 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Readmitted:
-    """A rank that another coordinator, or another life of this one, is told of."""
+    """A rank that is registered again with a coordinator that restarted or lost this node."""
 
     member: LocalMember
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One of these that named a description; it is sent again if the coordinator does not know that description."""
+    """A request that named a description; it is repeated with the description if the coordinator does not know it."""
 
     about: Asked | Introduced | Returned | Readmitted
     shard: cluster.AddShard
@@ -99,7 +99,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What a source said of its newest version before the one that is being announced."""
+    """The state of a source's newest version before the one being announced."""
 
     newest: int
     mode: TransferMode
@@ -108,7 +108,7 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A version that a source has published or lent; it is taken back if the coordinator refuses it."""
+    """A version that a source published or lent; it is taken back if the coordinator refuses it."""
 
     member: LocalMember
     version: int

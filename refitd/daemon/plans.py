@@ -1,4 +1,4 @@
-"""The plans that a node has been given, and what has to be there before one can be used."""
+"""The plans that this node has loaded, and what must exist before each can be used."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from refitd.protocol.base import Message
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What one node performs of a plan."""
+    """One node's part of a plan."""
 
     id: str
     members: dict[int, str]  # plan-wide rank -> member
     table: CopyTable
     fills: FillTable | None
-    constants: int  # arena of what is filled in; -1 where nothing is
+    constants: int  # arena of the fill constants; -1 if there are none
     outer: OuterTransfers | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A plan of which something is not there yet: its epoch, or the arena with what it fills in."""
+    """A plan that still lacks its epoch, or the arena with its fill constants."""
 
     plan: str
     members: dict[int, str]
@@ -48,28 +48,28 @@ class _Loading:
 
     @property
     def epoch(self) -> str:
-        """The epoch that is being formed for it; "" for none."""
+        """The epoch being formed for this plan; "" if it needs none."""
         return self.outer.epoch.id if self.outer is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterTransfers:
-    """What a plan moves between this node and others."""
+    """The part of a plan that moves between this node and others."""
 
     rows: NodeTransfers
     index: int  # this node's position in the epoch
     epoch: cluster.EpochPlan
 
     def sent_ranks(self) -> set[int]:
-        """Return the plan-wide ranks here that send to other nodes."""
+        """Return the plan-wide ranks on this node that send to other nodes."""
         return set(np.unique(self.rows.table.src_rank[self.rows.src_node == self.index]).tolist())
 
     def received_ranks(self) -> set[int]:
-        """Return the plan-wide ranks here that other nodes send to."""
+        """Return the plan-wide ranks on this node that receive from other nodes."""
         return set(np.unique(self.rows.table.dst_rank[self.rows.dst_node == self.index]).tolist())
 
     def received(self) -> tuple[int, int]:
-        """Return (rows of the plan, bytes) that come here."""
+        """Return (rows of the plan, bytes) that arrive here."""
         here = self.rows.dst_node == self.index
         return len(np.unique(self.rows.origin[here])), int(self.rows.table.row_bytes[here].sum())
 
@@ -86,7 +86,7 @@ class LocalPlans:
         make_arenas: Callable[[WantedArenas], None],
         out: Callable[[Instruction], None],
     ) -> None:
-        """`make_arenas` has arenas made or raises ArenaError; `constants_made` is told of what came of it."""
+        """`make_arenas` requests arenas or raises ArenaError; `constants_made` then receives the arena."""
         self._node = node
         self._workers = workers
         self._jobs = jobs
@@ -94,15 +94,15 @@ class LocalPlans:
         self._make_arenas = make_arenas
         self._out = out
         self._plans: dict[str, NodePlan] = {}
-        self._loading: dict[str, _Loading] = {}  # plans of which something is not there yet
-        self._unneeded: set[int] = set()  # arenas that came too late for the plan they were made for
+        self._loading: dict[str, _Loading] = {}  # plans that cannot be used yet
+        self._unneeded: set[int] = set()  # arenas that were made after their plan was dropped
 
     def get(self, plan: str) -> NodePlan | None:
-        """Return a plan that can be used."""
+        """Return a plan that is ready for use, None otherwise."""
         return self._plans.get(plan)
 
     def load(self, message: cluster.LoadPlan) -> None:
-        """Keep a plan until it is dropped; have the workers meet those of other nodes where it crosses to them."""
+        """Load a plan and keep it until it is dropped; form its epoch if it crosses nodes."""
         self._unneeded |= self.drop(message.plan)
         try:
             table = CopyTable.from_wire(message.table)
@@ -128,14 +128,14 @@ class LocalPlans:
         self._use_if_whole(loading)
 
     def epoch_formed(self, plan: str, epoch: str) -> None:
-        """The workers of all nodes have met for a plan."""
+        """Note that the workers of all nodes have joined the plan's epoch."""
         loading = self._loading.get(plan)
         if loading is not None and loading.epoch == epoch:
             loading.missing.discard("epoch")
             self._use_if_whole(loading)
 
     def constants_made(self, constants: Constants, arena: int) -> None:
-        """The arena with what a plan fills in is there; unneeded if the plan has been dropped."""
+        """Store the arena of a plan's fill constants; free it if the plan has been dropped meanwhile."""
         loading = self._loading.get(constants.plan)
         if loading is None or loading is not constants.loading:
             self._unneeded.add(arena)
@@ -174,22 +174,22 @@ class LocalPlans:
         self._say(cluster.PlanRefused(plan=message.plan, epoch=epoch, where=where, reason=reason))
 
     def drop(self, plan_id: str) -> set[int]:
-        """Forget a plan and the jobs made from it; return the arenas that nobody needs any more."""
+        """Forget a plan and its jobs; return the arenas that are no longer needed."""
         plan, loading = self._plans.pop(plan_id, None), self._loading.pop(plan_id, None)
         self._jobs.drop_keys(lambda key: isinstance(key, tuple) and key[:2] == ("stage", plan_id))
         if loading is not None and loading.epoch:
-            # its workers are still waiting for each other: they are wanted for the next epoch
+            # its workers still wait for their peers; free them for the next epoch
             self._epochs.leave(loading.epoch)
         if plan is not None and plan.outer is not None:
             self._epochs.leave(plan.outer.epoch.id)
         return {held.constants for held in (plan, loading) if held is not None and held.constants >= 0}
 
     def drop_all(self) -> set[int]:
-        """Forget all plans: another coordinator knows nothing of them, and one that lost this node has dropped them."""
+        """Forget all plans: a new coordinator does not know them, and one that lost this node has dropped them."""
         return {arena for plan in [*self._plans, *self._loading] for arena in self.drop(plan)}
 
     def unneeded(self) -> set[int]:
-        """Return, once, the arenas that nobody needs any more."""
+        """Return, once, the arenas that are no longer needed."""
         found, self._unneeded = self._unneeded, set()
         return found
 

@@ -1,4 +1,4 @@
-"""Versions of this node's sources: granted slots, snapshots, leases, and when they end."""
+"""The versions of this node's sources: slots granted, snapshots and leases taken, versions ended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, Transport
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 
-# Of each member: slots asked for, versions lent.
+# Limit for each member, on open slot requests and on lent versions.
 MAX_OPEN = 16
 
 
 class Publishing:
-    """What clients publish, lend and take back. `reply(session, request, message)` tells a client."""
+    """Handles publish, lend and withdraw. `reply(session, request, message)` answers a client."""
 
     def __init__(self, swaps: LocalSwaps, link: CoordinatorLink, reply: Callable[[int, int, Message], None]) -> None:
         self._swaps = swaps
@@ -25,7 +25,7 @@ class Publishing:
         self._reply = reply
 
     def begin(self, member: LocalMember, session: int, request: int, version: int, deadline: float) -> None:
-        """Grant a slot for `version`, at once or when a swap has finished reading one.
+        """Grant a slot for `version`, at once or when one becomes free.
 
         Raises:
             RefusedError: the version is not newer, or the source has no slots.
@@ -41,7 +41,7 @@ class Publishing:
         self.ask_room(member)
 
     def publish(self, member: LocalMember, session: int, request: int, message: local.Publish) -> None:
-        """Take a finished snapshot over. Where it is refused once it was granted, the slot is free again.
+        """Accept a finished snapshot. If the coordinator refuses it, the slot is free again.
 
         Raises:
             RefusedError: the slot was not granted for this version.
@@ -61,10 +61,10 @@ class Publishing:
         self._announce(member, session, request, version, message.reason, message.is_anew)
 
     def lend(self, member: LocalMember, session: int, request: int, message: local.Lend) -> None:
-        """Take live tensors as a version.
+        """Accept live tensors as a version, without a copy.
 
         Raises:
-            RefusedError: the version is not newer, or the addresses do not fit the tensors.
+            RefusedError: the version is not newer, or the addresses do not match the tensors.
             TransportError: as `publish`.
         """
         version = message.version
@@ -75,20 +75,20 @@ class Publishing:
         self._announce(member, session, request, version, message.reason, message.is_anew)
 
     def ask_room(self, member: LocalMember) -> None:
-        """Ask what may be overwritten for a publish that waits; said again, for a coordinator may have missed it."""
+        """Ask which versions a waiting publish may overwrite. Repeated, since a coordinator may have missed it."""
         if member.waiting and member.registration.world_size > 1:
             self._link.say(cluster.WantsRoom(member.id, member.waiting[0].version, len(member.slots)))
 
     def may_drop(self, member: LocalMember, versions: Iterable[int], reason: str) -> None:
-        """The coordinator says what no other rank needs."""
+        """Store which versions the coordinator says no other rank needs."""
         member.may_drop, member.lagging = frozenset(versions), reason
         self._grant(member)
 
     def withdraw(self, member: LocalMember, version: int, reason: str) -> None:
-        """Drop a version. When this returns nothing reads it any more; one that is gone already is no error."""
+        """Drop a version, if it is held; nothing reads it once this returns."""
         member.waiting[:] = [waiting for waiting in member.waiting if waiting.version != version]
         for slot in member.slots:
-            if slot.writing == version:  # the client could not copy it in
+            if slot.writing == version:  # the client's copy failed
                 slot.writing = None
                 self._grant(member)
         lease = member.leases.get(version)
@@ -104,12 +104,12 @@ class Publishing:
         self._grant(member)
 
     def withdraw_leases(self, member: LocalMember) -> None:
-        """Drop everything that lives in the memory of a client that has gone."""
+        """Drop the versions in the memory of a client that has gone."""
         for version in list(member.leases):
             self.withdraw(member, version, "its client is gone")
 
     def release(self, members: Iterable[LocalMember], swap: str) -> None:
-        """The swap reads nothing any more: slots may be overwritten, leases end."""
+        """End a swap's reads: its slots may be overwritten, its leases end."""
         for member in list(members):
             for version, lease in list(member.leases.items()):
                 if swap in lease.readers:
@@ -120,13 +120,13 @@ class Publishing:
             self._grant(member)
 
     def end_unread(self, members: Iterable[LocalMember], version: int) -> None:
-        """A swap of `version` is over: end the leases of ranks, too, whose replicas it has read instead."""
+        """End leases of `version` that its swap did not read, since it read their replicas instead."""
         for member in members:
             if version in member.leases:
                 self._end_lease(member, version)
 
     def expire(self, members: Iterable[LocalMember], now: float) -> None:
-        """Tell those who have waited too long for a slot who is reading."""
+        """Fail requests that waited too long for a slot, naming what holds the slots."""
         for member in members:
             for waiting in [w for w in member.waiting if w.deadline <= now]:
                 member.waiting.remove(waiting)
@@ -138,13 +138,13 @@ class Publishing:
                 self._reply(waiting.session, waiting.request, failure)
 
     def _grant(self, member: LocalMember) -> None:
-        """Give the first waiting publish a slot, if one is free."""
+        """Grant waiting publishes in order, while slots are free."""
         while member.waiting:
             index = member.free_slot()
             if index is None:
                 return
             waiting = member.waiting.pop(0)
-            member.may_drop, member.lagging = frozenset(), ""  # others may need what is left
+            member.may_drop, member.lagging = frozenset(), ""  # others may need the remaining versions
             slot = member.slots[index]
             old, slot.version, slot.writing = slot.version, None, waiting.version
             if old is not None:
@@ -161,14 +161,14 @@ class Publishing:
         self._link.ask(session, request, published, Announced(member, version, before))
 
     def announced(self, session: int, request: int, about: Announced, reply: Message) -> None:
-        """The coordinator has answered for a version; one that it refuses is taken back."""
-        # a coordinator that was lost may have heard of it, and the next one is told of it
+        """Handle the coordinator's answer about a version; take a refused one back."""
+        # a lost coordinator may have recorded the version, and the next one will be told of it: keep it
         if isinstance(reply, local.Failure) and reply.code != TransportError.code:
             self._take_back(about.member, about.version, about.before)
         self._reply(session, request, reply)
 
     def _take_back(self, member: LocalMember, version: int, before: Before) -> None:
-        """The coordinator has refused a version; nobody else knows of it, and its number can still be used."""
+        """Take back a version that the coordinator refused. Nobody else knows it, so its number can be used again."""
         if member.newest == version:
             member.newest, member.mode, member.mode_reason = before.newest, before.mode, before.mode_reason
         member.leases.pop(version, None)
@@ -191,7 +191,7 @@ def _check_room(member: LocalMember, what: str, count: int) -> None:
 
 
 def _why_not(member: LocalMember) -> str:
-    """Say reason no slot of a member could be overwritten."""
+    """Say why no slot of a member can be overwritten."""
     found = []
     if reading := sorted({s for slot in member.slots for s in slot.readers}):
         found.append(f"swaps {reading} are still reading")

@@ -1,4 +1,4 @@
-"""Digests of regions of published versions, which the coordinator compares between source ranks before a swap."""
+"""Digests of regions of published versions. The coordinator compares them between source ranks before a swap."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from refitd.plan.regions import RegionTable
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import clipped
 
-# how often a batch is begun again after a worker has died of something
+# how often a batch is retried after its worker died
 ATTEMPTS = 4
 
 
 class _Spans:
-    """The blocks of one member's regions, cut alike wherever equal regions lie; columns, since they may be many."""
+    """The blocks of one member's regions. Equal regions are cut alike. Columns, not objects, since they may be many."""
 
     def __init__(self, table: RegionTable, at: Addresses) -> None:
         self._table, self._at = table, at
@@ -36,12 +36,12 @@ class _Spans:
         self._first = (np.arange(len(self.row)) - before[self.row]) * steps[self.row]
         self._count = np.minimum(steps[self.row], elements[self.row] - self._first)
         self.nbytes: Int64 = self._count * element_size[self.row]
-        self.numbers = 2 * table.size.shape[1] + 6  # of one block's span, at most
+        self.numbers = 2 * table.size.shape[1] + 6  # the most numbers in one block's span
         self._arena = np.where(at.arena == PROCESS_MEMORY, 0, at.arena)
 
     @property
     def arenas(self) -> Int64:
-        """The arena of each block, 0 for memory of a process."""
+        """The arena of each block, 0 for process memory."""
         arenas: Int64 = self._arena[self.row]
         return arenas
 
@@ -56,7 +56,7 @@ class _Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Blocks begin:end of a member, which one worker digests at once: of its GPU, where they lie on one."""
+    """Blocks begin:end of a member, digested together by one worker; `home` is that of their GPU, if any."""
 
     member: int
     begin: int
@@ -66,7 +66,7 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """What the coordinator has asked for, until it is answered."""
+    """A request of the coordinator, until it is answered."""
 
     swap: str
     version: int
@@ -76,14 +76,14 @@ class _Asked:
     spans: list[_Spans]  # of each member
     left: list[_Batch]
     unfinished: int  # batches
-    digests: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by member and begin of a batch
+    digests: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by (member, begin of the batch)
     attempts: dict[_Batch, int] = field(default_factory=dict)
 
 
 class RegionDigests:
-    """Has workers read what `cluster.DigestRegions` names.
+    """Has workers digest the regions named by `cluster.DigestRegions`.
 
-    The swap reads these versions from then on: what ends its reading lets go of them. Instructions go to `out`.
+    From then on the swap counts as a reader of these versions, until it ends. Instructions go to `out`.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class RegionDigests:
         self._numbers = numbers
         self._replace = replace
         self._asked: dict[str, _Asked] = {}  # by swap
-        self._runs: dict[int, tuple[_Asked, _Batch, int]] = {}  # with the worker
+        self._runs: dict[int, tuple[_Asked, _Batch, int]] = {}  # run -> (request, batch, worker)
 
     def begin(self, message: cluster.DigestRegions, now: float) -> None:
-        """Begin to read; whatever stands in the way is the answer."""
+        """Start digesting; if something prevents that, answer with the reason."""
         members: list[LocalMember] = []
         for rank, name in zip(message.ranks, message.members, strict=False):
             member = self._members.get(name)
@@ -140,7 +140,7 @@ class RegionDigests:
             self._finish(asked)
 
     def _batches(self, member: int, spans: _Spans) -> list[_Batch]:
-        """Cut blocks into runs of about RUN_BYTES, each of one home."""
+        """Cut blocks into batches of about RUN_BYTES, each of one home."""
         arenas, number_of = np.unique(spans.arenas, return_inverse=True)
         homes = self._homes({arena for arena in arenas.tolist() if arena})
         home = np.array([homes.get(arena, -1) for arena in arenas.tolist()], np.int64)[number_of]
@@ -158,11 +158,11 @@ class RegionDigests:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` is needed next, None while nothing is asked."""
+        """When `expire` is next needed; None while nothing is requested."""
         return min((asked.deadline for asked in self._asked.values()), default=None)
 
     def expire(self, now: float) -> None:
-        """Answer what has waited long enough, and replace the workers that hang over it."""
+        """Fail requests past their deadline and replace the workers that still run them."""
         for asked in [asked for asked in self._asked.values() if now >= asked.deadline]:
             late = sorted({worker for of, _, worker in self._runs.values() if of is asked})
             who = f"; workers {late} are replaced" if late else ""
@@ -172,7 +172,7 @@ class RegionDigests:
                 self._replace(worker, f"it has not read sources for swap {asked.swap} in time")
 
     def dispatch(self) -> None:
-        """Give each worker that has none of it the next batch."""
+        """Give each idle worker its next batch."""
         busy = {worker for _, _, worker in self._runs.values()}
         for worker in (w for w in range(self._workers) if w not in busy):
             for asked in self._asked.values():
@@ -189,7 +189,7 @@ class RegionDigests:
         self._out(ToWorker(worker, sidecar.TakeDigests(run=number, spans=spans)))
 
     def worker_said(self, message: sidecar.DigestsTaken) -> bool:
-        """Take a worker's results; return whether they were asked for here."""
+        """Handle a worker's digests; return False if they were not requested here."""
         found = self._runs.pop(message.run, None)
         if found is None:
             return False
@@ -208,7 +208,7 @@ class RegionDigests:
         return True
 
     def worker_gone(self, worker: int, *, died: bool) -> None:
-        """A worker has died or was replaced: others, or the next one, read what it had."""
+        """Requeue the batches of a worker that died or was replaced."""
         for number, (asked, batch, whose) in list(self._runs.items()):
             if whose != worker:
                 continue
@@ -224,11 +224,11 @@ class RegionDigests:
                 )
 
     def forget(self, swap: str) -> None:
-        """The swap has ended: nobody waits for its digests any more."""
+        """Forget the request of a swap that has ended."""
         self._asked.pop(swap, None)
 
     def stop(self) -> None:
-        """Another coordinator has taken over: nobody waits for any of these digests."""
+        """Forget all requests: a new coordinator does not know them."""
         self._asked.clear()
 
     def _finish(self, asked: _Asked) -> None:
@@ -250,7 +250,7 @@ class RegionDigests:
 
 
 def _flattened(sizes: list[int], strides: list[int], element: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a box with as few dimensions as say the same: messages and reads have fewer numbers."""
+    """Merge the dimensions of a box where possible: shorter messages and fewer reads."""
     box: list[tuple[int, int]] = []
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if box and stride == box[-1][0] * box[-1][1]:

@@ -1,4 +1,4 @@
-"""Ranks that register, return, and are told to coordinators: what is made for them, and what a refusal takes back."""
+"""Registration of ranks: allocation, the coordinator's consent, return of retained targets, undo on refusal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
 
-# Of the time that a client waits for arenas: it hears which ones are late before it gives up.
+# Share of the client's timeout within which arenas must be made: it hears which are late before it gives up.
 PART_OF_TIMEOUT = 0.9
 
 MAX_SLOTS = 16  # snapshots of one source rank
 
 
 class Registrations:
-    """Takes ranks in. Instructions go to `out`; `drop(member, reason, tell, keep)` ends a registration."""
+    """Registers ranks. Instructions go to `out`; `drop(member, reason, tell, keep)` ends a registration."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Registrations:
         self._link = link
         self._out = out
         self._drop = drop
-        self._described: set[str] = set()  # digests of the shards that this coordinator has been told
+        self._described: set[str] = set()  # digests of the shards that this coordinator has been sent
 
     def prepare(
         self, session: int, pid: int, message: local.RegisterSource | local.RegisterTarget
     ) -> Callable[[], Prepared]:
-        """Return what looks at a registration, beside the loop, as far as nothing that changes is concerned."""
+        """Return a function that checks a registration on another thread; it reads no state that changes."""
         arenas = {number: arena for number, arena in self._arenas.items() if arena.session == session}
 
         def look() -> Prepared:
@@ -78,7 +78,7 @@ class Registrations:
         message: local.RegisterSource | local.RegisterTarget,
         prepared: Prepared | None,
     ) -> None:
-        """Take a rank in: its arenas are made, then the coordinator is told of it, then the client is answered.
+        """Register a rank: make its arenas, announce it to the coordinator, then answer the client.
 
         Raises:
             RefusedError, ProtocolError: the registration is impossible.
@@ -118,11 +118,11 @@ class Registrations:
             self.arenas_made(wanted, ())
 
     def ask_first(self, wanted: WantedArenas, purpose: MemberArenas) -> None:
-        """Ask the coordinator whether it would take a rank in for whose arenas retained targets have to go."""
+        """Ask the coordinator whether it would accept a rank before retained targets are freed for it."""
         self._tell(wanted.session, wanted.request, purpose.member, Asked(wanted, purpose), is_question=True)
 
     def asked(self, about: Asked, reply: Message) -> None:
-        """The coordinator has said whether it would take a rank in."""
+        """Handle the coordinator's answer to `ask_first`."""
         wanted, purpose = about.wanted, about.purpose
         if isinstance(reply, local.Failure):
             self._reply(wanted.session, wanted.request, reply)
@@ -138,10 +138,10 @@ class Registrations:
                 self._reply(wanted.session, wanted.request, local.Failure(code=exc.code, message=str(exc)))
 
     def arenas_made(self, wanted: WantedArenas, arenas: tuple[int, ...]) -> None:
-        """The arenas of a new rank exist: it exists, too, once the coordinator has agreed.
+        """Enter a new rank whose arenas now exist, and announce it to the coordinator.
 
         Raises:
-            RefusedError: what others have done meanwhile makes it impossible; the arenas are not taken.
+            RefusedError: it has become impossible meanwhile; the arenas are not taken.
         """
         purpose = wanted.purpose
         assert isinstance(purpose, MemberArenas)
@@ -163,7 +163,7 @@ class Registrations:
         self._tell(wanted.session, wanted.request, member, Introduced(member, arenas, purpose.nbytes))
 
     def introduced(self, session: int, request: int, about: Introduced, reply: Message) -> None:
-        """The coordinator has answered for a new rank."""
+        """Handle the coordinator's answer about a new rank."""
         member = about.member
         if not isinstance(reply, local.Done | cluster.SourceAdmitted):
             if session in self._sessions:
@@ -174,7 +174,7 @@ class Registrations:
             self._reply(session, request, reply)
             return
         if member.id not in self._members:
-            return  # its client has left in the meantime
+            return  # its client has left meanwhile
         self._agreed(member)
         self._replace_detached(member)
         self._arenas.free(self._retained.replaced_by(member))
@@ -199,7 +199,7 @@ class Registrations:
     # --- a rank that returns ------------------------------------------------------------------------------
 
     def _return(self, session: Session, request: int, member: LocalMember, arena: int, nbytes: int) -> None:
-        """Give an engine the staging arena of its predecessor; the coordinator hears of it once that is copied."""
+        """Give an engine its predecessor's staging arena; the coordinator is told once the engine has copied it."""
         self._arenas[arena].session = session.id
         self._enter(session, member)
         self._permits.allot(member)
@@ -207,16 +207,16 @@ class Registrations:
         self._reply(session.id, request, self._registered(member, nbytes, member.state.holds))
 
     def restored(self, session: Session, request: int, member: LocalMember) -> None:
-        """The engine holds what its predecessor held: from now on it can take part in swaps.
+        """Announce a returning engine to the coordinator: it has copied what its predecessor held.
 
         Raises:
-            IllegalTransition: it had nothing to copy back.
+            IllegalTransition: it had nothing to restore.
         """
         member.move(ContentRestored())
         self._tell(session.id, request, member, Returned(member, session.uid))
 
     def returned(self, session: int, request: int, about: Returned, reply: Message) -> None:
-        """The coordinator has answered for a rank that returns; refused, it is retained again."""
+        """Handle the coordinator's answer about a returning rank; a refused one is retained again."""
         member = about.member
         if member.id not in self._members:
             return
@@ -231,22 +231,22 @@ class Registrations:
     # --- what the coordinator knows -----------------------------------------------------------------------
 
     def readmit(self) -> None:
-        """Tell a coordinator of every rank: it does not know this node, or has given it up."""
+        """Announce every rank to a coordinator that does not know this node, or has given it up."""
         self._described.clear()
         for member in self._members.values():
-            member.boot = ""  # also where it is the same coordinator
+            member.boot = ""  # also if it is the same coordinator
             if not is_restoring(member):
                 self._tell(0, 0, member, Readmitted(member))
 
     def readmitted(self, about: Readmitted, reply: Message) -> None:
-        """The coordinator has answered for a rank that another one knew."""
+        """Handle the coordinator's answer about a rank that was announced again."""
         if isinstance(reply, local.Failure):
             self._out(Log("not-readmitted", {"member": about.member.id, "reason": reply.message}))
         elif about.member.id in self._members:
             self._agreed(about.member)
 
     def tell_again(self, session: int, request: int, about: Described) -> None:
-        """Tell of a rank once more, this time with its description, which the coordinator does not know any more."""
+        """Announce a rank again, now with its description: the coordinator has forgotten it."""
         self._described.discard(about.shard.digest)
         member = about.about.purpose.member if isinstance(about.about, Asked) else about.about.member
         self._tell(session, request, member, about.about, is_question=about.shard.is_question)
@@ -260,17 +260,17 @@ class Registrations:
         *,
         is_question: bool = False,
     ) -> None:
-        """Tell the coordinator of a rank, and of what it holds if that is new to this coordinator."""
+        """Announce a rank to the coordinator, with its description unless that was sent before."""
         shard = structs.replace(_shard_of(member), is_question=is_question)
         known = member.digest in self._described
         if not known and self._link.is_up:
             self._described.add(member.digest)
             self._link.say(cluster.DescribeShard(digest=member.digest, packed=member.described))
-        # asked for once more only when it was left out: a coordinator that keeps forgetting cannot loop us
+        # `Described` allows one repeat, only if the description was left out: a forgetful coordinator cannot loop us
         self._link.ask(session, request, shard, Described(about, shard) if known else about)
 
     def _agreed(self, member: LocalMember) -> None:
-        """The present coordinator knows this member: it may serve by its word."""
+        """Mark a member as admitted by the present coordinator, and renew its permit."""
         member.boot, member.is_told = self._link.boot, False
         self._permits.renew(member)
 

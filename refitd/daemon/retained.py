@@ -1,4 +1,4 @@
-"""Retained targets: staging arenas of engines that died, kept for whoever registers the same rank again."""
+"""Retained targets: staging arenas of dead engines, kept for engines that register the same ranks again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from refitd.protocol.local import RegisterTarget
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What one engine rank has left: its staging arena holds `member.state.holds` whole."""
+    """What a dead engine's rank left: its staging arena holds all of version `member.state.holds`."""
 
     member: LocalMember
     uid: int
@@ -20,7 +20,7 @@ class Retained:
 
 
 class RetainedTargets:
-    """Retained targets by model, replica and rank. Their owner frees the arenas that `expire` and `clear` return."""
+    """Retained targets by model, replica and rank. The caller frees the arenas that `expire` and `clear` return."""
 
     def __init__(self, keep_s: float) -> None:
         """Keep each for `keep_s` seconds."""
@@ -28,7 +28,7 @@ class RetainedTargets:
         self._kept: dict[tuple[str, str, int], Retained] = {}
 
     def keep(self, member: LocalMember, uid: int, now: float) -> bool:
-        """Retain a member whose process has died, if its staging arena holds a whole version; return whether."""
+        """Retain a dead process's member if its staging arena holds a whole version; return whether it was."""
         if not self._keep_s or member.is_source or member.in_place or member.state.holds is None:
             return False
         key = _key(member)
@@ -38,7 +38,7 @@ class RetainedTargets:
         return True
 
     def fitting(self, member: LocalMember, uid: int) -> Retained | None:
-        """Return what is retained for this rank, if the same user registers the same tensors in the same form."""
+        """Return the retained target of this rank, if the same user registers the same tensors in the same form."""
         found = None if member.is_source else self._kept.get(_key(member))
         if found is None:
             return None
@@ -46,7 +46,7 @@ class RetainedTargets:
         return found if same else None
 
     def give(self, retained: Retained, member: LocalMember) -> int:
-        """Have a member that registers take a retained target over; return its arena. It is not retained any more."""
+        """Give a retained target to a new member; return its arena. It is no longer retained."""
         del self._kept[_key(member)]
         before = retained.member
         assert before.state.holds is not None
@@ -55,12 +55,12 @@ class RetainedTargets:
         return before.staging
 
     def replaced_by(self, member: LocalMember) -> set[int]:
-        """Return the arena retained for a rank that has registered otherwise; it is not retained any more."""
+        """Stop retaining a target whose rank has registered in another form; return its arena, if any."""
         found = None if member.is_source else self._kept.pop(_key(member), None)
         return set() if found is None else {found.member.staging}
 
     def expire(self, now: float) -> Iterator[int]:
-        """Yield the arenas whose time is over."""
+        """Stop retaining targets whose time is over; yield their arenas."""
         for key, retained in list(self._kept.items()):
             if now >= retained.until:
                 del self._kept[key]
@@ -71,12 +71,12 @@ class RetainedTargets:
         return {retained.member.staging for retained in self._kept.values()}
 
     def clear(self) -> Iterator[int]:
-        """Yield all arenas: their memory is wanted for something else."""
+        """Stop retaining everything; yield all arenas. Their memory is needed elsewhere."""
         yield from self.expire(float("inf"))
 
 
 def is_restoring(member: LocalMember) -> bool:
-    """Whether a member's process still copies what was retained for it, so that no coordinator may know of it."""
+    """Whether a member's process still copies a retained target, so that the coordinator must not know it yet."""
     return member.state.step is Step.RESTORING
 
 

@@ -1,4 +1,4 @@
-"""The connected clients of one node, and what each may have under way."""
+"""The connected clients of one node, and limits on each client's open requests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from refitd.errors import RefusedError
 from refitd.protocol import local
 from refitd.protocol.roles import ALL_ROLES
 
-# What one client may have waiting for the coordinator and for arenas, and how many ranks it may register.
+# Limits for one client: requests that wait for the coordinator or for arenas, and registered ranks.
 MAX_WAITING = 128
 MAX_SESSION_MEMBERS = 4096
 
-# Whoever waits for much may still give things back.
+# Always allowed, even at the limit: they release things.
 _ENDINGS = (
     local.Deregister
     | local.FreeArena
@@ -41,10 +41,10 @@ class Session:
     arenas: set[int] = field(default_factory=set)
 
     def check_room(self, message: local.ClientRequest, waiting: int) -> None:
-        """Refuse more of a client that has much under way: what waits for others is kept here.
+        """Refuse a request beyond this client's limits; waiting requests take memory here.
 
         Raises:
-            RefusedError: it waits for too many answers (`waiting` of them), or has too many registrations.
+            RefusedError: too many requests (`waiting`) are open, or too many ranks registered.
         """
         if isinstance(message, _ENDINGS):
             return

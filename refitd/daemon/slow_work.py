@@ -1,4 +1,4 @@
-"""Work that may take long, or for ever, away from the loop: each piece on a thread of its own, with a deadline."""
+"""Work that may take long or hang: each piece runs on its own thread, with a deadline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from refitd.errors import ArenaError, DeadlineExceeded, RefitdError
 
-# Pieces are done in turn, so that each finds the memory that those before it have left. One that has not moved for
-# this long is passed over: memory that does not come must not keep others waiting.
+# Pieces run in turn, so that each sees how much memory earlier ones have left. A piece without progress for this long
+# is overtaken: an allocation that hangs must not block others.
 PATIENCE_S = 2.0
 
-# Pieces that nobody waits for any more and whose threads the kernel has not let go.
+# Limit on abandoned pieces whose threads the kernel has not released.
 MAX_STUCK = 16
 
 
@@ -41,10 +41,10 @@ class _Task:
 
 
 class SlowWork:
-    """Owned by one loop, which calls `submit` and, when it is told or time has passed, `collect`."""
+    """Owned by one loop, which calls `submit`, and `collect` when woken or when time has passed."""
 
     def __init__(self, clock: Callable[[], float], tell: Callable[[], None]) -> None:
-        """`tell` is called on other threads, when there is something to collect."""
+        """`tell` is called on other threads when there is something to collect."""
         self._clock = clock
         self._tell = tell
         self._pieces: list[_Task] = []
@@ -60,26 +60,26 @@ class SlowWork:
         *,
         in_turn: bool,
     ) -> None:
-        """Have `run` called on a thread.
+        """Run `run` on a thread of its own.
 
         Args:
-            key: comes back from `collect`.
-            what: for the error of one that is late.
-            within_s: seconds until it is late. Its thread goes on, nobody waits for it any more.
-            run: what to do; it calls its argument between two steps.
-            give_back: called with the result of one that was late.
-            in_turn: whether it waits until those submitted before it have ended, or do not move.
+            key: returned by `collect`.
+            what: names the work in the error if it is late.
+            within_s: seconds until it is late. Its thread then goes on, but nobody waits for it.
+            run: the work; it calls its argument between two steps.
+            give_back: called with the result of late work.
+            in_turn: whether it waits until earlier pieces have ended or make no progress.
         """
         now = self._clock()
         self._pieces.append(_Task(key, what, run, give_back, now + within_s, in_turn))
         self._start(now)
 
     def waiting(self) -> list[Hashable]:
-        """Return the keys of what has not been collected."""
+        """Return the keys of the work not yet collected."""
         return [piece.key for piece in self._pieces]
 
     def collect(self) -> Iterator[tuple[Hashable, object]]:
-        """Yield the key and the result, or the exception, of everything that has ended or is late."""
+        """Yield (key, result or exception) of each piece that has ended or is late."""
         now = self._clock()
         self._stuck = [piece for piece in self._stuck if piece.thread is not None and piece.thread.is_alive()]
         for piece in list(self._pieces):

@@ -1,4 +1,4 @@
-"""The daemon without sockets: sessions, registrations and arenas; who is told what."""
+"""The state of the daemon, without sockets: routes events to the parts of the state, returns instructions."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ from refitd.protocol.roles import check_role
 from refitd.protocol.texts import check_names
 from refitd.text import brief
 
-# A client has this much read to learn how fast that goes: some milliseconds' worth.
+# Limits on what is read to measure how fast a client's memory can be read: some milliseconds' worth.
 MAX_MEASURED_BYTES = 64 << 20
 MAX_MEASURED_ROWS = 1 << 19
 
 
 class Daemon:
-    """All of one node's knowledge. `handle` takes an event and returns what is to be done."""
+    """The whole state of one node's daemon. `handle` takes an event and returns instructions."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Daemon:
         self._workers = workers
         self._sessions: dict[int, Session] = {}
         self.members: dict[str, LocalMember] = {}
-        self._live: dict[str, cluster.LiveClaim] = {}  # by model: what coordinators have decided, as far as told
+        self._live: dict[str, cluster.LiveClaim] = {}  # by model: the coordinator's latest claims
         self._problems: tuple[str, ...] = ()
         self._now = 0.0
         self._out: list[Instruction] = []
@@ -139,7 +139,7 @@ class Daemon:
             out,
             self._restart,
         )
-        numbers = itertools.count(1).__next__  # of what workers are to digest
+        numbers = itertools.count(1).__next__  # of digest runs
         self._proofs = Proofs(
             node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping, numbers
         )
@@ -161,7 +161,7 @@ class Daemon:
         )
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Take an event, return what is to be done. A refused request changes nothing but its reply."""
+        """Handle an event and return instructions. A refused request changes nothing."""
         self._now = self._link.now = now
         match event:
             case ClientSaid(session, request, message, prepared):
@@ -219,22 +219,26 @@ class Daemon:
 
     @property
     def next_deadline(self) -> float | None:
-        """When a `Due` is needed next, None where the next `Tick` is early enough."""
+        """When a `Due` is next needed; None if the next `Tick` is early enough."""
         deadlines = (self._proofs.next_deadline, self._regions.next_deadline)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     @property
     def is_coordinated(self) -> bool:
-        """Whether a coordinator has been heard lately."""
+        """Whether a coordinator has been heard recently."""
         return self._link.is_up
 
     @property
     def unheard_s(self) -> float:
-        """How long no coordinator has been heard; 0 while one answers."""
+        """Seconds since a coordinator was last heard; 0 while one answers."""
         return self._link.unheard_s
 
     def may_fetch(self, session: int, arena: int, write: bool) -> Arena:
-        """Return the arena whose descriptor this session may have; raises RefusedError if it may not."""
+        """Return the arena whose descriptor this session may have.
+
+        Raises:
+            RefusedError: it may not.
+        """
         if arena == PAGE_ARENA and not write and session in self._sessions:
             members = (self.members[name] for name in self._sessions[session].members)
             if any(member.permit is not None for member in members):
@@ -242,7 +246,7 @@ class Daemon:
         return self.arenas.may_fetch(session, arena, write)
 
     def status(self) -> NodeStatus:
-        """Return this node's figures."""
+        """Return this node's status."""
         return NodeStatus(
             node=self._node,
             host=self._host,
@@ -260,7 +264,7 @@ class Daemon:
     # --- clients ------------------------------------------------------------------------------------------
 
     def prepare(self, session: int, message: local.RegisterSource | local.RegisterTarget) -> Callable[[], Prepared]:
-        """Return what looks at a registration, beside the loop, as far as nothing that changes is concerned."""
+        """Return a function that checks a registration on another thread; it reads no state that changes."""
         pid = self._sessions[session].pid if session in self._sessions else 0
         return self._registrations.prepare(session, pid, message)
 
@@ -330,7 +334,7 @@ class Daemon:
             ):
                 self._link.check()
                 if isinstance(message, local.GetStatus):
-                    self._link.say(self._update())  # the figures of now
+                    self._link.say(self._update())  # so that the status is current
                 self._link.ask(session.id, request, message, PassedOn())
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
@@ -361,7 +365,7 @@ class Daemon:
             member = self.members[member_id]
             self._publishing.withdraw_leases(member)
             if member.is_source and member.held():
-                # what was published outlives the trainer: the snapshot arenas are the daemon's
+                # published versions outlive the trainer: the slots belong to the daemon
                 member.session = None
                 member.waiting.clear()
                 for slot in member.slots:
@@ -380,7 +384,7 @@ class Daemon:
         self.arenas.ask(WantedArenas(session.id, request, labels, ClientArena(), asked.device, within_s))
 
     def _given(self, wanted: WantedArenas, arenas: tuple[int, ...]) -> None:
-        """Arenas that somebody has waited for are there."""
+        """Pass finished arenas on to their purpose."""
         match wanted.purpose:
             case ClientArena():
                 ((nbytes, label),) = wanted.wanted
@@ -490,9 +494,9 @@ class Daemon:
                 pass  # the reply to a request whose client has gone
 
     def _evict(self, member_id: str, reason: str) -> None:
-        """Forget a target that somebody wanted removed, or what a trainer that is gone has left.
+        """Remove an evicted target, or a detached source, and tell its client.
 
-        A client hears of it, and may say no more of it.
+        Ignored for a source whose client is connected.
         """
         member = self.members.get(member_id)
         if member is None or (member.is_source and member.session is not None):
@@ -507,20 +511,20 @@ class Daemon:
         if known == boot:
             return
         self._log("coordinator", boot=boot)
-        # whoever welcomes us anew has aborted what was not decided; its words about that may not have reached us
+        # this coordinator has aborted every undecided swap, but its messages about that may have been lost
         states = [member.state for member in self.members.values()]
         halted = {state.swap for state in states if state.step in (Step.HALTING, Step.HALTED)}
         for swap in sorted(self._swaps.staging() | {swap for swap in halted if swap is not None}):
             self._abort(swap, "the coordinator was out of reach")
         self._regions.stop()
-        # what is staged may have been decided and is settled below; it reads nothing any more
+        # staged swaps may have been decided and stay staged, but they read their sources no more
         for swap in sorted({swap for member in self.members.values() for swap in member.read_by()}):
             self._publishing.release(self.members.values(), swap)
         self.arenas.free(self._plans.drop_all())
         self._registrations.readmit()
 
     def _answered(self, waiting: Waiting, reply: Message) -> None:
-        """A request to the coordinator is answered."""
+        """Route an answer to the part that made the request."""
         session, request, about = waiting.session, waiting.request, waiting.about
         if isinstance(about, Described):
             if isinstance(reply, local.Failure) and reply.code == "unknown-shard":
@@ -551,7 +555,7 @@ class Daemon:
         self._beat(cluster.NodeHello(protocol=PROTOCOL_VERSION, status=self.status(), live=live))
 
     def _update(self) -> cluster.NodeUpdate:
-        """Return this node's figures, and its targets that have moved since the coordinator was told."""
+        """Return this node's status and the targets whose state the coordinator has not seen yet."""
         moved = [m for m in self.members.values() if not (m.is_source or m.is_told) and m.boot == self._link.boot]
         for member in moved:
             member.is_told = True
@@ -559,7 +563,7 @@ class Daemon:
         return cluster.NodeUpdate(status=self.status(), moved=states)
 
     def _beat(self, message: cluster.NodeHello | cluster.NodeUpdate) -> None:
-        """Say something whose answer renews this node's permits."""
+        """Send a heartbeat; its answer renews this node's permits."""
         number = self._link.next_number()
         self._permits.sent(number, self._now)
         self._link.say(message, number)
@@ -571,11 +575,11 @@ class Daemon:
         self._log("worker-died", worker=worker, pid=pid, how=how)
         self._maps.renewed(worker)
         self._stops_digesting(worker, died=True)
-        who = f"worker {worker} (pid {pid})" if pid else f"worker {worker}"  # it had not said who it is
+        who = f"worker {worker} (pid {pid})" if pid else f"worker {worker}"  # no pid if it died early
         self._swaps.worker_died(worker, f"{who} on node {self._node} (host {self._host})", how)
 
     def _restart(self, worker: int) -> None:
-        """Replace a worker that is in the middle of something nobody wants any more."""
+        """Replace a worker whose current work is no longer wanted."""
         self._out.append(RestartWorker(worker))
         self._maps.renewed(worker)
         self._stops_digesting(worker, died=False)

@@ -1,4 +1,4 @@
-"""One node's part in staging a version: what its workers copy and convert, and what happens when one of them dies."""
+"""One node's part in staging a version: copies and conversions by its workers, and recovery when a worker dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from refitd.protocol.base import Message, clipped
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """Why a run is performed: to stage a swap."""
+    """Purpose of a run: to stage a swap."""
 
     swap: str
 
@@ -41,7 +41,7 @@ class _LocalSwap:
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
     verify: bool = True
-    converts: bool = False  # everything has arrived
+    converts: bool = False  # whether everything has arrived
     progress: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     crossing_s: float = 0.0
@@ -50,7 +50,7 @@ class _LocalSwap:
 
 
 class LocalSwaps:
-    """Stages on this node. Instructions go to `out`; `restart` replaces a worker at once."""
+    """Stages versions on this node. Instructions go to `out`; `restart` replaces a worker at once."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class LocalSwaps:
                 return
         targets = self._targets(plan)
         try:
-            # all of them or none: a rank that may not be written to ends the swap before anything is
+            # check all members before changing any: one that may not be written to fails the whole swap
             for _, member in targets:
                 step_of(member.state, StageBegan(swap, version, run))
         except IllegalTransition as exc:
@@ -146,7 +146,7 @@ class LocalSwaps:
         self._log("swap", swap=swap, version=version, phase="stage", plan=plan_id)
         purpose = _Staging(swap)
         try:
-            # what stays here first: it is soon done, and nobody else waits for it
+            # copies within the node first: they are fast, and no other node waits for them
             runs = self._jobs.start(("stage", plan_id, *places_key), inner, purpose, verify=verify)
             if outer is not None:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
@@ -163,7 +163,7 @@ class LocalSwaps:
         return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
 
     def _arrived(self, local_swap: _LocalSwap) -> None:
-        """Everything has arrived: have what is held in another form made of it, then it is staged."""
+        """Everything has arrived: start the conversions; without any, the version is staged."""
         local_swap.converts = True
         targets = [member for _, member in self._targets(local_swap.plan)]
 
@@ -177,7 +177,7 @@ class LocalSwaps:
             homes = self._maps.homes({one.arena for one in made})
             return shares_of(pieces_of(made, on_gpus=homes), self._workers, homes)
 
-        # it goes with the plan, and with the arenas of its members
+        # dropped with the plan, and with the arenas of its members
         key = ("stage", local_swap.plan.id, "convert", *(member.id for member in targets))
         runs = self._jobs.start(key, convert, _Staging(local_swap.swap), verify=local_swap.verify)
         local_swap.outstanding = {run.number for run in runs}
@@ -185,7 +185,7 @@ class LocalSwaps:
             self._staged(local_swap)
 
     def _targets(self, plan: NodePlan) -> list[tuple[int, LocalMember]]:
-        """Return this node's targets and their ranks; one that receives nothing (all its shards are empty) too."""
+        """Return (rank, member) of this node's targets, including those that receive nothing (all shards empty)."""
         here = [(rank, self._members.get(member)) for rank, member in plan.members.items()]
         return [(rank, member) for rank, member in here if member is not None and not member.is_source]
 
@@ -213,17 +213,17 @@ class LocalSwaps:
         local_swap = self._swaps.get(swap)
         if local_swap is not None:
             if local_swap.failed:
-                return  # the first cause is the one to tell
+                return  # report only the first cause
             local_swap.failed = True
         self._log("stage-failed", swap=swap, where=where, reason=reason)
         self._say(cluster.StageFailed(swap=swap, where=where or f"node {self._node}", reason=reason))
 
     def staging(self) -> set[str]:
-        """Return the swaps that are being staged here."""
+        """Return the swaps being staged here."""
         return set(self._swaps)
 
     def abort(self, swap: str, reason: str) -> None:
-        """Make sure that nothing is written for this swap any more, and forget it."""
+        """Stop all writing for a swap, and forget it."""
         self._log("swap", swap=swap, phase="aborted", reason=reason)
         workers = sorted(self._jobs.busy_with(_Staging(swap)))
         self._swaps.pop(swap, None)
@@ -231,7 +231,7 @@ class LocalSwaps:
         self._commits.aborted(swap, reason)
 
     def stop_reading(self, member: LocalMember, version: int, reason: str) -> None:
-        """A source takes a version back: end whatever reads it, now."""
+        """A source takes a version back: abort the swaps that read it, now."""
         readers = member.readers_of(version)
         for swap in sorted(readers or ()):
             self._stage_failed(swap, member.id, f"version {version} was taken back while it was read: {reason}")
@@ -242,7 +242,7 @@ class LocalSwaps:
     # --- workers ------------------------------------------------------------------------------------------
 
     def worker_said(self, worker: int, message: sidecar.FromWorker) -> None:
-        """Take a worker's word about a run."""
+        """Handle a worker's message about a run."""
         match message:
             case sidecar.RunProgress(number, bytes_done):
                 run = self._jobs.run(number)
@@ -284,7 +284,7 @@ class LocalSwaps:
                     self._arrived(local_swap)
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
-        """A worker was not told of something: what needs that fails, and is tried anew next time."""
+        """A message did not reach a worker: fail what needs it; the next attempt sends it again."""
         self._log("not-sent", worker=worker, message=type(message).__name__, reason=reason)
         match message:
             case sidecar.MapArena(arena):
@@ -311,7 +311,7 @@ class LocalSwaps:
             self._stage_failed(run.purpose.swap, what, reason)
 
     def worker_died(self, worker: int, who: str, how: str) -> None:
-        """Account for everything a dead worker was doing."""
+        """Fail or repeat everything that a dead worker was doing."""
         for run in self._jobs.ended_by(worker):
             if isinstance(run.purpose, _Staging):
                 doing = "converting what has arrived" if run.converts else "staging"
@@ -321,17 +321,17 @@ class LocalSwaps:
         self._epochs.worker_gone(worker, who, how)
 
     def tick(self) -> None:
-        """Replace workers that are stuck in something nobody wants any more."""
+        """Replace workers that are stuck in abandoned epochs."""
         for worker, reason in self._epochs.tick():
             self.replace_worker(worker, reason)
 
     def replace_worker(self, worker: int, reason: str) -> None:
-        """Replace a worker that does something nobody wants any more."""
+        """Replace a worker whose work is no longer wanted."""
         self._log("worker-replaced", worker=worker, reason=reason)
         self._replace([worker], reason)
 
     def _replace(self, workers: Sequence[int], reason: str) -> None:
-        """Replace workers; what they were to do for others is done by those that follow them, where one node can."""
+        """Replace workers. Their runs for other purposes are repeated if they stay within this node."""
         innocent: list[Run] = []
         for worker in workers:
             innocent += self._jobs.ended_by(worker)
@@ -342,10 +342,10 @@ class LocalSwaps:
             if isinstance(run.purpose, Committing):
                 self._commits.again(run.purpose, f"{where}: {reason}")
             elif isinstance(run.purpose, _Staging) and (found := self._swaps.get(run.purpose.swap)) is not None:
-                if run.crosses:  # other nodes have given up this exchange by now, and nothing here can begin it again
+                if run.crosses:  # the peers have given up this exchange; this node cannot restart it
                     self._stage_failed(found.swap, where, reason)
                 elif not found.failed:
-                    # the copies are the same, from versions that this swap still holds, into arenas that only it writes
+                    # same copies: the swap still holds these versions and is the only writer of these arenas
                     found.outstanding.discard(run.number)
                     found.progress.pop(run.number, None)
                     found.outstanding.add(self._jobs.repeat(run).number)

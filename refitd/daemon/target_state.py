@@ -1,17 +1,17 @@
-"""What a target rank holds, what it may serve, and where a swap stands in it: a table of states and events.
+"""The state machine of a target rank: what it holds, what it may serve, and where its swap stands.
 
-A rank is in two states at once, as a connection of h11 is: its `step` says where a swap stands, `live` says what its
-live tensors are good for. An event moves both. The tables below are the code: `step_of` looks the next states up there.
+A rank is in two states at once, like a connection of h11: `step` says where a swap stands, `live` whether the live
+tensors may be served. An event moves both. The tables below are the code: `step_of` looks the next states up there.
 An event without a row in STEPS raises IllegalTransition and leaves the state as it was. docs/states.md is drawn
 from the tables.
 
 Rules:
-- A rank has one swap at a time. Events that belong to a swap name it; one that names another is illegal.
-- Until `Decided`, a swap can be aborted, and the rank goes on with what it has: nothing has been written to its live
-  tensors, unless it is written in place, which then poisons it.
-- After `Decided`, a swap ends with `Committed` or `Failed`, and in no other way. A rank that has failed serves nothing.
-- `holds` is the version that the staging arena (in place: the live tensors) has whole. Staging anything takes it away.
-- Only a rank that serves, or that has been told of a decision, has a lease (see `may_serve`).
+- A rank has one swap at a time. Events of a swap name it; an event that names another swap is illegal.
+- Until `Decided`, a swap can be aborted, and the rank goes on as before: nothing has been written to its live tensors.
+  A rank that is written in place is the exception: an abort poisons it.
+- After `Decided`, a swap ends only with `Committed` or `Failed`. A rank that has failed serves nothing.
+- `holds` is the version that the staging arena (in place: the live tensors) holds whole. Staging clears it.
+- Only a rank that serves, or that has been told of a decision, may have a lease (see `may_serve`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from refitd.errors import IllegalTransition
 
 
 class Step(enum.Enum):
-    """Where a swap stands in this rank."""
+    """Where the swap stands in this rank."""
 
-    RESTORING = "restoring"  # its process copies what a retained staging arena holds; no coordinator knows it yet
+    RESTORING = "restoring"  # the process copies a retained staging arena; the coordinator does not know the rank yet
     IDLE = "idle"
     HALTING = "halting"  # asked to stand still before anything is written (in place)
     HALTED = "halted"
@@ -35,12 +35,12 @@ class Step(enum.Enum):
     STAGED = "staged"
     PAUSING = "pausing"  # asked to stand still before the decision
     PAUSED = "paused"
-    COMMITTING = "committing"  # decided; the rank has been told to take the version over
+    COMMITTING = "committing"  # decided; the rank has been told to commit
     APPLYING = "applying"  # decided; the rank stands still and workers write its live tensors
 
     @property
     def is_staged(self) -> bool:
-        """Whether a version that was verified waits to be decided or taken over."""
+        """Whether a verified version waits for the decision or the commit."""
         return self in _STAGED
 
     @property
@@ -53,18 +53,18 @@ _STAGED = frozenset({Step.STAGED, Step.PAUSING, Step.PAUSED, Step.COMMITTING, St
 
 
 class Live(enum.Enum):
-    """What the live tensors are good for."""
+    """Whether the live tensors may be served, and why not."""
 
-    EMPTY = "empty"  # nothing to serve: before the first version, or after a commit that failed
+    EMPTY = "empty"  # nothing to serve: before the first version, or after a failed commit
     SERVING = "serving"
-    WRITTEN = "written"  # workers write them in place: they hold parts of two versions
-    DOUBTED = "doubted"  # fenced: nobody here knows whether what is staged was decided
+    WRITTEN = "written"  # workers write them in place: parts of two versions
+    DOUBTED = "doubted"  # fenced: the staged version may have been decided
     BEHIND = "behind"  # fenced: another version is live
-    POISONED = "poisoned"  # they hold parts of two versions, and nothing will complete them but another swap
+    POISONED = "poisoned"  # parts of two versions; only another swap can repair that
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the rank holds a version that it must not serve."""
+        """Whether the rank must not serve the version that it holds."""
         return self in (Live.DOUBTED, Live.BEHIND)
 
 
@@ -73,26 +73,26 @@ class Live(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ContentRestored:
-    """Its process holds what the retained staging arena held, compared byte for byte."""
+    """The process has copied the retained staging arena and compared it byte for byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedToHalt:
-    """The coordinator wants it to stand still for a swap."""
+    """The coordinator asks the rank to stand still before it is written in place."""
 
     swap: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """It stands still until the swap is over."""
+    """The rank stands still until the swap is over."""
 
     swap: str
 
 
 @dataclass(frozen=True, slots=True)
 class StageBegan:
-    """Workers write a version into its staging arena; in place, into its live tensors."""
+    """Workers start writing a version into the staging arena; in place, into the live tensors."""
 
     swap: str
     version: int
@@ -101,14 +101,14 @@ class StageBegan:
 
 @dataclass(frozen=True, slots=True)
 class StageFinished:
-    """The version is whole and verified."""
+    """The version is complete and verified."""
 
     swap: str
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The version is to become live."""
+    """The coordinator has decided to commit the version."""
 
     swap: str
     version: int
@@ -116,28 +116,28 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class StoodAside:
-    """It has reached its commit point and lets workers write its live tensors."""
+    """The rank stands still at its commit point and lets workers write its live tensors."""
 
     swap: str
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """It has taken the version over."""
+    """The rank has committed the version."""
 
     swap: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It could not take the version over: its live tensors may hold parts of two."""
+    """The rank could not commit: its live tensors may hold parts of two versions."""
 
     swap: str
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Nothing is written for the swap any more."""
+    """The swap was aborted; nothing is written for it any more."""
 
     swap: str
     reason: str
@@ -145,7 +145,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Doubted:
-    """The coordinator is out of reach: nobody here knows whether what is staged was decided."""
+    """The coordinator is out of reach, and may have decided the staged version."""
 
     reason: str
 
@@ -168,17 +168,17 @@ Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind
 
 @dataclass(frozen=True, slots=True)
 class TargetState:
-    """One target rank. Made by `fresh` or `restoring`, changed only by `step_of`."""
+    """The state of one target rank. Made by `fresh` or `restoring`, changed only by `step_of`."""
 
     in_place: bool = False
     step: Step = Step.IDLE
     live: Live = Live.EMPTY
     swap: str | None = None  # None exactly in RESTORING and IDLE
     next: int | None = None  # the version that `swap` stages or commits, once staging has begun
-    next_run: str = ""  # number and run are a version's identity
+    next_run: str = ""  # a version's identity is number and run
     version: int | None = None  # what the live tensors hold; None unless SERVING or fenced
     holds: int | None = None
-    run: str = ""  # of `version` and `holds`, where there is one
+    run: str = ""  # of `version` and `holds`, if set
     reason: str = ""  # why it is fenced or poisoned
 
     @property
@@ -188,7 +188,7 @@ class TargetState:
 
     @property
     def may_serve(self) -> bool:
-        """Whether a lease may be given: it serves the live version, or takes a decided one over at any moment."""
+        """Whether the rank may have a lease: it serves the live version, or may commit a decided one at any moment."""
         return self.step is not Step.RESTORING and (self.live is Live.SERVING or self.step.is_decided)
 
     def __str__(self) -> str:
@@ -198,13 +198,13 @@ class TargetState:
 
 
 def fresh(*, in_place: bool, version: int | None = None) -> TargetState:
-    """Return the state of a rank that registers; `version` is what it serves already."""
+    """Return the state of a newly registered rank; `version` is what it serves already."""
     live = Live.EMPTY if version is None else Live.SERVING
     return TargetState(in_place=in_place, live=live, version=version)
 
 
 def restoring(version: int, run: str = "") -> TargetState:
-    """Return the state of a rank that registers and is given a retained staging arena, which holds `version`."""
+    """Return the state of a rank that registers and gets a retained staging arena, which holds `version`."""
     return TargetState(step=Step.RESTORING, next=version, next_run=run, holds=version, run=run)
 
 
@@ -222,9 +222,9 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     (StageBegan, Step.HALTED): Step.STAGING,
     (StageFinished, Step.STAGING): Step.STAGED,
     (Decided, Step.STAGED): Step.COMMITTING,
-    (Decided, Step.PAUSING): Step.COMMITTING,  # its word was on its way when the coordinator that asked was replaced
+    (Decided, Step.PAUSING): Step.COMMITTING,  # `StoodStill` was in flight when its coordinator was replaced
     (Decided, Step.PAUSED): Step.COMMITTING,
-    (Decided, Step.COMMITTING): Step.COMMITTING,  # said again by a coordinator that has restarted
+    (Decided, Step.COMMITTING): Step.COMMITTING,  # repeated by a coordinator that has restarted
     (Decided, Step.APPLYING): Step.APPLYING,
     (StoodAside, Step.COMMITTING): Step.APPLYING,
     (Committed, Step.COMMITTING): Step.IDLE,
@@ -236,7 +236,7 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     **{(FellBehind, step): step for step in Step if step is not Step.RESTORING},
 }
 
-# What is not here leaves `live` as it is.
+# An event without a row leaves `live` unchanged.
 LIVES: Mapping[tuple[type[Event], Live], Live] = {
     (ContentRestored, Live.EMPTY): Live.SERVING,
     **{(Committed, live): Live.SERVING for live in Live if live is not Live.POISONED},
@@ -248,7 +248,7 @@ LIVES: Mapping[tuple[type[Event], Live], Live] = {
     (FellBehind, Live.DOUBTED): Live.BEHIND,
 }
 
-# Of a rank that is written in place, before LIVES.
+# For ranks written in place; looked up before LIVES.
 LIVES_IN_PLACE: Mapping[tuple[type[Event], Live], Live] = {
     (StageBegan, live): Live.WRITTEN for live in (Live.EMPTY, Live.SERVING, Live.BEHIND, Live.POISONED)
 }
@@ -258,7 +258,7 @@ def step_of(state: TargetState, event: Event) -> TargetState:
     """Return the next state.
 
     Raises:
-        IllegalTransition: `event` cannot happen in this state; the text says what was tried and from where.
+        IllegalTransition: `event` cannot happen in this state; the text names both.
     """
     to = STEPS.get((type(event), state.step))
     names = getattr(event, "swap", None)
@@ -277,7 +277,7 @@ def step_of(state: TargetState, event: Event) -> TargetState:
 
 
 def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetState:
-    """Return the state that the tables gave with the versions and the reason that go with it."""
+    """Return the moved state with versions and reason filled in."""
     match event:
         case StageBegan(_, version, run):
             moved = replace(moved, next=version, next_run=run, holds=None)

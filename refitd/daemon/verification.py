@@ -1,4 +1,4 @@
-"""The digests of versions, and whether live tensors still match them."""
+"""Proofs: digests of committed versions, and comparison of live tensors with them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from refitd.protocol.base import clipped
 from refitd.protocol.reports import Difference
 from refitd.states import ProofState
 
-# differences that are located and listed for each rank
+# differences located and listed for each rank
 MAX_DIFFERENCES = 16
-# how often work is begun again after a worker has died of something, or a version was taken over meanwhile
+# how often work is retried after a worker died of it, or another version was committed meanwhile
 ATTEMPTS = 4
-# checks asked for that may be under way
+# limit on checks under way
 MAX_ASKED = 64
 
 
 @dataclass(slots=True)
 class _DigestWork:
-    """Blocks that workers digest, or (with `others`) compare, a batch at a time."""
+    """Blocks that workers digest, or (with `others`) compare, batch by batch."""
 
     member: str
     what: Literal["stored", "live", "compare"]
@@ -39,11 +39,11 @@ class _DigestWork:
     places: Places
     is_urgent: bool
     others: Places | None = None
-    left: list[Sequence[int]] = field(default_factory=list)  # batches that no worker has
+    left: list[Sequence[int]] = field(default_factory=list)  # batches not given to a worker yet
     total: int = 0  # blocks
-    home: int | None = None  # the worker of the GPU that they lie on
-    is_due: bool = False  # a tick has passed since it came up
-    results: dict[int, bytes | tuple[tuple[int, int, int], ...]] = field(default_factory=dict)  # by a batch's first
+    home: int | None = None  # the worker of the GPU that holds them, if any
+    is_due: bool = False  # a tick has passed since it was added
+    results: dict[int, bytes | tuple[tuple[int, int, int], ...]] = field(default_factory=dict)  # by batch's first
     finished: int = 0  # blocks
     attempts: int = 1
 
@@ -59,7 +59,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _RequestedCheck:
-    """What the coordinator has asked for, until it is answered."""
+    """A check that the coordinator requested, until it is answered."""
 
     check: str
     deadline: float
@@ -69,7 +69,7 @@ class _RequestedCheck:
 
 @dataclass(slots=True)
 class _MemberCheck:
-    """One member's check. Who asks while it is under way waits for another one that begins after it."""
+    """The check of one member. Requests that arrive while it runs wait for a second check that begins after it."""
 
     member: str
     number: int
@@ -82,11 +82,11 @@ class _MemberCheck:
 
 
 class Proofs:
-    """Takes the digests of committed versions in the background, and checks what is live when asked.
+    """Digests committed versions in the background, and checks live tensors on request.
 
-    Digests are taken of what the staging arena holds, which was compared with the sources as it was written, or of
-    tensors that were written in place, at once. Workers do that, and read live tensors in arenas; a process's own are
-    read by its client. Instructions go to `out`.
+    The digests cover the staging arena, whose content was compared with the sources when it was staged. For a rank that
+    is written in place they cover the live tensors, directly after the write. Workers compute them, and also read live
+    tensors in arenas; a process's own tensors are read by its client. Instructions go to `out`.
     """
 
     def __init__(
@@ -112,32 +112,32 @@ class Proofs:
         self._runs: dict[int, _Run] = {}
         self._checks: dict[str, _MemberCheck] = {}
         self._asked: list[_RequestedCheck] = []
-        # by member: they do not change, and making them takes long where tensors are very many
+        # by member; cached since they never change, and take long to build for very many tensors
         self._blocks: dict[str, Blocks] = {}
-        self._later: set[str] = set()  # members whose digests are to be taken, from the next tick on
+        self._later: set[str] = set()  # members whose digests are due at the next tick
 
     # --- what happens to members --------------------------------------------------------------------------
 
     def committed(self, member: LocalMember) -> None:
-        """The member has taken over what its staging arena holds: take its digests once there is time."""
+        """The member has committed its staging arena: schedule its digests, and restart a check under way."""
         member.proof = None
         self._drop_work(member.id)
         if member.verifies and member.in_place:
-            # what was written in place is the engine's from now on: the sooner the better
+            # the engine may change tensors that were written in place: digest them at once
             self._take_stored(member, is_urgent=True)
         elif member.verifies:
-            self._later.add(member.id)  # whoever waits for the swap does not wait for the spans of very many tensors
+            self._later.add(member.id)  # for very many tensors this takes long, and must not delay the end of the swap
         check = self._checks.get(member.id)
         if check is not None and (member.live or check.phase != "live"):
-            self._again(check)  # of tensors that the client reads it says itself that they have changed
+            self._again(check)  # for tensors that the client reads, the client itself reports changes
 
     def restored(self, member: LocalMember) -> None:
-        """The member has what its predecessor's staging arena held; digests of that version stay what they are."""
+        """The member restored its predecessor's staging arena; digests taken of that version remain valid."""
         if member.proof is None:
             self.committed(member)
 
     def left(self, member: LocalMember, reason: str) -> None:
-        """A member is gone."""
+        """Drop the work of a member that has gone, and answer its checks."""
         self._drop_work(member.id)
         self._blocks.pop(member.id, None)
         check = self._checks.pop(member.id, None)
@@ -150,7 +150,7 @@ class Proofs:
     # --- asked --------------------------------------------------------------------------------------------
 
     def check(self, message: cluster.CheckMembers, now: float) -> None:
-        """Check members; each answer goes to the coordinator as soon as it is known, the last ones at the deadline."""
+        """Start checks of members; each is answered as soon as it is done, the rest at the deadline."""
         asked = _RequestedCheck(message.check, now + message.timeout_s, message.timeout_s, set(message.members))
         if len(self._asked) >= MAX_ASKED:
             self._expire(asked, f"node {self._node} has {MAX_ASKED} checks under way already")
@@ -168,18 +168,18 @@ class Proofs:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` is needed next, None while nothing is asked."""
+        """When `expire` is next needed; None while no check runs."""
         return min((asked.deadline for asked in self._asked), default=None)
 
     def expire(self, now: float) -> None:
-        """Answer what has waited long enough, naming whom it waits for."""
+        """Answer the checks past their deadline, naming what is late."""
         late = [asked for asked in self._asked if now >= asked.deadline]
         self._asked = [asked for asked in self._asked if now < asked.deadline]
         for asked in late:
             self._expire(asked)
 
     def tick(self) -> None:
-        """Let work begin that nobody waits for."""
+        """Let background work begin: it waits for a tick."""
         for member_id in sorted(self._later):
             member = self._members.get(member_id)
             begun = any(w.member == member_id and w.what == "stored" for w in self._work)
@@ -232,12 +232,12 @@ class Proofs:
         if not begun and not member.in_place:
             self._take_stored(member, is_urgent=True)
         elif not begun:
-            # a digest of what it holds now would prove nothing
+            # its live tensors may have changed since; their digest would prove nothing
             reason = f"the digest of version {member.state.version} could not be taken after it was written; swap again"
             self._end(check, ProofState.UNKNOWN, reason)
 
     def _obstacle(self, member: LocalMember) -> str:
-        """Return why a member cannot be checked; "" where it can."""
+        """Return why a member cannot be checked, "" if it can."""
         if member.state.version is None:
             return "it serves nothing"
         if member.state.live.is_fenced:
@@ -257,7 +257,7 @@ class Proofs:
         return ""
 
     def _again(self, check: _MemberCheck) -> None:
-        """Begin a check anew: what it was about has changed."""
+        """Restart a check: the tensors changed while it ran."""
         check.attempts += 1
         check.number = self._next()
         check.differing = []
@@ -321,7 +321,7 @@ class Proofs:
 
     def _located(self, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
         member = self._members[check.member]
-        # the staging arena may have been written to meanwhile: then it has nothing to say about this version
+        # the staging arena locates the differences only if it still holds this version
         state = member.state
         valid = state.holds == check.version == state.version and not (member.live and state.step.is_decided)
         self._differs(check, found if valid else [])
@@ -374,7 +374,7 @@ class Proofs:
     # --- clients ------------------------------------------------------------------------------------------
 
     def client_said(self, member: LocalMember, message: local.LiveDigests | local.LiveCompared) -> None:
-        """Take a client's word about its live tensors."""
+        """Handle a client's message about its live tensors."""
         check = self._checks.get(member.id)
         if check is None or check.number != message.check:
             return
@@ -393,7 +393,7 @@ class Proofs:
     # --- workers ------------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        """Give workers that have none of it something to do: what is asked for first, the rest while no swap runs."""
+        """Give idle workers their next batch: urgent work first, the rest while no swap runs."""
         if not self._work:
             return
         for work in [w for w in self._work if not self._is_wanted(w)]:
@@ -412,7 +412,7 @@ class Proofs:
         return member is not None and (work.what == "live" or member.state.holds == work.version)
 
     def _unwanted(self, work: _DigestWork) -> None:
-        """The staging arena does not hold the version any more that this is about."""
+        """Drop work whose version the staging arena no longer holds, and end or restart its check."""
         self._work = [w for w in self._work if w is not work]
         check = self._checks.get(work.member)
         if check is None or check.phase != work.what:
@@ -423,7 +423,7 @@ class Proofs:
             self._again(check)
 
     def _add(self, work: _DigestWork, located: Sequence[int] = ()) -> None:
-        """Have workers digest all blocks, or compare those to be `located`, one at a time."""
+        """Queue the digest of all blocks, or the comparison of the blocks in `located`, one at a time."""
         work.left = [(block,) for block in located] if work.others else list(work.blocks.batches(work.places))
         work.total = sum(len(batch) for batch in work.left)
         homes = self._homes(work.places.arenas() | (work.others.arenas() if work.others else set()))
@@ -444,7 +444,7 @@ class Proofs:
         self._out(ToWorker(worker, message))
 
     def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
-        """Take a worker's results."""
+        """Handle a worker's results."""
         run = self._runs.pop(message.run, None)
         if run is None or not any(run.work is work for work in self._work):
             return
@@ -463,7 +463,7 @@ class Proofs:
             self._done(work)
 
     def worker_gone(self, worker: int, *, died: bool) -> None:
-        """A worker has died or was replaced: others, or the next one, do what it had."""
+        """Requeue the batches of a worker that died or was replaced."""
         for number, run in list(self._runs.items()):
             if run.worker == worker:
                 del self._runs[number]

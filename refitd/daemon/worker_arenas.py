@@ -17,10 +17,10 @@ class _KnownArena:
 
 
 class WorkerArenas:
-    """Arenas in main memory are mapped into every worker, at once.
+    """Maps arenas into workers. An arena in main memory is mapped into every worker at once.
 
-    One on a GPU is mapped into the worker of that GPU only, because each process that uses a GPU takes some hundred MB
-    of it, and into another where a job between two GPUs needs it. Instructions go to `out`.
+    A GPU arena is mapped only into the worker of that GPU, because each process that uses a GPU takes some hundred MB
+    of its memory. Other workers map it when a job between two GPUs needs it. Instructions go to `out`.
     """
 
     def __init__(self, workers: int, out: Callable[[Instruction], None]) -> None:
@@ -31,7 +31,7 @@ class WorkerArenas:
         self._homes: dict[str, int] = {}  # GPUs in the order of their first arenas
 
     def add(self, arena: int, nbytes: int, device: str, *, write: bool) -> None:
-        """Have the workers map a new arena; `device` is "" for main memory."""
+        """Map a new arena in the workers; `device` is "" for main memory."""
         self._known[arena] = _KnownArena(nbytes, write, device)
         if device and device not in self._homes:
             self._homes[device] = len(self._homes) % self._workers
@@ -40,7 +40,7 @@ class WorkerArenas:
                 self._map(worker, arena)
 
     def remove(self, arena: int) -> None:
-        """Have the workers give an arena back, if they have it."""
+        """Unmap an arena in the workers."""
         if self._known.pop(arena, None) is None:
             return
         for worker, mapped in enumerate(self._mapped):
@@ -48,23 +48,23 @@ class WorkerArenas:
             self._out(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
 
     def renewed(self, worker: int) -> None:
-        """A worker is a fresh process: it maps what its predecessor had to."""
+        """A worker is a new process without any mapping: map its arenas again."""
         self._mapped[worker].clear()
         for arena in sorted(self._known):
             if self._belongs(arena, worker):
                 self._map(worker, arena)
 
     def need(self, worker: int, arenas: set[int]) -> None:
-        """A job over these is about to be loaded: whatever is not mapped there yet is mapped now."""
+        """Map the arenas of a job in a worker, where they are not mapped yet, before the job is loaded."""
         for arena in sorted((arenas & self._known.keys()) - self._mapped[worker]):
             self._map(worker, arena)
 
     def doubt(self, worker: int, arena: int) -> None:
-        """A worker was not told of an arena, or perhaps could not map it; the next job that needs it tells it."""
+        """Treat an arena as not mapped: the worker was not told, or could not map it; the next job maps it again."""
         self._mapped[worker].discard(arena)
 
     def homes(self, arenas: set[int]) -> dict[int, int]:
-        """Return the worker that works for each arena on a GPU among these; arenas in main memory have none."""
+        """Return arena -> worker of its GPU, for the given arenas; arenas in main memory are left out."""
         return {a: self._homes[k.device] for a in sorted(arenas) if (k := self._known.get(a)) and k.device}
 
     def _belongs(self, arena: int, worker: int) -> bool:

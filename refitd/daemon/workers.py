@@ -1,4 +1,4 @@
-"""The daemon's worker processes: spawned, spoken to without blocking, watched, replaced."""
+"""The daemon's worker processes: started, sent messages without blocking, watched, replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from refitd.protocol import sidecar
 from refitd.protocol.base import Message
 from refitd.protocol.codec import Decoder, encode
 
-# A worker that dies this often in a row, each time this soon after its start, waits before it is started again.
+# A worker that dies this often in a row, each time this soon after its start, is restarted only after a pause.
 MAX_QUICK_DEATHS = 5
 _QUICK_S = 2.0
 
@@ -36,16 +36,16 @@ class _Process:
 
 
 class Workers:
-    """A fixed number of worker processes."""
+    """A fixed number of worker processes, each replaced when it dies."""
 
     def __init__(self, count: int, threads: int, on_change: Callable[[int, int], None]) -> None:
-        """`on_change(fd, events)` is told which descriptors to poll for what (0: not any more)."""
+        """`on_change(fd, events)` is told which descriptors to poll for which events (0: stop polling)."""
         self._threads = threads
         self._on_change = on_change
         self._decoder: Decoder[sidecar.FromWorker] = Decoder(sidecar.FromWorker, handoff.MAX_DATAGRAM)
         self._quick_deaths = [0] * count
-        self._how = [""] * count  # the last one of each ended
-        self._again_at: dict[int, float] = {}  # those that there are not at present
+        self._how = [""] * count  # how the last process of each ended
+        self._again_at: dict[int, float] = {}  # workers that are down -> time of their next start
         self._has_worked = False
         self._processes: list[_Process] = [self._spawn() for _ in range(count)]
 
@@ -57,7 +57,7 @@ class Workers:
         """Queue a message with a duplicate of `fd`, or with `block` in a memory file.
 
         Raises:
-            OSError: there is no descriptor, or no memory, for that; nothing was queued.
+            OSError: no descriptor or no memory is left; nothing was queued.
         """
         process = self._processes[worker]
         fds: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Workers:
         self.flush(worker)
 
     def flush(self, worker: int) -> None:
-        """Send what the worker has room for; ask to be called again for the rest."""
+        """Send queued messages until the socket is full; poll it for room for the rest."""
         process = self._processes[worker]
         while process.outbox and not process.lost:
             data, fds = process.outbox[0]
@@ -84,14 +84,14 @@ class Workers:
             except BlockingIOError:
                 break
             except OSError:
-                break  # it has died; the poll of its socket tells
+                break  # the worker has died; polling its socket reports that
             handoff.close_all(fds)
             process.outbox.popleft()
         if not process.lost:
             self._on_change(process.socket.fileno(), select.POLLIN | (select.POLLOUT if process.outbox else 0))
 
     def why_down(self, worker: int) -> str:
-        """Return why there is no such worker at present, "" where there is."""
+        """Return why this worker is down, "" if it runs."""
         if worker not in self._again_at:
             return ""
         left = max(0.0, self._again_at[worker] - time.monotonic())
@@ -101,7 +101,7 @@ class Workers:
         )
 
     def problems(self) -> tuple[str, ...]:
-        """Return what status should say of the workers that there are not."""
+        """Return a line for status about each worker that is down."""
         return tuple(
             f"worker {worker} cannot be kept alive: it {self._how[worker]}, {self._quick_deaths[worker]} times as soon "
             "as it had started; swaps that need it are refused until the next one, which is started after a pause"
@@ -109,12 +109,12 @@ class Workers:
         )
 
     def start_due(self, now: float) -> list[int]:
-        """Start the workers whose pause is over; return them."""
+        """Start the workers whose pause is over; return those that started."""
         due = [worker for worker, at in self._again_at.items() if now >= at]
         return [worker for worker in due if self._replace(worker)]
 
     def receive(self, worker: int) -> list[sidecar.FromWorker] | str:
-        """Return what a worker has said, or, if it has died, how; it has then been replaced."""
+        """Return a worker's messages, or a text that says how it died; it has then been replaced."""
         process = self._processes[worker]
         said: list[sidecar.FromWorker] = []
         while True:
@@ -132,8 +132,8 @@ class Workers:
                 return how
 
     def restart(self, worker: int) -> None:
-        """Kill, reap and replace a worker. When this returns the old one writes nothing any more."""
-        # nothing is held against it: it was killed here, whatever it was doing
+        """Kill, reap and replace a worker. The old one writes nothing after this returns."""
+        # not counted as a quick death: it was killed here
         if worker not in self._again_at:
             self._end(self._processes[worker])
             self._replace(worker)
@@ -148,7 +148,7 @@ class Workers:
             self._replace(worker)
 
     def _replace(self, worker: int) -> bool:
-        """Start a worker; where no process can be had, try again later."""
+        """Start a worker; if no process can be started, retry later."""
         try:
             self._processes[worker] = self._spawn()
         except OSError as exc:
@@ -160,7 +160,7 @@ class Workers:
         return True
 
     def is_failing(self, worker: int) -> bool:
-        """Whether a worker has died at once, several times in a row, and none has ever worked: none can work here."""
+        """Whether a worker died at once several times in a row and none has ever worked: none can run here."""
         return not self._has_worked and self._quick_deaths[worker] >= MAX_QUICK_DEATHS
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Workers:
                 [sys.executable, "-m", "refitd.worker", str(theirs.fileno()), str(self._threads)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C at a terminal goes to the whole group; the daemon decides when workers end
+                # Ctrl-C reaches the whole process group, but the daemon decides when workers end
                 start_new_session=True,
             )
         except BaseException:
@@ -193,7 +193,7 @@ class Workers:
         process.lost = True
         self._on_change(process.socket.fileno(), 0)
         with contextlib.suppress(ProcessLookupError):
-            # a worker that closed its socket is ending by itself; let its own exit status tell why
+            # a worker that closed its socket is already ending: wait for its own exit status
             try:
                 status = process.popen.wait(0.2) if _at_end(process.socket) else None
             except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Run work of more than a few milliseconds outside a loop that must answer: on one thread, in order."""
+"""Runs work of more than a few milliseconds on one thread, in order, beside a loop that must answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar, cast
 K = TypeVar("K")
 M = TypeVar("M")
 
-# Computing threads release the interpreter to a waiting loop after this long. With Python's default of 5 ms a few
-# system calls of the loop would take a tenth of a second.
+# While a thread computes, the loop waits this long for the interpreter. With Python's default of 5 ms, a few system
+# calls of the loop would take a tenth of a second.
 _SWITCH_S = 0.001
 
-# Larger frames are decoded on the thread: some 10 ms of work.
+# Larger frames are decoded on the thread; that takes 10 ms or more.
 LARGE_FRAME = 128 << 10
 
 
@@ -36,7 +36,7 @@ class BackgroundThread(Generic[K]):
         self._todo.put((key, work))
         if self._thread is None:
             sys.setswitchinterval(_SWITCH_S)
-            # a daemon thread: the process may end while nobody waits for its work
+            # a daemon thread: the process may end without waiting for it
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
@@ -57,7 +57,7 @@ class BackgroundThread(Generic[K]):
             except Exception as exc:
                 result = exc
             self._done.put((key, result))
-            del work, result  # the frame it was made of
+            del work, result  # free the frame that it was made from
             self._tell()
 
 
@@ -67,7 +67,7 @@ class OrderedDecoder(Generic[M]):
     def __init__(self, name: str, tell: Callable[[], None]) -> None:
         """`tell` is as in BackgroundThread."""
         self._reader = BackgroundThread[None](name, tell)
-        self._waiting: deque[tuple[bool, Any]] = deque()  # whether it is being read, else what it is
+        self._waiting: deque[tuple[bool, Any]] = deque()  # (is being decoded, else the message)
 
     def read(self, work: Callable[[], M]) -> None:
         """Decode a message on the thread; `collect` yields it, or the exception."""

@@ -8,23 +8,23 @@ import msgspec
 
 PROTOCOL_VERSION = 1
 
-# A registration of a 100,000-tensor shard or the plan of a 10,000-rank node fits several times over.
+# Fits the registration of a 100,000-tensor shard, or the plan of a 10,000-rank node, several times over.
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_VALUES = 1 << 23  # that one message may hold, maps and arrays among them
+MAX_VALUES = 1 << 23  # in one message, counting maps and arrays
 MAX_TEXT_BYTES = 1 << 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 20))]
-Step = Annotated[int, msgspec.Meta(ge=-(1 << 30), le=(1 << 30))]  # from one rank to another
+Step = Annotated[int, msgspec.Meta(ge=-(1 << 30), le=(1 << 30))]  # difference between two ranks
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Label = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_BYTES)]
-Events = Annotated[tuple[Label, ...], msgspec.Meta(max_length=64)]  # the last ones, the oldest first
+Events = Annotated[tuple[Label, ...], msgspec.Meta(max_length=64)]  # the last events, oldest first
 
 
 def clipped(text: str) -> str:
-    """Truncate text to what a message may carry."""
+    """Truncate a text to MAX_TEXT_BYTES."""
     return text if len(text) <= MAX_TEXT_BYTES else f"{text[: MAX_TEXT_BYTES - 40]} ... ({len(text)} characters)"
 
 

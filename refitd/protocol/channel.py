@@ -22,7 +22,7 @@ from refitd.protocol.zap import DOMAIN, Doorkeeper
 # Messages a peer may leave unread before more are dropped (router) or refused (dealer).
 HIGH_WATER_MARK = 10_000
 
-# Messages of one peer that wait here to be read; more wait at the peer. Any of them may be as large as messages get.
+# Messages of one peer that queue here; more queue at the peer. Each may be as large as a message can be.
 UNREAD_MARK = 32
 
 
@@ -31,9 +31,9 @@ class Received:
     """A received frame, not yet decoded."""
 
     identity: bytes  # of the connection
-    frame: bytes  # empty (no valid message) if the peer sent several frames, none, or one that is too large
+    frame: bytes  # empty (no valid message) if the peer sent several frames, none, or a too large one
     key: str  # the public key of the connection, "" without keys
-    address: str  # of the peer; "localhost:UID:GID:PID" by the kernel for a local one
+    address: str  # of the peer; for a local one "localhost:UID:GID:PID", by the kernel
     too_large: int = 0  # bytes of the frame that was dropped unread
 
     @property
@@ -57,8 +57,8 @@ def _bound(sock: zmq.Socket[bytes], endpoint: str) -> None:
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     sock.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
     if not endpoint.startswith("ipc://"):
-        # No heartbeats on one host: the kernel reports a peer's end. With them, a peer that was only stopped would
-        # return over a connection that the other end no longer knows, and never hear anything again.
+        # No heartbeats on one host: the kernel reports a peer's end. With heartbeats, a peer that was stopped and
+        # continues would use a connection that the other end has dropped, and never get a message again.
         sock.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     sock.setsockopt(zmq.IPV6, 1)
@@ -79,7 +79,7 @@ def _use_key(sock: zmq.Socket[bytes], own: KeyPair) -> None:
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """Create files with mode 0600 inside this context: ZeroMQ would make its socket files 0755."""
+    """Create files with mode 0600 inside this context: by default ZeroMQ makes socket files 0755."""
     old = os.umask(0o177)
     try:
         yield
@@ -88,7 +88,7 @@ def _private() -> Iterator[None]:
 
 
 def framed(request: int, message: Message) -> bytes:
-    """Encode a message; one that is too large becomes a Failure."""
+    """Encode a message; a too large one becomes a Failure."""
     try:
         return encode(request, message)
     except (ProtocolError, OverflowError) as exc:
@@ -98,8 +98,8 @@ def framed(request: int, message: Message) -> bytes:
 class Router:
     """The listening end: many peers, each identified by its ZeroMQ identity.
 
-    With keys, only peers that have an allowed key and know this end's are heard; the loop that polls `doors` calls
-    `turned_away`. One such end per context.
+    With keys, only peers that have an allowed key and know this end's key are heard. The loop must poll `doors` and
+    then call `turned_away`. One such end per context.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Router:
             context: makes the socket.
             endpoint: where to listen.
             keys: this end's key and the admitted ones.
-            uids: over ipc, the admitted users, checked by the kernel; empty: whoever can open the file.
+            uids: over ipc, the admitted users, checked by the kernel; empty: all who can open the socket file.
             unsent: messages that a peer may leave unread before more are dropped.
 
         Raises:
@@ -150,7 +150,7 @@ class Router:
             raise RefusedError(f"{endpoint}: cannot listen here: {exc.strerror}; is another one running?") from exc
 
     def receive(self, limit: Callable[[Received], int] | None = None) -> Received | None:
-        """Return the next message, None when nothing waits.
+        """Return the next message, None if none waits.
 
         `limit` returns how many bytes this sender may send; a larger frame is dropped unread.
         """
@@ -160,7 +160,7 @@ class Router:
             return None
         first = self.socket.recv(copy=False) if head.more else None
         several = False
-        # one by one: a peer may have sent a million frames
+        # drop them one by one: a peer may have sent a million frames
         while self.socket.getsockopt(zmq.RCVMORE):
             several = True
             self.socket.recv(copy=False)
@@ -173,7 +173,7 @@ class Router:
         return found if several else replace(found, frame=first.bytes)
 
     def send(self, identity: bytes, request: int, message: Message) -> bool:
-        """Queue a message; False if the peer is gone or its queue is full. One too large becomes a Failure."""
+        """Queue a message; False if the peer is gone or its queue is full. A too large one becomes a Failure."""
         return self.send_frame(identity, framed(request, message))
 
     def send_frame(self, identity: bytes, frame: bytes) -> bool:
@@ -186,11 +186,11 @@ class Router:
 
     @property
     def doors(self) -> list[zmq.Socket[bytes]]:
-        """What to poll besides `socket`."""
+        """The sockets to poll besides `socket`."""
         return [end.socket for end in (self._doorkeeper, self._handshakes) if end is not None]
 
     def turned_away(self) -> Iterator[dict[str, str]]:
-        """Answer ZAP's questions; yield a log text for each refused peer."""
+        """Answer pending ZAP requests; yield log fields for each refused peer."""
         if self._doorkeeper is not None:
             for peer in self._doorkeeper.answer():
                 reason = "its key is not in security.allowed; if it is a daemon of yours, add it there and start again"
@@ -218,14 +218,14 @@ class Router:
 
 
 class Dealer:
-    """The connecting end: one peer, to which ZeroMQ reconnects for as long as it takes.
+    """The connecting end: one peer, to which ZeroMQ reconnects without limit.
 
-    ZeroMQ gives up on a peer that refuses a handshake. Over TCP the loop that polls `doors` calls `failure`, and
-    `retry` from time to time.
+    ZeroMQ gives up on a peer that refuses a handshake. Over TCP the loop must poll `doors` and then call `failure`, and
+    call `retry` from time to time.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
-        """Start connecting; it goes on in the background.
+        """Start connecting, in the background.
 
         Raises:
             ConfigError: the endpoint cannot be connected to.
@@ -233,7 +233,7 @@ class Dealer:
         self._endpoint = endpoint
         self._keys = keys
         self._is_refused = False
-        self.peer = ""  # where the last message came from, as in Received.address
+        self.peer = ""  # address of the last message's sender, as in Received.address
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket, endpoint)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
@@ -251,11 +251,11 @@ class Dealer:
 
     @property
     def doors(self) -> list[zmq.Socket[bytes]]:
-        """What to poll besides `socket`."""
+        """The sockets to poll besides `socket`."""
         return [self._handshakes.socket] if self._handshakes is not None else []
 
     def failure(self) -> str | None:
-        """Return why a handshake failed since the last call, and what to do; None if none failed."""
+        """Return why a handshake failed since the last call, with advice; None if none failed."""
         said = None
         while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
             self._is_refused = self._is_refused or failed is not HandshakeFailure.ENDED
@@ -276,14 +276,14 @@ class Dealer:
         return f"if this goes on, check that the coordinator's key is security.server_key here, {self._keys.server}"
 
     def retry(self) -> None:
-        """Connect again if the last handshake was refused: the cause may have been fixed."""
+        """Reconnect if the last handshake was refused: the cause may have been fixed."""
         if self._is_refused:
             self._is_refused = False
             self.socket.disconnect(self._endpoint)
             self.socket.connect(self._endpoint)
 
     def receive(self) -> bytes | None:
-        """Return a frame, None when nothing waits."""
+        """Return the next frame, None if none waits."""
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -292,11 +292,11 @@ class Dealer:
         return frames[0].bytes if len(frames) == 1 else b""
 
     def send(self, request: int, message: Message) -> bool:
-        """Queue a message; False when the queue is full."""
+        """Queue a message; False if the queue is full."""
         return self.send_frame(encode(request, message))
 
     def send_frame(self, frame: bytes) -> bool:
-        """Queue an encoded message; False when the queue is full."""
+        """Queue an encoded message; False if the queue is full."""
         try:
             self.socket.send(frame)
         except zmq.Again:

@@ -49,7 +49,7 @@ class LiveClaim(Value, frozen=True):
 
 
 class NodeHello(Message, frozen=True):
-    """First message of a daemon, and again after the coordinator has restarted. `live`: the last LiveIs."""
+    """First message of a daemon, repeated after a coordinator restart. `live`: the last LiveIs of each model."""
 
     protocol: Small
     status: NodeStatus
@@ -57,7 +57,7 @@ class NodeHello(Message, frozen=True):
 
 
 class TargetMoved(Value, frozen=True):
-    """A target rank's state on its daemon, and its last events; as in reports.TargetStatus."""
+    """A target rank's state on its daemon, and its last events; see reports.TargetStatus."""
 
     member: Name
     step: Label
@@ -65,24 +65,24 @@ class TargetMoved(Value, frozen=True):
 
 
 class NodeUpdate(Message, frozen=True):
-    """The daemon's figures, and its heartbeat. `moved`: the targets whose state changed since the last one."""
+    """The daemon's status and heartbeat. `moved`: the targets whose state changed since the last one."""
 
     status: NodeStatus
     moved: tuple[TargetMoved, ...] = ()
 
 
 class DescribeShard(Message, frozen=True):
-    """The tensors that AddShard messages name by `digest` (codec.digest_of): sent once per coordinator life."""
+    """The tensors that AddShard messages name by `digest` (codec.digest_of). Sent once to each coordinator process."""
 
     digest: Name
-    packed: bytes  # a Shard, through codec.pack
+    packed: bytes  # a Shard, packed by codec.pack
 
 
 class AddShard(Message, frozen=True, omit_defaults=True):
     """A client has registered. Reply: Done (SourceAdmitted for a source), or Failure, which undoes the registration.
 
-    A Failure with code "unknown-shard" asks for DescribeShard first. A source without a `run` is a new one. With
-    `is_question` nothing is registered: the answer is Done where it would be.
+    A Failure with code "unknown-shard" asks for DescribeShard first. A source without a `run` registers for the first
+    time. With `is_question` nothing is registered: Done says that it would be accepted.
     """
 
     member: Name
@@ -95,26 +95,26 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     digest: Name
     attached: bool = True
     versions: tuple[Count, ...] = ()  # source: published and held
-    modes: tuple[TransferMode, ...] = ()  # of each of these versions
+    modes: tuple[TransferMode, ...] = ()  # transfer mode of each of these versions
     mode: TransferMode = TransferMode.NONE  # of the latest version, held or not
-    mode_reason: Text = ""  # the measurement that chose it
+    mode_reason: Text = ""  # the measurement behind the mode
     version: Count | None = None  # target: served
     staged: Name | None = None  # target: the swap whose staged bytes wait for commit
     held_bytes: Count = 0  # target: of its live tensors
-    staging_bytes: Count = 0  # target: of what arrives and what is made of it
-    converted_bytes: Count = 0  # target: of what arrives, read once more to be converted here
-    stale: tuple[Name, ...] = ()  # target: tensors made of its weights that nothing makes anew
-    pauses: bool = False  # target: says that it stands still before anything is decided
-    in_place: bool = False  # target: is written to while staging, and stands still for that
+    staging_bytes: Count = 0  # target: of its staging arena
+    converted_bytes: Count = 0  # target: read again for conversions
+    stale: tuple[Name, ...] = ()  # target: derived tensors that nothing refreshes
+    pauses: bool = False  # target: it stands still before the decision
+    in_place: bool = False  # target: it stands still while staging writes its live tensors
     poisoned: Text = ""  # target: why it holds parts of two versions
-    lockstep: bool = False  # target: flips in the same poll as the other ranks of its replica
-    run: Label = ""  # source: its incarnation; target: that of the version it serves
+    lockstep: bool = False  # target: it flips in the same poll as its replica's other ranks
+    run: Label = ""  # source: its run; target: the run of the version it serves
     newest: Count | None = None  # source: the highest version published, held or not
-    staged_version: Count | None = None  # target: what it has staged
+    staged_version: Count | None = None  # target: the staged version
     staged_run: Label = ""
-    committing: bool = False  # target: it was told to take over what is staged, so that this is decided
-    observes: bool = False  # target: takes part in catch-ups alone
-    is_question: bool = False  # whether it would be taken in; Done, or Failure
+    committing: bool = False  # target: it was told to commit, so the swap is decided
+    observes: bool = False  # target: it takes part only in catch-ups
+    is_question: bool = False  # ask only whether it would be accepted
 
 
 class RemoveShard(Message, frozen=True):
@@ -125,7 +125,7 @@ class RemoveShard(Message, frozen=True):
 
 
 class DetachShard(Message, frozen=True):
-    """A source's client is gone; its published versions are still held."""
+    """A source's client is gone; the node still holds its published versions."""
 
     member: Name
     reason: Text
@@ -134,7 +134,7 @@ class DetachShard(Message, frozen=True):
 class ShardPublished(Message, frozen=True):
     """A source rank holds this version. Reply: Done or Failure. `mode` and `mode_reason` are as in SourceStatus.
 
-    `is_anew`: other tensors have taken the place of those that it was registered with.
+    `is_anew`: the source provides other tensors than before.
     """
 
     member: Name
@@ -160,14 +160,14 @@ class WantsRoom(Message, frozen=True):
 
 
 class PlanLoaded(Message, frozen=True):
-    """The node has the plan; where bytes cross between nodes, its workers have joined the epoch."""
+    """The node has loaded the plan; if it crosses nodes, the workers have joined its epoch."""
 
     plan: Name
     epoch: Label = ""
 
 
 class PlanRefused(Message, frozen=True):
-    """The node cannot use the plan; `where` says which process."""
+    """The node cannot use the plan; `where` names the process."""
 
     plan: Name
     epoch: Label
@@ -194,7 +194,7 @@ class EpochLost(Message, frozen=True):
 
 
 class RegionsDigested(Message, frozen=True):
-    """The digests (little-endian uint64) of the rows of DigestRegions; or the reason why there are none."""
+    """The digests (little-endian uint64) of the rows of DigestRegions, or the reason why there are none."""
 
     swap: Name
     digests: bytes = b""
@@ -215,13 +215,13 @@ class StageDone(Message, frozen=True):
     copies: Count
     bytes: Count
     seconds: Seconds
-    crossing_s: Seconds = 0.0  # of it, the slowest worker's exchange with other nodes
-    staging_bytes: Count = 0  # most that one worker holds in buffers of its own
-    converted_bytes: Count = 0  # read once more to be converted
+    crossing_s: Seconds = 0.0  # of that, the slowest worker's exchange with other nodes
+    staging_bytes: Count = 0  # the most that one worker holds in its own buffers
+    converted_bytes: Count = 0  # read again for conversions
 
 
 class StageFailed(Message, frozen=True):
-    """Staging on this node has failed; `where` says which process and rank."""
+    """Staging on this node has failed; `where` names the process and rank."""
 
     swap: Name
     where: Text
@@ -236,7 +236,7 @@ class MemberQuiet(Message, frozen=True):
 
 
 class MemberStep(Message, frozen=True):
-    """This member was told to commit, and has polled as far as local.StepReached says."""
+    """How far a member that was told to commit has polled; see local.StepReached."""
 
     swap: Name
     member: Name
@@ -255,7 +255,7 @@ class MemberCommitted(Message, frozen=True):
 
 
 class MemberCommitFailed(Message, frozen=True):
-    """This member could not take over the version."""
+    """This member could not commit the version."""
 
     swap: Name
     member: Name
@@ -263,7 +263,7 @@ class MemberCommitFailed(Message, frozen=True):
 
 
 class MemberChecked(Value, frozen=True):
-    """The result of checking one member; as in reports.MemberProof. `form` identifies what it holds."""
+    """The result of checking one member; see reports.MemberProof. `form` identifies its held form."""
 
     member: Name
     state: ProofState
@@ -278,7 +278,7 @@ class MemberChecked(Value, frozen=True):
 
 
 class MembersChecked(Message, frozen=True):
-    """An answer to CheckMembers about some of its members: the others come in answers of their own."""
+    """The results for some members of a CheckMembers; the others follow in further messages."""
 
     check: Name
     members: tuple[MemberChecked, ...]
@@ -288,9 +288,9 @@ class MembersChecked(Message, frozen=True):
 
 
 class NodeWelcome(Message, frozen=True):
-    """The coordinator has accepted the node. A new `boot` means that it has restarted: send everything again.
+    """The coordinator has accepted the node. A new `boot` means that it has restarted: register everything again.
 
-    Each answer lets the node's engines serve until `lease_s` after the NodeHello or NodeUpdate was sent.
+    Each answer to a NodeHello or NodeUpdate lets the node's engines serve until `lease_s` after that was sent.
     """
 
     protocol: Small
@@ -306,15 +306,15 @@ class SourceAdmitted(Message, frozen=True):
 
 
 class LiveIs(Message, frozen=True):
-    """The live versions from now on. The daemon remembers them for a coordinator that has lost its journal."""
+    """A new live version. The daemon remembers it for a coordinator that has lost its journal."""
 
     live: LiveClaim
 
 
 class MayDrop(Message, frozen=True):
-    """The versions that a source rank may overwrite: newer ones are complete, or these never will be.
+    """The versions that a source rank may overwrite: a newer one is complete, or they can never be complete.
 
-    If there is none, `reason` says which ranks the versions wait for.
+    If there are none, `reason` names the ranks that must publish first.
     """
 
     member: Name
@@ -323,7 +323,7 @@ class MayDrop(Message, frozen=True):
 
 
 class EpochPlan(Value, frozen=True):
-    """The workers that exchange between nodes: worker i of each node is in lane i, at its node's position."""
+    """The workers that exchange between nodes. Worker i of each node is in lane i, at the position of its node."""
 
     id: Name
     service: Name
@@ -331,16 +331,16 @@ class EpochPlan(Value, frozen=True):
     hosts: tuple[Label, ...]
     lanes: Small
     staging_bytes: Count  # per worker
-    timeout_s: Seconds  # to meet
+    timeout_s: Seconds  # to join
 
 
 class LoadPlan(Message, frozen=True):
     """The part of a plan that this node executes; `members[i]` has rank `ranks[i]`.
 
-    `table` is CopyTable.to_wire() of what is copied within this node, `fills` FillTable.to_wire(), empty where
-    nothing is filled. `crossing` is CopyTable.to_wire() of what this node sends to, or receives from, others, empty
-    where nothing is; `crossing_nodes[i]` is then the position of rank `ranks[i]`'s node in the epoch, -1 where that
-    takes no part.
+    `table` (CopyTable.to_wire()) lists the copies within this node, `fills` (FillTable.to_wire()) what is filled with
+    constants, `crossing` (CopyTable.to_wire()) what this node sends to or receives from others. Each is empty if there
+    is nothing. With `crossing`, `crossing_nodes[i]` is the position of rank `ranks[i]`'s node in the epoch, or -1 if
+    that node takes no part.
     """
 
     plan: Name
@@ -370,7 +370,7 @@ class DropPlan(Message, frozen=True):
 
 
 class FenceMember(Message, frozen=True):
-    """This member does not hold the version decided last: it serves nothing until it has caught up."""
+    """This member does not hold the live version: it must serve nothing until it has caught up."""
 
     member: Name
     reason: Text
@@ -391,8 +391,8 @@ class Stage(Message, frozen=True):
     plan: Name
     version: Count
     timeout_s: Seconds = 60.0
-    verify: bool = True  # compare what is written with its source, and take the version's digests once it is live
-    run: Label = ""  # of the sources, and so of the version
+    verify: bool = True  # compare what is written with its source, and digest the version once it is live
+    run: Label = ""  # of the version
 
 
 class CommitStaged(Message, frozen=True):
@@ -404,7 +404,7 @@ class CommitStaged(Message, frozen=True):
 
 
 class FlipMember(Message, frozen=True):
-    """This member commits the decided version in its poll number `step`; see local.FlipAt."""
+    """This member commits the decided version in poll number `step`; see local.FlipAt."""
 
     swap: Name
     member: Name
@@ -413,21 +413,21 @@ class FlipMember(Message, frozen=True):
 
 
 class PassMember(Message, frozen=True):
-    """This member leaves the poll in which it waits; see local.PassPoll."""
+    """This member leaves the poll in which it stands; see local.PassPoll."""
 
     swap: Name
     member: Name
 
 
 class Abort(Message, frozen=True):
-    """Discard the swap; nothing is written for it once this has been handled."""
+    """Discard the swap; once this is handled, nothing is written for it."""
 
     swap: Name
     reason: Text
 
 
 class CheckMembers(Message, frozen=True):
-    """Check the live weights of these members of this node. Replies: MembersChecked, all of them within `timeout_s`."""
+    """Check the live weights of these members of this node. Replies: MembersChecked, within `timeout_s`."""
 
     check: Name
     members: tuple[Name, ...]
@@ -435,10 +435,10 @@ class CheckMembers(Message, frozen=True):
 
 
 class DigestRegions(Message, frozen=True):
-    """Digest regions of source ranks of this node at a version. Reply: RegionsDigested, within `timeout_s`.
+    """Digest regions of this node's source ranks at a version. Reply: RegionsDigested, within `timeout_s`.
 
-    `table` is `refitd.plan.regions.RegionTable.to_wire()`. Of each of `members`, `ranks` has the source rank and
-    `holders` says which rows of the table it holds.
+    `table` is `refitd.plan.regions.RegionTable.to_wire()`. `members[i]` is source rank `ranks[i]`; it holds the rows of
+    holder `holders[i]`.
     """
 
     swap: Name
@@ -452,14 +452,14 @@ class DigestRegions(Message, frozen=True):
 
 
 class EvictMember(Message, frozen=True):
-    """This member was evicted by an operator, or is what a trainer that is gone has left: free what is kept for it."""
+    """Free the memory of this member: an operator evicted it, or it is a detached source that was replaced."""
 
     member: Name
     reason: Text
 
 
 class EndSwap(Message, frozen=True):
-    """The swap is over: its sources may be overwritten, leases end, of those `members` too that it did not read."""
+    """The swap is over: its sources may be overwritten and leases end, also those of `members` that it did not read."""
 
     swap: Name
     version: Count = 0

@@ -1,4 +1,4 @@
-"""Encode and decode typed messages: MessagePack, bounded before anything is built, validated before use."""
+"""Encodes and decodes typed messages: MessagePack, size-checked before decoding, validated before use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from refitd.protocol.base import MAX_MESSAGE_BYTES, MAX_VALUES, Message
 M = TypeVar("M", bound=Message)
 V = TypeVar("V", bound=msgspec.Struct)
 
-# The largest frames before admission: a client's Hello, and a daemon's, which lists the node's resources.
+# The largest frames accepted before admission: a client's Hello, and a daemon's, which lists the node's resources.
 HELLO_BYTES = 4 << 10
 NODE_HELLO_BYTES = 64 << 10
 
-# Values of smaller frames are not counted: decoded, they take some megabytes at most.
+# Smaller frames are not counted: decoded, they take some megabytes at most.
 _UNCOUNTED_BYTES = 64 << 10
 
 
@@ -45,8 +45,7 @@ class Decoder(Generic[M]):
     def decode(self, frame: bytes | memoryview) -> tuple[int, M]:
         """Return (request id, message).
 
-        The message is built only as its type says; what the type does not allow is refused before it is built. Holds
-        the interpreter for about 30 ms per MB.
+        Only values that the message's type allows are built. Holds the interpreter for about 30 ms per MB.
 
         Raises:
             ProtocolError: the frame is too large, is not MessagePack, repeats a key, or holds an unknown type,
@@ -60,7 +59,7 @@ class Decoder(Generic[M]):
             message: M = self._typed.decode(body)
         except msgspec.ValidationError as exc:
             raise BadMessage(f"message {_kind_of(body)!r} refused: {exc}", request_id) from exc
-        except Exception as exc:  # half a dozen unrelated types, MemoryError among them
+        except Exception as exc:  # half a dozen unrelated types, also MemoryError
             raise ProtocolError(f"not a MessagePack message of {size} bytes: {exc or type(exc).__name__}") from exc
         _check_keys(body)
         return request_id, message
@@ -81,21 +80,21 @@ def request_of(frame: bytes | memoryview) -> tuple[int, str]:
     """Return request id and message type of a frame without decoding its body.
 
     Raises:
-        ProtocolError: it is no message envelope.
+        ProtocolError: it is not a message envelope.
     """
     request_id, body = _envelope(frame)
     return request_id, _kind_of(body)
 
 
 def _envelope(frame: bytes | memoryview) -> tuple[int, msgspec.Raw]:
-    """Split a frame into its envelope and undecoded body, after checking how many values it holds."""
+    """Split a frame into request id and undecoded body, after checking how many values it holds."""
     _check_values(frame)
     size = len(frame)
     if size and not 0x90 <= frame[0] <= 0x9F:
         raise ProtocolError(f"a message of {size} bytes is an array [request id, body]")
     try:
         parts = _ENVELOPE.decode(frame)
-    except Exception as exc:  # RecursionError among them
+    except Exception as exc:  # also RecursionError
         raise ProtocolError(f"not a MessagePack message of {size} bytes: {exc or type(exc).__name__}") from exc
     if len(parts) != 2:
         raise ProtocolError("a message is an array [request id, body]")
@@ -111,7 +110,7 @@ def _envelope(frame: bytes | memoryview) -> tuple[int, msgspec.Raw]:
 def _kind_of(body: msgspec.Raw) -> str:
     try:
         return _KIND.decode(body).type
-    except Exception:  # UnicodeDecodeError among them, which is no DecodeError
+    except Exception:  # also UnicodeDecodeError, which is not a DecodeError
         return ""
 
 
@@ -121,15 +120,15 @@ def digest_of(value: msgspec.Struct) -> str:
 
 
 def pack(value: msgspec.Struct) -> bytes:
-    """Return a large value compressed, for a bytes field of a message (zlib, level 1: descriptions repeat)."""
+    """Return a large value compressed, for a bytes field of a message. zlib level 1: descriptions are repetitive."""
     return zlib.compress(msgpack.packb(msgspec.to_builtins(value)), 1)
 
 
 def unpack(data: bytes, kind: type[V], digest: str) -> V:
-    """Return a value that `pack` made, whose `digest_of` is `digest`.
+    """Return the value that `pack` packed and whose `digest_of` is `digest`.
 
     Raises:
-        ProtocolError: it is no such value, or is larger than a message may be; nothing is built then.
+        ProtocolError: the bytes are damaged, do not match, or exceed a message's size; then nothing is built.
     """
     inflate = zlib.decompressobj()
     try:
@@ -152,15 +151,16 @@ def unpack(data: bytes, kind: type[V], digest: str) -> V:
 
 
 def _sized(heads: range, first: int) -> bytes:
-    """Return a pattern: the lowest head and `first` bytes, or the next head and one byte more, and so on."""
+    """Return a pattern of alternatives: each head in turn, followed by `first`, `first` + 1, ... bytes."""
     return b"|".join(rb"\x%02x.{%d}" % (head, first + head - heads.start) for head in heads)
 
 
-# Values that one match of the pattern counts.
+# Values counted by one match of the pattern.
 _STRETCH = 64
 
-# The head of one MessagePack value, with its content where that is no other value: small numbers, heads of maps and
-# arrays, nil and booleans; larger numbers and heads; strings; bytes. Strings and bytes of 256 and more are not in it.
+# The head of one MessagePack value, with its content unless that consists of further values: small numbers, heads of
+# maps and arrays, nil and booleans; larger numbers and heads; strings; bytes. Strings and bytes of 256 and more are
+# left out.
 _VALUES = re.compile(
     rb"(?s)(?:[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]|[\xcd\xd1\xdc\xde]..|[\xca\xce\xd2\xdd\xdf].{4}|[\xcc\xd0].|"
     rb"[\xcb\xcf\xd3].{8}|%s|[\xd9\xc4](?:%s)){1,%d}+" % (_sized(range(0xA1, 0xC0), 1), _sized(range(256), 0), _STRETCH)
@@ -169,10 +169,10 @@ _LONG = {0xDA: 2, 0xDB: 4, 0xC5: 2, 0xC6: 4}  # heads of long strings and bytes 
 
 
 def _check_values(frame: bytes | memoryview) -> None:
-    """Refuse a frame of more values than a message may have, before any is built.
+    """Refuse a frame with more values than a message may have, before any is built.
 
-    An empty array is one byte on the wire and eighty here. MessagePack values follow each other, heads before
-    contents, so that a regular expression (compiled code) can count them.
+    An empty array takes one byte in the frame and eighty in memory. MessagePack writes each head before its content, so
+    a regular expression (compiled code) can count the values.
     """
     size = len(frame)
     if size <= _UNCOUNTED_BYTES:
@@ -187,7 +187,7 @@ def _check_values(frame: bytes | memoryview) -> None:
             at += 1 + width + int.from_bytes(frame[at + 1 : at + 1 + width], "big")
         else:
             raise ProtocolError(f"not a MessagePack message of {size} bytes: byte {at} begins no value that is whole")
-        # a stretch that ends early, at a long string, counts as whole, unless it has fewer bytes than that
+        # a match cut short by a long string counts as a full one, unless it has fewer bytes than that
         count += min(_STRETCH, at - start)
         if count > limit:
             raise ProtocolError(f"a message of {size} bytes holds more than {limit} values, which is the limit for it")
@@ -202,7 +202,7 @@ def _check_keys(frame: bytes | memoryview) -> None:
         max_array_len=len(frame),
         max_map_len=len(frame),
         object_pairs_hook=_unique,
-        list_hook=len,  # anything small
+        list_hook=len,  # any small result
     )
 
 
@@ -212,7 +212,7 @@ def _unique(pairs: list[tuple[Any, Any]]) -> None:
 
 
 class BadMessage(ProtocolError):
-    """A well-formed frame whose content is refused; the sender can be told which request it was."""
+    """A well-formed frame with invalid content; the sender can be told which request it was."""
 
     def __init__(self, message: str, request_id: int = 0) -> None:
         super().__init__(message)

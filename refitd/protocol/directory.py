@@ -17,8 +17,8 @@ def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
 
     Args:
         path: the directory.
-        opened: whether other users may enter it (node.allowed_uids): by its mode or an access list, whose mask shows as
-            the mode of the group. Nobody else may write there in any case.
+        opened: whether other users may enter it (node.allowed_uids), by its mode or by an access list, whose mask
+            shows as the group's mode. Nobody else may write there in any case.
 
     Raises:
         ConfigError: it belongs to another user, is open to others, or cannot be created.
@@ -26,7 +26,7 @@ def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
     try:
         if not path.is_dir():
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.chmod(0o700)  # whatever the umask has left of it
+            path.chmod(0o700)  # mkdir applies the umask
         stat = path.lstat()
     except OSError as exc:
         raise ConfigError(f"node.runtime_dir {path}: {exc.strerror}; choose a directory this user can make") from exc
@@ -65,14 +65,14 @@ class DirectoryLock:
                     f"{directory}: another refitd process (pid {owner}) is already listening here; stop it, or choose "
                     "another node.runtime_dir"
                 ) from exc
-            # its last owner may have removed the file between the two calls
+            # the last owner may have removed the file between open and flock
             with contextlib.suppress(FileNotFoundError):
                 if os.fstat(fd).st_ino == self._path.stat().st_ino:
                     break
             os.close(fd)
         self._fd = fd
         os.ftruncate(fd, 0)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its owner's name is missing
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without the pid
             os.write(fd, f"{os.getpid()}\n".encode())
 
     def release(self) -> None:

@@ -8,8 +8,8 @@
                                     n1 PUBLIC node=n1 roles=engine,operator
 
 Keys are 32 bytes, written as 40 characters (Z85, as ZeroMQ does). A list may have empty lines and lines that begin with
-`#`; `cat *.pub` makes one. A key with `node=NAME` may be no other node; with `roles=` the clients of its node may only
-act in these (roles.py). A line without them lets its key be any node, in all roles.
+`#`; `cat *.pub` makes one. `node=NAME` restricts a key to one node name, `roles=` the clients of its node to these
+roles (roles.py). A line without them allows any node name and all roles.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """Keys of a listening end: its own, and every admitted public key with its rights."""
+    """Keys of a listening end: its own, and all admitted public keys with their rights."""
 
     own: KeyPair
     allowed: Mapping[str, Allowed]
@@ -123,7 +123,7 @@ def read(path: Path) -> KeyPair:
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path}: not a key file: {exc}; {KEYGEN}") from exc
     except msgspec.ValidationError:
-        # no details: a damaged line may hold the secret
+        # no details in the error: a damaged line may hold the secret
         raise ConfigError(f"{path}: not a key file, which holds name, public and secret; {KEYGEN}") from None
     for what, key in (("public", found.public), ("secret", found.secret)):
         if not is_key(key):
@@ -153,8 +153,8 @@ def read_list(path: Path) -> dict[str, Allowed]:
     """Return the public keys of a list or .pub file, each with the rights on its line.
 
     Raises:
-        ConfigError: it cannot be read, others may write it, a line is not `NAME KEY [node=NAME] [roles=ROLE,...]`, two
-            lines say different things of one key, or there is none.
+        ConfigError: it cannot be read, others may write it, a line is not `NAME KEY [node=NAME] [roles=ROLE,...]`,
+            two lines of one key differ, or it holds no key.
     """
     advice = "the file holds the .pub line of every daemon (`cat *.pub`)"
     found: dict[str, Allowed] = {}
@@ -198,7 +198,7 @@ def is_key(text: str) -> bool:
     """Whether the text is a well-formed key: 40 characters of Z85, 32 bytes."""
     try:
         return len(text) == 40 and len(z85.decode(text)) == 32
-    except (KeyError, ValueError, struct.error):  # not of the alphabet, not ASCII, more than 32 bits in a group
+    except (KeyError, ValueError, struct.error):  # not in the alphabet, not ASCII, or a group exceeds 32 bits
         return False
 
 
@@ -218,7 +218,7 @@ def _create(path: Path, text: str, mode: int, replace: bool) -> None:
 
 def _read(path: Path, forbidden: int, repair: str, advice: str) -> str:
     try:
-        # a fifo must not keep us waiting
+        # O_NONBLOCK: opening a fifo must not block
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             content = file.read(_MAX_BYTES + 1) if stat.S_ISREG(found.st_mode) else b""

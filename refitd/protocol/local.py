@@ -35,7 +35,7 @@ class CreateArena(Message, frozen=True):
     nbytes: Count
     label: Label = ""
     device: Label = ""  # refitd.buffers.cuda.name_of; "": main memory
-    timeout_s: Seconds = 0.0  # that the client waits; 0: the daemon's own deadline
+    timeout_s: Seconds = 0.0  # how long the client waits; 0: the daemon's own deadline
 
 
 class FreeArena(Message, frozen=True):
@@ -45,7 +45,7 @@ class FreeArena(Message, frozen=True):
 
 
 class RegisterSource(Message, frozen=True):
-    """Offer a shard of `model`. `live` gives its tensors' places in arenas; without, it has `slots` snapshots."""
+    """Offer a shard of `model`. `live` gives its tensors' places in arenas; without it, `slots` slots are made."""
 
     model: Name
     rank: Small
@@ -53,14 +53,14 @@ class RegisterSource(Message, frozen=True):
     shard: Shard
     slots: Small = 2
     live: tuple[Place, ...] = ()
-    device: Label = ""  # the GPU its slots are to lie on; "": main memory
+    device: Label = ""  # the GPU for its slots; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
 
 
 class RegisterTarget(Message, frozen=True):
-    """Request a shard of `model`. With `live` places the worker writes at commit, otherwise the client does.
+    """Request a shard of `model`. With `live` places the worker writes them at commit, otherwise the client does.
 
-    `held` are the live tensors where they differ from the shard's; `conversions` say how they are made.
+    `held` lists the live tensors if they differ from the shard's; `conversions` say how they are made.
     """
 
     model: Name
@@ -69,16 +69,16 @@ class RegisterTarget(Message, frozen=True):
     world_size: Small
     shard: Shard
     live: tuple[Place, ...] = ()
-    version: Count | None = None  # what it already serves
+    version: Count | None = None  # the version it already serves
     held: tuple[HeldTensor, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     derived: tuple[DerivedTensor, ...] = ()
-    pauses: bool = False  # it is asked to stand still, with AskPause, before a version is decided
-    in_place: bool = False  # its live tensors are written while staging, for which it stands still; no staging arena
-    lockstep: bool = False  # the replica's ranks poll equally often, and flip in the same poll
-    device: Label = ""  # the GPU its staging arena is to lie on; "": main memory
+    pauses: bool = False  # it gets AskPause before a version is decided
+    in_place: bool = False  # it stands still while staging writes its live tensors; no staging arena
+    lockstep: bool = False  # the replica's ranks poll equally often and flip in the same poll
+    device: Label = ""  # the GPU for its staging arena; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
-    observes: bool = False  # no engine: it is brought to the live version, and no other swap waits for it
+    observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
 
 
 class Restored(Message, frozen=True):
@@ -94,7 +94,7 @@ class Deregister(Message, frozen=True):
 
 
 class BeginPublish(Message, frozen=True):
-    """Request a slot to write `version` into; waits up to `timeout_s` for one that no swap is reading."""
+    """Request a slot to write `version` into; waits up to `timeout_s` for one to become free."""
 
     member: Name
     version: Count
@@ -102,7 +102,7 @@ class BeginPublish(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """The snapshot in `slot` is complete. `reason` says why the tensors were copied and not lent."""
+    """The snapshot in `slot` is complete. `reason` says why the tensors were copied instead of lent."""
 
     member: Name
     version: Count
@@ -124,7 +124,7 @@ class MeasurePull(Message, frozen=True):
 class Lend(Message, frozen=True):
     """The live tensors are `version` and stay unchanged until LeaseEnded.
 
-    `addresses` are the starts of tensors outside arenas in this process. `reason` says why they are not copied.
+    `addresses` are where tensors outside arenas begin in this process. `reason` says why they are not copied.
     """
 
     member: Name
@@ -148,16 +148,16 @@ class Paused(Message, frozen=True):
     member: Name
 
 
-# The origin of a rank whose caller passes the step.
+# The origin of a rank whose caller passes its own step.
 CALLERS_STEP = "caller"
 
 
 class StepReached(Message, frozen=True):
-    """This rank's last poll is number `step`: the answer to PrepareCommit, repeated when it waits in a poll.
+    """How far this rank has polled: the answer to PrepareCommit, repeated while it waits in a poll.
 
-    It passes no further poll before FlipAt or PassPoll. `origin` is what it counts from: "" its registration,
-    CALLERS_STEP, or the swap after which all ranks of the replica counted together. `stands`: "poll", held in that
-    poll; "wait", it computes nothing. `thread` polls it.
+    `step` numbers its last poll; it goes no further before FlipAt or PassPoll. `origin` is what it counts from: "" its
+    registration, CALLERS_STEP, or the last swap that all ranks of the replica committed in the same poll. `stands`:
+    "poll", it is held in that poll; "wait", it computes nothing. `thread` is the thread that polls it.
     """
 
     swap: Name
@@ -191,7 +191,7 @@ class CommitFailed(Message, frozen=True):
     reason: Text
 
     def __post_init__(self) -> None:
-        # it quotes the engine's errors; a text that is too long would be refused and the failure lost
+        # the reason quotes the engine's errors; a too long one would be refused, and the failure lost
         msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
@@ -219,9 +219,9 @@ class StartSwap(Message, frozen=True):
 
     model: Name
     version: Count | None = None
-    timeout_s: Seconds = 0.0  # 0: the configured deadlines alone
-    queue: bool = False  # where a swap of the model is running, wait for it instead of being refused
-    rollback: bool = False  # the version may be older than what is served; None: the one before
+    timeout_s: Seconds = 0.0  # 0: only the configured deadlines
+    queue: bool = False  # if a swap of the model is running, wait for it instead of being refused
+    rollback: bool = False  # the version may be older than the served one; None: the previous one
 
 
 class AbortSwap(Message, frozen=True):
@@ -232,9 +232,9 @@ class AbortSwap(Message, frozen=True):
 
 
 class Evict(Message, frozen=True):
-    """Remove a replica, or one rank of it, from a model: an engine that hangs. Reply: EvictReport.
+    """Remove a replica, or one of its ranks, from a model, e.g. an engine that hangs. Reply: EvictReport.
 
-    It serves nothing once it hears of this, and takes part again once it has registered again.
+    It must stop serving when it hears of this, and must register again to take part.
     """
 
     model: Name
@@ -286,17 +286,17 @@ class Welcome(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The request has been carried out."""
+    """The request was carried out."""
 
 
 class Failure(Message, frozen=True):
-    """The request has been refused or has failed; `code` names the class in refitd.errors."""
+    """The request was refused or failed; `code` names the class in refitd.errors."""
 
     code: Label
     message: Text
 
     def __post_init__(self) -> None:
-        # errors quote their subject; a text that is too long would be refused and the failure lost
+        # errors quote their subject; a too long text would be refused, and the failure lost
         msgspec.structs.force_setattr(self, "message", clipped(self.message))
 
 
@@ -308,20 +308,20 @@ class ArenaCreated(Message, frozen=True):
 
 
 class SourceRegistered(Message, frozen=True):
-    """`slots` are the snapshot arenas, laid out as refitd.buffers.layout says."""
+    """`slots` are the source's arenas, laid out as in refitd.buffers.layout."""
 
     member: Name
     slots: tuple[Count, ...]
     nbytes: Count
-    next_version: Count = 1  # lower ones were live, or were published before in this run
+    next_version: Count = 1  # lower numbers were live, or published earlier in this run
     run: Label = ""
 
 
 class TargetRegistered(Message, frozen=True):
-    """`staging` is the arena that new versions are staged in, laid out as refitd.buffers.layout says.
+    """`staging` is the staging arena, laid out as in refitd.buffers.layout.
 
     With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
-    `permit_slot` and `permit_token` are this rank's in the page of permits (refitd.buffers.permits).
+    `permit_slot` and `permit_token` locate this rank's permit in the page of permits (refitd.buffers.permits).
     """
 
     member: Name
@@ -340,7 +340,7 @@ class SlotGranted(Message, frozen=True):
 
 
 class PullMeasured(Message, frozen=True):
-    """How long reading the spans took; with a `reason`, it is not possible."""
+    """How long reading the spans took, or the reason why they cannot be read."""
 
     seconds: Seconds
     reason: Text = ""
@@ -364,7 +364,7 @@ class Resume(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """Serve nothing: this rank's version is not, or may not be, the live one. An empty reason: serve again."""
+    """Stop serving: this rank's version is not, or may not be, the live one. An empty reason: serve again."""
 
     member: Name
     reason: Text = ""
@@ -398,7 +398,7 @@ class FlipAt(Message, frozen=True):
 
 
 class PassPoll(Message, frozen=True):
-    """Leave the poll in which the rank waits, with its present version; send StepReached in the next one."""
+    """Leave the poll in which the rank stands, with its present version; send StepReached in the next one."""
 
     swap: Name
     member: Name
@@ -473,7 +473,7 @@ ClientRequest = (
     | GetDescription
 )
 
-# A member's messages about its commits. They use the descriptor socket, whose end is read after everything sent on it.
+# A member's messages about its commits. On the descriptor socket, since the daemon reads its end only after them.
 Told = Paused | CommitQuiet | CommitDone | CommitFailed
 
 ClientReply = (

@@ -31,7 +31,7 @@ class SourceReport(Value, frozen=True):
     node: Label
     host: Label
     way: TransferMode
-    why: Text = ""  # the measurement that chose between pulling and copying, if one did
+    why: Text = ""  # the measurement that chose between pulling and copying, if any
 
 
 class SwapReport(Message, frozen=True):
@@ -41,26 +41,26 @@ class SwapReport(Message, frozen=True):
     model: Label
     version: Count | None
     outcome: SwapOutcome
-    phase: Label = ""  # where it failed: "plan", "stage", "commit"
+    phase: Label = ""  # in which it failed: "plan", "stage", "commit"
     reason: Text = ""
     bytes: Count = 0
     copies: Count = 0
-    digests: Count = 0  # receive digests compared and found equal
+    digests: Count = 0  # compared receive digests
     plan_s: Seconds = 0.0
     stage_s: Seconds = 0.0
-    pause_s: Seconds = 0.0  # waiting for engines to stand still
+    pause_s: Seconds = 0.0  # time engines took to stand still
     commit_s: Seconds = 0.0
     total_s: Seconds = 0.0
     members: tuple[MemberReport, ...] = ()
     sources: tuple[SourceReport, ...] = ()
     kind: Label = "asked"  # "auto", "catch-up", "rollback"
-    converted_bytes: Count = 0  # read once more by the workers, to be converted where it arrived
-    run: Label = ""  # of the trainer that published the version: number and run are its identity
-    events: Events = ()  # that moved the swap, with seconds since it began
+    converted_bytes: Count = 0  # read again by workers for conversions
+    run: Label = ""  # of the trainer; number and run are a version's identity
+    events: Events = ()  # events of the swap, with seconds since it began
 
 
 class SwapFailed(RefitFailed):
-    """A swap ended, or ran out of its caller's time, without every replica serving the version."""
+    """A swap ended, or its caller's timeout passed, without every replica serving the version."""
 
     def __init__(self, message: str, causes: Mapping[str, str], report: SwapReport) -> None:
         super().__init__(message, causes)
@@ -68,7 +68,7 @@ class SwapFailed(RefitFailed):
 
 
 class EvictReport(Message, frozen=True):
-    """The ranks that were removed, by their names for people."""
+    """The removed ranks, by their names for people."""
 
     model: Label
     replica: Label
@@ -76,7 +76,7 @@ class EvictReport(Message, frozen=True):
 
 
 class HistoryEntry(Value, frozen=True):
-    """One swap in the journal; `report` says how it ended, or what was decided."""
+    """One swap in the journal; `report` says how it ended, or what was decided if it has not ended."""
 
     swap: Label
     model: Label
@@ -119,12 +119,12 @@ class Difference(Value, frozen=True):
     shape: Shape
     first: Count
     last: Count
-    slice: Label  # the box that holds them, as an index is written: "[3, 0:64]"
+    slice: Label  # the box that holds them, written as an index: "[3, 0:64]"
     differing: Count = 0
 
 
 class MemberProof(Value, frozen=True):
-    """The result of checking one target rank; `reason`: why it is unknown."""
+    """The result of checking one target rank; `reason` says why it is unknown."""
 
     replica: Label
     rank: Small
@@ -136,7 +136,7 @@ class MemberProof(Value, frozen=True):
     reason: Text = ""
     bytes: Count = 0  # compared
     digest: Label = ""  # of the version, as this rank should hold it
-    blocks: Count = 0  # that differ; `differences` lists the first ones
+    blocks: Count = 0  # that differ; `differences` lists the first
     differences: tuple[Difference, ...] = ()
     run: Label = ""  # of the version
 
@@ -150,7 +150,7 @@ class VerifyReport(Message, frozen=True):
     model: Label
     outcome: ProofState
     members: tuple[MemberProof, ...]
-    mixed: tuple[Text, ...] = ()  # ranks that should hold the same bytes of a version and were given others
+    mixed: tuple[Text, ...] = ()  # ranks that should hold the same bytes of a version but were given different ones
     seconds: Seconds = 0.0
 
 
@@ -165,9 +165,9 @@ class SourceStatus(Value, frozen=True):
     tensors: Count
     bytes: Count
     versions: tuple[Count, ...]
-    way: TransferMode = TransferMode.NONE  # how it gave its latest version
-    why: Text = ""  # the measurement that chose between pulling and copying, if one did
-    run: Label = ""  # the incarnation of the trainer that its versions are of
+    way: TransferMode = TransferMode.NONE  # transfer mode of its latest version
+    why: Text = ""  # the measurement that chose between pulling and copying, if any
+    run: Label = ""  # of the trainer that published its versions
 
 
 class TargetStatus(Value, frozen=True):
@@ -184,11 +184,11 @@ class TargetStatus(Value, frozen=True):
     state: ServingState
     version: Count | None = None
     staged: Count | None = None
-    held_bytes: Count = 0  # of its live tensors; `bytes` are those that arrive
+    held_bytes: Count = 0  # of its live tensors; `bytes` counts what arrives
     staging_bytes: Count = 0
     run: Label = ""  # of the version
-    step: Label = ""  # where a swap stands in it and what its live tensors hold, as its daemon says
-    events: Events = ()  # that brought it there
+    step: Label = ""  # its daemon's text for the state of its swap and live tensors
+    events: Events = ()  # the events that led there
 
 
 class ModelStatus(Value, frozen=True):
@@ -204,14 +204,14 @@ class ModelStatus(Value, frozen=True):
     last_swap: SwapReport | None = None
     live: Count | None = None  # the version that was decided last
     queued: Count = 0  # swaps that wait for the running one
-    verify: bool = True  # False: neither staging nor what is live is compared with anything
+    verify: bool = True  # False: neither staged bytes nor live weights are compared
     live_run: Label = ""  # of the live version
-    next_version: Count = 1  # the first one that a new trainer may publish
+    next_version: Count = 1  # the lowest that a new trainer may publish
     swap_events: Events = ()  # of `swap`, as in SwapReport
 
 
 class GpuStatus(Value, frozen=True):
-    """The arenas that a daemon has on one GPU; `device` is its UUID, as `nvidia-smi -L` shows it."""
+    """A daemon's arenas on one GPU; `device` is its UUID, as `nvidia-smi -L` shows it."""
 
     device: Label
     arenas: Count
@@ -228,10 +228,10 @@ class NodeStatus(Value, frozen=True):
     clients: Count
     arenas: Count
     arena_bytes: Count
-    address: Label = ""  # where its workers are reached
+    address: Label = ""  # at which other nodes reach its workers
     services: tuple[Label, ...] = ()  # copy services that can run there
-    gpus: tuple[GpuStatus, ...] = ()  # those that arenas lie on; `arenas` and `arena_bytes` count these too
-    problems: tuple[Text, ...] = ()  # what stands in its way at present
+    gpus: tuple[GpuStatus, ...] = ()  # GPUs with arenas; `arenas` and `arena_bytes` count these too
+    problems: tuple[Text, ...] = ()  # current problems
 
 
 class LinkStatus(Value, frozen=True):
@@ -244,7 +244,7 @@ class LinkStatus(Value, frozen=True):
     lanes: Small  # pairs of workers
     bytes: Count  # per swap
     state: LinkState
-    seconds: Seconds = 0.0  # of the target's slowest worker in the last swap
+    seconds: Seconds = 0.0  # time of the target's slowest worker in the last swap
 
 
 class StatusReport(Message, frozen=True):
@@ -258,7 +258,7 @@ class StatusReport(Message, frozen=True):
 
 
 class PairTraffic(Value, frozen=True):
-    """What one rank sends another."""
+    """What one rank sends to another in a swap."""
 
     source: Label
     target: Label
@@ -285,13 +285,13 @@ class PlanReport(Message, frozen=True):
     pairs: tuple[PairTraffic, ...]
     parameters: tuple[ParameterTraffic, ...]
     unused_sources: tuple[Label, ...] = ()
-    converted_bytes: Count = 0  # read once more by the workers, to be converted where it arrived
+    converted_bytes: Count = 0  # read again by workers for conversions
     staging_bytes: Count = 0  # of all targets' staging arenas
     held_bytes: Count = 0  # of all targets' live tensors
 
 
 class DescribedMember(Value, frozen=True):
-    """One registered rank of a model and which description is its."""
+    """One registered rank of a model, with the index of its description."""
 
     role: Label  # "source", "target"
     replica: Label

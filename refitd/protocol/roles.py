@@ -1,4 +1,4 @@
-"""What a trainer, an engine and an operator may ask for, on a node and between nodes."""
+"""The roles trainer, engine and operator: which messages each may send, on a node and between nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from refitd.protocol.base import Message
 TRAINER, ENGINE, OPERATOR = "trainer", "engine", "operator"
 ALL_ROLES = frozenset({TRAINER, ENGINE, OPERATOR})
 
-# A trainer that has published may have it swapped in: `client.swap` is part of its loop.
+# A trainer may swap: `client.swap` is part of its loop.
 _SWAPS = frozenset({TRAINER, OPERATOR})
 _NEEDED: dict[type[Message], frozenset[str]] = {
     local.CreateArena: frozenset({TRAINER, ENGINE}),
@@ -30,7 +30,7 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The rights of an admitted public key: its owner's name, the node it may be, the roles of that node's clients."""
+    """The rights of a public key: its owner's name, the node name it may use, the roles of that node's clients."""
 
     name: str
     node: str = ""  # "": any
@@ -54,10 +54,10 @@ def check_role(message: Message, roles: frozenset[str], who: str, where: str) ->
         message: the request.
         roles: the sender's roles.
         who: the sender, for the error.
-        where: what gives the sender its roles; to be changed to allow the message.
+        where: the setting that gives the sender its roles, for the error.
 
     Raises:
-        RefusedError: names the message, the sender's roles, the needed roles and where roles are given.
+        RefusedError: names the message, the sender's roles, the needed roles and that setting.
     """
     needed = roles_for(message)
     if not needed & roles:
@@ -68,7 +68,11 @@ def check_role(message: Message, roles: frozenset[str], who: str, where: str) ->
 
 
 def read_roles(words: Iterable[str]) -> frozenset[str]:
-    """Return roles by name; raises ValueError for an unknown name."""
+    """Return roles by name.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
     found = frozenset(words)
     if unknown := sorted(found - ALL_ROLES):
         raise ValueError(f"{unknown[0]!r} is no role; roles are {listed(ALL_ROLES)}")

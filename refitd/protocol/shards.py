@@ -13,7 +13,7 @@ from refitd.dtypes import ELEMENT_SIZES, dtype_name
 from refitd.errors import ProtocolError
 from refitd.protocol.base import Count, Name, Small, Step, Value
 
-# More dimensions than any array library has: a product of more numbers than that is no size.
+# More dimensions than any array library has. A limit, since a product of too many numbers is not a usable size.
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
@@ -65,9 +65,9 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
 
 
 class Shard(Value, frozen=True):
-    """All tensors of one rank. `groups` holds every rank list once, counted from the rank itself.
+    """All tensors of one rank. `groups` holds each rank list once, relative to the rank itself.
 
-    Rank 5 of [4, 5, 6, 7] sends (-1, 0, 1, 2), so that ranks with equal shards (data parallel) send equal bytes.
+    Rank 5 of [4, 5, 6, 7] sends (-1, 0, 1, 2). So ranks with equal shards (data parallel) send equal bytes.
     """
 
     tensors: tuple[WireTensor, ...]
@@ -83,11 +83,11 @@ class Place(Value, frozen=True, array_like=True):
 
 
 def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
-    """Pack the descriptions of one rank (their `owner_rank`; 0 where there is none) for the wire.
+    """Pack the descriptions of one rank for the wire; groups become relative to their `owner_rank` (None: 0).
 
     Raises:
         ProtocolError: the descriptions belong to several ranks.
-        PlanError: a field is no number, boolean or text; names tensor and field.
+        PlanError: a field has a wrong type; names the tensor and field.
     """
     metadata = [plain(m) for m in metadata]
     owners = {m.owner_rank or 0 for m in metadata}
@@ -130,7 +130,7 @@ def check_shard(shard: Shard) -> None:
     """Check that `metadata_of` will succeed, without building anything.
 
     Raises:
-        ProtocolError: a dtype is unknown, a group index points nowhere, or a name occurs twice.
+        ProtocolError: a dtype is unknown, a group index is out of range, or a name occurs twice.
     """
     groups = len(shard.groups)
     names: set[str] = set()
@@ -146,10 +146,10 @@ def check_shard(shard: Shard) -> None:
 
 
 def metadata_of(shard: Shard, owner_rank: int) -> list[ParameterMetadata]:
-    """Unpack what rank `owner_rank` holds. Its groups are renumbered relative to that rank.
+    """Unpack the descriptions of rank `owner_rank`; groups become absolute ranks.
 
     Raises:
-        ProtocolError: a dtype is unknown, a group index points nowhere, or a name occurs twice.
+        ProtocolError: a dtype is unknown, a group index is out of range, or a name occurs twice.
     """
     check_shard(shard)
     lists = [[owner_rank + step for step in steps] for steps in shard.groups]

@@ -10,12 +10,12 @@ from refitd.protocol.shards import Shape
 
 
 class MapArena(Message, frozen=True):
-    """Map the arena whose descriptor comes along."""
+    """Map the arena whose descriptor comes with this message."""
 
     arena: Count
     nbytes: Count
     write: bool
-    device: Label = ""  # the GPU it lies on (refitd.buffers.cuda.name_of); "": main memory
+    device: Label = ""  # its GPU (refitd.buffers.cuda.name_of); "": main memory
 
 
 class UnmapArena(Message, frozen=True):
@@ -25,7 +25,7 @@ class UnmapArena(Message, frozen=True):
 
 
 class JoinEpoch(Message, frozen=True):
-    """Join a membership epoch at position `index` of `labels`; reply EpochJoined or EpochFailed."""
+    """Join an epoch at position `index` of `labels`; reply EpochJoined or EpochFailed."""
 
     epoch: Name
     service: Name
@@ -45,22 +45,22 @@ class LaneValue(Message, frozen=True):
 
 
 class LeaveEpoch(Message, frozen=True):
-    """Leave an epoch that is over; its jobs have been dropped."""
+    """Leave an epoch that has ended; its jobs have been dropped."""
 
     epoch: Name
 
 
 class WarmUp(Message, frozen=True):
-    """Import a service's modules now, so that the next epoch need not wait for them."""
+    """Import a service's modules now, so that the next epoch forms faster."""
 
     service: Name
 
 
 class LoadJob(Message, frozen=True):
-    """Prepare the job in the memory file that comes along, `nbytes` long.
+    """Prepare the job in the memory file that comes with this message, `nbytes` long.
 
-    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes where it `converts`; else
-    TransferList.to_bytes, to be run together with the epoch's others.
+    Without an epoch it is CopyList.to_bytes, or ConversionList.to_bytes if it `converts`. With one it is
+    TransferList.to_bytes, and runs together with the peers' jobs.
     """
 
     job: Count
@@ -85,9 +85,9 @@ class DropJob(Message, frozen=True):
 
 
 class Span(Value, frozen=True):
-    """Elements [first : first + count], row-major, of a tensor in an arena. Strides in bytes.
+    """Elements [first : first + count], row-major, of a tensor in an arena. Offset and strides in bytes.
 
-    With a `pid` there is no arena: `offset` is an address of that process.
+    With a `pid` there is no arena: `offset` is an address in that process.
     """
 
     arena: Count
@@ -125,7 +125,7 @@ class WorkerReady(Message, frozen=True):
 
 
 class LanePut(Message, frozen=True):
-    """This worker's value for the others of an epoch."""
+    """This worker's value for its peers in an epoch."""
 
     epoch: Name
     key: Name
@@ -159,7 +159,7 @@ class RunDone(Message, frozen=True):
     copies: Count
     bytes: Count
     seconds: Seconds
-    staging_bytes: Count = 0  # held in buffers of its own
+    staging_bytes: Count = 0  # held in the worker's own buffers
 
 
 class RunFailed(Message, frozen=True):
@@ -171,7 +171,7 @@ class RunFailed(Message, frozen=True):
 
 
 class DigestsTaken(Message, frozen=True):
-    """The digests in order, or the reason why there are none."""
+    """The digests in order, or the reason if they could not be taken."""
 
     run: Count
     digests: bytes = b""
@@ -179,7 +179,7 @@ class DigestsTaken(Message, frozen=True):
 
 
 class SpansCompared(Message, frozen=True):
-    """Per pair, the first and last element that differ and how many differ; or the reason why that is unknown."""
+    """Per pair, the first and last differing element and how many differ; or the reason if that is unknown."""
 
     run: Count
     found: tuple[tuple[Count, Count, Count], ...] = ()
@@ -204,15 +204,15 @@ class FetchArena(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The client closes its session in order: nothing is kept for a successor process."""
+    """The client closes its session regularly: nothing is retained for a successor."""
 
 
 class ArenaDescriptor(Message, frozen=True):
-    """The reply to FetchArena; the descriptor comes along."""
+    """The reply to FetchArena; the descriptor comes with it."""
 
     arena: Count
     nbytes: Count
-    device: Label = ""  # the GPU it lies on; "": main memory
+    device: Label = ""  # its GPU; "": main memory
 
 
 ToWorker = (
@@ -231,5 +231,5 @@ ToWorker = (
 FromWorker = (
     WorkerReady | RunProgress | RunDone | RunFailed | DigestsTaken | SpansCompared | LanePut | EpochJoined | EpochFailed
 )
-DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, that is
+DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, too
 DescriptorReply = Greeting | ArenaDescriptor | Failure

@@ -1,4 +1,4 @@
-"""Report a ZeroMQ socket's failed handshakes, from its monitor."""
+"""Reports a ZeroMQ socket's failed handshakes, from its monitor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 
 import zmq
 
-_EVENT = struct.Struct("=Hi")  # which event, and its value; pyzmq's own reader of them loads asyncio
+_EVENT = struct.Struct("=Hi")  # (event, value); pyzmq's own parser would load asyncio
 
 
 class HandshakeFailure(enum.Enum):

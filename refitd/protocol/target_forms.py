@@ -1,10 +1,10 @@
-"""What a target holds if it differs from what arrives: declared conversions, and the layout of the staging arena.
+"""Targets whose held tensors differ from the arriving ones: conversions, and the staging arena's layout.
 
     arrives (the shard)        w  [256, 512] bfloat16
     holds                      w's data [256, 512], w's scale [256, 16]
     conversion                 quantize: from w, to (data, scale), rounded up
 
-The staging arena holds what arrives, then what is converted from it. A held tensor that is not converted is there once.
+The staging arena holds the arriving tensors, then the converted ones. An unconverted tensor is stored once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HeldTensor(Value, frozen=True, omit_defaults=True):
 
 
 class Conversion(Value, frozen=True, omit_defaults=True):
-    """How workers make held tensors from one that arrives, once everything has arrived.
+    """How workers make held tensors from an arrived one, once everything has arrived.
 
     quantize: `wire` in bfloat16 becomes `held` (data, scale), row-major or `swizzled`.
     swizzle:  `wire`, row-major scales, becomes `held` (scale), swizzled.
@@ -45,7 +45,7 @@ class Conversion(Value, frozen=True, omit_defaults=True):
 
 
 class DerivedTensor(Value, frozen=True):
-    """A tensor that a target computes from weights (a workspace, a fused copy). A hook refreshes it, or it is stale."""
+    """A tensor that a target computes from weights (a workspace, a fused copy). Stale unless a hook refreshes it."""
 
     name: Name
     sources: tuple[Name, ...]
@@ -67,9 +67,9 @@ def held_bytes(held: HeldTensor | WireTensor) -> int:
 
 
 def staged(shard: Shard, held: Sequence[HeldTensor]) -> Staged:
-    """Lay out a staging arena. Without `held`, everything that arrives is held as it is.
+    """Lay out a staging arena. Without `held`, everything is held as it arrives.
 
-    dtypes must be known and `wire` must be in the shard.
+    All dtypes must be known, and every `wire` an index into the shard.
     """
     sizes = [prod(t.shape) * ELEMENT_SIZES[t.dtype] for t in shard.tensors]
     made = [i for i, tensor in enumerate(held) if tensor.wire is None]

@@ -1,4 +1,4 @@
-"""Checks of names in messages, before one becomes a file name, a path or a log line."""
+"""Checks of names in messages, before they become file names, paths or log lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = ("model", "replica", "name", "label", "device", "digest", "member")
 
 
 def check_names(message: Message) -> None:
-    """Refuse a message with an invalid name, in a field or of a tensor that it registers.
+    """Refuse a message with an invalid name, in its own fields or those of its tensors.
 
     Raises:
         RefusedError: names the field and the reason.

@@ -1,7 +1,7 @@
-"""Admit only listed keys: the ZAP handler of a listening CURVE socket.
+"""Admits only listed keys: the ZAP handler of a listening CURVE socket.
 
-Without a handler ZeroMQ admits every key. It asks the socket bound to `inproc://zeromq.zap.01` in its context, if any;
-ZAP_ENFORCE_DOMAIN (see channel.py) refuses every peer while there is none. The protocol is ZAP 1.0,
+Without a handler ZeroMQ admits every key. It asks the socket bound to `inproc://zeromq.zap.01` in its context, if any.
+With ZAP_ENFORCE_DOMAIN (see channel.py) it refuses every peer while there is no handler. The protocol is ZAP 1.0,
 https://rfc.zeromq.org/spec/27.
 """
 
@@ -29,13 +29,13 @@ class TurnedAway:
 def _described(frames: list[bytes]) -> TurnedAway:
     match frames:
         case [_, _, _, address, _, _, key] if len(key) == 32:
-            # our sockets are IPv6 ones, to which an IPv4 peer has a mapped address
+            # our sockets are IPv6, so IPv4 peers have mapped addresses
             return TurnedAway(z85.encode(key).decode(), address.decode("ascii", "replace").removeprefix("::ffff:"))
     return TurnedAway("", "")
 
 
 class Doorkeeper:
-    """Answers ZeroMQ's questions from the loop that polls `socket`."""
+    """Answers ZeroMQ's admission requests, called by the loop that polls `socket`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Collection[str]) -> None:
         self._allowed = {z85.decode(public): public for public in allowed}
@@ -44,7 +44,7 @@ class Doorkeeper:
         self.socket.bind(_ENDPOINT)
 
     def answer(self) -> list[TurnedAway]:
-        """Answer all pending questions; return the refused peers."""
+        """Answer all pending requests; return the refused peers."""
         refused: list[TurnedAway] = []
         while True:
             try:
@@ -53,7 +53,7 @@ class Doorkeeper:
                 return refused
             request = frames[1] if len(frames) > 1 else b""
             key = self._key(frames)
-            # the key is what its peer's messages carry as User-Id: a name may stand for several keys
+            # sent back as the User-Id of the peer's messages: the key, since several keys may share a name
             verdict = (b"400", b"key not allowed", b"") if key is None else (b"200", b"OK", key.encode())
             self.socket.send_multipart([_VERSION, request, *verdict, b""])
             if key is None:

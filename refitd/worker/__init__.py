@@ -1,1 +1,1 @@
-"""The worker sidecar process."""
+"""The worker process of a daemon."""

@@ -1,4 +1,4 @@
-"""A worker's part in finishing a target: MXFP8 made of what has arrived, in the staging arena, each block once."""
+"""A worker's conversions in main memory: makes MXFP8 from what has arrived in a staging arena, in pieces."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class _ThreadMemory:
-    """What one thread keeps between pieces, so that pages are touched once."""
+    """Buffers that one thread reuses between pieces, so that their pages are touched once."""
 
     scratch: Scratch
-    rows: Bytes  # row-major scales of a piece that is swizzled
+    rows: Bytes  # row-major scales of a piece to be swizzled
 
     def rows_of(self, shape: tuple[int, int]) -> Bytes:
-        """Return room for row-major scales."""
+        """Return a buffer for row-major scales of this shape."""
         if self.rows.size < shape[0] * shape[1]:
             self.rows = np.empty(shape[0] * shape[1], np.uint8)
         return self.rows[: shape[0] * shape[1]].reshape(shape)
@@ -38,17 +38,17 @@ class _ThreadMemory:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _ConversionPiece:
-    """Views of one piece: what is read, and what is written."""
+    """Views of one piece: its input and its outputs."""
 
     nbytes: int
     rounding: Rounding
-    words: npt.NDArray[np.uint16] | None  # None where scales are swizzled only
+    words: npt.NDArray[np.uint16] | None  # None if only scales are swizzled
     data: Bytes | None
-    rows: Bytes | None  # row-major scales: written, or read; None where they are only on the way
+    rows: Bytes | None  # row-major scales: written, or read; None if they are only an intermediate step
     swizzled: Bytes | None
 
     def convert(self, memory: _ThreadMemory) -> None:
-        """Write what is to be written."""
+        """Write the piece's outputs."""
         rows = self.rows
         if self.words is not None and self.data is not None:
             if rows is None:
@@ -59,13 +59,13 @@ class _ConversionPiece:
 
 
 class ConversionJob(PreparedJob):
-    """The pieces of one worker, taken by `threads` threads."""
+    """One worker's pieces, converted by `threads` threads."""
 
     def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedArena], threads: int) -> None:
-        """Check that every piece lies in its arena.
+        """Build the views, and check that every piece lies inside its arena.
 
         Raises:
-            TransportError: one does not, or its arena cannot be written.
+            TransportError: a piece leaves its arena, or the arena is not writable.
         """
         self._pieces = [_piece(pieces, row, arenas) for row in range(len(pieces))]
         self._memories = [
@@ -74,7 +74,7 @@ class ConversionJob(PreparedJob):
         ]
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. There is nothing to compare: what is read was verified when it arrived."""
+        """See PreparedJob.run. Nothing is compared: the input was verified when it arrived."""
         started = time.perf_counter()
         work = _ConversionRun(self._pieces, on_progress)
         threads = [threading.Thread(target=work.take_part, args=(m,), daemon=True) for m in self._memories[1:]]
@@ -89,7 +89,7 @@ class ConversionJob(PreparedJob):
 
 
 class _ConversionRun:
-    """The pieces of one run; the first failure ends everybody's work."""
+    """The pieces of one run; the first failure stops all threads."""
 
     def __init__(self, pieces: list[_ConversionPiece], on_progress: Callable[[int], None]) -> None:
         self.failure: BaseException | None = None
@@ -100,12 +100,12 @@ class _ConversionRun:
         self._lock = threading.Lock()
 
     def take_part(self, memory: _ThreadMemory) -> None:
-        """Convert pieces until there are none; the body of a thread."""
+        """Convert pieces until none are left; the body of a thread."""
         try:
             for piece in self._taken():
                 piece.convert(memory)
                 self._note(piece.nbytes)
-        except BaseException as exc:  # carried to the caller's thread
+        except BaseException as exc:  # raised again in the caller's thread
             with self._lock:
                 self.failure = self.failure or exc
 

@@ -1,4 +1,4 @@
-"""A worker's part in finishing a target on a GPU: MXFP8 made there of what has arrived, in the staging arena."""
+"""A worker's conversions on a GPU: makes MXFP8 from what has arrived in a staging arena there."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DEFAULT_S = 600.0
 
 
 class DeviceConversionJob(PreparedJob):
-    """Pieces in arenas on GPUs, one after another; on each GPU by the kernel that the library uses."""
+    """Pieces in arenas on GPUs, converted one after another by each GPU's quantization kernel."""
 
     def __init__(self, pieces: ConversionList, arenas: Mapping[int, MappedDeviceArena]) -> None:
-        """Check that every piece lies in its arena.
+        """Build the views, and check that every piece lies inside its arena.
 
         Raises:
-            TransportError: one does not, or its arena cannot be written.
-            RefusedError: nothing can convert on that GPU.
+            TransportError: a piece leaves its arena, or the arena is not writable.
+            RefusedError: that GPU has no kernel for a conversion.
         """
         self._bytes = pieces.row_bytes.tolist()
         self._gpus = sorted({arena.device for arena in arenas.values()})
@@ -35,7 +35,7 @@ class DeviceConversionJob(PreparedJob):
         self._pieces = [_piece(pieces, row, arenas, self._scratch) for row in range(len(pieces))]
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run. There is nothing to compare: what is read was verified when it arrived."""
+        """See PreparedJob.run. Nothing is compared: the input was verified when it arrived."""
         started, done = time.perf_counter(), 0
         with on_streams(self._gpus, timeout or _DEFAULT_S, "conversions"):
             for convert, nbytes in zip(self._pieces, self._bytes, strict=True):
@@ -48,7 +48,7 @@ class DeviceConversionJob(PreparedJob):
 def _piece(
     pieces: ConversionList, row: int, arenas: Mapping[int, MappedDeviceArena], scratch: dict[str, Scratch]
 ) -> Callable[[], None]:
-    """Return what converts a piece."""
+    """Return a function that converts a piece."""
     kind, rows, columns, rounding = check_piece(pieces, row)
     number, blocks = int(pieces.arena[row]), columns // BLOCK
     arena = arenas[number]

@@ -1,4 +1,4 @@
-"""A worker's arenas on GPUs and the services that copy to and from them. torch is imported with the first one."""
+"""A worker's arenas on GPUs and the services that copy to and from them. The first one imports torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Devices:
-    """The GPUs this worker has been given arenas on."""
+    """The GPUs on which this worker has arenas."""
 
     def __init__(self, registry: Registry, host_arenas: Mapping[int, MappedArena]) -> None:
         self._registry = registry
         self._host_arenas = host_arenas
         self._arenas: dict[int, MappedDeviceArena] = {}
-        self._lacking: dict[int, str] = {}  # arenas that could not be mapped, and why
+        self._lacking: dict[int, str] = {}  # arena that could not be mapped -> reason
         self._services: dict[int, MappedCopyService] = {}
 
     def map(self, arena: int, fd: int, nbytes: int, device: str, *, write: bool) -> None:
-        """Map an arena on a GPU, unless it is; one that cannot be is told by the jobs that need it."""
+        """Map an arena on a GPU, unless it is mapped. A failure is reported by the jobs that need the arena."""
         from refitd.buffers.cuda import MappedDeviceArena, index_of
 
         if arena in self._arenas:
@@ -49,22 +49,22 @@ class Devices:
             if index not in self._services:
                 self._services[index] = make(index)
             self._arenas[arena] = MappedDeviceArena(fd, nbytes, index, write=write)
-        except Exception as exc:  # torch raises half a dozen types where a GPU or a driver is not as it should be
+        except Exception as exc:  # torch raises half a dozen types if a GPU or a driver is faulty
             reason = str(exc) if isinstance(exc, RefitdError) else f"{type(exc).__name__}: {exc}"
             self._lacking[arena] = f"arena {arena} on {device} cannot be used by this worker: {reason}"
 
     def unmap(self, arena: int) -> None:
-        """Give an arena back; jobs over it have been dropped."""
+        """Unmap an arena; its jobs have been dropped."""
         self._lacking.pop(arena, None)
-        self._arenas.pop(arena, None)  # unmapped with the last view of it
+        self._arenas.pop(arena, None)  # unmapped with its last view
 
     @property
     def arenas(self) -> Mapping[int, MappedDeviceArena]:
-        """Those that are mapped, by id."""
+        """The mapped arenas by id."""
         return self._arenas
 
     def mapped(self, arenas: set[int]) -> dict[int, MappedDeviceArena]:
-        """Return those of these arenas that lie on GPUs.
+        """Return those of the given arenas that lie on GPUs.
 
         Raises:
             ArenaError: one could not be mapped.
@@ -74,12 +74,12 @@ class Devices:
         return {number: self._arenas[number] for number in sorted(arenas & self._arenas.keys())}
 
     def prepare_conversions(self, pieces: ConversionList, threads: int) -> PreparedJob:
-        """Build what converting these pieces needs, each where it lies.
+        """Build a job for these conversions, each on the device where it lies.
 
         Raises:
-            TransportError: a piece leaves its arena, or that cannot be written.
+            TransportError: a piece leaves its arena, or the arena is not writable.
             ArenaError: an arena could not be mapped.
-            RefusedError: nothing can convert on a GPU.
+            RefusedError: a GPU has no kernel for a conversion.
         """
         from refitd.worker.conversions import ConversionJob
 
@@ -96,7 +96,7 @@ class Devices:
         return _PartsJob(parts)
 
     def prepare(self, copies: CopyList, in_main_memory: MappedCopyService) -> PreparedJob:
-        """Build what running these copies needs: each goes to the service of the GPU it writes, else reads.
+        """Build a job for these copies: each goes to the service of the GPU that it writes to, or else reads from.
 
         Raises:
             TransportError: a copy leaves its arena, or its service cannot perform it.
@@ -125,13 +125,13 @@ class _Part:
 
 
 class _PartsJob(PreparedJob):
-    """The parts of one job that different services perform, one after another."""
+    """The parts of one job for different services, run one after another."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
-        """See PreparedJob.run; `timeout` is each part's."""
+        """See PreparedJob.run; `timeout` applies to each part."""
         done: list[RunResult] = []
 
         def progress(bytes_done: int) -> None:
@@ -152,7 +152,7 @@ class _PartsJob(PreparedJob):
 
 
 def torch_with_one_thread() -> None:
-    """Import torch as workers use it."""
+    """Import torch for a worker, with one thread."""
     torch = importlib.import_module("torch")
-    # small strided copies are many times slower with OpenMP's threads on busy cores
+    # on busy cores OpenMP's threads make small strided copies many times slower
     torch.set_num_threads(1)

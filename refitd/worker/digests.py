@@ -1,4 +1,4 @@
-"""A worker's part in proofs: digests of spans of tensors in arenas, and where two of them differ."""
+"""A worker's part in proofs: digests of spans of tensors, and comparison of two spans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Arenas = Mapping[int, "MappedArena | MappedDeviceArena"]
 
 
 def taken(message: sidecar.TakeDigests, arenas: Arenas) -> sidecar.DigestsTaken:
-    """Answer a request for digests; one that cannot be met says why."""
+    """Answer a digest request, with the reason if it cannot be done."""
     try:
         found = [digest(_parts(span, arenas)) for span in message.spans]
     except TransportError as exc:
@@ -32,7 +32,7 @@ def taken(message: sidecar.TakeDigests, arenas: Arenas) -> sidecar.DigestsTaken:
 
 
 def compared(message: sidecar.CompareSpans, arenas: Arenas) -> sidecar.SpansCompared:
-    """Answer a request for differences likewise."""
+    """Answer a comparison request, with the reason if it cannot be done."""
     try:
         found = tuple(_compared(live, expected, arenas) for live, expected in message.pairs)
     except TransportError as exc:
@@ -79,7 +79,7 @@ def _read(span: sidecar.Span) -> Iterator[Elements]:
 def _read_box(
     pid: int, address: int, box: list[tuple[int, int]], element: int, first: int, count: int
 ) -> Iterator[Elements]:
-    """Read elements [first : first + count] of a box of (size, stride), in parts of about CHUNK_BYTES at most."""
+    """Read elements [first : first + count] of a box of (size, stride), in parts of at most about CHUNK_BYTES."""
     (_, stride), *rest = box
     inner = prod(size for size, _ in rest)
     end = first + count
@@ -97,7 +97,7 @@ def _read_box(
 
 
 def _fetched(span: sidecar.Span, arena: MappedDeviceArena) -> Elements:
-    """Copy a span from a GPU."""
+    """Copy a span from a GPU to main memory."""
     import torch
 
     from refitd.copy_services.device_pieces import DevicePiece

@@ -1,4 +1,4 @@
-"""A worker's membership epochs: services that exchange with workers of other nodes, and the jobs over them."""
+"""A worker's epochs: services that exchange with workers of other nodes, and the jobs over them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from refitd.worker.devices import Devices, torch_with_one_thread
 if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
 
-# Told to the daemon no more often, however small the messages are.
+# Progress is reported at most this often, however small the messages are.
 PROGRESS_BYTES = 8 << 20
 DEFAULT_S = 600.0
 
 
 class Exchanges:
-    """The epochs this worker is in. What they need, torch among it, is imported when the first one is joined."""
+    """The epochs that this worker is in. Joining the first one imports what they need, including torch."""
 
     def __init__(self, registry: Registry, arenas: Mapping[int, MappedArena], devices: Devices | None = None) -> None:
         self._registry = registry
@@ -35,17 +35,17 @@ class Exchanges:
         self._services: dict[str, ExchangeService] = {}
 
     def warm_up(self, service: str) -> None:
-        """Import what a service needs; what is missing is told when an epoch is joined."""
+        """Import what a service needs; a missing module is reported when an epoch is joined."""
         if self._registry.find(service).join is not None:
             torch_with_one_thread()
 
     def join(self, message: sidecar.JoinEpoch, mailbox: Mailbox) -> None:
-        """Join an epoch; return once all of its workers have met.
+        """Join an epoch; return once all of its workers have joined.
 
         Raises:
             ConfigError: the service cannot run here.
-            DeadlineExceeded: this worker was not ready in time, or somebody did not come.
-            TransportError: the workers did not meet, with who is missing.
+            DeadlineExceeded: this worker was not ready in time, or a peer did not come.
+            TransportError: the workers could not connect; names who is missing.
         """
         join = self._registry.find(message.service).join
         if join is None:
@@ -75,7 +75,7 @@ class Exchanges:
         except DeadlineExceeded as exc:
             if spent < left:
                 raise
-            raise DeadlineExceeded(f"{exc}; {own}") from exc  # nobody else is to blame for the time that was left
+            raise DeadlineExceeded(f"{exc}; {own}") from exc  # this worker alone used up the time
 
     def leave(self, epoch: str) -> None:
         """Close an epoch's service and its connections."""
@@ -84,7 +84,7 @@ class Exchanges:
             service.close()
 
     def prepare(self, epoch: str, block: bytes) -> PreparedJob:
-        """Build what running these transfers needs.
+        """Build a job for these transfers.
 
         Raises:
             TransportError: this worker is not in the epoch, or a transfer leaves its arena.
@@ -104,7 +104,7 @@ class Exchanges:
                 piece = piece_of(rows, row, arenas)
                 note(int(rows.task_id[row]), piece, service.ranks[int(rows.peer[row])], part=int(rows.part[row]))
         except BaseException:
-            service.hold()  # what was noted of a job that is refused must not be in the next one
+            service.hold()  # forget the transfers of a refused job
             raise
         gpus = sorted({arena.device for arena in on_gpus.values()})
         return _ExchangeJob(service, service.hold(), int((rows.is_send == 0).sum()), gpus)
@@ -113,7 +113,7 @@ class Exchanges:
 class _ExchangeJob(PreparedJob):
     def __init__(self, service: ExchangeService, transfers: Transfers, receives: int, gpus: list[int]) -> None:
         self._service, self._transfers, self._receives = service, transfers, receives
-        self._gpus = gpus  # that the pieces lie on
+        self._gpus = gpus  # that hold the pieces
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run."""

@@ -1,4 +1,4 @@
-"""The worker sidecar: maps arenas, performs copy jobs, obeys one daemon over one socket pair."""
+"""The worker process: maps arenas and runs copy jobs for one daemon, over one socket pair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from refitd.worker.exchanges import Exchanges
 
 
 class DaemonLink:
-    """The worker's end of the socket pair. Messages that come while something else is awaited are kept in order."""
+    """The worker's end of the socket pair. Messages that arrive while another one is awaited are kept in order."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -34,7 +34,7 @@ class DaemonLink:
         self._kept: deque[tuple[sidecar.ToWorker, tuple[int, ...]]] = deque()
 
     def next(self) -> tuple[sidecar.ToWorker, tuple[int, ...]]:
-        """Return the next message and its descriptors, which are the caller's to close."""
+        """Return the next message and its descriptors, which the caller closes."""
         return self._kept.popleft() if self._kept else self._receive()
 
     def _receive(self) -> tuple[sidecar.ToWorker, tuple[int, ...]]:
@@ -46,16 +46,16 @@ class DaemonLink:
             raise
 
     def await_value(self, epoch: str, key: str, values: dict[tuple[str, str], bytes], timeout: float) -> bytes:
-        """Return what another worker of the epoch leaves under `key`; other messages are kept for `next`.
+        """Return what another worker of the epoch put under `key`; other messages are kept for `next`.
 
         Raises:
             DeadlineExceeded: it has not come in time.
-            PeerLost: the daemon has given the epoch up.
+            PeerLost: the daemon has abandoned the epoch.
         """
         deadline, wait = time.monotonic() + timeout, 0.0
         try:
             while True:
-                # first what has come already: the value of a peer that has left since leads into waiting for nobody
+                # read pending messages first: after LeaveEpoch a peer's value would lead to a wait for absent peers
                 self._take_in(values, wait)
                 if any(isinstance(kept, sidecar.LeaveEpoch) and kept.epoch == epoch for kept, _ in self._kept):
                     raise PeerLost("the epoch has been given up")
@@ -68,7 +68,7 @@ class DaemonLink:
             self._connection.settimeout(None)
 
     def _take_in(self, values: dict[tuple[str, str], bytes], wait: float) -> None:
-        """Sort everything that has come into values and the rest; wait so many seconds for the first of it."""
+        """Sort all received messages into values and others; wait up to `wait` seconds for the first one."""
         self._connection.settimeout(wait)
         while True:
             try:
@@ -102,7 +102,7 @@ class EpochMailbox(Mailbox):
 
 
 class Worker:
-    """Holds the CopyServices of one device and performs what the daemon says, one message at a time."""
+    """Holds the copy services of one worker and handles the daemon's messages, one at a time."""
 
     def __init__(self, connection: socket.socket, registry: Registry, threads: int) -> None:
         self._daemon = DaemonLink(connection)
@@ -115,10 +115,10 @@ class Worker:
         self._devices = Devices(registry, self._arenas)
         self._exchanges = Exchanges(registry, self._arenas, self._devices)
         self._values: dict[tuple[str, str], bytes] = {}
-        self._jobs: dict[int, PreparedJob | str] = {}  # a job that could not be prepared keeps its reason
+        self._jobs: dict[int, PreparedJob | str] = {}  # the reason if it could not be prepared
 
     def serve(self) -> None:
-        """Work until the daemon closes its end."""
+        """Run until the daemon closes its end."""
         self._daemon.say(sidecar.WorkerReady(pid=os.getpid(), services=(self._service.name,)))
         while True:
             message, fds = self._daemon.next()
@@ -164,7 +164,7 @@ class Worker:
         else:
             self._daemon.say(sidecar.EpochJoined(epoch=message.epoch))
             return
-        # a store that has failed, its error and the frames of both hold each other, and open sockets with them
+        # a failed store, its error and their frames form a cycle that keeps sockets open
         gc.collect()
         self._daemon.say(sidecar.EpochFailed(epoch=message.epoch, reason=reason))
 
@@ -223,5 +223,5 @@ def main() -> int:
     try:
         worker.serve()
     except PeerLost:
-        return 0  # the daemon is gone or has closed its end: that is how workers end
+        return 0  # the daemon has ended or closed its end, which is how workers end
     return 0
