@@ -78,7 +78,7 @@ class ContentRestored:
 
 @dataclass(frozen=True, slots=True)
 class AskedToHalt:
-    """The coordinator asks the rank to stand still before it is written in place."""
+    """The coordinator asks the rank to stand still for a swap."""
 
     swap: str
 
