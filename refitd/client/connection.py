@@ -253,7 +253,7 @@ class Connection:
             listener(local.Failure(code=lost.code, message=str(lost)))  # the notifier thread may have ended
 
     def unlisten(self, member: str) -> None:
-        """Stop listening."""
+        """Stop calling the member's listener."""
         self._notices.put(_Unlisten(member))
         self._listeners.pop(member, None)
 
@@ -486,7 +486,7 @@ class Connection:
     def _receive_descriptor(self) -> tuple[sidecar.DescriptorReply, tuple[int, ...]]:
         try:
             data, fds = handoff.receive(self._descriptors)
-        except (TimeoutError, BlockingIOError) as exc:  # the latter where the timeout is 0
+        except (TimeoutError, BlockingIOError) as exc:  # BlockingIOError if the timeout is 0
             raise DeadlineExceeded(f"the refitd daemon in {self.directory} does not answer; look at its log") from exc
         message = self._small.decode(data)[1]
         if isinstance(message, local.Failure) and not fds and not hasattr(self, "welcome"):

@@ -109,7 +109,7 @@ def problem_of(value: Any) -> str:
     problem = tensor_problem(held_here(value))
     is_buffer = not isinstance(value, torch.Tensor) and hasattr(value, "data") and hasattr(value, "scale")
     if problem and (is_buffer or is_quantized(value)):
-        return ""  # held_of says what is wrong with it
+        return ""  # held_of reports what is wrong
     return problem
 
 

@@ -459,7 +459,7 @@ class Target:
             self._changed.notify_all()
 
     def _fail(self) -> None:
-        """Note that a decided version was not committed: the tensors may hold parts of two, and the old is not live."""
+        """Give up a decided version: the tensors may hold parts of two, and the old version is no longer live."""
         with self._changed:
             self._version = None
         self._settle()

@@ -21,7 +21,7 @@ HOST = -1  # the number of main memory; GPUs have numbers from 0
 # Limit on numpy's search for a shared byte, and on the elements that are compared one by one.
 _MAX_WORK = 1_000_000
 
-Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # sorted starts, and ends, of memory
+Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # (sorted starts, ends) of memory ranges
 
 
 class Extents(NamedTuple):
@@ -38,7 +38,7 @@ class Mapping(NamedTuple):
 
     start: int
     end: int
-    offset: int  # of its start in the file
+    offset: int  # the offset of `start` in the file
 
 
 def gpu_of(tensor: torch.Tensor) -> int:
@@ -188,7 +188,7 @@ def _within(mapping: Mapping, lie: Extents) -> npt.NDArray[np.bool_]:
 
 
 def met(one: Extents, other: Extents) -> bool:
-    """Whether memory of one set may lie within that of another: seldom true, and quick."""
+    """Return whether any memory ranges of two sets overlap: a quick check, seldom true."""
     for number in np.intersect1d(one.device, other.device):
         a, b = one.device == number, other.device == number
         order = np.argsort(one.start[a])

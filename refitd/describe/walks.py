@@ -148,7 +148,7 @@ def _laid(walk: Walk, shape: Sequence[int]) -> Laid | list[Walk]:
         if axis.b and not fits:
             raise PlanError(f"a step of {axis.b} elements leaves a tensor of shape {list(shape)}")
         dim = fits[0] if axis.b else -1
-        if dim >= 0 and axis.b % strides[dim]:  # diagonally
+        if dim >= 0 and axis.b % strides[dim]:  # the axis runs diagonally
             if axis.count > MAX_PIECES:
                 raise PlanError(f"a copy runs diagonally through a tensor of shape {list(shape)}, {axis.count} steps")
             index = len(dims)

@@ -101,7 +101,7 @@ def distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def find(sorted_keys: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Ints:
-    """Return the position of each key in a sorted column without repeats, -1 where it is missing."""
+    """Return the position of each key in a sorted column without repeats, -1 for a missing key."""
     if not len(sorted_keys):
         return np.full(len(keys), -1, np.int64)
     at = np.searchsorted(sorted_keys, keys)

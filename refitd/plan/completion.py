@@ -47,7 +47,7 @@ class Description(Protocol):
 
     @property
     def partition_stride(self) -> int:
-        """The stride."""
+        """The number of interleaved pieces per rank."""
 
     @property
     def partition_sizes(self) -> Sequence[int] | None:

@@ -126,7 +126,7 @@ class TileIndex:
 
 
 def doubly_placed(layouts: Layouts, places: TileIndex, side: Side) -> list[str]:
-    """Return the local tensors of a side in which two tiles share a place."""
+    """Return a message for each local tensor of a side in which two tiles share a place."""
     low = places.local_offset
     high = low + ((places.size - 1) * places.stride).sum(axis=1)
     where = places.layout_class * len(layouts.locals) + places.local

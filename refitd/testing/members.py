@@ -23,7 +23,7 @@ class Engine:
     """
 
     def __init__(self, *targets: Target) -> None:
-        """Take the targets to poll, in this order."""
+        """Poll `targets` in this order."""
         self.errors: list[RefitdError] = []
         self._targets = targets
         self._stop = threading.Event()

@@ -102,8 +102,8 @@ def swizzle(scales: Bytes, out: Bytes) -> None:
 
     It is cuBLAS's "1D block scaling factors layout" and torchao's `to_blocked`.
 
-    Tiles of 128 rows and 4 blocks follow each other row-major, 512 bytes each. Inside one, the scale of row r and
-    block c lies at (r % 32) * 16 + (r // 32) * 4 + c: four groups of 32 rows side by side.
+    Tiles of 128 rows and 4 blocks, 512 bytes each, are in row-major order. Within a tile, the scale of row r and block
+    c is at (r % 32) * 16 + (r // 32) * 4 + c: four groups of 32 rows side by side.
     """
     rows, blocks = scales.shape
     whole = _tiles(out, rows, blocks)
