@@ -1,6 +1,6 @@
-"""refitd: new weights from a sharded trainer into sharded inference engines.
+"""refitd: move new weights from a sharded trainer into sharded inference engines.
 
-Names are loaded when they are used: `import refitd` alone imports neither torch nor zmq. `__init__.pyi` lists them.
+Exported names (see `__init__.pyi`) are loaded on first use: `import refitd` alone imports neither torch nor zmq.
 """
 
 import lazy_loader

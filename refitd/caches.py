@@ -1,4 +1,4 @@
-"""Caches as objects: bounded, owned by whoever made them, and told when an entry goes."""
+"""Bounded caches as objects, owned by their creator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """Keeps the entries used last. `release` is called with every value that leaves."""
+    """A least-recently-used cache. `release` is called with every value that is removed."""
 
     def __init__(self, capacity: int, release: Callable[[V], None] | None = None) -> None:
         self._capacity = capacity
@@ -22,26 +22,26 @@ class BoundedCache(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """Return the entry, which counts as used, or None."""
+        """Return the entry, and mark it as used; None if there is none."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key]
 
     def put(self, key: K, value: V) -> None:
-        """Keep an entry; an old one of this key, or the one not used for longest, leaves."""
+        """Add an entry; removes an old one of this key, and the least recently used one if the cache is full."""
         self.drop(key)
         self._entries[key] = value
         while len(self._entries) > self._capacity:
             self._leave(self._entries.popitem(last=False)[1])
 
     def drop(self, key: K) -> None:
-        """Let an entry leave, if it is there."""
+        """Remove an entry, if it exists."""
         if key in self._entries:
             self._leave(self._entries.pop(key))
 
     def clear(self) -> None:
-        """Let every entry leave."""
+        """Remove every entry."""
         while self._entries:
             self._leave(self._entries.popitem()[1])
 

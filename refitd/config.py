@@ -1,4 +1,4 @@
-"""Configuration, read once: a TOML file, over it the environment, over that the command line."""
+"""Configuration, read once. Precedence: command line > environment > TOML file > default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the file; a key that it does not know is refused."""
+    """A table of the file; unknown keys are refused."""
 
 
 class NodeConfig(Section, frozen=True):
@@ -32,29 +32,29 @@ class NodeConfig(Section, frozen=True):
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     threads_per_worker: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     allowed_uids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...] = ()  # besides the daemon's own user
-    roles: dict[str, tuple[Role, ...]] = {}  # uid or name of a user -> what it may do; others that may connect: all
+    roles: dict[str, tuple[Role, ...]] = {}  # {uid or user name: roles}; all other admitted users have all roles
     max_arena_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 1 << 46  # all arenas together
-    keep_targets_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0  # staging arenas of engines that died
-    address: Annotated[str, msgspec.Meta(max_length=200)] = ""  # where other nodes' workers reach this one's
+    keep_targets_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0  # how long to retain dead engines' staging
+    address: Annotated[str, msgspec.Meta(max_length=200)] = ""  # where other nodes' workers reach this node's workers
 
 
 class CoordinatorConfig(Section, frozen=True):
     """The coordinator, and how daemons reach it."""
 
-    endpoint: str = ""  # "" means ipc in the runtime directory; tcp, loopback too, needs [security]
+    endpoint: str = ""  # "" means ipc in the runtime directory; tcp needs [security], even over loopback
     journal: str = ""  # "" means journal.sqlite in the runtime directory
 
 
 class SecurityConfig(Section, frozen=True):
-    """The keys by which a coordinator and the daemons of other hosts know each other. ipc has no use for them."""
+    """The keys that authenticate a coordinator and the daemons of other hosts. Not used over ipc."""
 
     key: str = ""  # this process's .key file
-    server_key: str = ""  # a daemon: the coordinator's public key, or its .pub file
-    allowed: str = ""  # the coordinator: a file with the .pub lines of the daemons it lets in
+    server_key: str = ""  # for a daemon: the coordinator's public key, or its .pub file
+    allowed: str = ""  # for the coordinator: a file with the .pub lines of the daemons that it admits
 
 
 class TransportConfig(Section, frozen=True):
-    """How bytes cross between nodes. The coordinator's settings count."""
+    """How bytes move between nodes. The coordinator's settings apply to all nodes."""
 
     service: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "gloo"
     lanes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # workers of each node that take part; 0: all
@@ -62,38 +62,38 @@ class TransportConfig(Section, frozen=True):
 
 
 class Deadlines(Section, frozen=True):
-    """How long each phase of a swap, and each wait for a peer, may take. Seconds."""
+    """The longest time, in seconds, for each phase of a swap and each wait for a peer."""
 
     plan_s: Positive = 60.0
     stage_s: Positive = 300.0
     commit_s: Positive = 60.0
     connect_s: Positive = 10.0
     request_s: Positive = 120.0
-    pause_s: Positive = 30.0  # for an engine that is asked to stand still to say that it does
-    # engines serve for so long without a word from the coordinator, which they hear from every second
+    pause_s: Positive = 30.0  # for an engine to pause when asked
+    # how long engines serve without news from the coordinator, which sends some every second
     lease_s: Annotated[float, msgspec.Meta(ge=2.0, le=86400)] = 10.0
-    queue_s: Positive = 600.0  # that a swap which was asked for waits for those before it
+    queue_s: Positive = 600.0  # for a requested swap to wait for earlier ones
 
 
 class ModelConfig(Section, frozen=True):
-    """What holds for one model."""
+    """Settings of one model."""
 
     auto_swap: bool = False  # swap as soon as a version is complete
-    verify: bool = True  # compare what is staged with its source, and keep digests of what is live
-    catch_up: bool = True  # bring replicas that join, or come back, to the live version
-    check_replicas: bool = True  # abort swaps where source ranks differ in what they describe as the same elements
-    # names of replicas that may register, with the wildcards of fnmatch; none: any, of whoever may act as an engine
+    verify: bool = True  # compare staged bytes with their source, and keep digests of the live version
+    catch_up: bool = True  # bring replicas that join or return to the live version
+    check_replicas: bool = True  # abort swaps if source ranks hold different values for the same elements
+    # names (with fnmatch wildcards) of replicas that may register; empty: any, by any user with the engine role
     replicas: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...] = ()
 
 
 class LogConfig(Section, frozen=True):
-    """Where log lines go is the service manager's business (stderr); this is how many."""
+    """How much is logged. Log lines go to stderr."""
 
     level: Annotated[str, msgspec.Meta(pattern="^(debug|info|warning|error)$")] = "info"
 
 
 class Config(Section, frozen=True):
-    """Everything."""
+    """The whole configuration."""
 
     node: NodeConfig = NodeConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -105,7 +105,7 @@ class Config(Section, frozen=True):
 
     @property
     def node_name(self) -> str:
-        """The node's name; the host's where none is configured."""
+        """The node's name; by default the host's name."""
         return self.node.name or socket.gethostname()
 
     @property
@@ -120,17 +120,17 @@ class Config(Section, frozen=True):
 
     @property
     def uses_keys(self) -> bool:
-        """Whether the coordinator and its daemons prove by keys who they are."""
+        """Whether the coordinator and its daemons authenticate by keys."""
         return not self.coordinator_endpoint.startswith("ipc://")
 
     @property
     def journal_path(self) -> Path:
-        """Where decisions are journalled."""
+        """The path of the coordinator's journal."""
         return Path(self.coordinator.journal or self.runtime_dir / "journal.sqlite")
 
 
 def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where a daemon without configuration puts its sockets, and clients look for them."""
+    """Return the default directory for a daemon's sockets, where clients look for them."""
     if found := environ.get("REFITD_RUNTIME_DIR"):
         return Path(found)
     if base := environ.get("XDG_RUNTIME_DIR"):
@@ -177,7 +177,7 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **fla
 
 
 def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
-    """Return what msgspec says of a value, after the variable, flag or file that it comes from."""
+    """Return msgspec's error text, prefixed with the variable, flag or file that the value comes from."""
     said, _, at = problem.rpartition(" - at ")
     path, _, inside = at.strip("`").partition("[") if said else ("$", "", "")
     known = re.search(r"unknown field `([^`]*)`", problem)
@@ -185,7 +185,7 @@ def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
     if known is not None:
         hint = _meant(path.removeprefix("$").removeprefix("."), known[1])
         path = path if inside else f"{path}.{known[1]}"
-    # a variable may give a key, the table around it, or something inside it
+    # a variable may set the key, the table around it, or a value inside it
     found = [
         origin
         for key, origin in origins.items()
@@ -195,7 +195,7 @@ def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
 
 
 def _keys(section: str) -> list[str]:
-    """Return the keys of a section, "" for the sections; none of one that is not there."""
+    """Return the keys of a section, or the sections for ""; [] for an unknown section."""
     kinds = {"": Config, **{f.name: f.type for f in msgspec.structs.fields(Config)}}
     kind = kinds.get(section)
     if not (isinstance(kind, type) and issubclass(kind, Section)):
@@ -209,7 +209,7 @@ def _meant(section: str, key: str) -> str:
 
 
 def _check_underscores(variable: str) -> None:
-    """Refuse REFITD_NODE_WORKERS, which would be nobody's, and mean nothing."""
+    """Refuse a variable like REFITD_NODE_WORKERS, which would be ignored: it lacks an underscore."""
     for section in _keys(""):
         prefix = f"REFITD_{section.upper()}_"
         key = variable.removeprefix(prefix).lower()
@@ -230,7 +230,7 @@ def _set(values: dict[str, Any], section: str, key: str, value: Any, origin: str
 
 def _parse(text: str) -> Any:
     if "#" in text and not text.startswith(('"', "'", "[", "{")):
-        return text  # a key, say; TOML would take the rest for a comment
+        return text  # a key, for instance: TOML would read the rest as a comment
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -238,7 +238,7 @@ def _parse(text: str) -> Any:
 
 
 def _texts(value: Any, dotted: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text of a configuration, names of its tables too, with its place."""
+    """Yield (place, text) for every text of a configuration, including the names of tables."""
     if isinstance(value, str):
         yield dotted, value
     elif isinstance(value, Mapping):

@@ -38,7 +38,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def element_size(dtype: torch.dtype | str) -> int:
-    """Return the bytes one element takes; raises ValueError for a type that refitd does not know."""
+    """Return the bytes per element; raises ValueError for an unknown dtype."""
     name = dtype_name(dtype)
     if name not in ELEMENT_SIZES:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(ELEMENT_SIZES)}")

@@ -1,18 +1,18 @@
-"""The errors of refitd, one tree.
+"""The error tree of refitd.
 
     RefitdError
      |- ConfigError            a configuration file or argument cannot be used
      |- PlanError              rosters cannot be turned into an exact plan (carries every violation)
      |- CheckpointError        a folder of weights on disk cannot be read or written
- |- ArenaError             an arena cannot be made, sealed, mapped or handed out
+     |- ArenaError             an arena cannot be made, sealed, mapped or handed out
      |- TransportError         bytes did not arrive
-     |   |- PeerLost           a process on the other end is gone
+     |   |- PeerLost           the process on the other end is gone
      |   `- DeadlineExceeded   a wait ended at its deadline
      |- ProtocolError          a message is malformed, unexpected or of another protocol version
      |- RefusedError           the request was understood and refused; nothing changed
      |- CommitError            a version could not be made live
      |   `- IllegalTransition  a state machine was given an event its state does not allow
-     `- RefitFailed            a swap ended without being live everywhere (carries who and why)
+     `- RefitFailed            a swap ended without being live everywhere (carries which members and why)
 
 A message names the subject, what was found, what was expected and what to do next.
 """
@@ -25,7 +25,7 @@ from refitd.text import printable
 
 
 class RefitdError(Exception):
-    """Anything refitd raises on purpose."""
+    """Base of all errors that refitd raises."""
 
     code = "error"
 
@@ -37,7 +37,7 @@ class ConfigError(RefitdError):
 
 
 class PlanError(RefitdError):
-    """The rosters cannot be turned into an exact plan; `violations` has every reason, the message each on a line."""
+    """The rosters cannot be turned into an exact plan; `violations` has every reason, the message the first 20."""
 
     code = "plan"
 
@@ -50,13 +50,13 @@ class PlanError(RefitdError):
 
 
 class CheckpointError(RefitdError):
-    """A folder of weights on disk cannot be read or written; nothing was published, or nothing is left of it."""
+    """A folder of weights on disk cannot be read or written; nothing was published or saved."""
 
     code = "checkpoint"
 
 
 class ArenaError(RefitdError):
-    """An arena cannot be made, sealed, mapped or handed out; it could if `short` bytes were freed (0: not known)."""
+    """An arena cannot be made, sealed, mapped or handed out; `short` is the lacking memory in bytes (0: unknown)."""
 
     code = "arena"
 
@@ -102,15 +102,15 @@ class CommitError(RefitdError):
 
 
 class IllegalTransition(CommitError):
-    """A state machine was given an event that its state does not allow; its state is as before."""
+    """A state machine got an event that its state does not allow; the state is unchanged."""
 
     code = "illegal-transition"
 
 
 class RefitFailed(RefitdError):
-    """A refit ended without being live everywhere; `causes` says who and why.
+    """A refit ended without being live everywhere; `causes` maps each member to its reason.
 
-    What the service raises is `refitd.SwapFailed`, which has the swap's report as well.
+    The service raises the subclass `refitd.SwapFailed`, which also has the swap's report.
     """
 
     code = "refit-failed"
@@ -121,7 +121,7 @@ class RefitFailed(RefitdError):
 
 
 def from_code(code: str, message: str) -> RefitdError:
-    """Rebuild the error another process reported as (code, message)."""
+    """Rebuild an error that another process reported as (code, message)."""
     for cls in _all_errors():
         if cls.code == code:
             return PlanError(message.split("\n")) if cls is PlanError else cls(message)

@@ -1,4 +1,4 @@
-"""What the states of daemon and coordinator share: events that tell of time, and the log as an instruction."""
+"""Events and instructions that the daemon's and the coordinator's state share: time and logging."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """This process was busy or stopped for so long: the others were not silent."""
+    """This process was busy or stopped for `seconds`, so peers only seem to have been silent."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: a heartbeat or less."""
+    """Time has passed, at most one heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Write one line."""
+    """Instruction: write one log line."""
 
     event: str
     fields: dict[str, object]

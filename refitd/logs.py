@@ -1,4 +1,4 @@
-"""Structured log lines: one event a line, key=value, on stderr."""
+"""Structured log lines on stderr: one event per line, as key=value pairs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def setup(level: str) -> None:
 
 
 class Escaped(logging.Filter):
-    """Makes each record of an application's own logging one printable line: what a handler does with it is unknown."""
+    """Escapes log records that go to an application's own handlers, so that each message is one printable line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Escape the message and the traceback of a record; let it pass."""
+        """Escape a record's message and traceback; return True."""
         record.msg, record.args = printable(record.getMessage()), ()
         if record.exc_info and not record.exc_text:
             record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
@@ -42,7 +42,7 @@ class Escaped(logging.Filter):
 
 
 class EventLog:
-    """Writes events of one process."""
+    """Writes the log lines of one process."""
 
     def __init__(self, process: str) -> None:
         self._log = logging.getLogger(process)
@@ -61,7 +61,7 @@ class EventLog:
 
 
 class Throttle:
-    """Bounds lines whose number others decide: each subject once a period, and not too many subjects."""
+    """Limits log lines that peers cause: one per subject and period, and at most `most` subjects per period."""
 
     def __init__(self, period_s: float = 30.0, most: int = 100) -> None:
         self._period_s, self._most = period_s, most
@@ -82,6 +82,6 @@ class Throttle:
 def _value(value: object) -> str:
     text = f"{value:.6f}" if isinstance(value, float) else str(value)
     if not text or _QUOTED & set(text) or not text.isprintable():
-        # names come from peers: nothing of theirs moves a terminal's cursor or begins a line
+        # names come from peers: they must not move a terminal's cursor or begin a new line
         return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
     return text

@@ -1,4 +1,4 @@
-"""The numbers of the MXFP8 format: blocks, tiles, roundings, sizes. refitd.transforms has the arithmetic."""
+"""Constants of the MXFP8 format: blocks, tiles, roundings, sizes. `refitd.transforms` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ TILE_BLOCKS: Final = 4
 
 
 class Rounding(StrEnum):
-    """How the scale of a block follows from its largest magnitude."""
+    """How a block's scale is rounded from its largest magnitude."""
 
     RCEIL = "rceil"  # up, so that nothing saturates: cuBLAS, Transformer Engine, Megatron-Core
     FLOOR = "floor"  # down: OCP MX 1.0, section 6.3
 
 
-ROUNDINGS = tuple(Rounding)  # in jobs, a rounding is its number here
+ROUNDINGS = tuple(Rounding)  # jobs store a rounding as its index here
 
 
 def swizzled_bytes(rows: int, blocks: int) -> int:
-    """Return the bytes that the swizzled scales of [rows, blocks] take: tiles of 128 x 4, filled up with zeros."""
+    """Return the bytes of the swizzled scales of [rows, blocks]: whole tiles of 128 x 4, padded with zeros."""
     return -(-rows // TILE_ROWS) * -(-blocks // TILE_BLOCKS) * TILE_ROWS * TILE_BLOCKS

@@ -1,4 +1,4 @@
-"""Which keys a process uses between hosts, and which roles users have on a node, from its configuration."""
+"""Read from the configuration a process's keys, and the roles of a node's users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refitd.protocol.roles import ALL_ROLES
 
 
 def coordinator_keys(config: Config) -> keys.ServerKeys | None:
-    """Return the coordinator's key and the keys it lets in; None where it needs no keys.
+    """Return the coordinator's key and the keys that it admits; None if it needs no keys.
 
     Raises:
         ConfigError: a key is missing or cannot be used.
@@ -27,7 +27,7 @@ def coordinator_keys(config: Config) -> keys.ServerKeys | None:
 
 
 def daemon_keys(config: Config) -> keys.ClientKeys | None:
-    """Return the daemon's key and the coordinator's public one; None where it needs no keys.
+    """Return the daemon's key and the coordinator's public key; None if it needs no keys.
 
     Raises:
         ConfigError: a key is missing or cannot be used.
@@ -39,28 +39,28 @@ def daemon_keys(config: Config) -> keys.ClientKeys | None:
 
 
 def coordinator_uids(config: Config) -> frozenset[int]:
-    """Return the users whose daemons a coordinator on ipc lets in; none over tcp, where keys say it.
+    """Return the users whose daemons a coordinator on ipc admits; empty over tcp, where keys decide.
 
     Raises:
-        ConfigError: as node_users.
+        ConfigError: as `node_users`.
     """
     return frozenset() if config.uses_keys else node_users(config).uids
 
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """Who may connect to a daemon, and in which roles."""
+    """The users that may connect to a daemon, and their roles."""
 
     uids: frozenset[int]
-    roles: Mapping[int, frozenset[str]]  # of those that do not have all
+    roles: Mapping[int, frozenset[str]]  # only for users with restricted roles; all others have all
 
     def roles_of(self, uid: int) -> frozenset[str]:
-        """Return the roles of a user that may connect."""
+        """Return the roles of a user who may connect."""
         return self.roles.get(uid, ALL_ROLES)
 
 
 def node_users(config: Config) -> Users:
-    """Return who may connect: the daemon's own user and node.allowed_uids, with the roles of node.roles.
+    """Return the users who may connect (the daemon's own user and node.allowed_uids), with the roles of node.roles.
 
     Raises:
         ConfigError: node.roles names a user that does not exist or may not connect, or one user twice.

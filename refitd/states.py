@@ -1,4 +1,4 @@
-"""What reports say of outcomes, states and transfer modes; on the wire and in JSON these are their strings."""
+"""Enums of outcomes, states and transfer modes in reports; the wire and JSON use their string values."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from enum import StrEnum
 
 
 class SwapOutcome(StrEnum):
-    """How a swap ended, or stands."""
+    """How a swap ended, or its present state."""
 
     COMMITTED = "committed"  # every member serves the version
-    ABORTED = "aborted"  # nobody does; the old version serves
-    INCOMPLETE = "incomplete"  # it was decided, and some member failed or was lost
-    DECIDED = "decided"  # it goes on, or the journal knows nothing later
+    ABORTED = "aborted"  # no member does; the old version serves
+    INCOMPLETE = "incomplete"  # it was decided, but a member failed or was lost
+    DECIDED = "decided"  # it is still committing, or the journal has no later entry
 
 
 class MemberState(StrEnum):
-    """Where a swap has left a target rank."""
+    """A target rank's state after a swap."""
 
     COMMITTED = "committed"
     STAGED = "staged"
     ABORTED = "aborted"
     LOST = "lost"
     FAILED = "failed"
-    LATE = "late"  # it takes the version over at its next commit point
+    LATE = "late"  # it commits at its next commit point
     POISONED = "poisoned"  # its tensors hold parts of two versions
 
 
@@ -32,12 +32,12 @@ class ServingState(StrEnum):
     SERVING = "serving"
     EMPTY = "empty"  # no version has been committed
     BEHIND = "behind"  # another version is live
-    FENCED = "fenced"  # nothing, until the coordinator has said what is live
+    FENCED = "fenced"  # it serves nothing until the coordinator says which version is live
     POISONED = "poisoned"
 
 
 class ProofState(StrEnum):
-    """What comparing live tensors with the digests of their version has shown."""
+    """The result of comparing live tensors with the digests of their version."""
 
     PROVEN = "proven"
     DIFFERS = "differs"
@@ -45,16 +45,16 @@ class ProofState(StrEnum):
 
 
 class TransferMode(StrEnum):
-    """How workers get a source's version."""
+    """Where workers read a source's version."""
 
-    ARENA = "arena"  # from the arena that the tensors live in
-    PULLED = "pulled"  # from the trainer's memory
-    COPIED = "copied"  # from a slot that the trainer copies it to
+    ARENA = "arena"  # in the arena that holds the live tensors
+    PULLED = "pulled"  # in the trainer's memory
+    COPIED = "copied"  # in a slot that the trainer has copied it to
     NONE = ""  # no version yet
 
 
 class LinkState(StrEnum):
-    """Whether the workers of two nodes have met."""
+    """Whether the workers of two nodes are connected."""
 
     UP = "up"
     DOWN = "down"

@@ -1,1 +1,1 @@
-"""Checkpoints at both ends: a folder of safetensors files published as a version, the live version saved as one."""
+"""Publish a folder of safetensors files as a version, and save the live version as such a folder."""

@@ -1,4 +1,4 @@
-"""Look at a Hugging Face folder of safetensors: which tensor lies in which file, and whether all belong together."""
+"""Read the structure of a Hugging Face folder of safetensors, and check that its files belong together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ MAX_INDEX_BYTES = 256_000_000
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose files have been found to belong together.
+    """A checked folder of safetensors.
 
     Attributes:
-        files: of each file, its tensors in the order of their bytes.
+        path: the folder.
+        files: each file's tensors, in the order of their bytes.
     """
 
     path: Path
@@ -32,20 +33,20 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """The total bytes of all tensors."""
         return sum(tensor.nbytes for _, _, tensor in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, str, Stored]]:
-        """Yield (file, name, tensor), in the order of their bytes."""
+        """Yield (file, name, tensor), file by file, in the order of their bytes."""
         for file, held in self.files.items():
             for name, tensor in held.items():
                 yield file, name, tensor
 
 
 def part_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Checkpoint:
-    """Return what one of several nodes publishes: as many bytes as the others, one after the other in the files.
+    """Return the part that one of `world_size` nodes publishes: consecutive tensors, about as many bytes for each node.
 
-    0-----4-----8 bytes, 2 nodes: a tensor is of the node in whose half its middle lies
+    0-----4-----8 bytes, 2 nodes: a tensor belongs to the node whose half contains its middle
     """
     total, before = max(1, checkpoint.nbytes), 0
     files: dict[str, dict[str, Stored]] = {}
@@ -58,18 +59,18 @@ def part_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Checkpoint:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name is one that holds, or indexes, a checkpoint's weights."""
+    """Return whether a file of this name holds or indexes a checkpoint's weights."""
     return name in (WHOLE, INDEX) or SHARD.fullmatch(name) is not None
 
 
 def read_folder(path: Path) -> Checkpoint:
-    """Look at a folder with model.safetensors, or with shards and model.safetensors.index.json.
+    """Check a folder with model.safetensors, or with shards and model.safetensors.index.json.
 
-    Other files of the folder are not looked at (config, tokenizer, adapters).
+    Other files of the folder are ignored (config, tokenizer, adapters).
 
     Raises:
-        CheckpointError: a shard is missing, truncated, damaged or not of this checkpoint, a tensor is in two of them,
-            or index and files disagree. Names all of them.
+        CheckpointError: a shard is missing, truncated, damaged or of another checkpoint, a tensor is in two shards, or
+            index and files disagree. Names all of them.
     """
     try:
         there = sorted(each.name for each in path.iterdir() if is_weights(each.name))

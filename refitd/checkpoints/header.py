@@ -21,7 +21,7 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 ALIGNMENT = 8
 
-# The format's names in the order in which its own library writes tensors: the widest first.
+# The format's dtype names, in the order in which its own library writes tensors: the widest first.
 NAMES: dict[str, str] = {
     "U64": "uint64",
     "I64": "int64",
@@ -47,7 +47,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class Stored(NamedTuple):
-    """One tensor in a file: `nbytes` from byte `offset` of the file on."""
+    """One tensor in a file: `nbytes` bytes starting at byte `offset` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file by name, in the order of their bytes.
 
     Raises:
-        CheckpointError: it is no such file, or is damaged or truncated; says all that is wrong.
+        CheckpointError: it is not a safetensors file, or is damaged or truncated; lists every problem.
     """
     try:
         with path.open("rb") as file:
@@ -90,8 +90,8 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def header(tensors: dict[str, tuple[tuple[int, ...], str]]) -> bytes:
-    """Return length and header of a file that holds tensors of these shapes and dtypes in this order."""
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants to read it
+    """Return the length and header of a file that holds tensors of these shapes and dtypes in this order."""
+    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, (shape, dtype) in tensors.items():
         first, end = end, end + nbytes_of(shape, dtype)
@@ -102,22 +102,22 @@ def header(tensors: dict[str, tuple[tuple[int, ...], str]]) -> bytes:
 
 
 def in_file_order(tensors: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the tensors as the format's own library orders them: wide types first, so that all are aligned."""
+    """Return the tensors in the order of the format's own library: wide types first, so that all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (_ORDER[item[1][1]], item[0])))
 
 
 def is_writable(dtype: str) -> bool:
-    """Whether the format has this type."""
+    """Return whether the format has this dtype."""
     return dtype in _WRITTEN
 
 
 def nbytes_of(shape: Iterable[int], dtype: str) -> int:
-    """Return the bytes of a tensor."""
+    """Return the size of a tensor in bytes."""
     return prod(shape) * ELEMENT_SIZES[dtype]
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise CheckpointError with these problems, if there are any."""
+    """Raise CheckpointError listing these problems, if any."""
     found = list(problems)
     if found:
         more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
@@ -125,7 +125,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raises ValueError where a key is in it twice."""
+    """Return a JSON object as a dict; raises ValueError if a key is repeated."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

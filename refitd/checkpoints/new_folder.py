@@ -1,4 +1,4 @@
-"""Put a folder on disk whole: written beside its place, synced, and moved there by one rename."""
+"""Write a folder atomically: write it beside its place, sync it, and move it there by one rename."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
-    """Yield an empty folder beside `path`, which takes its place when the block ends, or is removed when it raises.
+    """Yield an empty folder beside `path`. It replaces `path` when the block ends, and is removed if the block raises.
 
-    What an older checkpoint at `path` holds besides weights (config, tokenizer) is taken over by hard links, before
-    the two folders change places in one step; the older one is removed then. Whoever reads `path` finds the older
-    checkpoint or the new one, whole. What earlier writers have left that were killed is removed first.
+    Files other than weights (config, tokenizer) of an older checkpoint at `path` are kept by hard links. Then the two
+    folders are exchanged in one step, and the older one is removed. So readers of `path` always find a whole
+    checkpoint, the older or the new one. Leftovers of killed writers are removed first.
 
     Args:
-        path: where the folder is to be.
-        nbytes: what will be written, for a look at the disk's free space.
+        path: the folder's final place.
+        nbytes: the bytes to be written, to check the disk's free space.
 
     Raises:
-        CheckpointError: the place cannot be used, or the disk is full or fails; nothing is left there.
+        CheckpointError: the place cannot be used, or the disk is full or fails; nothing new is left there.
     """
     place = Path(os.path.realpath(path))
     _check_place(place)
@@ -50,7 +50,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         made = Path(tempfile.mkdtemp(prefix=_prefix(place), dir=place.parent))
     lock = os.open(made, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends: it is not abandoned
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held while this process writes; an unlocked folder is abandoned
         yield made
         with _told(place):
             old = place.exists() and any(place.iterdir())
@@ -64,7 +64,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
                 made.replace(place)
             _sync(place.parent)
     finally:
-        # what bears this name now is unfinished, or the older checkpoint
+        # this name is now the unfinished folder, or after the exchange the older checkpoint
         shutil.rmtree(made, ignore_errors=True)
         os.close(lock)
 
@@ -75,7 +75,7 @@ def write_file(
     parts: Iterable[memoryview] = (),
     on_progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Write a new file and sync it to disk: `head`, then `parts` (views of single bytes), of which progress is told.
+    """Write a new file and sync it to disk: `head`, then `parts` (byte views), for which `on_progress` is called.
 
     Raises:
         CheckpointError: the disk is full or fails.
@@ -91,7 +91,7 @@ def write_file(
 
 
 def _write(file: RawIOBase, chunk: memoryview) -> None:
-    while chunk:  # a write takes 2 GiB at most
+    while chunk:  # one write() takes at most 2 GiB
         chunk = chunk[file.write(chunk) or 0 :]
 
 
@@ -143,7 +143,7 @@ def _remove_abandoned(place: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # somebody writes it
+            continue  # another process is writing it
         else:
             shutil.rmtree(each, ignore_errors=True)
         finally:
@@ -152,7 +152,7 @@ def _remove_abandoned(place: Path) -> None:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Say of which path the system's error is, and what a full disk means."""
+    """Turn an OSError into a CheckpointError that names the path."""
     try:
         yield
     except OSError as exc:

@@ -13,12 +13,12 @@ from refitd.client.client import Client
 from refitd.errors import DeadlineExceeded
 
 WAIT_S = 60.0
-POLL_S = 0.1  # how often it is asked whether others have published
+POLL_S = 0.1  # interval between looks at whether others have published
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What was published."""
+    """The result of publishing a folder."""
 
     model: str
     version: int
@@ -40,27 +40,27 @@ def publish_checkpoint(
     timeout: float = WAIT_S,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Published:
-    """Publish a Hugging Face folder of safetensors as a version of `model`; nobody else may be its source.
+    """Publish a Hugging Face folder of safetensors as a version of `model`, which must have no other source.
 
-    The files are mapped and read once, into a slot that this node's daemon owns. The version stays there when this
-    client has left, as a trainer's does that has ended, until another source of the model registers. Nothing is
-    published unless all of the folder is sound and has been read.
+    The files are mapped and read once, into a slot that this node's daemon owns. Like the version of an ended trainer,
+    it outlives this client, until another source of the model registers. Nothing is published unless the whole folder
+    is valid and has been read.
 
     Args:
-        client: a session of its own (`refitd.connect`); close it afterwards.
+        client: a separate session (`refitd.connect`); close it afterwards.
         model: the name that engines use.
         path: the folder, with model.safetensors, or with shards and model.safetensors.index.json.
         version: the version's number; None: the next one.
-        rank: this node's, where `world_size` nodes that see the folder share the reading and the memory. All of them
-            publish at the same time: each returns when all have, and reads its part alone.
-        world_size: how many there are.
+        rank: this node's number among `world_size` nodes that all see the folder, read one part each and share the
+            memory. All must publish at the same time; each call returns when all parts are published.
+        world_size: the number of nodes.
         timeout: seconds for memory and admission, and for the other nodes.
-        on_progress: is told of the bytes that have been read, and of all.
+        on_progress: called with the bytes read so far and the total.
 
     Raises:
-        CheckpointError: shards are missing, truncated, damaged, doubled or of another checkpoint; names them.
-        RefusedError: the model has a trainer that is attached, or the version is not above those that were live.
-        ArenaError: the daemon has not enough memory for a slot.
+        CheckpointError: shards are missing, truncated, damaged, duplicated or of another checkpoint; names them.
+        RefusedError: the model has an attached trainer, or the version is not above those that were live.
+        ArenaError: the daemon does not have enough memory for a slot.
         DeadlineExceeded: another node has not published its part in time.
     """
     from refitd.checkpoints.reading import Mapped
@@ -91,10 +91,10 @@ def publish_checkpoint(
 
 
 def _wait_for_others(client: Client, model: str, version: int, world_size: int, timeout: float) -> None:
-    """Return once every part is published: who leaves earlier is no part of the others' version."""
+    """Return once every part is published: the part of a source that leaves earlier would be lost."""
     deadline = time.monotonic() + timeout
     while True:
-        # a coordinator that has just been started knows of nobody yet
+        # a coordinator that has just started may not know the model yet
         found = next((m for m in client.status().models if m.model == model), None)
         if found is not None and version in found.complete_versions:
             return

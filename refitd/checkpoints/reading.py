@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint through memory maps, page by page, each page once."""
+"""Read the tensors of a checkpoint through memory maps, each page once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from refitd.checkpoints.header import Stored
 from refitd.errors import CheckpointError
 
 STRIDE_BYTES = 16 << 20  # read between two calls of `on_progress`
-AHEAD_BYTES = 64 << 20  # that the disk works ahead, instead of waiting for each copy: twice as fast on a cold file
-MADV_POPULATE_READ = 22  # Linux 5.14; unlike touching the page, it returns an error where the file cannot be read
+AHEAD_BYTES = 64 << 20  # read ahead by the disk while tensors are copied: twice as fast on a cold file
+MADV_POPULATE_READ = 22  # Linux 5.14; unlike touching the page, it returns an error if the file cannot be read
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Mapped:
-    """The files of a checkpoint, mapped for reading: no private memory. Use it as a context manager."""
+    """The files of a checkpoint, mapped read-only without private memory. Use it as a context manager."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Map every file; raises CheckpointError where one cannot be."""
+        """Map every file; raises CheckpointError if one cannot be mapped."""
         self._checkpoint = checkpoint
         self._maps: dict[str, mmap.mmap] = {}
         self._stats: dict[str, tuple[int, int]] = {}
@@ -44,9 +44,9 @@ class Mapped:
         self.tensors = {name: self._view(file, stored) for file, name, stored in checkpoint.tensors()}
 
     def read(self, on_progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once its pages are in memory, and let go of them once it has been used.
+        """Yield (name, tensor) once the tensor's pages are in memory; release the pages after its use.
 
-        `on_progress` is told of bytes that have been read, as they are.
+        `on_progress` is called with the number of bytes of each read.
 
         Raises:
             CheckpointError: the disk cannot be read, or a file was changed meanwhile.
@@ -68,11 +68,11 @@ class Mapped:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
             flat = torch.frombuffer(self._maps[file], dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
         if flat.data_ptr() % dtype.itemsize:
-            return flat.clone().view(dtype).view(stored.shape)  # a file that another library has written unaligned
+            return flat.clone().view(dtype).view(stored.shape)  # another library may write unaligned tensors
         return flat.view(dtype).view(stored.shape)
 
     def _read_ahead(self, file: str, asked: int, used: int) -> int:
-        """Have the disk read on behind what is used now; return up to where it was asked."""
+        """Ask the kernel to read ahead of the bytes in use; return the end of what has been requested."""
         end = min(used + AHEAD_BYTES, self._stats[file][0])
         for at in range(asked, end, STRIDE_BYTES):
             self._advise(file, at, min(STRIDE_BYTES, end - at), mmap.MADV_WILLNEED)
@@ -82,13 +82,13 @@ class Mapped:
         for at in range(0, stored.nbytes, STRIDE_BYTES):
             size = min(STRIDE_BYTES, stored.nbytes - at)
             failed = self._advise(file, stored.offset + at, size, MADV_POPULATE_READ)
-            if failed not in (0, errno.EINVAL):  # an older kernel reads the page when it is touched
+            if failed not in (0, errno.EINVAL):  # EINVAL: an older kernel, which reads pages when they are touched
                 self._check(file, self._stats[file])
                 raise CheckpointError(f"{self._checkpoint.path / file}: it cannot be read: {os.strerror(failed)}")
             on_progress(size)
 
     def _advise(self, file: str, offset: int, nbytes: int, advice: int) -> int:
-        """Advise the kernel about these bytes; return the errno, 0 where there is none."""
+        """Advise the kernel about these bytes; return the errno, 0 on success."""
         if not nbytes:
             return 0
         first = offset - offset % mmap.PAGESIZE
@@ -112,7 +112,7 @@ class Mapped:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.tensors = {}
-        self._maps = {}  # each is unmapped when the last tensor in it has gone
+        self._maps = {}  # each file is unmapped with the last tensor in it
 
 
 def _stat(file: int | Path) -> tuple[int, int]:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5_000_000_000
 WAIT_S = 120.0
 
-# shape and dtype name of each tensor of one file, in the file's order
+# {name: (shape, dtype name)} of one file's tensors, in the file's order
 Shard = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was saved."""
+    """The result of saving a model."""
 
     model: str
     version: int
@@ -58,28 +58,28 @@ def save_checkpoint(
 ) -> Saved:
     """Save the live version of `model` as safetensors: model.safetensors, or shards with an index.
 
-    One shard after the other is brought here as to a replica that joins: planned, staged, compared with the sources
-    byte for byte, all of it or nothing. It takes the memory of one shard; if another version goes live meanwhile, all
-    is taken anew, in one piece. Engines do not stand still, and no other swap waits for this. Tensors have the types
-    that the sources offer. The folder is there whole or not at all; what an older one at `path` has besides weights
-    (config, tokenizer) stays.
+    Shards are brought here one by one, each by a catch-up as for a joining replica: planned, verified byte for byte
+    against the sources, all or nothing. This takes the memory of one shard. If another version goes live meanwhile, all
+    shards are fetched again, in one piece. Engines do not pause, and no other swap waits. Tensors keep the sources'
+    dtypes. The folder is written atomically; files other than weights (config, tokenizer) of an older folder at `path`
+    are kept.
 
     Args:
-        client: a session with the daemon whose node gets the folder.
-        model: whose live version.
-        path: the folder to make, or to replace the weights of.
-        version: what must be live; None: whatever is.
-        max_shard_bytes: the largest file; a tensor that is larger has one for itself.
-        timeout: seconds for bringing a shard here.
-        on_progress: is told of the bytes that have been written, and of all.
+        client: a session with the daemon of the node that gets the folder.
+        model: the model whose live version is saved.
+        path: the folder to create, or whose weights to replace.
+        version: the version that must be live; None: any.
+        max_shard_bytes: the largest file; a larger tensor gets its own file.
+        timeout: seconds for each shard to arrive.
+        on_progress: called with the bytes written so far and the total.
 
     Raises:
-        RefusedError: nothing is live, or another version, or the sources hold the live one no more.
-        CheckpointError: a tensor cannot be saved so, the place cannot be used, or the disk is full.
-        DeadlineExceeded: a shard did not arrive in time; says why, where that is known.
+        RefusedError: no version or another one is live, or the sources no longer hold the live version.
+        CheckpointError: safetensors cannot hold a tensor, the place cannot be used, or the disk is full.
+        DeadlineExceeded: a shard did not arrive in time; says why if known.
         ArenaError: there is not enough memory for a shard.
     """
-    import torch  # noqa: F401  # seconds are the disk's, not the interpreter's
+    import torch  # noqa: F401  # before the clock starts, so that `seconds` excludes the import
 
     began = time.monotonic()
     live = _savable(client, model, version)
@@ -126,7 +126,7 @@ def save_checkpoint(
 
 
 def split(wanted: Shard, max_bytes: int) -> list[Shard]:
-    """Deal tensors to files of at most `max_bytes` each, in their order; one that is larger is alone."""
+    """Divide tensors, in their order, into files of at most `max_bytes` each; a larger tensor gets its own file."""
     found: list[dict[str, tuple[tuple[int, ...], str]]] = [{}]
     size = 0
     for name, one in wanted.items():
@@ -140,7 +140,7 @@ def split(wanted: Shard, max_bytes: int) -> list[Shard]:
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names that Hugging Face gives so many files."""
+    """Return Hugging Face's names for `count` weight files."""
     return [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
@@ -151,7 +151,7 @@ def _index(shards: Sequence[Shard], names: Sequence[str], total: int) -> bytes:
 
 
 def _savable(client: Client, model: str, version: int | None) -> int:
-    """Return the live version; raises RefusedError where it cannot be saved."""
+    """Return the live version; raises RefusedError if it cannot be saved."""
     models = client.status().models
     found = next((m for m in models if m.model == model), None)
     if found is None:
@@ -170,7 +170,11 @@ def _savable(client: Client, model: str, version: int | None) -> int:
 
 
 def _wanted(client: Client, model: str, timeout: float) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return what the sources offer, by name; raises CheckpointError naming what safetensors cannot hold."""
+    """Return {name: (shape, dtype name)} of the sources' tensors.
+
+    Raises:
+        CheckpointError: safetensors cannot hold some tensors; names them.
+    """
     offered = {
         name: (shape, dtype_name(dtype)) for name, (shape, dtype) in client.tensors(model, timeout=timeout).items()
     }
@@ -191,7 +195,7 @@ def _wanted(client: Client, model: str, timeout: float) -> dict[str, tuple[tuple
 def _brought(
     client: Client, model: str, wanted: Shard, timeout: float
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Yield these tensors as the live version has them, and its number, in memory that is freed afterwards."""
+    """Yield (live version, these tensors with its values), in memory that is freed afterwards."""
     import torch
 
     tensors = client.allocate(
@@ -204,10 +208,10 @@ def _brought(
 
 
 def _take(client: Client, model: str, tensors: dict[str, torch.Tensor], timeout: float) -> int:
-    """Have the live version written into these tensors; return its number."""
+    """Have the live version written into these tensors; return the version."""
     deadline = time.monotonic() + timeout
     while True:
-        asked: list[int] = []  # workers write these tensors only after asking
+        asked: list[int] = []  # versions that asked for a pause; workers write these tensors only after that
         target = client.register_target(
             model,
             tensors,
@@ -227,7 +231,7 @@ def _take(client: Client, model: str, tensors: dict[str, torch.Tensor], timeout:
             target.close()
         if asked[-1] == arrived:
             return arrived
-        # a newer version went live, and was being written before the registration was taken back
+        # a newer version went live and may have been written before the target was closed: try again
 
 
 def _why(client: Client, model: str) -> str:
@@ -239,4 +243,4 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
     flat = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)  # type: ignore[arg-type]  # it is one; numpy says so from Python 3.12 on
+    return memoryview(flat)  # type: ignore[arg-type]  # a buffer, as numpy declares only from Python 3.12 on

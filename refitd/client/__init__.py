@@ -1,4 +1,4 @@
-"""The stub that trainers, engines and operators import. It loads torch only when tensors are registered."""
+"""The client library of trainers, engines and operators. It loads torch only when tensors are registered."""
 
 from refitd.client.client import Client, connect
 

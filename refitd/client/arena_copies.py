@@ -1,4 +1,4 @@
-"""Tensors in arenas: where they lie, views of arenas, and copies between both."""
+"""Copy between tensors and arenas, view arenas as tensors, and find tensors in arenas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Moves:
-    """Copies between tensors and an arena. They are made once: tensors that have not moved are not looked at again."""
+    """Precomputed copies between tensors and an arena. The tensors must not move afterwards."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
         self._all = list(zip(tensors, offsets, strict=True))
@@ -40,7 +40,7 @@ class Moves:
         ]
         columns = np.array([span for span in spans if span[2]], np.uint64).reshape(-1, 3)
         here, there, size = columns.T
-        # what follows one another at both ends is one copy
+        # merge spans that are adjacent at both ends into one copy
         joins = (here[1:] == here[:-1] + size[:-1]) & (there[1:] == there[:-1] + size[:-1])
         first = np.flatnonzero(np.append(True, ~joins)[: len(columns)])
         sizes = np.add.reduceat(size, first) if len(first) else size
@@ -65,7 +65,7 @@ class Moves:
 
 
 def same_bytes(tensor: torch.Tensor, arena: Arena, offset: int) -> bool:
-    """Whether a tensor holds, element by element, the bytes that lie at `offset` of an arena."""
+    """Return whether a tensor's bytes, in row-major order, equal those at `offset` of an arena."""
     if not tensor.numel():
         return True
     held = _view(arena, offset, tensor.shape, tensor.dtype)
@@ -73,7 +73,7 @@ def same_bytes(tensor: torch.Tensor, arena: Arena, offset: int) -> bool:
         size = tensor.numel() * tensor.element_size()
         differs: int = _libc.memcmp(tensor.data_ptr(), held.data_ptr(), size)
         return not differs
-    # as bytes: a NaN is equal to itself
+    # compare bytes, so that a NaN equals itself
     mine, theirs = (
         (t.view(torch.uint8) if t.dtype == torch.bool else t).detach().contiguous().view(-1).view(torch.uint8)
         for t in (tensor, held)
@@ -91,10 +91,10 @@ def tensors_in(arena: Arena, wanted: Mapping[str, tuple[Sequence[int], torch.dty
 
 
 def arena_of(name: str, tensor: Any, arenas: Mapping[int, Arena]) -> int | None:
-    """Return which arena a tensor lies in, None for one without elements.
+    """Return the number of the arena that holds a tensor; None for a tensor without elements.
 
     Raises:
-        RefusedError: it is no tensor, or lies in none of them.
+        RefusedError: the value is not a tensor, or lies in none of the arenas.
     """
     if not isinstance(tensor, torch.Tensor):
         raise RefusedError(f"{name} is {shown(tensor)}, expected a tensor of client.allocate()")
@@ -110,7 +110,7 @@ def arena_of(name: str, tensor: Any, arenas: Mapping[int, Arena]) -> int | None:
 
 
 def packed_bytes(wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> int:
-    """Return the bytes an arena needs for these tensors."""
+    """Return the arena size in bytes that these tensors need."""
     return packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])[1]
 
 
@@ -121,7 +121,7 @@ def _view(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -
     if isinstance(arena, MappedDeviceArena):
         return arena.tensor[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
     with warnings.catch_warnings():
-        # a staging arena is mapped for reading only, and only read
+        # a staging arena is mapped read-only, and we only read it
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         flat = torch.frombuffer(arena.bytes, dtype=dtype, count=prod(shape), offset=offset)
     return flat.view(tuple(shape))
@@ -136,20 +136,20 @@ def _copy(tensor: torch.Tensor, arena: Arena, offset: int, *, into_arena: bool) 
 
 
 def copy_bytes(to: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor of the same shape and type, byte for byte."""
+    """Copy `tensor` into `to`, byte for byte; both have the same shape and dtype."""
     if to.device.type == tensor.device.type == "cpu" and to.is_contiguous() and tensor.is_contiguous():
         ctypes.memmove(to.data_ptr(), tensor.data_ptr(), to.numel() * to.element_size())  # without waking OpenMP
         return
-    # not no_grad: an engine's tensors may be inference tensors, which nothing else may write
+    # not no_grad: an engine's tensors may be inference tensors, which can be written only in inference mode
     with torch.inference_mode():
-        # torch writes a 1 for every byte of a bool that is not 0, and copies no e8m0
+        # torch normalises every nonzero byte of a bool to 1, and cannot copy e8m0
         if tensor.dtype in (torch.bool, torch.float8_e8m0fnu):
             to, tensor = to.view(torch.uint8), tensor.view(torch.uint8)
         to.copy_(tensor)
 
 
 def place_of(tensor: torch.Tensor, arenas: Mapping[int, Arena]) -> Place | None:
-    """Return where a tensor lies in one of these arenas, None where in none."""
+    """Return the tensor's place in the arena that holds it; None if no arena does."""
     if tensor.device.type not in ("cpu", "cuda") or any(stride < 0 for stride in tensor.stride()):
         return None
     es = tensor.element_size()

@@ -1,4 +1,4 @@
-"""What callers pass, in the types that messages have: what converts is converted, the rest is refused by its name."""
+"""Convert callers' arguments to the types of messages; refuse by name what does not convert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def whole(what: str, value: Any, low: int = 0, high: int = MAX_COUNT) -> int:
     """Return a whole number (of Python, numpy, torch or an enumeration) as an int.
 
     Raises:
-        RefusedError: it is none, or not in low..high.
+        RefusedError: the value is not a whole number, or not in low..high.
     """
     try:
         found = operator.index(value.value if isinstance(value, enum.Enum) else value)
@@ -36,7 +36,7 @@ def seconds(what: str, value: Any) -> float:
     """Return a number of seconds as a float.
 
     Raises:
-        RefusedError: it is none, negative, or no end: every wait has one.
+        RefusedError: the value is not a number, negative, or above MAX_SECONDS: every wait must end.
     """
     found = math.nan
     if not isinstance(value, str | bytes | bytearray) and value is not None:
@@ -53,7 +53,7 @@ def text(what: str, value: Any, *, least: int = 1, most: int = MAX_NAME) -> str:
     """Return a name or text as a str.
 
     Raises:
-        RefusedError: it is none, empty where it may not be, too long, or cannot be encoded.
+        RefusedError: the value is not a text, is too short or too long, or is not valid Unicode.
     """
     if isinstance(value, enum.Enum):
         value = value.value
@@ -73,7 +73,7 @@ def flag(what: str, value: Any) -> bool:
     """Return a truth value (of Python, numpy or torch) as a bool.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: the value is not a truth value.
     """
     if not isinstance(value, bool):
         kind, dims = str(getattr(value, "dtype", "")), getattr(value, "ndim", None)
@@ -83,6 +83,6 @@ def flag(what: str, value: Any) -> bool:
 
 
 def hook(what: str, value: Callable[..., object] | None) -> None:
-    """Raise RefusedError unless it is None or can be called."""
+    """Raise RefusedError unless the value is None or callable."""
     if value is not None and not callable(value):
         raise RefusedError(f"{what} is {shown(value)}, expected a function")

@@ -1,4 +1,4 @@
-"""A client's part in proofs: digests of its live tensors, on a thread of their own, between commits."""
+"""Digest and compare a target's live tensors for verification, on a separate thread, between commits."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from refitd.describe.memory import HOST, gpu_of
 from refitd.errors import CommitError, RefitdError
 from refitd.protocol import local
 
-# Beyond the longest commit: the copy of a worker is waited for, for a minute.
+# Longer than any commit: a commit waits up to a minute for a worker's copy.
 STILL_S = 600.0
 
 
 class _Overtaken(Exception):
-    """A version was taken over while the tensors were read."""
+    """A commit happened while the tensors were read."""
 
 
 class LiveChecks:
-    """Answers DigestLive and CompareLive for one target. The daemon asks for one thing at a time."""
+    """Answers DigestLive and CompareLive for one target. The daemon sends one such request at a time."""
 
     def __init__(
         self, connection: Connection, member: str, tensors: TensorSet, staging: Callable[[], Arena | None]
     ) -> None:
-        """`staging` returns the staging arena, None where it is not mapped, or no more."""
+        """`staging` returns the staging arena, or None when it is not mapped."""
         self._connection = connection
         self._member = member
         self._tensors = tensors
@@ -44,27 +44,27 @@ class LiveChecks:
         self._still = Turn(f"the tensors of {member} are being taken over, or looked at,")
 
     def release(self) -> None:
-        """Let go of the target: a cycle would keep its tensors until Python's collector comes by."""
+        """Drop the reference to the target: a cycle would keep its tensors until Python's garbage collector runs."""
         self._staging = lambda: None
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Keep checks from the tensors while a version is taken over; one that runs is at a block for a moment yet.
+        """Keep checks away from the tensors during a commit. Entering waits until a running check ends its block.
 
         Raises:
-            RefusedError: this very thread is taking a version over, and a signal handler has interrupted it.
+            RefusedError: this thread is already committing, and the caller is a signal handler that interrupted it.
         """
         with self._still.taken(STILL_S):
             self._commits += 1
             yield
 
     def let_commit_end(self, timeout: float) -> None:
-        """Wait for a commit of another thread, if one is under way, for at most `timeout` seconds."""
+        """Wait at most `timeout` seconds for a commit that another thread is running."""
         with contextlib.suppress(RefitdError), self._still.taken(timeout):
             pass
 
     def start(self, message: local.DigestLive | local.CompareLive) -> None:
-        """Answer away from the caller's thread."""
+        """Answer the message on a new thread."""
         threading.Thread(target=self._answer, args=(message,), name="refitd-verify", daemon=True).start()
 
     def _answer(self, message: local.DigestLive | local.CompareLive) -> None:
@@ -77,14 +77,14 @@ class LiveChecks:
                 found = self._compared(message.blocks)
         except _Overtaken:
             reason, again = "a version was taken over meanwhile", True
-        except Exception as exc:  # whatever it is, somebody waits for an answer
+        except Exception as exc:  # the daemon waits for an answer, whatever failed
             reason = str(exc) if isinstance(exc, RefitdError) else f"{type(exc).__name__}: {exc}"
         reply = (
             local.LiveDigests(self._member, message.check, digests, reason, again)
             if isinstance(message, local.DigestLive)
             else local.LiveCompared(self._member, message.check, found, reason)
         )
-        with contextlib.suppress(RefitdError):  # the daemon has gone, and with it whoever has asked
+        with contextlib.suppress(RefitdError):  # if the daemon has gone, nobody waits for the answer
             self._connection.tell(reply)
 
     def _digests(self, steps: tuple[int, ...]) -> bytes:
@@ -92,7 +92,7 @@ class LiveChecks:
         if len(steps) != len(tensors):
             raise CommitError(f"{len(steps)} tensors are to be checked, {len(tensors)} are registered")
         began = self._commits
-        # a parameter that was replaced is served from where nobody looks
+        # the engine serves a replaced parameter from memory that this check does not read
         self._tensors.check_unmoved()
         found = []
         for tensor, step in zip(tensors, steps, strict=True):
@@ -106,7 +106,7 @@ class LiveChecks:
         began, arena = self._commits, self._staging()
         if not isinstance(arena, MappedArena):
             raise CommitError("there is no staging arena in main memory to compare with")
-        self._tensors.check_unmoved()  # also since their digests were taken
+        self._tensors.check_unmoved()  # a parameter may have been replaced since the digests were taken
         found = []
         for index, first, count in blocks:
             tensor, offset = self._tensors.tensors[index], self._tensors.offsets[index]
@@ -125,7 +125,7 @@ class LiveChecks:
 
 
 def _parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[Elements]:
-    """Yield elements of a tensor, in row-major order, as contiguous parts in main memory."""
+    """Yield `count` elements of a tensor from `first` on, row-major, as contiguous parts in main memory."""
     element = tensor.element_size()
     if tensor.device.type == "cpu" and gpu_of(tensor) == HOST:
         strides = tuple(stride * element for stride in tensor.stride())

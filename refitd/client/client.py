@@ -1,4 +1,4 @@
-"""The client stub: what trainers, engines and operators call."""
+"""The client API that trainers, engines and operators call."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
     from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
 
-# What the stub logs goes to the application's handlers, and holds names and reasons of others.
+# The client's log lines go to the application's handlers and contain names and reasons from other processes.
 logging.getLogger("refitd.client").addFilter(Escaped())
 
 REQUEST_S = 30.0
-# The coordinator answers within the time that was given; one that does not answer at all is given up so much later.
+# The coordinator answers within the requested timeout; the client gives up this much later.
 MARGIN_S = 1.0
-# A swap without a timeout of its own ends at the coordinator's deadlines; this is beyond all sensible ones.
+# A swap without a timeout ends at the coordinator's deadlines; this is longer than any sensible deadline.
 SWAP_S = 3600.0
 SHORTEST_S = 0.001
-POLL_S = 0.2  # how often it is asked whether others have registered
+POLL_S = 0.2  # interval between looks at who has registered
 
 
 class Client:
-    """A session with this node's daemon. Made by `refitd.connect`; close it, or use it as a context manager."""
+    """A session with this node's daemon, made by `refitd.connect`. Close it, or use it as a context manager."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -98,22 +98,22 @@ class Client:
         Args:
             model: the name that trainers and engines share.
             module_or_tensors: a module, a list of modules (virtual pipeline chunks), or {name: tensor}. It is read
-                again for every version; a dict is what it holds then (a state_dict keeps the tensors it was made of).
-            rank: this process among the trainer's `world_size` ranks; group lists use the same numbers.
-            world_size: how many source ranks there are.
-            metadata: with a dict, how each tensor is cut; without it, every tensor is whole.
-            pg_collection: the parallel groups, where the module has none of its own.
-            num_experts: experts in the whole model.
-            slots: versions that are kept; each takes the size of the shard on this node.
-            pull: how lent tensors outside arenas travel: the workers read this process's memory (True), this process
-                copies them once (False), or what is worthwhile by a measurement at the first lend (None).
-            mxfp8: tensors that are also, or only, offered in MXFP8: half the bytes for targets that take them so. They
-                are converted when a version is published, and never lent.
-            device: where the slots lie: "cuda:N", "cpu", or (None) where the tensors do.
+                again for every version: a dict's current values count. A state_dict keeps the tensors it was made of.
+            rank: this process's position among the trainer's `world_size` ranks; group lists use the same numbers.
+            world_size: the number of source ranks.
+            metadata: for a dict, how each tensor is split; without it, every tensor is whole.
+            pg_collection: the parallel groups, if the module has none of its own.
+            num_experts: the number of experts in the whole model.
+            slots: the number of versions to keep; each slot takes one shard's size of this node's memory.
+            pull: how lent tensors outside arenas travel. True: the workers read this process's memory. False: this
+                process copies them once. None: the faster way, by a measurement at the first lend.
+            mxfp8: tensors that are also, or only, offered in MXFP8, which halves the bytes for targets that take it.
+                They are converted when a version is published, and never lent.
+            device: where the slots lie: "cuda:N", "cpu", or None for the tensors' own device.
             timeout: seconds for allocating the slots and being admitted.
 
         Raises:
-            RefusedError: the rank is taken, or descriptions are impossible.
+            RefusedError: the rank is taken, or the descriptions are invalid.
             ArenaError: there is not enough memory for the slots.
         """
         from refitd.client.mxfp8 import MXFP8Offer, SourceTensors
@@ -158,20 +158,20 @@ class Client:
         device: str | torch.device = "cpu",
         timeout: float = 60.0,
     ) -> StreamedSource:
-        """Offer tensors of `model` that this rank produces one after the other, and never holds all at once.
+        """Offer tensors of `model` that this rank produces one after the other and never holds all at once.
 
         Args:
             model: the name that trainers and engines share.
             shapes: shape and dtype of each tensor, by name.
             rank: as in `register_source`.
             world_size: as in `register_source`.
-            metadata: how each tensor is cut; without it, every tensor is whole.
-            slots: versions that are kept; each takes the size of the shard on this node.
+            metadata: how each tensor is split; without it, every tensor is whole.
+            slots: as in `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
             timeout: seconds for allocating the slots and being admitted.
 
         Raises:
-            RefusedError: the rank is taken, or descriptions are impossible.
+            RefusedError: the rank is taken, or the descriptions are invalid.
             ArenaError: there is not enough memory for the slots.
         """
         from refitd.client.devices import number_of
@@ -223,41 +223,41 @@ class Client:
         observes: bool = False,
         timeout: float = 60.0,
     ) -> Target:
-        """Want this rank's tensors of `model`. Their storage is kept by every swap.
+        """Register this rank's tensors of `model` to receive versions. Swaps keep the tensors' storage.
 
         Args:
             model: the name that trainers and engines share.
             module_or_tensors: as in `register_source`.
             replica: the engine's name; its ranks share it.
-            rank: this process among the replica's `world_size` ranks.
-            world_size: how many ranks the replica has.
+            rank: this process's position among the replica's `world_size` ranks.
+            world_size: the number of ranks in the replica.
             metadata: as in `register_source`.
             pg_collection: as in `register_source`.
             num_experts: as in `register_source`.
-            on_commit: called on a thread of the stub's when a version is decided; otherwise call `poll` or `wait`.
-            on_pause: called on that thread with a version that is about to be decided: it returns once this rank
-                stands still. Nothing is decided before; the stub then commits by itself. One that takes longer than
-                the coordinator's `deadlines.pause_s` aborts the swap; `on_resume` is called once it has returned.
-            on_resume: called when the rank may go on, with the version to serve; None: it must serve nothing.
-            agree: how the ranks of a replica agree on the poll in which they flip (see `Target.poll`). Without it they
-                flip before the same step, by `poll(step=n)` or by count: ranks in lock step poll equally often.
-            convert_on_send: take tensors that are held in MXFP8 (values of a dict that are `MXFP8Buffer`) as sources
-                offer them; otherwise bfloat16 arrives and the workers convert it.
-            cast: take tensors of another floating type than these have, and convert each element (round to nearest
-                even), as `ParameterMetadata.cast_from` says for one tensor. A dtype ("float32") is the one that sources
-                offer; True waits, up to `timeout`, until the sources have registered and say it themselves.
-            derived: tensors that are made of the weights, by name; their hooks are called inside every commit.
-            mode: "shadow": a version is staged beside the live tensors, and taken over whole. "in-place": the workers
-                write the live tensors (of `allocate`) while this rank stands still (`on_pause`), without memory for
-                staging; a swap that fails then leaves nothing to serve until the next one has succeeded.
-            device: where the staging arena lies, "cuda:N", "cpu", or (None) where the tensors do; what is converted is
-                converted there. "cpu" saves a GPU the memory of one more shard, and makes commits (and MXFP8) slower.
-            observes: this is no engine (it saves a checkpoint, say): it is brought to the live version as a replica
-                that joins is, and takes part in no other swap, so that none waits for it or ends with it.
+            on_commit: called on a thread of the client when a version is decided; without it, call `poll` or `wait`.
+            on_pause: called on that thread with the version before it is decided; it must return once this rank
+                stands still. The decision waits for that, and the client then commits by itself. A pause longer than
+                the coordinator's `deadlines.pause_s` aborts the swap; `on_resume` is called once `on_pause` returns.
+            on_resume: called when the rank may go on, with the version to serve, or None if it must serve nothing.
+            agree: how the ranks of a replica agree on the poll in which they commit (see `Target.poll`). Without it
+                they commit before the same step, by `poll(step=n)` or by count: the ranks must poll equally often.
+            convert_on_send: receive tensors held in MXFP8 (dict values that are `MXFP8Buffer`) as sources offer them;
+                otherwise bfloat16 arrives and the workers convert it.
+            cast: receive tensors of another floating type than these have, and convert each element (round to nearest
+                even), as `ParameterMetadata.cast_from` declares for one tensor. A dtype ("float32") names the type that
+                sources offer; True waits, up to `timeout`, until the sources have registered and say it themselves.
+            derived: tensors computed from the weights, by name; their hooks are called inside every commit.
+            mode: "shadow": a version is staged beside the live tensors and taken over whole. "in-place": the workers
+                write the live tensors (from `allocate`) while this rank stands still (`on_pause`); no staging memory
+                is needed, but after a failed swap nothing can be served until one succeeds.
+            device: where the staging arena lies and conversions run: "cuda:N", "cpu", or None for the tensors' own
+                device. "cpu" saves one shard of GPU memory and makes commits (and MXFP8) slower.
+            observes: this is not an engine (it saves a checkpoint, say). It is caught up to the live version like a
+                joining replica, and takes part in no other swap: none waits for it or fails with it.
             timeout: seconds for allocating the staging arena and being admitted.
 
         Raises:
-            RefusedError: the rank is taken, or descriptions are impossible.
+            RefusedError: the rank is taken, or the descriptions are invalid.
             ArenaError: there is not enough memory for staging.
             DeadlineExceeded: with `cast=True`, the sources have not registered in time.
         """
@@ -306,7 +306,7 @@ class Client:
                 if mode == "shadow":
                     staging = self._connection.map_arena(registered.staging, write=False)
                 if staging is not None and registered.restores:
-                    # nobody stages into it before it has been copied, and what was copied is what it holds
+                    # nothing is staged into the arena until Restored says that its old content has been copied
                     tensors.restore(staging)
                     self._connection.request(local.Restored(member=registered.member), local.Done, timeout)
             target = Target(
@@ -335,12 +335,12 @@ class Client:
     ) -> dict[str, torch.Tensor]:
         """Return uninitialised tensors of these shapes and dtypes inside an arena that the daemon owns.
 
-        Sources made of them are never copied; targets made of them are written by the workers. They are shared memory:
-        a forked child writes to what its parent serves. `device` is "cpu" for main memory, or a GPU as torch numbers it
-        in this process ("cuda:0").
+        Sources made of them are never copied; the workers write targets made of them. They are shared memory: a forked
+        child writes to the memory that its parent serves. `device` is "cpu", or a GPU as torch numbers it in this
+        process ("cuda:0").
 
         Raises:
-            ArenaError: there is not so much memory left, or the GPU is not there, or its memory cannot be shared.
+            ArenaError: there is not enough memory, or the GPU is absent, or its memory cannot be shared.
         """
         from refitd.client.arena_copies import packed_bytes, tensors_in
         from refitd.client.devices import number_of
@@ -357,14 +357,14 @@ class Client:
         return tensors_in(arena, wanted)
 
     def free(self, tensors: torch.Tensor | Mapping[str, torch.Tensor], *, timeout: float = 60.0) -> None:
-        """Give back what `allocate` gave: the arenas that these tensors lie in, whole.
+        """Free the whole arenas from `allocate` that hold these tensors.
 
-        The daemon's memory is free once this returns; this process's mapping of it is, when the last tensor in it has
-        gone. Tensors without elements lie nowhere and say nothing.
+        The daemon's memory is free once this returns; this process's mapping goes with the last tensor in it. Tensors
+        without elements lie in no arena and are ignored.
 
         Raises:
-            RefusedError: a tensor is not of this client's arenas, or a registration has tensors in one (close that
-                first). Nothing has been given back.
+            RefusedError: a tensor lies in none of this client's arenas, or a registration still uses one (close that
+                first). Nothing has been freed.
         """
         from refitd.client.arena_copies import arena_of
 
@@ -392,16 +392,20 @@ class Client:
     ) -> SwapReport:
         """Make a version (None: the newest complete one) live in every replica, or in none.
 
-        With `queue` it waits for a swap of the model that is running, and is refused otherwise. `wait` is how many
-        seconds it waits for what is still missing: source ranks that have not registered or published the version,
-        ranks of a replica, the first replica. `timeout` is for the swap itself: what is not decided by then is
-        aborted; what is decided goes on, and this raises with who is late.
+        Args:
+            model: the model's name.
+            version: the version's number.
+            timeout: seconds for the swap itself. A swap that is undecided by then is aborted; a decided one goes on,
+                and this call raises SwapFailed naming the late members.
+            queue: wait for a running swap of the model to end; without it, the call is refused meanwhile.
+            wait: seconds to wait for missing source ranks, for the version to be published, and for missing targets.
+            on_progress: called with each progress message.
 
         Raises:
-            RefusedError: it could not start; the reason says what is missing.
-            SwapFailed: it ended without being live everywhere, or its time is over (`report.outcome` is DECIDED);
-                `report` and `causes` say who and why.
-            DeadlineExceeded: its turn did not come in time; or nobody answers, and `history` says what was decided.
+            RefusedError: the swap could not start; the reason says what is missing.
+            SwapFailed: the version is not live everywhere, or the timeout passed after the decision (`report.outcome`
+                is DECIDED); `report` and `causes` say who and why.
+            DeadlineExceeded: the swap's turn did not come in time, or nobody answers (see `history` for the decision).
         """
         model, version, timeout = _swapped(model, version, timeout, on_progress)
         queue, within = flag("queue", queue), _on_the_wire(timeout)
@@ -411,7 +415,7 @@ class Client:
         return self._swap(message, timeout, on_progress)
 
     def _wait_for_all(self, model: str, version: int | None, wait: float) -> None:
-        """Return when a swap could begin, or when the time is over: the swap then says what is missing."""
+        """Return when a swap could begin, or after `wait` seconds: the swap's refusal then says what is missing."""
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             found = next((m for m in self.status().models if m.model == model), None)
@@ -430,7 +434,7 @@ class Client:
         timeout: float | None = None,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
-        """Make an older version (None: the one before the live one) live again; every source rank must hold it still.
+        """Make an older version (None: the one before the live one) live again; every source rank must still hold it.
 
         Raises:
             RefusedError, SwapFailed, DeadlineExceeded: as in `swap`.
@@ -457,12 +461,12 @@ class Client:
         return self._connection.request(local.GetStatus(), StatusReport, REQUEST_S)
 
     def history(self, model: str = "", limit: int = 20) -> HistoryReport:
-        """Return the last swaps of a model ("": of all) from the coordinator's journal, the newest first."""
+        """Return the last `limit` swaps of a model ("": of all models) from the coordinator's journal, newest first."""
         message = local.GetHistory(model=text("model", model, least=0), limit=whole("limit", limit, 0, MAX_SMALL))
         return self._connection.request(message, HistoryReport, REQUEST_S)
 
     def plan(self, model: str) -> PlanReport:
-        """Return what a swap of `model` would move; raises PlanError with everything that is wrong."""
+        """Return what a swap of `model` would move; raises PlanError listing every problem."""
         return self._connection.request(local.GetPlan(model=text("model", model)), PlanReport, 120.0)
 
     def describe(self, model: str) -> ModelDescription:
@@ -470,12 +474,12 @@ class Client:
         return self._connection.request(local.GetDescription(model=text("model", model)), ModelDescription, REQUEST_S)
 
     def tensors(self, model: str, *, timeout: float = 30.0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of every tensor that the sources of `model` offer, whole, by canonical name.
+        """Return the shape and dtype of every canonical tensor that the sources of `model` offer, by canonical name.
 
-        It waits until every source rank has registered.
+        Waits until every source rank has registered.
 
         Raises:
-            DeadlineExceeded: a source rank has not registered in time; says which.
+            DeadlineExceeded: source ranks have not registered in time; the error names them.
             PlanError: the ranks' descriptions contradict each other.
         """
         import torch
@@ -504,10 +508,10 @@ class Client:
         return {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in offered_tensors(rosters).items()}
 
     def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
-        """Check the live weights of every replica of `model` against the digest of the version that it serves.
+        """Check every replica's live weights of `model` against the digests of the version that it serves.
 
-        It may be called at any time, and delays neither engines nor swaps by more than some milliseconds. Look at
-        `outcome`: PROVEN, DIFFERS (with parameter, slice and rank) or UNKNOWN; nothing is raised for these.
+        It may be called at any time, and delays engines and swaps by some milliseconds at most. The report's `outcome`
+        is PROVEN, DIFFERS (with parameter, slice and rank) or UNKNOWN; none of these raises.
 
         Raises:
             RefusedError: there is no such model, or it has no target.
@@ -524,10 +528,10 @@ class Client:
         self._connection.request(message, local.Done, REQUEST_S)
 
     def evict(self, model: str, replica: str, rank: int | None = None, reason: str = "") -> EvictReport:
-        """Remove a replica of `model`, or one rank of it: an engine that hangs no longer keeps others from swapping.
+        """Remove a replica of `model`, or one rank of it, so that a hanging engine no longer blocks swaps.
 
-        A running swap ends as if its process had died. As soon as the engine hears of it, it serves nothing (`version`
-        is None, `poll` raises RefusedError); it takes part again once it has registered again.
+        A running swap treats the evicted process as dead. Once the evicted engine hears of it, it serves nothing
+        (`version` is None, `poll` raises RefusedError) until it registers again.
 
         Raises:
             RefusedError: there is no such model, replica or rank.
@@ -536,11 +540,10 @@ class Client:
         return self._connection.request(message, EvictReport, REQUEST_S)
 
     def close(self) -> None:
-        """End the session and every registration made in it: what was said is sent, then the daemon is told.
+        """Send queued messages, then end the session and every registration made in it.
 
-        It may be called again, by any thread, in a callback and in a signal handler; requests that other threads wait
-        for raise PeerLost. In a forked child it does nothing. Clients that are open when the interpreter ends are
-        closed then.
+        It may be called repeatedly, by any thread, in a callback and in a signal handler. Requests in other threads
+        raise PeerLost. In a forked child it does nothing. Open clients are closed when the interpreter exits.
         """
         self._close(goodbye=True)
 
@@ -550,12 +553,12 @@ class Client:
         registered, self._registered = self._registered, []
         for one in registered:
             one.release()
-        self._arenas = {}  # tensors that were allocated in them keep their memory
+        self._arenas = {}  # tensors allocated in them keep the memory mapped
         self._connection.close(goodbye=goodbye)
 
     @contextlib.contextmanager
     def _given_back(self, member: str) -> Iterator[None]:
-        """Take a registration back whose arenas this process cannot map."""
+        """Deregister `member` if the block raises, for instance because an arena cannot be mapped."""
         try:
             yield
         except BaseException:
@@ -564,7 +567,7 @@ class Client:
             raise
 
     def _forget(self, registered: Source | StreamedSource | Target) -> None:
-        """Let go of a registration that has been closed, and of its tensors with it."""
+        """Drop a closed registration, and with it its tensors."""
         self._registered = [kept for kept in self._registered if kept is not registered]
 
     def _live(self, tensors: TensorSet) -> tuple[Place, ...]:
@@ -581,7 +584,7 @@ class Client:
 
 
 def _gpu_name(device: str | torch.device | None, tensors: TensorSet) -> str:
-    """Return the name of the GPU that arenas for these tensors go to, "" for main memory; see `device` above."""
+    """Return the name of the GPU for these tensors' arenas, "" for main memory; None means the tensors' own device."""
     from refitd.client.devices import common_gpu, number_of
     from refitd.describe.memory import HOST
 
@@ -594,11 +597,11 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Close what is open, as the process ends in order. One that an exception ends has crashed, and may come back."""
+    """Close open clients; say goodbye unless an exception ends the process, which may then be restarted."""
     goodbye = getattr(sys, "last_value", None) is None
     for client in list(_open):
         client._close(goodbye=goodbye)
-    close_all(goodbye=goodbye)  # of clients that nobody holds any more
+    close_all(goodbye=goodbye)  # connections of clients that were garbage-collected
 
 
 def _ranks(rank: int, world_size: int, num_experts: int | None) -> tuple[int, int, int | None]:
@@ -613,7 +616,7 @@ def _ranks(rank: int, world_size: int, num_experts: int | None) -> tuple[int, in
 def _swapped(
     model: str, version: int | None, timeout: float | None, on_progress: Callable[[SwapProgress], None] | None
 ) -> tuple[str, int | None, float | None]:
-    """Return what a swap is asked for with, in plain types."""
+    """Return the checked arguments of a swap in plain types."""
     hook("on_progress", on_progress)
     return (
         text("model", model),
@@ -623,7 +626,7 @@ def _swapped(
 
 
 def _on_the_wire(timeout: float | None) -> float:
-    """Return a timeout as messages have it: 0 is none there, and a caller's 0 is over at once."""
+    """Return a timeout as messages encode it: 0 means none, so a caller's 0 becomes SHORTEST_S."""
     return 0.0 if timeout is None else max(timeout, SHORTEST_S)
 
 
@@ -633,15 +636,16 @@ def connect(
     """Connect to the daemon of this node.
 
     Args:
-        address: its runtime directory; None: REFITD_RUNTIME_DIR, else $XDG_RUNTIME_DIR/refitd, else /tmp/refitd-UID.
-        name: what logs and status call this client.
-        timeout: seconds to wait for its answer.
-        uid: whose daemon it must be; None: REFITD_DAEMON_UID, else this user's own, or root's.
+        address: the daemon's runtime directory; None: REFITD_RUNTIME_DIR, else $XDG_RUNTIME_DIR/refitd, else
+            /tmp/refitd-UID.
+        name: this client's name in logs and status.
+        timeout: seconds to wait for the daemon's answer.
+        uid: the user id that the daemon must have; None: REFITD_DAEMON_UID, else this user or root.
 
     Raises:
         TransportError: no daemon runs there, or it does not answer.
-        ConfigError: the address can be no path.
-        RefusedError: the daemon there is another user's, or does not let this one in.
+        ConfigError: the address is not a valid path.
+        RefusedError: the daemon belongs to another user, or does not admit this one.
     """
     try:
         directory = Path(address) if address is not None else default_runtime_dir()

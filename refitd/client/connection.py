@@ -1,6 +1,6 @@
-"""One connection to the node's daemon: requests with deadlines, notifications, descriptors. No torch here.
+"""One connection to the node's daemon: requests with deadlines, notifications, descriptors. It never loads torch.
 
-Nothing here waits for a lock that the calling thread may hold already: signal handlers run in the middle of anything.
+Nothing here waits for a lock that the calling thread may already hold: a signal handler can interrupt any code.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ Listener = Callable[[Message], None]
 
 _log = logging.getLogger("refitd.client")
 
-# Notifications that are kept for members which nobody listens for yet.
+# The number of notifications kept for members that have no listener yet.
 EARLY = 64
 
-# Requests that nobody waits for any more, and whose replies may yet come.
+# The number of abandoned requests to remember: their replies may still come and must be undone.
 ABANDONED = 1024
 
-# What has been queued when a connection is closed is sent for so long; a daemon that runs takes it at once.
+# How long closing waits for queued messages to be sent; a running daemon takes them at once.
 FLUSH_S = 2.0
 
-# A reply waits so long for listeners to have heard what came before it. They are quick, unless the thread that waits
-# for the reply is in a signal handler and holds what they need.
+# How long a reply waits until listeners have handled earlier notifications. They are quick, unless the waiting thread
+# is in a signal handler and holds a lock that they need.
 ORDER_S = 5.0
 
 
@@ -69,7 +69,7 @@ ORDER_S = 5.0
 class _Listen:
     member: str
     listener: Listener
-    heard: queue.SimpleQueue[bool]  # given one when the listener has heard what had come before it was there
+    heard: queue.SimpleQueue[bool]  # receives True once the listener has handled earlier notifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ class _Notice:
 
 
 class Connection:
-    """A session with the daemon in `directory`. Its own thread does all ZeroMQ work; any thread may ask.
+    """A session with the daemon in `directory`. One thread does all ZeroMQ work; any thread may send requests.
 
-    It belongs to the process that made it: a forked child has neither its threads nor its session.
+    It belongs to the process that made it: a forked child cannot use it.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Connection:
 
         Raises:
             TransportError: no daemon runs there, or it does not answer.
-            RefusedError: this user is not allowed in, the daemon is not the one that is meant, or this process can open
-                too few descriptors.
-            ConfigError: `uid`, or REFITD_DAEMON_UID, is no user id.
+            RefusedError: this user is not admitted, the daemon is not a trusted user's, or this process can open too
+                few descriptors.
+            ConfigError: `uid`, or REFITD_DAEMON_UID, is not a user id.
         """
-        self.directory = Path(os.path.abspath(directory))  # the socket's name must outlive a change of directory
+        self.directory = Path(os.path.abspath(directory))  # must stay valid after a change of working directory
         self._pid = os.getpid()
         require_descriptors(CLIENT_DESCRIPTORS, "a connection to the refitd daemon")
         self._permit_page: MappedArena | MappedDeviceArena | None = None
@@ -119,17 +119,17 @@ class Connection:
         except BaseException:
             self._descriptors.close()
             raise
-        # Threads share these without a lock, by single operations on them, which Python does not interrupt.
+        # Threads share these without a lock: single operations on them are atomic in Python.
         self._numbers = itertools.count(1)
         self._abandoned: deque[int] = deque(maxlen=ABANDONED)  # requests whose replies are to be undone
         self._waiters: dict[int, queue.SimpleQueue[tuple[Message, int]]] = {}
         self._outgoing: deque[tuple[int, bytes]] = deque()
         self._lost: RefitdError | None = None
-        self._inside: set[tuple[int, object]] = set()  # who is using the descriptors, by thread
-        self._closer: dict[str, tuple[int, object]] = {}  # who closes it
+        self._inside: set[tuple[int, object]] = set()  # current users of the descriptors: (thread id, unique mark)
+        self._closer: dict[str, tuple[int, object]] = {}  # the call of `close` that came first, under the key ""
         self._closing = self._closed = False
         self._notices: queue.SimpleQueue[_Listen | _Unlisten | _Notice | local.Failure] = queue.SimpleQueue()
-        self._noticed = self._heard = 0  # notifications that have come, and that listeners have heard
+        self._noticed = self._heard = 0  # notifications that have arrived, and that listeners have handled
         self._listeners: dict[str, Listener] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wake = weakref.finalize(self, os.close, self._wake)
@@ -165,7 +165,7 @@ class Connection:
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
         frame = _encoded(number, message)
-        self._waiters[number] = answers  # before it is asked whether the daemon is lost: whoever loses it looks here
+        self._waiters[number] = answers  # before _push checks for a lost daemon, because _lose wakes those in here
         is_answered = False
         try:
             self._push(number, frame)
@@ -194,14 +194,14 @@ class Connection:
                 self._abandon(number, message)
             self._waiters.pop(number, None)
             with contextlib.suppress(queue.Empty):
-                while not is_answered:  # what came in this moment
+                while not is_answered:  # replies that arrived meanwhile
                     self._undo(number, answers.get_nowait()[0])
 
     def _abandon(self, number: int, message: Message) -> None:
-        """Have what the daemon does yet, or has done, for a request that nobody waits for any more undone."""
+        """Undo the effect of a request that nobody waits for any more."""
         match message:
             case local.Lend(member, version) | local.BeginPublish(member, version):
-                # it is read after the request, so that whatever that has brought is there, and nothing after it is hit
+                # the daemon reads Withdraw right after the request, so it undoes that request and nothing later
                 with contextlib.suppress(RefitdError):
                     self._push(0, _encoded(0, local.Withdraw(member=member, version=version)))
             case local.RegisterSource() | local.RegisterTarget() | local.CreateArena():
@@ -224,9 +224,8 @@ class Connection:
     def tell(self, message: Message) -> None:
         """Send a message that has no reply.
 
-        What a member says about its commits (`local.Told`) has reached the daemon's kernel buffer when this returns:
-        whatever becomes of this process, the daemon reads it before it learns of that. It is read before any request
-        that is made afterwards.
+        A member's messages about its commits (`local.Told`) are in the daemon's kernel buffer when this returns: the
+        daemon reads them before it notices this process's end, and before any later request.
 
         Raises:
             PeerLost: the daemon has gone, or does not read.
@@ -240,9 +239,10 @@ class Connection:
             self._push(0, frame)
 
     def listen(self, member: str, listener: Listener) -> None:
-        """Have `listener` called, on a thread of the connection's, with every notification for a member.
+        """Call `listener`, on a thread of the connection, with every notification for a member.
 
-        It has heard what had come already when this returns. When the daemon is lost it is called with a Failure.
+        Notifications that arrived earlier have been handled when this returns. When the daemon is lost, the listener is
+        called with a Failure.
         """
         heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._notices.put(_Listen(member, listener, heard))
@@ -250,15 +250,15 @@ class Connection:
             with contextlib.suppress(queue.Empty):
                 heard.get(timeout=ORDER_S)
         if (lost := self._lost) is not None:
-            listener(local.Failure(code=lost.code, message=str(lost)))  # nobody may be there any more to say so
+            listener(local.Failure(code=lost.code, message=str(lost)))  # the notifier thread may have ended
 
     def unlisten(self, member: str) -> None:
-        """Stop listening."""
+        """Stop calling the member's listener."""
         self._notices.put(_Unlisten(member))
         self._listeners.pop(member, None)
 
     def map_arena(self, arena: int, *, write: bool) -> MappedArena | MappedDeviceArena:
-        """Fetch an arena's descriptor and map it; raises ArenaError where this process does not see its GPU."""
+        """Fetch an arena's descriptor and map it; raises ArenaError if this process does not see its GPU."""
         check_process(self._pid)
         with self._using(), self._fetching.taken(self._descriptors.gettimeout() or 0.0):
             handoff.send(self._descriptors, encode(0, sidecar.FetchArena(arena=arena, write=write)))
@@ -283,15 +283,15 @@ class Connection:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this is a forked child of the process that it belongs to: it is not there, and locks may be held."""
+        """Whether this process is a forked child of the owner: it has no session, and locks may be held forever."""
         return os.getpid() != self._pid
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Send what is queued, say goodbye, and end the session; the daemon forgets its registrations.
+        """Send queued messages, say goodbye, and end the session; the daemon forgets its registrations.
 
-        Without `goodbye` this is an end like any other: the daemon keeps what it keeps for engines that come back.
-        It may be called by any thread, again, and from a signal handler: one that another call closes already is left
-        to that, and waited for unless that is what a handler has interrupted.
+        Without `goodbye` the daemon treats this as a crash and retains targets for engines that come back. It may be
+        called repeatedly, by any thread and from a signal handler. If another call is already closing, this one waits
+        for it, unless it has interrupted that call on the same thread.
         """
         if self.is_foreign:
             return  # the child's copies were closed when it was forked; the session is its parent's
@@ -306,12 +306,12 @@ class Connection:
             self._end_threads()
         finally:
             with contextlib.suppress(RefitdError, OSError):
-                # not by ZeroMQ: it arrives before this process or its end of the connection is gone
+                # not by ZeroMQ: on this socket the goodbye is sure to arrive before the hang-up
                 self._descriptors.settimeout(0)
                 if goodbye:
                     handoff.send(self._descriptors, encode(0, sidecar.Goodbye()))
             with contextlib.suppress(OSError):
-                # forked children may hold it open as well: this hangs up for all of them
+                # forked children may hold it open too: shutdown hangs up for all of them
                 self._descriptors.shutdown(socket.SHUT_RDWR)
             self._let_go()
             self._permit_page = None
@@ -325,10 +325,10 @@ class Connection:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * FLUSH_S)
         if threading.current_thread() is not self._notifier:
-            self._notifier.join(FLUSH_S)  # the end of the other one has been put into its queue
+            self._notifier.join(FLUSH_S)  # the other thread's end has put a Failure into its queue, which ends it
 
     def _let_go(self) -> None:
-        """Close the descriptors, unless somebody still uses them: they are closed with this object then."""
+        """Close the descriptors; if they are still in use after FLUSH_S, leave that to this object's end."""
         until = time.monotonic() + FLUSH_S
         while others := [one for one in self._inside.copy() if one[0] != threading.get_ident()]:
             if time.monotonic() > until:
@@ -359,21 +359,21 @@ class Connection:
             lost = TransportError(f"the connection to the daemon in {self.directory} has failed: {exc!r}")
         finally:
             self._lose(lost)
-            context.term()  # when what lingers has been sent
+            context.term()  # returns once lingering messages have been sent
 
     def _work(self, dealer: Dealer) -> None:
         """Send and receive until the connection is closed; raise RefitdError when the daemon is lost."""
         poller = zmq.Poller()
         poller.register(dealer.socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        # a closed SEQPACKET peer shows as POLLHUP, which ZeroMQ calls POLLERR: the daemon's death, at once
+        # a closed SEQPACKET peer shows as POLLHUP, which ZeroMQ reports as POLLERR: the daemon has died
         hang_up = self._descriptors.fileno()
         poller.register(hang_up, zmq.POLLERR)
         while True:
             ready = dict(poller.poll(10_000))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            is_closing = self._closing  # what was queued before that is sent
+            is_closing = self._closing  # read first, so that messages queued before closing are sent below
             while self._outgoing:
                 self._send(dealer, *self._outgoing.popleft())
             while (frame := dealer.receive()) is not None:
@@ -415,17 +415,17 @@ class Connection:
         self._notices.put(failure)
 
     def _notify(self) -> None:
-        """Have listeners hear what has come, in order, until the connection is lost.
+        """Pass notifications to their listeners, in order, until the connection is lost.
 
-        It is a thread of its own, since a listener may have to wait for a thread that waits for a reply.
+        This needs its own thread: a listener may wait for a thread that waits for a reply.
         """
-        # what was said of a member before its registration was answered, or had a listener
+        # notifications for members whose listener is not there yet
         early: deque[_Notice] = deque(maxlen=EARLY)
         while self._take_notice(early):
             pass
 
     def _take_notice(self, early: deque[_Notice]) -> bool:
-        """Wait for a notice and have it heard; return False after the last. Nothing of it is kept while waiting."""
+        """Handle the next notice; return False after the last. A separate call, to keep no reference while waiting."""
         match self._notices.get():
             case _Listen(member, listener, heard):
                 self._listeners[member] = listener
@@ -449,12 +449,12 @@ class Connection:
                 with contextlib.suppress(queue.Empty):
                     while True:
                         if isinstance(late := self._notices.get_nowait(), _Listen):
-                            late.heard.put(True)  # it looks for itself whether the connection is lost
+                            late.heard.put(True)  # `listen` itself checks whether the connection is lost
                 return False
         return True
 
     def _let_listeners_hear(self, noticed: int) -> None:
-        """Return when what came before a reply has been heard: whoever reads the reply may rely on it."""
+        """Wait until listeners have handled the notifications that came before a reply; callers rely on that order."""
         until = time.monotonic() + ORDER_S
         while self._heard < noticed and self._notifier.is_alive() and time.monotonic() < until:
             if threading.current_thread() is self._notifier:
@@ -470,12 +470,12 @@ class Connection:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """Keep the descriptors open inside; raise what the connection was lost with, if it was."""
+        """Keep the descriptors open inside the block; raise if the connection is lost or closed."""
         mark = (threading.get_ident(), object())
-        self._inside.add(mark)  # before it is asked whether this is being closed: whoever closes it looks here
+        self._inside.add(mark)  # before the check of _closing, because `_let_go` waits for those in here
         try:
             if (lost := self._lost) is not None:
-                # another error each time: one that is kept would keep the frames it was raised in, and what those hold
+                # a new error each time: a stored one would keep its traceback's frames, and the objects they hold
                 raise from_code(lost.code, str(lost))
             if self._closing:
                 raise PeerLost("this connection to the refitd daemon is closed")
@@ -486,7 +486,7 @@ class Connection:
     def _receive_descriptor(self) -> tuple[sidecar.DescriptorReply, tuple[int, ...]]:
         try:
             data, fds = handoff.receive(self._descriptors)
-        except (TimeoutError, BlockingIOError) as exc:  # the latter where the timeout is 0
+        except (TimeoutError, BlockingIOError) as exc:  # BlockingIOError if the timeout is 0
             raise DeadlineExceeded(f"the refitd daemon in {self.directory} does not answer; look at its log") from exc
         message = self._small.decode(data)[1]
         if isinstance(message, local.Failure) and not fds and not hasattr(self, "welcome"):
@@ -498,7 +498,7 @@ class Connection:
         return welcome.node if welcome is not None else str(self.directory)
 
     def _disown(self) -> None:
-        """In a forked child: let go of what is its parent's, so that a child does not keep a session open."""
+        """In a forked child: close the parent's descriptors, so that the child does not keep the session open."""
         self._descriptors.close()
         self._close_wake()
 
@@ -507,7 +507,7 @@ def _encoded(number: int, message: Message) -> bytes:
     """Return a message's frame, checked as the daemon will check it.
 
     Raises:
-        RefusedError: a field holds what no message may hold; nothing has been sent.
+        RefusedError: a field's value is invalid.
         ProtocolError: the message is too large.
     """
     try:
@@ -516,7 +516,7 @@ def _encoded(number: int, message: Message) -> bytes:
         return encode(number, message)
     except RefitdError:
         raise
-    except Exception as exc:  # msgspec's, msgpack's and Unicode's, each for its own
+    except Exception as exc:  # msgspec, msgpack and Unicode each raise their own errors
         raise RefusedError(
             f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
         ) from exc
@@ -525,7 +525,7 @@ def _encoded(number: int, message: Message) -> bytes:
 def _call(listener: Listener, message: Message) -> None:
     try:
         listener(message)
-    except Exception:  # a mistake over one notification must not keep the others from being heard
+    except Exception:  # a failure with one notification must not stop the others
         _log.exception("a listener could not take %s", type(message).__name__)
 
 

@@ -1,4 +1,4 @@
-"""What tensors say of their own cut: Megatron's attributes, and the chunks of DTensors."""
+"""Read from a tensor how it is split: Megatron's attributes, and the chunks of a DTensor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-# types whose instances are no DTensors; most tensors are of these
+# types that are never DTensors; most tensors have one of these
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-# attributes of a parameter that its description is made of
+# attributes of a parameter that determine its description
 CUT_ATTRIBUTES = (
     "tensor_model_parallel",
     "partition_dim",
@@ -21,7 +21,7 @@ CUT_ATTRIBUTES = (
 
 
 def cut_of(value: Any) -> tuple[Any, ...]:
-    """Return what a tensor says of its own cut, last the chunks of a DTensor; () where it can say nothing."""
+    """Return a tensor's CUT_ATTRIBUTES and, last, its DTensor chunks; () for a plain tensor without attributes."""
     if type(value) in PLAIN_TYPES:
         said = value.__dict__
         return tuple(map(said.get, CUT_ATTRIBUTES)) if said else ()
@@ -29,7 +29,7 @@ def cut_of(value: Any) -> tuple[Any, ...]:
 
 
 def chunks_of(value: Any) -> Any:
-    """Return the boxes (offsets, sizes) that a DTensor's local tensor says it holds, None where it says nothing."""
+    """Return the boxes (offsets, sizes) that a DTensor's local tensor lists; None if it lists none."""
     say = getattr(getattr(value, "_local_tensor", None), "__create_chunk_list__", None)
     if say is None:
         return None
@@ -40,10 +40,10 @@ def chunks_of(value: Any) -> Any:
 
 
 def copied_cut(cut: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a cut that does not change with the lists it was read from."""
+    """Return a cut with its lists copied, so that later changes to the originals do not show."""
     return tuple(list(each) if isinstance(each, list) else each for each in cut) if cut else cut
 
 
 def laid_out(spec: Any) -> str:
-    """Return a DTensor's spec as words of an error."""
+    """Return a DTensor's spec as text for an error message."""
     return "no DTensor" if spec is None else f"{tuple(spec.placements)} on a mesh of {tuple(spec.mesh.shape)}"

@@ -1,4 +1,4 @@
-"""Whose daemon it is: looked at before anything is sent to it."""
+"""Check which user owns the daemon before anything is sent to it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ VARIABLE = "REFITD_DAEMON_UID"
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """The users whose daemon this process hands weights to, and takes weights from."""
+    """The users whose daemon this process exchanges weights with."""
 
     uids: frozenset[int]
-    stated: bool  # by the caller; else they are this process's own user and root
+    stated: bool  # given by the caller; else the default: this process's own user and root
 
     def text(self) -> str:
-        """Say it in an error."""
+        """Return the users as text for an error message."""
         whose = " or ".join(map(_user, sorted(self.uids)))
         return whose if self.stated else f"{whose}: this process's own user, or root"
 
 
 def trusted(uid: int | None, environ: Mapping[str, str] = os.environ) -> Trusted:
-    """Return whose daemon is meant: that of `uid`, else of $REFITD_DAEMON_UID, else of this user or root.
+    """Return the trusted users: `uid`, else $REFITD_DAEMON_UID, else this process's own user and root.
 
     Raises:
-        ConfigError: one of them is no user id.
+        ConfigError: `uid` or the variable is not a user id, or a variable's name is misspelt.
     """
     where, found = "uid", uid
     if wrong := [name for name in environ if name.startswith("REFITD_DAEMON") and name != VARIABLE]:
@@ -52,14 +52,13 @@ def trusted(uid: int | None, environ: Mapping[str, str] = os.environ) -> Trusted
 
 
 def enter(directory: Path, whose: Trusted, timeout: float, *, may_be_link: bool) -> tuple[socket.socket, handoff.Peer]:
-    """Connect to the descriptor socket of the daemon in `directory`; return it, and which process listens there.
+    """Connect to the descriptor socket of the daemon in `directory`; return it and the listening process.
 
-    Nothing has been sent by then. `may_be_link`: the caller has named the directory, which may then be a link that
-    a trusted user has made.
+    Nothing is sent. `may_be_link`: the caller has named the directory, so it may be a symbolic link by a trusted user.
 
     Raises:
         TransportError: no daemon runs there.
-        RefusedError: the directory or the daemon is of a user who is not trusted, or others may write there.
+        RefusedError: the directory or the daemon belongs to an untrusted user, or others may write to the directory.
     """
     path = directory / "refitd.fds"
     try:
@@ -90,10 +89,10 @@ def enter(directory: Path, whose: Trusted, timeout: float, *, may_be_link: bool)
 
 
 def message_socket(directory: Path, endpoint: str, peer: handoff.Peer) -> str:
-    """Return where to send messages, from what the daemon said: a socket of its own, in its own directory.
+    """Return the endpoint for messages. It must be the daemon's own socket, in its own directory.
 
     Raises:
-        RefusedError: it is another place, or another user's.
+        RefusedError: the endpoint lies elsewhere or belongs to another user.
     """
     said = Path(endpoint.removeprefix("ipc://"))
     path = directory / said.name
@@ -131,7 +130,7 @@ def _check_directory(directory: Path, whose: Trusted, *, may_be_link: bool) -> N
         found = directory.stat()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{directory}")
-    # root may read and write everything anyway
+    # root can read and write everything anyway
     if found.st_uid not in whose.uids | {0}:
         raise _somebody_else(f"the directory {directory}", found.st_uid, whose)
     if found.st_mode & 0o022:

@@ -1,4 +1,4 @@
-"""Tensors that an engine makes of its weights: declared, made anew inside every commit, watched like the weights."""
+"""Tensors that an engine computes from its weights, and recomputes inside every commit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Derived:
     """A workspace, or a fused or swizzled copy, that becomes stale when weights change.
 
     Attributes:
-        tensor: its memory stays where it is; a CUDA graph may have captured it.
-        sources: names of the weights it is made of.
-        refresh: called with `tensor` inside the commit, after the weights, to write it anew, in place. Without one,
-            swaps are refused: nobody else knows how.
+        tensor: the tensor. Its memory must not move; a CUDA graph may have captured it.
+        sources: names of the weights it is computed from.
+        refresh: called with `tensor` inside the commit, after the weights are written, to rewrite it in place. Without
+            it, swaps are refused.
     """
 
     tensor: torch.Tensor
@@ -31,10 +31,10 @@ class Derived:
 
 
 def check_derived(derived: Mapping[str, Derived], weights: Collection[str]) -> tuple[DerivedTensor, ...]:
-    """Return what the coordinator is told of them.
+    """Return the derived tensors as the coordinator is told of them.
 
     Raises:
-        RefusedError: one is made of what is not registered, or is called like a weight.
+        RefusedError: an entry is malformed, names an unregistered source, or has a weight's name.
     """
     for name, one in derived.items():
         if not isinstance(name, str) or not name or not isinstance(one, Derived):
@@ -56,10 +56,10 @@ def check_derived(derived: Mapping[str, Derived], weights: Collection[str]) -> t
 
 
 def refresh(derived: Mapping[str, Derived]) -> None:
-    """Make all of them anew, in the order in which they were declared.
+    """Recompute all derived tensors, in the order of their declaration.
 
     Raises:
-        CommitError: a hook has raised, or there is none; names the tensor.
+        CommitError: a hook raised or is missing; the error names the tensor.
     """
     for name, one in derived.items():
         if one.refresh is None:

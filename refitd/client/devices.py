@@ -1,4 +1,4 @@
-"""GPUs as a client has them: which one a tensor lies on, and where refitd's arenas for its tensors go."""
+"""Numbers of GPUs in a client process, and which device the tensors of a registration lie on."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Arena = MappedArena | MappedDeviceArena
 
 
 def settle(gpu: int) -> None:
-    """Return once a GPU has done everything this process gave it; HOST has nothing to do."""
+    """Wait until a GPU has finished this process's work; HOST returns at once."""
     if gpu != HOST:
         torch.cuda.synchronize(gpu)
 
 
 def number_of(device: str | torch.device) -> int:
-    """Return the number of a GPU named as torch does ("cuda:0"; "cuda" is the current one), HOST for "cpu".
+    """Return the number of a GPU by its torch name ("cuda:0"; "cuda" is the current one), HOST for "cpu".
 
     Raises:
-        RefusedError: it is neither.
+        RefusedError: the device is neither.
     """
     try:
         found = torch.device(device)
-    except Exception as exc:  # a number that is too large is a ValueError; what shows itself may raise anything
+    except Exception as exc:  # a number that is too large raises ValueError; a foreign object may raise anything
         said = (str(exc).splitlines() or [type(exc).__name__])[0]
         raise RefusedError(f"device {shown(device)}: {said}; expected 'cpu' or 'cuda:N'") from exc
     if found.type == "cpu":
@@ -40,14 +40,14 @@ def number_of(device: str | torch.device) -> int:
 
 
 def common_gpu(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> int:
-    """Return where all tensors lie, by number; HOST where none has elements.
+    """Return the number of the device that holds all tensors; HOST if none has elements.
 
     Raises:
-        RefusedError: they lie in several places; names one of each.
+        RefusedError: the tensors lie on several devices; the error names one tensor of each.
     """
     found: dict[int, str] = {}
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor.numel():  # one without elements lies nowhere
+        if tensor.numel():  # an empty tensor lies nowhere
             found.setdefault(gpu_of(tensor), name)
     if len(found) > 1:
         where = {gpu: "in main memory" if gpu == HOST else f"on GPU {gpu}" for gpu in found}

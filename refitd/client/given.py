@@ -1,4 +1,4 @@
-"""What users give to be registered, checked and described."""
+"""Check and describe the tensors that callers register."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tensors = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.Tenso
 
 
 def checked_wanted(wanted: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes in plain types; raises RefusedError naming the tensor whose are none."""
+    """Return {name: (shape, dtype)} in plain types; raises RefusedError naming the first invalid entry."""
     if not isinstance(wanted, Mapping):
         raise RefusedError(f"wanted is {shown(wanted)}, expected {{name: (shape, dtype)}}")
     found = {}
@@ -47,14 +47,14 @@ def checked_wanted(wanted: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def held_of_given(name: str, value: Any) -> Any:
-    """Return the memory of what is published under a name; raises RefusedError where it is nothing that can be read."""
+    """Return the local tensor of a published value; raises RefusedError if it cannot be read."""
     if problem := problem_of(value):
         raise RefusedError(f"{name}: {problem}")
     return held_here(value)
 
 
 def checked_tensors(tensors: Any) -> Tensors:
-    """Return what is to be registered; raises RefusedError where it is nothing that has tensors."""
+    """Return `tensors` unchanged; raises RefusedError unless it is a module, a list of modules or a dict by name."""
     if isinstance(tensors, Mapping):
         refuse_all(
             f"module_or_tensors: a key is {shown(name)}, expected the name of a tensor"
@@ -75,12 +75,12 @@ def checked_tensors(tensors: Any) -> Tensors:
 
 
 def _is_single(value: Any) -> bool:
-    """Whether it is an array or tensor without dimensions, which cannot be iterated over."""
+    """Return whether this is a zero-dimensional array or tensor, which cannot be iterated over."""
     return getattr(value, "ndim", None) == 0
 
 
 def matched_metadata(metadata: Any, named: Mapping[str, Any]) -> list[ParameterMetadata]:
-    """Return one description for each tensor, in plain values, in the order of the tensors."""
+    """Return one description per tensor, in plain values and in the order of the tensors."""
     if (
         isinstance(metadata, str | bytes | Mapping | ParameterMetadata)
         or not isinstance(metadata, Iterable)
@@ -103,30 +103,30 @@ def matched_metadata(metadata: Any, named: Mapping[str, Any]) -> list[ParameterM
 
 
 def problem_of(value: Any) -> str:
-    """Return why what is registered under a name cannot be read, "" where it can."""
+    """Return why a registered value cannot be read, "" if it can."""
     if problem := lazy_problem(value):
         return problem
     problem = tensor_problem(held_here(value))
     is_buffer = not isinstance(value, torch.Tensor) and hasattr(value, "data") and hasattr(value, "scale")
     if problem and (is_buffer or is_quantized(value)):
-        return ""  # held_of says what is wrong with it
+        return ""  # held_of reports what is wrong
     return problem
 
 
 def held_here(value: Any) -> Any:
-    """Return what this rank holds: the local tensor of a DTensor, anything else as it is."""
-    # most are torch's own
+    """Return the local tensor of a DTensor, any other value unchanged."""
+    # most values have a plain type, which is cheap to test
     return value._local_tensor if type(value) not in PLAIN_TYPES and is_dtensor(value) else value
 
 
 def mismatch(m: ParameterMetadata, value: Any) -> str:
-    """Return how a description and its tensor differ, and what to do, "" where they do not."""
+    """Return the error text for a description that differs from its tensor, "" if they agree."""
     found = difference(m, value)
     return f"{m.name}: {found}; correct its ParameterMetadata" if found else ""
 
 
 def difference(m: ParameterMetadata, value: Any) -> str:
-    """Return how a description and its tensor differ, "" where they do not."""
+    """Return how a description differs from its tensor, "" if they agree."""
     shape, dtype = _stands_for(m.name, value)
     if m.shape != shape or dtype_name(m.dtype) != dtype_name(dtype):
         return f"described as {tuple(m.shape)} {dtype_name(m.dtype)}, the tensor is {shape} {dtype_name(dtype)}"
@@ -136,7 +136,7 @@ def difference(m: ParameterMetadata, value: Any) -> str:
 
 
 def refuse_all(problems: Iterable[str]) -> None:
-    """Raise RefusedError with these problems, if there are any."""
+    """Raise RefusedError listing these problems, if any."""
     found = list(problems)
     if found:
         more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
@@ -144,7 +144,7 @@ def refuse_all(problems: Iterable[str]) -> None:
 
 
 def described_dict(named: Mapping[str, Any], rank: int, num_experts: int | None) -> list[ParameterMetadata]:
-    """Describe the tensors of a dict: DTensors say how they are cut, every other tensor is whole."""
+    """Describe the tensors of a dict: a DTensor's spec says how it is split; every other tensor is whole."""
     further = without_module(unwrapped_name(name) for name in named)
     found: list[ParameterMetadata] = []
     owners: dict[str, str] = {}
@@ -168,7 +168,7 @@ def described_dict(named: Mapping[str, Any], rank: int, num_experts: int | None)
 def described_again(
     before: Sequence[ParameterMetadata], rank: int, num_experts: int | None, raw: Mapping[str, Any]
 ) -> list[ParameterMetadata]:
-    """Describe the DTensors of a dict: nothing else says more than its shape, which has been compared."""
+    """Describe the DTensors of a dict again. Other tensors have only a shape, which has already been compared."""
     found = []
     for m in before:
         value = raw[m.name]
@@ -179,7 +179,7 @@ def described_again(
 
 
 def _stands_for(name: str, value: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a tensor, or of the bfloat16 one that one in MXFP8 stands for."""
+    """Return shape and dtype of a tensor; for an MXFP8 tensor, those of the bfloat16 tensor that it represents."""
     if isinstance(value, torch.Tensor) and not is_quantized(value):
         return tuple(value.shape), value.dtype
     return tuple(held_of(name, value).data.shape), torch.bfloat16

@@ -1,4 +1,4 @@
-"""MXFP8 in a registration: what a target holds and how it is made, what a source offers and how it is written."""
+"""MXFP8 in registrations: how a target's tensors are converted, and how a source converts what it offers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from refitd.text import shown
 from refitd.transforms.mxfp8_buffers import Held, held_of, holds_columns, quantize
 from refitd.transforms.mxfp8_format import Scratch
 
-# elements that are brought to bfloat16 at once where they are not
+# elements converted to bfloat16 at a time
 _CHUNK = 1 << 20
 
 
@@ -39,10 +39,11 @@ class MXFP8Offer:
     """Which tensors a source offers in MXFP8, converted when a version is published.
 
     Attributes:
-        names: names of tensors, as in this rank's module; "*" stands for anything. Tensors are bfloat16, or float32,
-            which is rounded to bfloat16 first.
+        names: tensor names as in this rank's module; "*" matches anything. Tensors must be bfloat16 or float32; float32
+            is rounded to bfloat16 first.
         rounding: how scales are rounded; targets that want another rounding are refused.
-        instead: leave the tensors themselves out, so that slots take half the memory; bfloat16 targets then find none.
+        instead: do not offer the unconverted tensors, so that slots take half the memory; bfloat16 targets are then
+            left without a source.
     """
 
     names: tuple[str, ...]
@@ -50,25 +51,25 @@ class MXFP8Offer:
     instead: bool = False
 
     def __post_init__(self) -> None:
-        """Raise RefusedError where the names are none."""
+        """Raise RefusedError unless `names` is a tuple or list of names."""
         names = self.names
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             raise RefusedError(f"MXFP8Offer: names are {shown(names)}, expected a tuple of names")
 
     def matches(self, name: str) -> bool:
-        """Whether a tensor is offered."""
+        """Return whether the tensor of this name is offered."""
         return any(re.fullmatch(".*".join(map(re.escape, p.split("*"))), name) for p in self.names)
 
 
 class TargetTensors(TensorSet):
-    """What a target holds, what arrives for it, and how the one is made of the other.
+    """A target's live tensors, the tensors that arrive for it, and the conversions between them.
 
     Attributes:
-        wire: descriptions of what arrives.
-        held: the live tensors, where they are not simply what arrives; else empty.
-        conversions: how these are made.
-        derived: what the coordinator is told of derived tensors.
-        written: the memory of both; no other registration may write it.
+        wire: descriptions of the tensors that arrive.
+        held: the live tensors if they differ from the arriving ones; else empty.
+        conversions: how the live tensors are made from the arriving ones.
+        derived: the derived tensors, as the coordinator is told of them.
+        written: the memory of live and derived tensors; no other registration may write it.
     """
 
     _writes = True
@@ -83,10 +84,10 @@ class TargetTensors(TensorSet):
         convert_on_send: bool = False,
         derived: Mapping[str, Derived] | None = None,
     ) -> None:
-        """Describe everything.
+        """Describe the tensors.
 
         Raises:
-            RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are cut. Names all of them.
+            RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are split. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts)
         if derived is not None and not isinstance(derived, Mapping):
@@ -135,7 +136,7 @@ class TargetTensors(TensorSet):
         refuse_all(problems)
 
     def check_unmoved(self, when: str = "since registration", *, is_described: bool = False) -> None:
-        """See TensorSet.check_unmoved; of derived tensors too."""
+        """Do as TensorSet.check_unmoved, for derived tensors too."""
         super().check_unmoved(when, is_described=is_described)
         for name, one in self._made.items():
             if (found := fingerprint(one.tensor)) != self._made_prints[name]:
@@ -145,10 +146,10 @@ class TargetTensors(TensorSet):
                 )
 
     def restore(self, arena: Arena) -> None:
-        """Take over what a process before this one has left in the staging arena, and compare it.
+        """Copy a retained target's weights from the staging arena into the live tensors, and compare them.
 
         Raises:
-            CommitError: a tensor does not hold what was copied to it.
+            CommitError: a tensor does not hold what was copied into it.
         """
         self.settle()
         self.read_from(arena)
@@ -158,7 +159,7 @@ class TargetTensors(TensorSet):
         self.refresh()
 
     def refresh(self) -> None:
-        """Make derived tensors anew; raises CommitError naming the one whose hook has raised."""
+        """Recompute the derived tensors; raises CommitError naming the one whose hook raised."""
         with torch.no_grad():
             refresh(self._made)
 
@@ -212,7 +213,7 @@ class TargetTensors(TensorSet):
 
 
 class SourceTensors(TensorSet):
-    """What a source holds, and offers. `wire` describes what is offered."""
+    """A source's tensors, and `wire`, the descriptions of what it offers."""
 
     def __init__(
         self,
@@ -223,20 +224,20 @@ class SourceTensors(TensorSet):
         num_experts: int | None,
         offer: MXFP8Offer | None = None,
     ) -> None:
-        """Describe everything.
+        """Describe the tensors.
 
         Raises:
-            RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are cut. Names all of them.
+            RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts)
-        # one weight under two names is one weight to targets that hold it once
+        # tie names that share memory, for targets that hold the weight once
         self.metadata = [replace(m) for m in self.metadata]
         held = {n: v for n, v in self.values.items() if n not in self.quantized}
         self._one_memory = tie_by_memory(self.metadata, held)
         self.offer = offer
         self._scratch: dict[str, Scratch] = {}
         self.wire: list[ParameterMetadata] = []
-        self._whole: list[int] = []  # indices of tensors that are written as they are
+        self._whole: list[int] = []  # indices of tensors that are written unconverted
         self._converted: list[int] = []
         problems: list[str] = [
             f"{name}: it is held in MXFP8, and sources offer bfloat16 or float32; register its master weights"
@@ -269,11 +270,11 @@ class SourceTensors(TensorSet):
 
     @property
     def is_converted(self) -> bool:
-        """Whether some of it is offered in another form than it is held in."""
+        """Whether any tensor is offered in another form than it is held in."""
         return bool(self._converted)
 
     def write_to(self, arena: Arena) -> None:
-        """Write a version into a slot: tensors as they are, then data and scales of those that are offered so."""
+        """Write a version into a slot: first the unconverted tensors, then data and scales of the MXFP8 ones."""
         super().write_to(arena)
         offsets = iter(self._slot[len(self._whole) :])
         for index in self._converted:
@@ -285,7 +286,10 @@ class SourceTensors(TensorSet):
 
     @torch.no_grad()
     def _quantize(self, tensor: torch.Tensor, data: torch.Tensor, rows: torch.Tensor) -> None:
-        """Convert into flat memory, through bfloat16 whatever the tensor is, so that every way gives the same bytes."""
+        """Convert a tensor, through bfloat16 whatever its dtype, into flat `data` and `rows` (uint8).
+
+        All code paths give the same bytes.
+        """
         assert self.offer is not None
         if not tensor.numel():
             return
@@ -319,7 +323,7 @@ def _offered(m: ParameterMetadata, offer: MXFP8Offer) -> Sequence[ParameterMetad
 
 
 def _twice(metas: Sequence[ParameterMetadata], buffers: Mapping[str, Held]) -> list[str]:
-    """Return which parameters, or which memory, would be converted to twice."""
+    """Return an error text for each pair of parameters that convert into the same memory or the same elements."""
     problems = []
     memory: dict[int, str] = {}
     boxes: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}

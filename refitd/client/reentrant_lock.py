@@ -1,4 +1,4 @@
-"""One at a time, where a signal handler may be what comes second."""
+"""Mutual exclusion that is safe when a signal handler interrupts the owner."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from refitd.errors import DeadlineExceeded, RefusedError
 
 
 class Turn:
-    """A lock that other threads wait for, and that its own thread is refused: it would wait for itself for ever.
+    """A lock that other threads wait for, and that refuses its own thread, which would otherwise deadlock.
 
-    Python runs signal handlers between two instructions of the main thread, whatever that is in the middle of.
+    Python runs signal handlers between any two instructions of the main thread.
     """
 
     def __init__(self, what: str) -> None:
-        """`what` is under way while it is taken, as an error says it."""
+        """`what` says in error messages what the holder is doing."""
         self._what = what
-        # reentrant: a handler that comes between taking it and saying so finds it free, and is done before that goes on
+        # reentrant: a handler that runs between `acquire` and `_taken = True` may take it, and ends before we go on
         self._lock = threading.RLock()
         self._taken = False
 
@@ -28,7 +28,7 @@ class Turn:
         """Wait for the turn for at most `timeout` seconds.
 
         Raises:
-            RefusedError: this very thread has it: it is in a signal handler, or a callback.
+            RefusedError: this thread already has it, so the caller is in a signal handler or a callback.
             DeadlineExceeded: another thread has kept it.
         """
         if not self._lock.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
@@ -49,7 +49,7 @@ class Turn:
 
 
 def check_process(pid: int) -> None:
-    """Raise RefusedError where this is not the process that made a client, but a child that it has forked."""
+    """Raise RefusedError unless this is process `pid`, which made the client: forked children cannot use it."""
     if os.getpid() != pid:
         raise RefusedError(
             f"this client belongs to pid {pid}, and this is its forked child {os.getpid()}; connect again after fork "

@@ -1,4 +1,4 @@
-"""What a trainer holds: publish versions of its tensors, by snapshot or by lending them."""
+"""A trainer rank's registration: publish versions of its tensors, by snapshot or by lending."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.states import TransferMode
 
-# A wait looks up this often.
+# How long a wait sleeps before it checks again.
 WAKE_S = 0.5
 
 
 class Source:
-    """This rank's shard of a model, registered. Made by `Client.register_source`."""
+    """A source: this rank's registered shard of a model. Made by `Client.register_source`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Source:
         world_size: int = 1,
         closed: Callable[[Source], object] = lambda source: None,
     ) -> None:
-        """`closed` is told when the registration has been taken back."""
+        """`closed` is called when the source is closed."""
         self._connection = connection
         self._pid = os.getpid()
         self._told = closed
@@ -57,32 +57,29 @@ class Source:
         self._is_measured = False
         self._leases: dict[int, Lease] = {}
         self._is_first = True
-        self._is_anew = False  # whether other tensors have been followed since the last version
+        self._is_anew = False  # whether tensors have been replaced since the last version
         self._turn = Turn(f"a version of {model!r} is being published")
         self._closed = False
         self._next_version = registered.next_version
         self.model = model
         self.member = registered.member
-        self.run = (
-            registered.run
-        )  # names this incarnation of the trainer; its versions are told apart from others' by it
+        self.run = registered.run  # identifies this incarnation of the trainer and its versions
         connection.listen(self.member, self._notified)
 
     def publish(self, version: int, *, lend: bool = False, timeout: float = 60.0) -> None:
-        """Make the tensors' present values version `version`; return once they may be mutated again.
+        """Publish the tensors' current values as `version`; return once they may be mutated again.
 
-        By default they are copied into a snapshot slot, which takes about as long as a memcpy. With `lend`, and
-        for tensors that live in an arena, this returns when a swap has read them, unless they were found to be
-        better copied (see `lend`).
+        By default the values are copied into a slot, which takes about as long as a memcpy. With `lend`, and for
+        tensors that live in an arena, this returns when a swap has read them, unless copying was found to be faster
+        (see `lend`).
 
-        What was registered is read again: a parameter that was assigned anew (`load_state_dict(assign=True)`,
-        `p.data = ...`), or an entry of the dict that was bound anew, is what is published, if it has the shape, the
-        type and the layout that were registered.
+        The registered module or dict is read again: a replaced parameter (`load_state_dict(assign=True)`, `p.data =
+        ...`) or dict entry is published if its shape, dtype and layout are those registered.
 
         Raises:
-            RefusedError: the version is not newer than the last one, or a tensor is not what was registered: gone,
-                freed, of another shape or layout, or no longer in its arena. Names the tensor; nothing was published.
-            DeadlineExceeded: every snapshot slot is still being read, or nobody swapped the lent version in time.
+            RefusedError: the version is not newer than the last one, or a tensor is not as registered: missing, freed,
+                of another shape or layout, or no longer in its arena. Names the tensor; nothing was published.
+            DeadlineExceeded: every slot is still being read, or no swap read the lent version in time.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         self._check_open()
@@ -95,20 +92,20 @@ class Source:
     def lend(self, version: int, *, timeout: float = 60.0) -> Lease:
         """Publish the live tensors themselves; they must not change until the lease has ended.
 
-        Use it as a context manager around the swap, or `wait` for somebody else's; leaving the context takes the
-        version back. Tensors outside arenas are copied into a snapshot slot instead where the workers may not read
-        this process's memory or are clearly slower at it: `lending` says so, the lease has ended at once, and the
-        version stays.
+        Use the lease as a context manager around the swap, or `wait` for another client's swap; leaving the context
+        withdraws the version. Tensors outside arenas are copied into a slot instead if the workers may not read this
+        process's memory, or read it clearly more slowly. Then `lending` is COPIED, the lease has ended at once, and
+        the version stays.
 
         Raises:
-            RefusedError: the version is not newer than the last one, the tensors cannot be pulled as demanded, or one
-                is not what was registered (see `publish`).
-            DeadlineExceeded: no snapshot slot became free in time.
+            RefusedError: the version is not newer than the last one, the tensors cannot be pulled as requested, or one
+                is not as registered (see `publish`).
+            DeadlineExceeded: no slot became free in time.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         self._check_open()
         if self._follow() and not self._pulls and self._is_measured:
-            self._lending = None  # what was found of other memory says nothing of this
+            self._lending = None  # the measurement was of other memory
         choice = self._lending
         if choice is None:
             choice = self._lending = self._measured(timeout)
@@ -142,7 +139,7 @@ class Source:
         return lease
 
     def close(self) -> None:
-        """Take the registration and every version of it back."""
+        """End the registration and withdraw all its versions."""
         if self._closed:
             return
         self.release()
@@ -150,23 +147,23 @@ class Source:
         self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
 
     def arenas(self) -> set[int]:
-        """Return the arenas of `allocate` that its tensors lie in."""
+        """Return the arenas from `allocate` that hold its tensors."""
         return {place.arena for place in self._tensors.arena_places}
 
     def release(self) -> None:
-        """Let go of the snapshot arenas; nothing can be published afterwards."""
+        """Drop the slots; nothing can be published afterwards."""
         self._connection.unlisten(self.member)
         self._slots = ()
         self._closed = True
 
     @property
     def next_version(self) -> int:
-        """The lowest version that may be published: above what was live, or was published by this rank before."""
+        """The lowest version that may be published: above the live one and all that this rank has published."""
         return self._next_version
 
     @property
     def lending(self) -> TransferMode:
-        """How lent versions travel; NONE until the first lend has measured it."""
+        """How lent versions travel; NONE until the first lend has decided it."""
         return TransferMode.NONE if self._lending is None else self._lending.mode
 
     def _copy(self, version: int, timeout: float, reason: str) -> None:
@@ -175,15 +172,15 @@ class Source:
 
     def _copy_now(self, version: int, timeout: float, reason: str) -> None:
         deadline = time.monotonic() + timeout
-        self._follow()  # before a slot is asked for, which lets go of an old version
+        self._follow()  # before asking for a slot, because that drops an old version
         self._check_ties()
         begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
-        # the daemon answers at its deadline; ours is a little later so that its reason arrives
+        # the daemon answers at its deadline; wait a little longer so that its reason arrives
         granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
         try:
-            self._follow()  # that may have taken its time
+            self._follow()  # again: tensors may have been replaced while waiting for the slot
             self._tensors.write_to(self._slots[granted.slot])
-            self._tensors.settle()  # once Publish has been sent the slot is read, and the tensors may be mutated
+            self._tensors.settle()  # after Publish, workers read the slot and the trainer may mutate the tensors
             self._tensors.check_still("while it was copied")
         except BaseException:
             with contextlib.suppress(RefitdError):
@@ -192,7 +189,7 @@ class Source:
         done = local.Publish(
             member=self.member, version=version, slot=granted.slot, reason=reason, is_anew=self._is_anew
         )
-        self._next_version = max(self._next_version, version + 1)  # also where nobody says in time that it is published
+        self._next_version = max(self._next_version, version + 1)  # first: it may be published though no answer comes
         self._connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
         self._is_first = self._is_anew = False
 
@@ -202,14 +199,14 @@ class Source:
         return is_anew
 
     def _check_ties(self) -> None:
-        """Refuse tensors that are declared to be one weight and differ, where they have not been compared yet."""
+        """Refuse tensors that are declared tied but differ; each set of tensors is compared once."""
         if self._is_first or self._is_anew:
             self._tensors.settle()
             tensors = dict(zip(self._tensors.names, self._tensors.tensors, strict=True))
             refuse_all(tie_problems(self._tensors.metadata, tensors))
 
     def _measured(self, timeout: float) -> Choice:
-        """Choose between pulling and copying, on parts of these tensors; the daemon reads as its workers would."""
+        """Choose pulling or copying by a measurement on samples of the tensors; the daemon reads them like a worker."""
         try:
             spans = sample(self._tensors.spans())
         except RefusedError as exc:
@@ -246,7 +243,7 @@ class Source:
 
 
 class _Event:
-    """A threading.Event that a signal handler may set, and wait for, while its thread is in one of these calls."""
+    """A threading.Event that a signal handler may use even if it has interrupted one of these calls."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # its lock is reentrant; an Event's is not
@@ -265,14 +262,14 @@ class _Event:
         while not self._is_set and (left := until - time.monotonic()) > 0:
             with self._changed:
                 if not self._is_set:
-                    self._changed.wait(min(left, WAKE_S))  # a handler may have set it just before
+                    self._changed.wait(min(left, WAKE_S))  # a handler may have set it just before the wait began
         return self._is_set
 
 
 class Lease:
-    """Live tensors lent as a version; they may be mutated once it has ended.
+    """Live tensors lent as a version; they may be mutated once the lease has ended.
 
-    One whose tensors have been copied has ended from the start.
+    If the tensors were copied instead, the lease has ended from the start.
     """
 
     def __init__(self, source: Source, version: int, *, copied: bool = False) -> None:
@@ -290,10 +287,11 @@ class Lease:
         return self._ended.is_set()
 
     def wait(self, timeout: float) -> None:
-        """Return when a swap has read the tensors, or at once where they have been copied.
+        """Return when a swap has read the tensors, or at once if they were copied.
 
         Raises:
-            DeadlineExceeded: no swap read them in time; the lease goes on.
+            DeadlineExceeded: no swap read them in time; the lease continues.
+            RefitdError: the daemon has gone.
         """
         if not self._ended.wait(seconds("timeout", timeout)):
             raise DeadlineExceeded(
@@ -304,7 +302,7 @@ class Lease:
             raise from_code(self._failure.code, self._failure.message)
 
     def withdraw(self) -> None:
-        """Take the version back now, unless a swap has read it; one that is reading it is aborted first."""
+        """Withdraw the version unless a swap has read it; a swap that is reading it is aborted first."""
         if self._copied or not self._ended.is_set():
             self._source._withdraw(self.version)
             self._ended.set()
@@ -319,13 +317,13 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # a copy keeps: somebody's swap may want it later, unless this ended with an error
+        # a copied version stays for later swaps, unless the block raised
         if self._failure is None and not (self._copied and value is None):
             self.withdraw()
 
 
 def check_slots(slots: int) -> int:
-    """Return the number of snapshot slots; raises RefusedError when it is not 1..16."""
+    """Return the number of slots as an int; raises RefusedError unless it is in 1..16."""
     slots = whole("slots", slots)
     if not 1 <= slots <= 16:
         raise RefusedError(f"slots must be 1..16, found {slots}; each takes the size of the shard")

@@ -1,4 +1,4 @@
-"""How far a rank has polled, counted from where, and in which poll it takes a decided version over."""
+"""Count a rank's polls, and decide in which poll it commits a pending version (lockstep)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from refitd.protocol.local import CALLERS_STEP, StepReached
 
 
 class PollSteps:
-    """The counter of one target, guarded by its lock; `refitd.coordinator.steps` says what it is for."""
+    """The poll counter of one target, guarded by the target's lock. See `refitd.coordinator.steps` for its purpose."""
 
     def __init__(self) -> None:
-        self.flip_at: int | None = None  # the poll in which what is pending is taken over, once that is known
-        self.stands = ""  # "poll" or "wait": where the rank waits to be told, and has said so
+        self.flip_at: int | None = None  # the poll in which the pending version is committed; None until known
+        self.stands = ""  # "poll" or "wait": the call in which the rank waits for `flip_at`, already reported; else ""
         self._step = 0
-        self._origin = ""  # what is counted from; "": from this rank's own registration
+        self._origin = ""  # the event from which polls are counted; "": this rank's registration
         self._flip_origin = ""
         self._thread = 0
 
@@ -38,36 +38,36 @@ class PollSteps:
         self._step, self._thread = step, threading.get_ident()
 
     def stay(self) -> None:
-        """The poll was before a step that has not begun: the rank may poll before it again."""
+        """Uncount a poll with `begin=False`: its step has not begun, so the rank may poll before it again."""
         if self._origin == CALLERS_STEP:
             self._step = max(0, self._step - 1)
 
     def decided(self) -> None:
-        """Another version is to be taken over; in which poll is not known yet."""
+        """Note that a version is decided; the poll to commit it in is not known yet."""
         self.flip_at, self.stands = None, ""
 
     def reached(self, swap: str, member: str, stands: str = "") -> StepReached:
-        """Return where this rank is; `stands` says that it stays there."""
+        """Return the report of this rank's step; a nonempty `stands` says that the rank waits there."""
         self.stands = stands
         self._thread = threading.get_ident() if stands else self._thread
-        # known already: another coordinator asks, and other ranks may have flipped
+        # if flip_at is known, a new coordinator asks again, and other ranks may have committed: repeat the old answer
         step = self._step if self.flip_at is None else self.flip_at - 1
         return StepReached(swap, member, step, self._origin, stands, self._thread)
 
     def flip(self, step: int, origin: str) -> None:
-        """The version is taken over in poll `step`, from which all ranks count if there is an `origin`."""
+        """Commit the version in poll `step`; with an `origin`, all ranks count from that poll on."""
         self.flip_at, self._flip_origin, self.stands = step, origin, ""
 
     def passed(self) -> None:
-        """The rank goes on from the poll in which it stands."""
+        """Let the rank continue from the poll in which it waits."""
         self.stands = ""
 
     def is_due(self) -> bool:
-        """Whether the version is taken over in this poll."""
+        """Return whether the version is to be committed in this poll."""
         return self.flip_at is not None and self._step >= self.flip_at
 
     def flipped(self) -> None:
-        """The version has been taken over: ranks that did together count from here on, also where one waited for it."""
+        """Note that the version is committed: ranks that committed together count from here, even after a `wait`."""
         if self.flip_at is not None and self._origin != CALLERS_STEP:
             self._step, self._origin = 0 if self._flip_origin else self._step, self._flip_origin
         self.decided()

@@ -1,4 +1,4 @@
-"""Versions whose tensors are produced one after the other, and are never all in memory: exports, gathers, merges."""
+"""Publish versions whose tensors are produced one by one and never all in memory: exports, gathers, merges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class StreamedSource:
-    """This rank's shard of a model, declared by shapes. Made by `Client.declare_source`."""
+    """A source whose shard is declared by shapes. Made by `Client.declare_source`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StreamedSource:
         world_size: int,
         closed: Callable[[StreamedSource], object],
     ) -> None:
-        """`closed` is told when the registration has been taken back."""
+        """`closed` is called when the source is closed."""
         self._connection = connection
         self._pid = os.getpid()
         self._wire = wire
@@ -62,20 +62,19 @@ class StreamedSource:
         return self._next_version
 
     def publish_from(self, version: int, weights: Weights, *, timeout: float = 60.0) -> None:
-        """Make what an iterator yields version `version`.
+        """Publish the tensors that an iterator yields as `version`.
 
-        Each tensor is copied into a snapshot slot as it comes, and may be freed or changed when the next one is asked
-        for.
+        Each tensor is copied into a slot at once; it may be freed or changed when the iterator is advanced.
 
         Args:
-            version: above all before it.
-            weights: (name, tensor), each declared name once, in any order, on any device.
-            timeout: seconds for a slot to become free, and for the daemon to answer at the end; the iterator takes as
-                long as it takes.
+            version: greater than all earlier ones.
+            weights: yields (name, tensor), each declared name once, in any order, on any device.
+            timeout: seconds for a slot to become free, and again for the daemon's final answer; the iterator's own time
+                is unlimited.
 
         Raises:
-            RefusedError: a name is unknown, comes twice or is missing, or a tensor has another shape or dtype than
-                declared; or the version is not newer. Nothing is published.
+            RefusedError: a name is unknown, repeated or missing, a tensor's shape or dtype is not the declared one, or
+                the version is not newer. Nothing is published.
             DeadlineExceeded: every slot is still being read.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
@@ -96,7 +95,7 @@ class StreamedSource:
             self._connection.request(done, local.Done, timeout)
 
     def close(self) -> None:
-        """Take the registration and every version of it back."""
+        """End the registration and withdraw all its versions."""
         if self._closed:
             return
         self.release()
@@ -104,26 +103,26 @@ class StreamedSource:
         self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
 
     def arenas(self) -> set[int]:
-        """Return the arenas of `allocate` that it uses: none."""
+        """Return the arenas from `allocate` that it uses: none."""
         return set()
 
     def release(self) -> None:
-        """Let go of the snapshot arenas; nothing can be published afterwards."""
+        """Drop the slots; nothing can be published afterwards."""
         self._connection.unlisten(self.member)
         self._slots = ()
         self._closed = True
 
     def _notified(self, message: Message) -> None:
-        """Nothing that the daemon says of a source concerns one that lends nothing."""
+        """Ignore notifications: the daemon sends sources only the ends of leases, and this source lends nothing."""
 
 
 def declared(
     shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Sequence[ParameterMetadata] | None, rank: int
 ) -> list[ParameterMetadata]:
-    """Return the description of tensors that are only declared.
+    """Return the descriptions of declared tensors.
 
     Raises:
-        RefusedError: shapes and metadata do not belong together.
+        RefusedError: an entry is malformed, or shapes and metadata disagree.
     """
     found = {}
     for name, value in dict(shapes).items():
@@ -156,7 +155,7 @@ def declared(
 def write_stream(
     arena: Arena, wire: Sequence[ParameterMetadata], offsets: Sequence[int], weights: Weights
 ) -> dict[str, torch.Tensor]:
-    """Copy tensors into a slot as they come; return the slot's memory by name.
+    """Copy tensors into a slot as the iterator yields them; return views of the slot by name.
 
     Raises:
         RefusedError: as `StreamedSource.publish_from`; parts of the slot have been written.

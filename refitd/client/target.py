@@ -1,4 +1,4 @@
-"""What an engine holds: tensors that become a new version at commit points of its own choosing."""
+"""An engine rank's registration: its tensors become a new version at commit points that the engine chooses."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.text import shown
 
-# The application's own logging says where it goes; every line has the swap's id, as the other processes' lines have.
+# The application configures this logger. Lines carry the swap's id, like those of the other processes.
 _log = logging.getLogger("refitd.client")
 
 NOTHING_PENDING = -1
 
-# How long a rank waits in a poll to be told in which one its replica flips.
+# How long a rank waits in a poll to learn in which poll its replica commits.
 IN_STEP_S = 30.0
 
-# How long `wait` sleeps before it looks at the permit again.
+# How long `wait` sleeps before it reads the permit again.
 PERMIT_WAIT_S = 0.05
 
-# A permit that ended longer ago was never given, or withdrawn.
+# A permit that ended longer ago was never given, or was withdrawn.
 MAX_SAID_S = 86_400.0
-# A wait looks up this often.
+# How long a wait sleeps before it checks again.
 WAKE_S = 0.5
 
-# How long a target that is closed waits for a commit that its callback's thread is in.
+# How long closing a target waits for a commit on the callback's thread.
 COMMIT_ENDS_S = 5.0
 
-# How long a paused engine waits for the worker's copy of a few GB before it gives up and serves no version.
+# How long a paused engine waits for the worker's copy (a few GB) before it gives up and serves no version.
 APPLY_TIMEOUT_S = 60.0
 
-# How long an engine that was asked to stand still waits for the decision. Nobody knows then what was decided, so
-# that it serves no version until it is told: this is beyond all deadlines that a coordinator should have.
+# How long a paused engine waits for the decision. After that it serves no version until it learns what was decided.
+# This is longer than any deadline that a coordinator should have.
 PAUSE_TIMEOUT_S = 600.0
 
 
 class Commit:
-    """A decided version, handed to an `on_commit` callback. It can be applied once, before the callback returns."""
+    """A decided version, passed to an `on_commit` callback, which must apply it once before it returns."""
 
     def __init__(self, target: Target, prepare: local.PrepareCommit) -> None:
         self._target = target
@@ -61,32 +61,32 @@ class Commit:
         self.version = prepare.version
 
     def apply(self) -> int:
-        """Take the version over now; no forward pass may run meanwhile. Return the version.
+        """Commit the version now and return it; no forward pass may run meanwhile.
 
         Raises:
-            CommitError: it could not be taken over, and this rank serves none; or this commit has been applied
-                before or is over, and nothing was written.
+            CommitError: the commit failed, and this rank serves no version; or it was applied before or is over, and
+                nothing was written.
         """
         return self._target._apply(self._prepare)
 
 
-# Of all clients: memory is the process's. A target that nobody refers to any more stays while its connection does.
+# The targets of all clients, because clients share the process's memory. A connection keeps its targets alive.
 _REGISTERED: weakref.WeakSet[Target] = weakref.WeakSet()
 
 
-# What threads (of which process) are registering right now, in the order in which they began: whoever began later gives
-# way. It is only appended to and removed from, so that nobody waits for a lock, a signal handler least of all.
+# Registrations in progress, (pid, tensors), in the order of their start; the later of two conflicting ones is refused.
+# It is only appended to and removed from, so that no lock is needed, which a signal handler could not wait for.
 _REGISTERING: list[tuple[int, TargetTensors]] = []
 
 
 @contextlib.contextmanager
 def registering(tensors: TargetTensors) -> Iterator[None]:
-    """Keep tensors apart from those of every other target of this process while they are registered.
+    """Refuse tensors that share memory with another target of this process; use around a registration.
 
-    The two would be written by swaps of their own. The same weight in the same place may be registered again.
+    Two targets' swaps would both write that memory. The same weight in the same place may be registered again.
 
     Raises:
-        RefusedError: they share memory with those of a target, or with what another thread is registering.
+        RefusedError: the tensors share memory with a target, or with one that another thread is registering.
     """
     mine = os.getpid(), tensors
     _REGISTERING.append(mine)
@@ -94,7 +94,7 @@ def registering(tensors: TargetTensors) -> Iterator[None]:
         for other in list(_REGISTERING):
             if other is mine:
                 break
-            if other[0] == mine[0]:  # a fork has copied the list, and not the thread
+            if other[0] == mine[0]:  # ignore entries of the parent: a fork copies the list, but not the threads
                 other[1].written.check_apart(tensors.written, "a target that another thread is registering")
         for target in list(_REGISTERED):
             target.check_apart(tensors)
@@ -104,9 +104,9 @@ def registering(tensors: TargetTensors) -> Iterator[None]:
 
 
 class Target:
-    """This rank's shard of one replica, registered. Made by `Client.register_target`.
+    """A target: this rank's registered shard of one replica. Made by `Client.register_target`.
 
-    One thread polls or waits at a time; `version`, `pending` and `last_pause_s` may be read from any.
+    One thread at a time may poll or wait; any thread may read `version`, `pending` and `last_pause_s`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Target:
         agree: Callable[[int], int] | None = None,
         closed: Callable[[Target], object] = lambda target: None,
     ) -> None:
-        """`closed` is told when the registration has been taken back."""
+        """`closed` is called when the target is closed."""
         self._agree = agree
         self._steps = PollSteps()
         self._connection = connection
@@ -133,11 +133,11 @@ class Target:
         self._tensors = tensors
         self._staging = staging
         self._changed = threading.Condition()
-        self._prepare: local.PrepareCommit | None = None  # what is decided and not yet taken over
-        self._taking: local.PrepareCommit | None = None  # what a thread is taking over now
-        self._taker = 0  # that thread
-        self._taken = ""  # the swap that was taken over last
-        self._asked: local.AskPause | None = None  # to stand still, until that is over
+        self._prepare: local.PrepareCommit | None = None  # decided and not yet committed
+        self._taking: local.PrepareCommit | None = None  # being committed by a thread now
+        self._taker = 0  # that thread's id
+        self._taken = ""  # the swap that was committed last
+        self._asked: local.AskPause | None = None  # the current request to pause
         self._fenced = ""
         self._applied: local.CommitApplied | None = None
         self._failure: local.Failure | None = None
@@ -149,7 +149,7 @@ class Target:
         self.member = registered.member
         self.last_pause_s = 0.0
         self._checks = LiveChecks(connection, self.member, tensors, lambda: self._staging)
-        self.error: RefitdError | None = None  # what a callback's commit failed with, or that the daemon has gone
+        self.error: RefitdError | None = None  # why a callback's commit failed, or the loss of the daemon
         connection.listen(self.member, self._notified)
         _REGISTERED.add(self)
         work: Callable[[], None] | None = None
@@ -162,10 +162,10 @@ class Target:
 
     @property
     def version(self) -> int | None:
-        """The version to serve: what these tensors hold.
+        """The version that the tensors hold and the engine may serve; None: serve nothing.
 
-        None before the first, while one is taken over, after a commit that failed, while `fenced`, once closed, and in
-        forked children: serve nothing then. It takes a read of shared memory, no call: ask whenever it matters.
+        It is None before the first version, during a commit, after a failed commit, while `fenced`, once closed, and in
+        forked children. It costs one read of shared memory: read it whenever it matters.
         """
         version = self._version
         if version is None or self._fenced or os.getpid() != self._pid:
@@ -175,7 +175,7 @@ class Target:
 
     @property
     def fenced(self) -> str:
-        """Why this rank must not serve the version that it holds; "" where it may, or holds none."""
+        """Why this rank must not serve the version that it holds; "" if it may, or holds none."""
         if os.getpid() != self._pid:
             return "this process was forked from the one that has registered, and hears nothing; connect here"
         permit = self._permit
@@ -191,30 +191,34 @@ class Target:
 
     @property
     def pending(self) -> int | None:
-        """The version that is decided and waits for this rank's commit point."""
+        """The decided version that waits for this rank's commit point; None if there is none."""
         prepare = self._prepare
         return None if prepare is None else prepare.version
 
     def poll(
         self, agree: Callable[[int], int] | None = None, *, step: int | None = None, begin: bool = True
     ) -> int | None:
-        """A commit point: take a pending version over, in place, and return it; None when there is none.
+        """Offer a commit point: commit a pending version in place and return it; return None if none was committed.
 
-        The ranks of a replica flip before the same step. An engine that counts its steps gives `step`, which only goes
-        up and is the same on all ranks; an idle one may poll before its next step as often as it likes, with
-        `begin=False`: that step has not begun, and nothing of it may until this returns. Otherwise polls are counted,
-        from the last version that the ranks took over together: call it equally often on all of them, as ranks in lock
-        step do. In a new replica, or one with a rank that has returned, each rank waits in its poll until all stand in
-        one, and they count from there. The first poll with a version pending waits for the others to say how far they
-        are, about as long as two messages take.
-        Ranks that do not run in lock step give `agree`: it is called at every poll with this rank's pending version
-        (-1: none) and returns what all ranks agree on, for instance an all_reduce MIN of it; the commit happens if that
-        is the pending version.
+        All ranks of a replica commit before the same step, which they find in one of three ways:
+
+        - `step`: the engine's own step counter, which only goes up and is the same on all ranks. An idle engine may
+          poll before its next step any number of times with `begin=False`; that step must not begin before `poll`
+          returns.
+        - Without `step`, polls are counted from the last version that the ranks committed together: call `poll` equally
+          often on all ranks. In a new replica, or after a rank has returned, each rank waits in its poll until all are
+          in one, and they count from there.
+        - `agree`, for ranks not in lockstep: called at every poll with this rank's pending version (-1: none), it
+          returns the value that all ranks agree on, for instance an all_reduce MIN. The rank commits if that is its
+          pending version.
+
+        Without `agree`, the first poll with a pending version waits to learn the other ranks' steps, which takes about
+        two messages.
 
         Raises:
-            CommitError: the version could not be taken over; this rank then serves none.
+            CommitError: the commit failed; this rank then serves no version.
             PeerLost: the daemon has ended (the tensors keep their version).
-            RefusedError: `step` is less than before; in a signal handler that has interrupted a commit; or in a forked
+            RefusedError: `step` went down; or the caller is a signal handler that interrupted a commit, or a forked
                 child.
         """
         check_process(self._pid)
@@ -235,11 +239,11 @@ class Target:
         return self._apply(prepare)
 
     def wait(self, version: int, timeout: float = 60.0) -> int:
-        """Block until `version` or a newer one is live here, committing meanwhile; return what is live.
+        """Block until `version` or a newer one is live here, committing meanwhile; return the live version.
 
         Raises:
-            RefusedError: version or timeout is no number, or the timeout is none; or this target is closed.
-            DeadlineExceeded: it did not become live in time.
+            RefusedError: `version` or `timeout` is not a valid number, or this target is closed.
+            DeadlineExceeded: the version did not become live in time.
             CommitError, PeerLost: as in `poll`.
         """
         check_process(self._pid)
@@ -261,7 +265,7 @@ class Target:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     if self._steps.stands and self._prepare is not None:
-                        self._say_where(self._prepare)  # it goes on from here
+                        self._say_where(self._prepare)  # this rank no longer waits
                     raise DeadlineExceeded(
                         f"model {self.model!r} replica {self.replica!r}: version {version} is not live after "
                         f"{timeout:.1f} s (live: {live}{', ' + self._fenced if self._fenced else ''}); "
@@ -270,8 +274,8 @@ class Target:
                 if not self._may_take():
                     if (asked := self._prepare) is not None and asked.lockstep and not self._is_told():
                         self._say_where(asked, "wait")
-                    # not longer: a signal handler on this thread may have polled just before, and a permit is renewed
-                    # without a word
+                    # bounded: a signal handler on this thread may have polled just before, and the renewal of a permit
+                    # sends no notification
                     is_held = self._version is not None and not self._fenced
                     self._changed.wait(min(left, PERMIT_WAIT_S if is_held else WAKE_S))
                 prepare = self._prepare if self._may_take() else None
@@ -279,10 +283,10 @@ class Target:
                 self._apply(prepare)
 
     def _next_in_step(self, step: int | None, begin: bool = True) -> local.PrepareCommit | None:
-        """Count a poll; return the commit to take over in it, None if there is none, or not in this poll yet."""
+        """Count a poll; return the commit due in it, or None."""
         with self._changed:
             if step is not None and not begin and self._prepare is None:
-                self._steps.count(max(0, step - 1))  # nobody may hear in between that the step has begun
+                self._steps.count(max(0, step - 1))  # never `step`: a report must not say that the step has begun
                 return None
             try:
                 return self._counted(step)
@@ -291,7 +295,7 @@ class Target:
                     self._steps.stay()
 
     def _counted(self, step: int | None) -> local.PrepareCommit | None:
-        """As `_next_in_step`, under the lock."""
+        """Do as `_next_in_step`, under the lock."""
         with self._changed:
             self._steps.count(step)
             prepare = self._prepare
@@ -315,21 +319,21 @@ class Target:
         self._connection.tell(self._steps.reached(prepare.swap, self.member, stands))
 
     def _is_told(self) -> bool:
-        """Whether this rank knows in which poll it flips, or has said that it stands and waits to be told."""
+        """Return whether this rank knows the poll to commit in, or has already reported that it waits for it."""
         return self._steps.flip_at is not None or bool(self._steps.stands)
 
     def _is_over(self, prepare: local.PrepareCommit) -> bool:
         return self._prepare is not prepare or self._failure is not None
 
     def _may_take(self) -> bool:
-        """Whether a version is pending that a rank which waits for it, and computes nothing, may take over."""
+        """Return whether a rank in `wait`, which computes nothing, may commit the pending version."""
         prepare = self._prepare
         if prepare is None or self._taking is not None:
             return False
         return not prepare.lockstep or self._steps.flip_at is not None
 
     def close(self) -> None:
-        """Take the registration back; the tensors keep what they hold, and `version` is None: no swap reaches them."""
+        """End the registration. The tensors keep their values, but `version` becomes None: no swap reaches them."""
         if self._closed:
             return
         self.release()
@@ -339,32 +343,32 @@ class Target:
         self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
 
     def check_apart(self, tensors: TargetTensors) -> None:
-        """Raise RefusedError where tensors to be registered share memory with these: two swaps would write it."""
+        """Raise RefusedError if tensors to be registered share memory with this target: two swaps would write it."""
         if not self._closed and self._failure is None and not self._connection.is_foreign:
             self._tensors.written.check_apart(tensors.written, self.member)
 
     def arenas(self) -> set[int]:
-        """Return the arenas of `allocate` that its tensors lie in."""
+        """Return the arenas from `allocate` that hold its tensors."""
         return {place.arena for place in self._tensors.arena_places}
 
     def release(self) -> None:
-        """Let go of the staging arena; nothing can be committed afterwards."""
+        """Drop the staging arena; nothing can be committed afterwards."""
         self._checks.let_commit_end(COMMIT_ENDS_S)
         with self._changed:
             self._closed = True
             self._prepare = None
             self._staging = None
-            self._permit = None  # nobody renews it any more: whether another version is live cannot be known here
+            self._permit = None  # it is no longer renewed, so this rank cannot know whether another version is live
             self._fenced = self._fenced or f"{self.member} is registered no more: it was closed; register_target again"
             self._changed.notify_all()
         self._checks.release()
         self._connection.unlisten(self.member)
 
     def _apply(self, prepare: local.PrepareCommit, started: float | None = None) -> int:
-        """Take a version over; `started` is when this rank came to a standstill, if it did so earlier.
+        """Commit a version; `started` is the time at which this rank paused, if it did so earlier.
 
         Raises:
-            CommitError: it could not be; or it is not pending any more, and nothing was written.
+            CommitError: the commit failed; or it is no longer pending, and nothing was written.
         """
         started = time.perf_counter() if started is None else started
         with self._changed:
@@ -376,7 +380,7 @@ class Target:
                     f"{what} (swap {prepare.swap}) is over; a commit can be applied once, while it is pending"
                 )
             self._taking, self._taker = prepare, threading.get_ident()
-            self._version = None  # while it is written, it is neither the one nor the other
+            self._version = None  # while they are written, the tensors hold neither version
         try:
             with self._checks.committing():
                 return self._take_over(prepare, started)
@@ -388,7 +392,7 @@ class Target:
     def _take_over(self, prepare: local.PrepareCommit, started: float) -> int:
         try:
             self._tensors.check_unmoved(is_described=True)
-            self._tensors.settle()  # what reads the old version on a GPU
+            self._tensors.settle()  # kernels may still read the old version on a GPU
             if prepare.by_worker:
                 self._let_worker_write(prepare)
             elif not prepare.in_place:
@@ -416,7 +420,7 @@ class Target:
             prepare.version,
             self.last_pause_s,
         )
-        # no version before it has been said: whoever waits for it may end the process as soon as it is live
+        # report before setting the version: a thread that waits for it may end the process as soon as it is live
         self._fenced = ""
         self._settle()
         done = local.CommitDone(swap=prepare.swap, member=self.member, paused_s=self.last_pause_s)
@@ -455,7 +459,7 @@ class Target:
             self._changed.notify_all()
 
     def _fail(self) -> None:
-        """A decided version was not taken over: these tensors may hold parts of two, and the old one is not live."""
+        """Give up a decided version: the tensors may hold parts of two, and the old version is no longer live."""
         with self._changed:
             self._version = None
         self._settle()
@@ -471,7 +475,7 @@ class Target:
         with self._changed:
             match message:
                 case local.PrepareCommit(swap) if swap == self._taken:
-                    # its coordinator died before it knew
+                    # already committed, but the coordinator died before it knew
                     done = local.CommitDone(swap=swap, member=self.member, paused_s=self.last_pause_s)
                     self._connection.tell(done)
                 case local.PrepareCommit(swap):
@@ -512,7 +516,7 @@ class Target:
             self._changed.notify_all()
 
     def _attend(self, on_pause: Callable[[int], object], on_resume: Callable[[int | None], object] | None) -> None:
-        """Stand still when asked, take over what is decided, go on: the body of a thread."""
+        """Pause when asked, commit what is decided, resume: the body of the `on_pause` thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._asked or self._prepare or self._failure or self._closed)
@@ -521,16 +525,16 @@ class Target:
                     self.error = from_code(self._failure.code, self._failure.message)
                 if self._closed or self._failure is not None:
                     return
-            # one that was decided while the coordinator was gone comes without being asked for
+            # a version that was decided before a coordinator's restart comes without a request to pause
             cause = asked or prepare
             if cause is None:
                 continue
             try:
                 self._stand_still(on_pause, cause.swap, cause.version, is_asked=asked is not None)
-            except BaseException as exc:  # SystemExit too: this thread is not the engine's, and is needed again
+            except BaseException as exc:  # SystemExit too: this is the client's thread, and is needed again
                 self.error = _kept(exc, "on_pause")
             with self._changed:
-                if self._asked is asked:  # another swap may be asking already
+                if self._asked is asked:  # another swap may already have asked
                     self._asked = None
             if on_resume is not None:
                 try:
@@ -539,14 +543,14 @@ class Target:
                     self.error = CommitError(f"on_resume raised {exc!r}")
 
     def _stand_still(self, on_pause: Callable[[int], object], swap: str, version: int, *, is_asked: bool) -> None:
-        """Have the engine stand still, and commit when that is decided; raise CommitError where it cannot."""
+        """Pause the engine and commit the version once it is decided; raises CommitError on failure."""
         try:
             on_pause(version)
         except BaseException as exc:
             if self._prepare is None:
                 self._settle()
             else:
-                self._fail()  # it is decided already
+                self._fail()  # the version is already decided
             reason = f"on_pause raised {exc!r}"
             self._connection.tell(local.CommitFailed(swap=swap, member=self.member, reason=reason))
             raise CommitError(reason) from exc
@@ -558,7 +562,7 @@ class Target:
                 lambda: (
                     self._prepare
                     or self._asked is None
-                    or self._asked.swap != swap  # this one is over, and the next one asks
+                    or self._asked.swap != swap  # this swap is over, and the next one has asked
                     or self._failure
                     or self._closed
                 ),
@@ -589,13 +593,13 @@ class Target:
                 self.error = _kept(exc, "on_commit")
                 if self._withdraw(prepare):
                     failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(self.error))
-                    with contextlib.suppress(RefitdError):  # the daemon has gone, or the callback has closed this
+                    with contextlib.suppress(RefitdError):  # the daemon has gone, or the callback closed the target
                         self._connection.tell(failed)
 
     def _withdraw(self, prepare: local.PrepareCommit) -> bool:
-        """Let nobody apply a commit that its callback has not; return whether it was pending until now."""
+        """Withdraw a commit that its callback did not apply; return whether it was still pending."""
         with self._changed:
-            # a thread of the callback's own that applies it at this moment is waited for
+            # wait for a thread of the callback that may be applying it right now
             self._changed.wait_for(lambda: self._taking is not prepare, APPLY_TIMEOUT_S)
             if self._prepare is not prepare:
                 return False
@@ -605,10 +609,10 @@ class Target:
 
 
 def _agreed(value: Any) -> float:
-    """Return what `agree` gave as a number: of Python, numpy or torch.
+    """Return the result of `agree`, a number of Python, numpy or torch, as a Python number.
 
     Raises:
-        RefusedError: it is none, so that no version would ever be taken over.
+        RefusedError: it is not a number, so that no version would ever be committed.
     """
     try:
         found = value.item() if hasattr(value, "item") else value
@@ -622,7 +626,7 @@ def _agreed(value: Any) -> float:
 
 
 def _kept(exc: BaseException, raised_by: str) -> RefitdError:
-    """Return an error to keep: without the frames it was raised in, which hold the target and its tensors."""
+    """Return a copy of an error without its traceback, whose frames would keep the target and its tensors alive."""
     if isinstance(exc, RefitdError):
         return from_code(exc.code, str(exc))
     return CommitError(f"{raised_by} raised {exc!r}")

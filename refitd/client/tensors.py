@@ -1,4 +1,4 @@
-"""A client's tensors: described, recognised in arenas, fingerprinted, copied to and from arenas."""
+"""The tensors of one registration: describe them, find them in arenas, watch them for changes, copy them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from refitd.transforms.mxfp8_buffers import MXFP8Buffer, held_of, is_quantized
 
 
 class Fingerprint(NamedTuple):
-    """What must not change about a tensor that a CUDA graph may have captured.
+    """The properties of a tensor that must not change, because a CUDA graph may have captured it.
 
-    They are taken several times in a pause, of every tensor: a named tuple is made in a third of a dataclass's time.
+    Every pause takes several of every tensor; making a named tuple takes a third of a dataclass's time.
     """
 
     data_ptr: int
@@ -58,11 +58,11 @@ class Fingerprint(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    is_lazy: bool  # a conjugate or negative that has not been written out
+    is_lazy: bool  # a lazy conjugate or negative view
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Take a tensor's fingerprint."""
+    """Return a tensor's fingerprint."""
     return Fingerprint(
         tensor.data_ptr(),
         int(tensor.untyped_storage().nbytes()),
@@ -76,16 +76,16 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
 class TensorSet:
     """The tensors of one registration, in a fixed order, and their descriptions.
 
-    What was registered, a module or a dict, is read again before every use: see `follow` and `check_unmoved`.
+    The registered module or dict is read again before every use: see `follow` and `check_unmoved`.
 
     Attributes:
-        metadata: one for each value that was registered; of one in MXFP8, of the bfloat16 tensor that it stands for.
-        values: what was registered, by name.
-        quantized: the names of those in MXFP8.
-        names, tensors: all that is live: of a value in MXFP8 its data and its scales.
+        metadata: one description per registered value; an MXFP8 value is described as its bfloat16 tensor.
+        values: the registered values by name.
+        quantized: the names of the MXFP8 values.
+        names, tensors: all live tensors; an MXFP8 value has two, its data and its scales.
     """
 
-    # whether the tensors are written, so that two names of one memory must be one weight
+    # whether commits write the tensors; then two names for one memory must be one weight
     _writes = False
 
     def __init__(
@@ -99,13 +99,13 @@ class TensorSet:
         """Describe a module, or take a dict with (or, for whole tensors, without) explicit metadata.
 
         Raises:
-            RefusedError: tensors and metadata do not belong together, or a tensor is none that can be read or written.
-            PlanError: a description is impossible.
+            RefusedError: tensors and metadata disagree, or a tensor cannot be read (or written).
+            PlanError: a tensor cannot be described.
         """
         self._given: Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module] = checked_tensors(tensors)
         self._describe: Callable[[Mapping[str, Any]], list[ParameterMetadata]] | None = None
         self._tied: dict[str, str] = {}
-        self._one_memory: list[list[str]] = []  # names that were tied because they are one memory
+        self._one_memory: list[list[str]] = []  # groups of names that were tied because they share memory
         raw = self._read()
         refuse_all(f"{name}: {problem}" for name, value in raw.items() if (problem := problem_of(value)))
         if metadata is None and isinstance(self._given, Mapping):
@@ -129,7 +129,7 @@ class TensorSet:
         problems = [mismatch(m, named[m.name]) for m in self.metadata]
         refuse_all(problem for problem in problems if problem)
         lies = extents(self.tensors)
-        self._moves: Moves | None = None  # made when they are first copied, and anew when they have moved
+        self._moves: Moves | None = None  # made at the first copy, and again after tensors have moved
         refuse_all(
             f"{self.names[i]}: its memory cannot be {'written' if self._writes else 'read'} (a file that is mapped for "
             "reading, say); clone the tensor"
@@ -140,7 +140,7 @@ class TensorSet:
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
 
     def places(self, arenas: Mapping[int, Arena]) -> tuple[Place, ...]:
-        """Return where every tensor lies in arenas; empty unless all of them do. Empty tensors lie anywhere."""
+        """Return every tensor's place in the arenas; () unless all lie in arenas. Empty tensors fit anywhere."""
         found: list[Place | None] = []
         for tensor in self.tensors:
             place = place_of(tensor, arenas) if tensor.numel() else None
@@ -156,10 +156,10 @@ class TensorSet:
         )
 
     def addresses(self) -> tuple[int, ...]:
-        """Return where each tensor starts in this process.
+        """Return each tensor's start address in this process.
 
         Raises:
-            RefusedError: a tensor is not contiguous CPU memory, so that nobody else can read it in place.
+            RefusedError: a tensor is not contiguous CPU memory, so that other processes cannot read it in place.
         """
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if tensor.device.type != "cpu" or gpu_of(tensor) != HOST or not tensor.is_contiguous():
@@ -170,7 +170,7 @@ class TensorSet:
         return tuple(tensor.data_ptr() for tensor in self.tensors)
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the memory of every tensor that `addresses` allows: (address, rows, bytes of a row)."""
+        """Return each nonempty tensor's memory: (address, rows, bytes per row). Raises as `addresses`."""
         found = []
         for address, tensor in zip(self.addresses(), self.tensors, strict=True):
             row = (tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()) * tensor.element_size()
@@ -179,9 +179,9 @@ class TensorSet:
         return tuple(found)
 
     def check_unmoved(self, when: str = "since registration", *, is_described: bool = False) -> None:
-        """Raise CommitError when a registered tensor has been replaced, moved or reshaped; `when` is for its text.
+        """Raise CommitError if a registered tensor was replaced, moved or reshaped; `when` goes into the message.
 
-        With `is_described` also when attributes or DTensors say of their cut what they did not say.
+        With `is_described`, also if attributes or a DTensor's spec now say that a tensor is split differently.
         """
         try:
             raw = self._read()
@@ -190,7 +190,7 @@ class TensorSet:
             if index is None and is_described:
                 self._check_specs(raw, self._specs)
                 if not self._is_cut_as_before(raw):
-                    # one that says nothing has replaced another over the same memory, and is written as that was
+                    # skip tensors that say nothing: one replaced another over the same memory and is written like it
                     said = {name for name, value in raw.items() if any(each is not None for each in cut_of(value))}
                     self._check_described(raw, said)
         except RefusedError as exc:
@@ -205,14 +205,13 @@ class TensorSet:
             )
 
     def follow(self) -> bool:
-        """Take up tensors that have replaced others of the same description; return whether there were any.
+        """Adopt tensors that have replaced registered ones of the same description; return whether there were any.
 
-        What is given is read again: a parameter that was assigned anew, or an entry of a dict that was bound anew, is
-        what is published from now on.
+        The registered module or dict is read again. Replaced parameters and dict entries are published from now on.
 
         Raises:
-            RefusedError: names, shapes, types or layouts are not those registered, memory has been freed, or a tensor
-                has left the arena that it is lent from. Names the tensor; nothing has been read, nothing changed.
+            RefusedError: names, shapes, dtypes or layouts are not those registered, memory was freed, or a tensor has
+                left the arena that it is lent from. Names the tensor; nothing has changed.
         """
         raw = self._read()
         named = self._named_again(raw)
@@ -238,7 +237,7 @@ class TensorSet:
                 )
                 raise RefusedError(f"{m.name}: {problem}; it has changed since registration; {todo}")
         self._check_specs(raw, {**dict.fromkeys(replaced), **self._specs})
-        # not for memory alone that has moved: describing 100,000 tensors takes as long as registering them
+        # not if only memory has moved: describing 100,000 tensors takes as long as registering them
         if replaced or not self._is_cut_as_before(raw):
             self._check_described(raw)
         self._check_one_memory(raw)
@@ -260,7 +259,7 @@ class TensorSet:
         return True
 
     def check_still(self, when: str) -> None:
-        """Raise RefusedError when a tensor has been replaced, moved or freed since `follow`; `when` is for its text."""
+        """Raise RefusedError if a tensor was replaced, moved or freed since `follow`; `when` goes into the message."""
         raw = self._read()
         index = self._first_changed(self._captured(self._named_again(raw)))
         if index is not None:
@@ -270,7 +269,7 @@ class TensorSet:
             )
 
     def _read(self) -> dict[str, Any]:
-        """Return what is registered as it is now, DTensors and all."""
+        """Return the current values of the registered module or dict; DTensors stay DTensors."""
         if isinstance(self._given, Mapping):
             try:
                 return dict(self._given)
@@ -280,13 +279,12 @@ class TensorSet:
         return get_refit_tensor_dict(self._given)
 
     def _named_again(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank holds of `raw`, from which the further names of tied tensors are taken out.
+        """Return the local tensors of `raw`, after removing tied names from it and restoring its registered order.
 
-        What has been taken out and put back under its name stands in another place: `raw` is put in the order of the
-        registration.
+        The order differs if an entry was removed and added again under its name.
 
         Raises:
-            RefusedError: the names are not those registered.
+            RefusedError: the names are not those registered, or a tied name no longer shares its memory.
         """
         if self._tied:
             for other, first in self._tied.items():
@@ -304,12 +302,12 @@ class TensorSet:
         return {name: held_here(value) for name, value in raw.items()}
 
     def _first_changed(self, current: Sequence[torch.Tensor]) -> int | None:
-        """Return the first of the live tensors that is not where, or what, it was."""
+        """Return the index of the first live tensor whose fingerprint has changed, None if there is none."""
         if len(current) != len(self._fingerprints):
             return 0
         index = 0
         try:
-            # field by field, without a tuple for each: this is most of what looking at 100,000 tensors costs
+            # field by field, without making tuples: this loop dominates the check of 100,000 tensors
             for index, (tensor, (ptr, held, shape, strides, dtype, lazy)) in enumerate(
                 zip(current, self._fingerprints, strict=True)
             ):
@@ -322,7 +320,7 @@ class TensorSet:
                     or (tensor.is_neg() or tensor.is_conj()) is not lazy
                 ):
                     return index
-        except Exception:  # it is no tensor, or none with memory: whoever asks finds out
+        except Exception:  # not a tensor, or one without memory: the caller finds out which
             return index
         return None
 
@@ -337,17 +335,17 @@ class TensorSet:
                 )
 
     def _is_cut_as_before(self, raw: Mapping[str, Any]) -> bool:
-        """Whether tensors say of their cut what they said at the last look; it is asked of 100,000, every time."""
+        """Return whether all cuts are as at the last look. It must be fast: it runs each time, for 100,000 tensors."""
         try:
             return [cut_of(value) for value in raw.values()] == self._cuts
-        except Exception:  # an array among them: descriptions are compared instead
+        except Exception:  # arrays cannot be compared so; the caller compares descriptions instead
             return False
 
     def _check_described(self, raw: Mapping[str, Any], names: Container[str] | None = None) -> None:
-        """Compare what attributes and DTensors say with what they said; of these tensors, or all."""
+        """Refuse tensors (those in `names`, or all) whose descriptions have changed since registration."""
         if self._describe is None:
             for (name, value), was in zip(raw.items(), self._cuts, strict=True):
-                # what was described by the caller has no other sign of a shard that lies elsewhere now
+                # for tensors that the caller described, chunks are the only sign that a shard has moved
                 if is_dtensor(value) and (now := chunks_of(value)) != was[-1]:
                     raise RefusedError(
                         f"{name}: its chunk metadata is {now}, and was {was[-1]} at registration; register again"
@@ -365,7 +363,7 @@ class TensorSet:
             if names is not None and m.name not in names:
                 continue
             changed = [f.name for f in fields(m) if getattr(now, f.name) != getattr(m, f.name)]
-            # one memory more is no harm, and one less is for _check_one_memory; a target's tied names are in _tied
+            # more shared memory is harmless, less is found by _check_one_memory; a target's tied names are in _tied
             if "aliases" in changed and (self._tied or set(m.aliases) - memory_names <= set(now.aliases)):
                 changed.remove("aliases")
             if changed:
@@ -376,7 +374,7 @@ class TensorSet:
                 )
 
     def _check_one_memory(self, raw: Mapping[str, Any]) -> None:
-        """Refuse names that have been tied as one memory and no longer are: a target that ties them has one value."""
+        """Refuse names that were tied by their memory and no longer share it: targets hold one value for them."""
         for first, *others in self._one_memory:
             for other in others:
                 if not _is_same_memory(raw[first], raw[other]):
@@ -386,7 +384,7 @@ class TensorSet:
                     )
 
     def _captured(self, named: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors themselves, in the order of `names`; `tensors` are views of their bytes."""
+        """Return the original tensors in the order of `names`; `self.tensors` holds views of them."""
         if not self.quantized:
             return list(named.values())
         found: list[torch.Tensor] = []
@@ -400,7 +398,7 @@ class TensorSet:
         return found
 
     def _live(self, named: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
-        """Return the live tensors of what is registered, and what messages call them."""
+        """Return the names (as in messages) and the tensors of all live tensors."""
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         for name, value in named.items():
@@ -416,16 +414,16 @@ class TensorSet:
         return names, tensors
 
     def settle(self) -> None:
-        """Return once the GPUs that the tensors lie on have done what this process gave them."""
+        """Wait until the tensors' GPUs have finished this process's work."""
         for gpu in {gpu_of(tensor) for tensor in self.tensors}:
             settle(gpu)
 
     def write_to(self, arena: Arena) -> None:
-        """Copy every tensor into an arena in refitd's layout; `follow` has looked at them."""
+        """Copy every tensor into an arena in refitd's layout; call `follow` first."""
         self._known_moves().perform(arena, into_arena=True)
 
     def read_from(self, arena: Arena) -> None:
-        """Copy every tensor out of an arena in refitd's layout, in place; `check_unmoved` has looked at them."""
+        """Copy every tensor out of an arena in refitd's layout, in place; call `check_unmoved` first."""
         self._known_moves().perform(arena, into_arena=False)
 
     def _known_moves(self) -> Moves:
@@ -434,11 +432,11 @@ class TensorSet:
         return self._moves
 
     def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
-        """Return the tensors that are copied as they are, and their offsets in an arena."""
+        """Return the tensors that are copied unconverted, and their offsets in an arena."""
         return self.tensors, self.offsets
 
     def differing(self, arena: Arena) -> str | None:
-        """Return the name of a tensor whose bytes are not those in an arena of refitd's layout, None if all are."""
+        """Return the name of the first tensor whose bytes differ from an arena in refitd's layout, None if none do."""
         for name, tensor, offset in zip(self.names, self.tensors, self.offsets, strict=True):
             if not same_bytes(tensor, arena, offset):
                 return name

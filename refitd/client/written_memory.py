@@ -1,4 +1,4 @@
-"""The memory that commits write: nothing else of it may be written, in one registration or across several."""
+"""Check that no two tensors written by commits share memory, within a registration or across several."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from refitd.transforms.mxfp8_buffers import is_quantized
 def one_of_each(
     metadata: Sequence[ParameterMetadata], values: Mapping[str, Any]
 ) -> tuple[list[ParameterMetadata], dict[str, str]]:
-    """Leave out further names of one memory that descriptions tie, and have the first one say them.
+    """Merge tied names that share memory: keep the first name, and make the others its aliases.
 
         embedding (aliases: output) and output, one memory   ->   embedding, with output as an alias
 
-    Whatever sources hold, one tensor then feeds that memory.
+    One source tensor then feeds that memory, whichever names the sources hold.
 
     Returns:
-        The descriptions that are left, and for each name that was left out the one that stands for it.
+        The remaining descriptions, and {dropped name: kept name}.
     """
     by_place: dict[Any, list[ParameterMetadata]] = {}
     for m in metadata:
@@ -52,7 +52,7 @@ def one_of_each(
             name = canonical_name(other)
             if name == first_name or not (name in first.aliases or first_name in other.aliases):
                 continue
-            if not same_places(first, other):  # other elements of that weight: WrittenMemory refuses them
+            if not same_places(first, other):  # different elements of that weight: WrittenMemory refuses them
                 continue
             said = dict.fromkeys((*first.aliases, name, *other.aliases))
             first = kept[first.name] = replace(first, aliases=tuple(a for a in said if a != first_name))
@@ -62,7 +62,7 @@ def one_of_each(
 
 
 class WrittenMemory:
-    """Where the tensors of one registration lie, and what is made of them."""
+    """The memory of one registration's live tensors and derived tensors."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class WrittenMemory:
         """Refuse tensors that share memory, unless they are the same elements of one tensor.
 
         Args:
-            names: of `tensors`, which swaps write.
-            tensors: see `names`.
-            metadata: their descriptions; tensors in MXFP8 have none by their names here.
+            names: the names of `tensors`.
+            tensors: the tensors that swaps write.
+            metadata: their descriptions; the data and scales of MXFP8 tensors have none.
             made: tensors that are derived from them. They may share memory among themselves.
 
         Raises:
-            RefusedError: names two of them.
+            RefusedError: tensors share memory; names two of them.
         """
         for name, tensor in zip(names, tensors, strict=True):
             if overlaps_itself(tensor):
@@ -117,12 +117,12 @@ class WrittenMemory:
             )
 
     def check_apart(self, other: WrittenMemory, whose: str) -> None:
-        """Refuse what shares memory with this, which `whose` registration has.
+        """Refuse `other` if it shares memory with this registration, which errors call `whose`.
 
-        The same weight in the same place is none of that: two models may be served from one memory in turn.
+        The same weight in the same place is allowed: two models may be served from one memory in turn.
 
         Raises:
-            RefusedError: names a tensor of each.
+            RefusedError: they share memory; names a tensor of each.
         """
         has_met, is_twice = met(self._lies, other._lies), other._in_file_mapped_twice
         if not has_met and not is_twice:

@@ -1,1 +1,1 @@
-"""What lives where: tensors described as tiles of canonical tensors. Imports no sockets, and torch only when called."""
+"""Describe local tensors as tiles of canonical tensors. Imports no sockets, and torch only when called."""

@@ -1,7 +1,7 @@
-"""Conversions that a destination may declare: which there are, and the numbers they have in plans.
+"""The dtype conversions that a destination may declare, and their numbers in plans.
 
-A plan says of each copy which of them it performs; 0 means that bytes stay as they are. Numbers are never given
-anew, so that plans of one version are read right by another.
+Each copy of a plan carries the number of its conversion; 0 copies bytes unchanged. Numbers are never reused, so that
+other releases read plans correctly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ CASTS: dict[int, tuple[str, str]] = {
     4: ("float16", "float32"),
 }
 
-# bytes per element, by number; 0 where nothing is converted
+# bytes per element, indexed by conversion number; index 0 (no conversion) holds 0
 SOURCE_SIZES = (0, *(ELEMENT_SIZES[held] for held, _ in CASTS.values()))
 DESTINATION_SIZES = (0, *(ELEMENT_SIZES[wanted] for _, wanted in CASTS.values()))
 
 
 def cast_number(held: str, wanted: str) -> int | None:
-    """Return the number of the conversion from one dtype to another, 0 where they are equal, None where none is."""
+    """Return the number of the conversion from one dtype to another: 0 if they are equal, None if there is none."""
     if held == wanted:
         return 0
     return next((number for number, pair in CASTS.items() if pair == (held, wanted)), None)

@@ -1,8 +1,8 @@
-"""Descriptions without ranks: the same for every rank that holds the same, so that they are sent and read once.
+"""Descriptions without ranks: equal for all ranks that hold the same elements, so that they are sent and read once.
 
     rank 0: w, split over [0, 1]    rank 2: w, split over [2, 3]    both: rows 0:4 of w [8, 4]
 
-The planner reads a sequence that several rosters share, and that names no rank, once for all of them.
+The planner reads a description sequence that names no rank once for all rosters that share it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from refitd.dtypes import dtype_name
 
 
 def without_ranks(metas: Sequence[ParameterMetadata]) -> tuple[ParameterMetadata, ...]:
-    """Return the same descriptions with what they say about groups said in tiles instead.
+    """Return the descriptions with group fields replaced by explicit tiles.
 
-    A tensor that is split unevenly over its group cannot be told from an evenly split one by one rank alone:
-    give it explicit tiles before.
+    One rank alone cannot tell an uneven split from an even one: give unevenly split tensors explicit tiles before.
 
     Raises:
-        PlanError: a description has problems.
+        PlanError: a description is invalid.
     """
     cuts: dict[tuple[object, ...], tuple[tuple[Tile, ...], tuple[int, ...] | None]] = {}
     found = []

@@ -1,4 +1,4 @@
-"""Digests of tensors, and of tiles of them, in canonical order, however they lie in memory."""
+"""Digest tensors and their tiles in canonical (row-major) order, whatever their memory layout."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from refitd.describe.tiles import Tile
 if TYPE_CHECKING:
     import torch
 
-# Up to so many bytes a copy costs less than the views that avoid it.
+# Up to this many bytes, a copy costs less than the views that avoid it.
 SMALL = 1 << 14
 
 
 def digest_of(tensor: torch.Tensor, tile: Tile | None = None) -> int:
-    """Return a digest of a tensor, or of a tile of it, in row-major order; never 0, but for a tile without elements."""
+    """Return the xxh3-64 digest of a tensor, or of one tile, in row-major order; 0 only for a tile without elements."""
     if tile is None and (nbytes := tensor.numel() * tensor.element_size()) <= SMALL and _is_plain(tensor):
         return xxhash.xxh3_64_intdigest(ctypes.string_at(tensor.data_ptr(), nbytes)) or 1
     import torch
 
     tensor = tensor.detach()
-    if tensor.dtype is torch.bool:  # a strided copy of bools would make every byte 0 or 1
+    if tensor.dtype is torch.bool:  # a strided copy of bools would normalise every byte to 0 or 1
         tensor = tensor.view(torch.uint8)
     if tile is not None:
         if not elements(tile.size):
@@ -40,7 +40,7 @@ def digest_of(tensor: torch.Tensor, tile: Tile | None = None) -> int:
         tensor = flat.as_strided([n for n, _ in box], [step for _, step in box], start)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)  # a copy only where it is not contiguous
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)  # copies only non-contiguous tensors
     return xxhash.xxh3_64_intdigest((raw if raw.device.type == "cpu" else raw.cpu()).numpy().data) or 1
 
 
@@ -49,9 +49,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def tie_problems(metas: Sequence[ParameterMetadata], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return which tensors of one rank its descriptions tie although they hold different values.
+    """Return an error text for each pair of one rank's tensors that are declared tied but hold different values.
 
-    Those that hold the same elements of the weight are compared; one memory is equal to itself.
+    Only tensors that hold the same elements of the weight are compared.
     """
     by_name = {canonical_name(meta): meta for meta in metas}
     found = []
@@ -66,7 +66,7 @@ def tie_problems(metas: Sequence[ParameterMetadata], tensors: Mapping[str, torch
             is_one = one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride()
             if is_one or not one.numel():
                 continue
-            # where the tiles leave elements out, these may hold anything
+            # compare tile by tile, because elements outside the tiles may hold anything
             tiles: Sequence[tuple[Tile | None, Tile | None]] = [(None, None)]
             if meta.tiles is not None and other.tiles is not None:
                 tiles = list(zip(meta.tiles, other.tiles, strict=False))

@@ -1,4 +1,4 @@
-"""DTensors: how a mesh cuts them, as splits and tiles."""
+"""Describe how a mesh splits a DTensor, as splits and tiles."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def mesh_splits(dtensor: Any) -> list[tuple[int, MeshSplit]]:
-    """Return (mesh dimension, its cut) of a DTensor on this rank, the outermost cut of a tensor dimension first.
+    """Return (mesh dimension, split) pairs of a DTensor on this rank; a dimension's outermost split comes first.
 
-    This is the one reading of placements. It is torch's own: a `shard_order` says in which order the mesh
-    dimensions cut; without one, strided shards do, where their factors can be read as an order.
+    All of refitd reads placements here, as torch does: `shard_order` gives the order in which mesh dimensions split;
+    without it, strided shards do, if their factors can be read as an order.
 
     Raises:
-        PlanError: a placement that says of no element who holds it (a pending sum, a placement of somebody else's),
-            or cuts that torch does not put together again (`full_tensor` is wrong or fails).
+        PlanError: a placement does not say which rank holds which elements (a pending sum, a custom placement), or
+            torch itself cannot reassemble the tensor (`full_tensor` is wrong or fails).
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -52,7 +52,7 @@ def mesh_splits(dtensor: Any) -> list[tuple[int, MeshSplit]]:
         factor = int(getattr(placement, "split_factor", 1))
         found[mesh_dim] = MeshSplit(dim % dims, int(mesh.size(mesh_dim)), int(coordinate[mesh_dim]), factor)
     mesh_dims = list(found)
-    # where it is False, strided shards are what a view of a fused tensor has left, and cut as they say
+    # False: strided shards come from a view of a fused tensor, and their factors are meant literally
     if strided and getattr(spec, "use_strided_shard_as_shard_order", None) is not False:
         order = cut_order(list(found.values()))
         if order is not None:
@@ -81,12 +81,12 @@ def _refuse_pending_sums(dtensor: Any) -> None:
 
 
 def describe_dtensor(meta: ParameterMetadata, param: Any) -> None:
-    """Fill in the shape and the tiles of a DTensor."""
+    """Set the shapes and tiles of a DTensor's description; raises PlanError if it cannot be described."""
     local = param._local_tensor
     meta.global_shape, meta.shape = tuple(param.shape), tuple(local.shape)
     name = meta.resolved_name or meta.name
     try:
-        if hasattr(local, "__create_chunk_list__"):  # uneven shards say where they lie
+        if hasattr(local, "__create_chunk_list__"):  # uneven shards list their own boxes
             _refuse_pending_sums(param)
             meta.tiles = _chunk_tiles(name, meta.shape, local.__create_chunk_list__())
             return

@@ -1,14 +1,14 @@
-"""What Megatron's modules say about a cut that the attributes of their parameters do not, or say wrongly.
+"""Read from Megatron's modules how parameters are split where the parameters' attributes are missing or wrong.
 
-    gated fc1           its rows are gate | up on every rank: stride 2, though most grouped experts are stamped 1
+    gated fc1           its rows are gate | up on every rank: stride 2, though most grouped experts' attribute says 1
     experts over ETP    grouped linears of Transformer Engine carry no tensor-parallel attribute at all
     experts over EP     likewise, without `allreduce = False`
-    GroupedMLP          weight1 [hidden, E * f] and weight2 [E * f, hidden] are memory that is used as [E, hidden, f]
-                        and [E, f, hidden]: one tensor per expert, named and laid out as those of other experts
+    GroupedMLP          weight1 [hidden, E * f] and weight2 [E * f, hidden] are used as [E, hidden, f] and
+                        [E, f, hidden]: one tensor per expert, named and laid out like those of other experts
 
-`gated_linear_unit` of a module or its config says what is gated, else the sizes of fc1 and fc2. Where neither is
-known, the stride of an fc1 is not, either: what others of the same tensor say holds, and a plan that depends on an
-expert's is refused where nobody does (`refitd.plan.completion`).
+An fc1 is gated if `gated_linear_unit` of a module or its config says so, else by the sizes of fc1 and fc2. If neither
+tells, the stride is unknown: other descriptions of the tensor then decide, and a plan that depends on an expert's
+unknown stride is refused (`refitd.plan.completion`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts\.")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is found about one parameter beyond its attributes; None: nothing.
+    """What a module tells about one parameter beyond its attributes; None means nothing.
 
     Attributes:
-        is_expert: it is an expert's: what splits it is the expert tensor-parallel group, where there is one.
-        is_ep: experts are split over the expert-parallel group, and the parameter does not say so.
-        dim: the dimension that is split over the group; the parameter does not say that it is.
+        is_expert: it belongs to an expert, so the expert tensor-parallel group splits it, if there is one.
+        is_ep: its experts are split over the expert-parallel group, though the parameter does not say so.
+        dim: the dimension that the group splits, though the parameter does not say so.
         stride: the partition stride.
-        stride_is_known: False: it may be 1 or 2, and nothing says which.
-        grouped: it holds several experts in one tensor.
+        stride_is_known: False if the stride may be 1 or 2.
+        grouped: the layout of a tensor that holds several experts.
     """
 
     is_expert: bool = False
@@ -55,15 +55,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """weight1 or weight2 of a GroupedMLP: `experts` tensors, one behind the other, of `rows` x `hidden` or transposed.
+    """weight1 or weight2 of a GroupedMLP: the experts' tensors one after the other in one tensor.
 
     Attributes:
-        stem: the canonical names' beginning, relative to the module; the expert's index follows.
-        experts: experts that are held here.
-        hidden: the size that is not split.
-        width: local rows of fc2's other side: one of gate and up.
-        parts: 2 where fc1 is gated, else 1.
-        is_first: weight1, not weight2.
+        stem: the start of the canonical names, relative to the module; the expert's index follows.
+        experts: the number of local experts.
+        hidden: the size of the dimension that is not split.
+        width: the local FFN size of one expert: of gate or up alone.
+        parts: 2 if fc1 is gated, else 1.
+        is_first: whether this is weight1.
         is_split: whether it is split over the expert tensor-parallel group.
     """
 
@@ -76,7 +76,7 @@ class Grouped:
     is_split: bool
 
     def tiles(self, names: Sequence[str], index: int, size: int) -> tuple[Tile, ...]:
-        """Return the tiles at position `index` of a group of `size`, `names[e]` being local expert e's."""
+        """Return the tiles at position `index` of a group of `size`; `names[e]` is local expert e's canonical name."""
         index, size = (index, size) if self.is_split else (0, 1)
         width, hidden, row = self.width, self.hidden, self.width * self.parts
         found = []
@@ -91,13 +91,13 @@ class Grouped:
 
 
 def findings(module: nn.Module, ep_size: int, expert_tp_size: int, num_experts: int | None) -> dict[str, Finding]:
-    """Return what there is to say beyond attributes, by the parameter's name in `module`.
+    """Return the findings of a module, by the parameter's name in it.
 
     Args:
         module: a model, or a chunk of one.
-        ep_size: ranks that experts are split over.
-        expert_tp_size: ranks that each expert's tensors are split over.
-        num_experts: experts in the whole model, where it is known.
+        ep_size: the number of ranks that the experts are split over.
+        expert_tp_size: the number of ranks that each expert's tensors are split over.
+        num_experts: the number of experts in the whole model, if known.
     """
     modules = dict(module.named_modules())
     found: dict[str, Finding] = {}
@@ -133,8 +133,8 @@ def _linear(
     is_first: bool,
     expert_tp_size: int,
 ) -> Finding | None:
-    """Return what is found about a parameter of fc1, or of fc2."""
-    if hasattr(param, "placements"):  # a DTensor says where it lies
+    """Return the finding for a parameter of fc1 or fc2; None if there is none."""
+    if hasattr(param, "placements"):  # a DTensor describes its own split
         return None
     is_fused = name in ("weight1", "weight2") and path.rpartition(".")[2] not in _FC1 | _FC2
     kind = _PARAM.match(name)
@@ -145,7 +145,7 @@ def _linear(
     is_expert = _EXPERTS.search(f"{path}.") is not None or getattr(param, "allreduce", True) is False
     if kind["kind"] == "bias":
         if not is_first:
-            return Finding(is_expert=is_expert)  # added once, after the sum over ranks
+            return Finding(is_expert=is_expert)  # fc2's bias is added once, after the sum over ranks: not split
         split_dim = 0
     if split_dim >= param.dim():
         return None
@@ -157,13 +157,13 @@ def _linear(
     if not is_first or getattr(param, "partition_sizes", None) is not None or not (is_stamped or dim is not None):
         return Finding(is_expert=is_expert, dim=dim)
     stamped = getattr(param, "partition_stride", 1)
-    if not isinstance(stamped, Integral):  # it is refused where the parameter is described
+    if not isinstance(stamped, Integral):  # describing the parameter will refuse it
         return Finding(is_expert=is_expert, dim=dim)
     split_elsewhere = is_stamped and getattr(param, "partition_dim", 0) != split_dim
     if int(stamped) > 1 or split_elsewhere or _interleaves(path, modules):
         return Finding(is_expert=is_expert, dim=dim)
     if gated is None:
-        # gate and up are equally large: an odd size is neither
+        # gate and up are equally large, so an odd size cannot be gated
         return Finding(is_expert=is_expert, dim=dim, stride_is_known=bool(param.shape[split_dim] % 2))
     return Finding(is_expert=is_expert, dim=dim, stride=2 if gated else 1)
 
@@ -171,7 +171,7 @@ def _linear(
 def _grouped_mlp(
     module: nn.Module, modules: Mapping[str, nn.Module], path: str, expert_tp_size: int
 ) -> dict[str, Grouped] | None:
-    """Return how weight1 and weight2 of a GroupedMLP hold their experts; None where the module is none."""
+    """Return the layouts of weight1 and weight2 of a GroupedMLP; None if the module is not one."""
     first, second = module._parameters.get("weight1"), module._parameters.get("weight2")
     experts = getattr(module, "num_local_experts", None)
     if first is None or second is None or isinstance(experts, bool) or not isinstance(experts, int) or experts < 1:
@@ -198,7 +198,7 @@ def _grouped_mlp(
 def _is_split_over_experts(
     path: str, param: torch.Tensor, modules: Mapping[str, nn.Module], ep_size: int, num_experts: int | None
 ) -> bool:
-    """Whether an expert's tensor that does not say so is one of those that the expert-parallel group divides."""
+    """Return whether an expert's tensor is split over the expert-parallel group though its attributes do not say so."""
     if ep_size < 2 or getattr(param, "allreduce", None) is False:
         return False
     local = _nearest(path, modules, "num_local_experts")
@@ -215,7 +215,7 @@ def _is_share(
     gated: bool | None,
     size: int,
 ) -> bool:
-    """Whether the parameter is one rank's share of what the config says the whole is."""
+    """Return whether the parameter is one rank's share of the FFN size in the config."""
     total = _ffn_size(path, modules)
     if total is None:
         return False
@@ -225,7 +225,7 @@ def _is_share(
 
 
 def _gated(path: str, modules: Mapping[str, nn.Module], *, is_fused: bool) -> bool | None:
-    """Whether the fc1 at this path is gated; None where nothing says."""
+    """Return whether the fc1 at this path is gated; None if nothing tells."""
     for name in ("gated_linear_unit", "swiglu"):
         said = _nearest(path, modules, name)
         if isinstance(said, bool):
@@ -253,7 +253,7 @@ def _sizes_of_pair(path: str, modules: Mapping[str, nn.Module]) -> tuple[int, in
     second = next((m for s in siblings if s is not None and (m := _matrix(s)) is not None), None)
     if first is None or second is None:
         return None
-    # an fc1 that is split beside an fc2 that says it is not, or the other way round, tells nothing
+    # if only one of fc1 and fc2 is split, their local sizes cannot be compared
     if bool(getattr(first, "tensor_model_parallel", False)) != bool(getattr(second, "tensor_model_parallel", False)):
         return None
     return first.shape[0], second.shape[1]
@@ -275,12 +275,12 @@ def _ffn_size(path: str, modules: Mapping[str, nn.Module]) -> int | None:
 
 
 def _interleaves(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether gate and up alternate in small blocks, so that a contiguous cut holds both."""
+    """Return whether gate and up alternate in small blocks, so that a contiguous part holds both."""
     return any(_nearest(path, modules, name) for name in ("moe_mlp_glu_interleave_size", "glu_interleave_size"))
 
 
 def _nearest(path: str, modules: Mapping[str, nn.Module], name: str) -> Any:
-    """Return what the module at a path, or the nearest around it, or its config, says; None where none does."""
+    """Return an attribute of the module at a path, its config, or the nearest enclosing module; None if none has it."""
     while True:
         module = modules.get(path)
         if module is not None:

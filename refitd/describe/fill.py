@@ -1,6 +1,6 @@
-"""Bit patterns of the values that padding holds: exactly the declared value, or a refusal.
+"""Bit patterns of padding values. A value that the dtype cannot represent exactly is refused.
 
-1.5 as bfloat16 -> 0x3fc0      0.1 as float16 -> refused, the nearest value is another one
+1.5 as bfloat16 -> 0x3fc0      0.1 as float16 -> refused
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from refitd.dtypes import ELEMENT_SIZES
 
 _INTEGERS = {"uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"}
 _FLOATS = {"float16": "<e", "float32": "<f", "float64": "<d"}
-# bits of the mantissa, exponent of the smallest normal number, bits of the not-a-number that torch writes
+# (mantissa bits, exponent of the smallest normal number, bit pattern of the NaN that torch writes)
 _FLOAT8 = {
     "float8_e4m3fn": (3, -6, 0x7F),
     "float8_e5m2": (2, -14, 0x7F),
@@ -23,12 +23,12 @@ _FLOAT8 = {
 
 
 def fill_pattern(value: float, dtype: str) -> int:
-    """Return the bits of the element of this dtype that is exactly `value`, as an unsigned number.
+    """Return the bits of `value` in this dtype, as an unsigned integer.
 
-    Complex numbers have 16 bytes or 8; their imaginary part is zero and so is all that lies above 64 bits.
+    A complex number's imaginary part is zero, so that at most the lower 64 bits are set.
 
     Raises:
-        ValueError: there is no such element.
+        ValueError: the dtype cannot represent the value exactly.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"is {value!r}, expected a number")
@@ -75,7 +75,7 @@ def _integer(value: float, dtype: str) -> int | None:
 
 
 def _packed(value: float, form: str) -> int | None:
-    if math.isnan(value):  # the one with a positive sign, whichever was declared
+    if math.isnan(value):  # always the NaN with a positive sign
         value = math.nan
     try:
         data = struct.pack(form, value)
@@ -95,7 +95,7 @@ def _float8(value: float, mantissa_bits: int, smallest: int, nan: int, dtype: st
         return None if sign and nan == 0x80 else sign  # these types have no negative zero
     _, exponent = math.frexp(abs(value))
     exponent = max(exponent - 1, smallest)
-    steps = math.ldexp(abs(value), mantissa_bits - exponent)  # of the smallest difference there
+    steps = math.ldexp(abs(value), mantissa_bits - exponent)  # in units of the last place
     if steps != int(steps):
         return None
     code = int(steps) + ((exponent - smallest) << mantissa_bits)

@@ -1,13 +1,13 @@
-"""Tiles of tensors that hold several canonical tensors, or less of one than their shape says.
+"""Tiles of tensors that hold several canonical tensors, or that are padded.
 
     interleaved_qkv   Megatron's linear_qkv: per query group its q heads, then one k head, then one v head
     packed_qkv        an engine's qkv_proj: all q heads of this rank, then its k heads, then its v heads
-    packed            an engine's gate_up_proj: this rank's share of each part, one behind the other
+    packed            an engine's gate_up_proj: this rank's share of each part, one after the other
     stacked           fused experts: one canonical tensor per index of the first dimension
     without_padding   a vocabulary padded further than the canonical one
 
-All but the last return the `tiles` of a ParameterMetadata; parts are named by canonical names and sizes are those
-of whole canonical tensors. `trailing` is what follows the rows: (hidden,) for weights, () for biases.
+All but the last return the `tiles` of a ParameterMetadata. Names are canonical names, and sizes are those of whole
+canonical tensors. `trailing` is the shape after the rows: (hidden,) for weights, () for biases.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def packed_qkv(
     tp_size: int = 1,
     tp_index: int = 0,
 ) -> tuple[Tile, ...]:
-    """Return the tiles of q, k and v packed behind each other; kv heads are replicated beyond their number.
+    """Return the tiles of q, k and v packed one after the other; more ranks than kv heads replicate these.
 
         8 heads, 2 kv heads, TP4:  ranks 0 and 1 hold kv head 0, ranks 2 and 3 kv head 1
 
     Raises:
-        PlanError: heads or kv heads neither divide over the ranks nor are divided by them.
+        PlanError: the ranks do not divide the heads, or neither of ranks and kv heads divides the other.
     """
     q_rows = _share(names[0], "heads", heads, tp_size) * head_dim
     if tp_size > kv_heads and tp_size % kv_heads == 0:
@@ -80,7 +80,7 @@ def packed_qkv(
 def packed(
     parts: Sequence[tuple[str, int]], trailing: Sequence[int], tp_size: int = 1, tp_index: int = 0
 ) -> tuple[Tile, ...]:
-    """Return the tiles of (name, rows) parts, each split over the ranks on its own, packed behind each other.
+    """Return the tiles of (name, rows) parts, each split over the ranks separately, packed one after the other.
 
     Raises:
         PlanError: a part does not divide over the ranks.
@@ -94,7 +94,7 @@ def packed(
 
 
 def stacked(names: Sequence[str], shape: Sequence[int]) -> tuple[Tile, ...]:
-    """Return the tiles of a tensor [len(names), *shape] whose index i is all of canonical tensor names[i]."""
+    """Return the tiles of a tensor [len(names), *shape] that holds canonical tensor names[i] at index i."""
     size, zero = elements(shape), (0,) * len(shape)
     return tuple(Tile(name, zero, tuple(shape), i * size, row_major(shape)) for i, name in enumerate(names))
 
@@ -102,15 +102,15 @@ def stacked(names: Sequence[str], shape: Sequence[int]) -> tuple[Tile, ...]:
 def without_padding(
     meta: ParameterMetadata, global_shape: Sequence[int], fill: float | None = None
 ) -> ParameterMetadata:
-    """Return the description of a padded tensor with only what lies inside the true canonical shape.
+    """Return the description of a padded tensor with its tiles clipped to the true canonical shape.
 
-    What lies outside belongs to no tile: as a source it is never read, as a destination it is written with
-    `fill` (by default the description's own), which a destination therefore must declare.
+    The padding belongs to no tile: it is never read from a source. In a destination it is written with `fill` (by
+    default the description's own), which a destination must therefore declare.
 
         vocabulary of 10 padded to 12 over TP2, rank 1: rows 6:12 become rows 6:10, and two rows of fill
 
     Raises:
-        PlanError: the description has problems, or the padded shape does not contain the true one.
+        PlanError: the description is invalid, or the padded shape does not contain the true one.
     """
     tiles, padded = tiles_of(meta), global_shape_of(meta)
     true = tuple(global_shape)
@@ -138,7 +138,7 @@ def _share(name: str, what: str, count: int, ranks: int) -> int:
 def _rows(
     name: str, start: int, rows: int, trailing: Sequence[int], local_row: int, repeat: Repeat | None = None
 ) -> Tile:
-    """Return the tile of canonical rows start:start + rows that begin at a local row."""
+    """Return the tile of canonical rows start : start + rows that begins at local row `local_row`."""
     shape = (rows, *trailing)
     offset = (start, *(0 for _ in trailing))
     return Tile(name, offset, shape, local_row * elements(trailing), row_major(shape), repeat)

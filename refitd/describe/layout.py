@@ -2,14 +2,14 @@
 
 The rules, for a local tensor of `n` elements along the split dimension on rank r of W:
 
-    contiguous        global n*W, this rank holds [r*n, (r+1)*n)
-    stride s          the global dimension is s parts (gate | up), each split over the group on its own:
+    contiguous        global size n*W, this rank holds [r*n, (r+1)*n)
+    stride s          the global dimension is s parts (gate | up), each split over the group separately:
                           W=2, s=2, n=4:  rank 0 holds [0:2] [4:6], rank 1 holds [2:4] [6:8]
-    partition_sizes   as with a stride, with parts of unequal size: local block sizes [b0, b1, ...]
-    uneven            contiguous, but the ranks hold different numbers: the caller passes all of them
+    partition_sizes   like a stride, with parts of unequal size: local block sizes [b0, b1, ...]
+    uneven            contiguous, but the ranks' sizes differ: the caller passes all of them
     replicated        everything else: one tile that is the whole tensor
 
-Nothing is allocated from these numbers before they have been bounded here.
+These numbers are checked against bounds here before anything is allocated from them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from refitd.dtypes import dtype_name, element_size
 from refitd.errors import PlanError
 
 MAX_ELEMENTS = 2**48
-MAX_CANONICAL_DIMS = 6  # two less than a copy's box may have: a copy may step over parts and repeats
+MAX_CANONICAL_DIMS = 6  # two fewer than a copy's box may have, which also needs one each for parts and repeats
 
 
 def canonical_name(meta: ParameterMetadata) -> str:
-    """Return the name the tensor is matched by: `resolved_name` where there is one, else `name`."""
+    """Return the name by which the tensor is matched: `resolved_name` if set, else `name`."""
     return meta.name if meta.resolved_name is None else meta.resolved_name
 
 
 def same_places(one: ParameterMetadata, other: ParameterMetadata) -> bool:
-    """Whether two tensors, each under its own name, are the same elements of canonical tensors of one shape.
+    """Return whether two tensors hold the same elements of canonical tensors of one shape, names aside.
 
-    False where a description contradicts itself.
+    Returns False if a description is invalid.
     """
     try:
         places = [
@@ -53,7 +53,7 @@ def same_places(one: ParameterMetadata, other: ParameterMetadata) -> bool:
 
 
 def is_sharded(meta: ParameterMetadata) -> bool:
-    """Whether the fields (not tiles) say that the tensor is split over a group of several ranks."""
+    """Return whether the fields, rather than tiles, say that the tensor is split over a group of several ranks."""
     group = meta.tensor_parallel_group_ranks
     return meta.tiles is None and meta.is_tp and group is not None and len(group) > 1
 
@@ -73,15 +73,15 @@ def elements(shape: Sequence[int]) -> int:
 
 
 def tiles_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) -> tuple[Tile, ...]:
-    """Return the tiles that the local tensor is made of; an empty shard has none.
+    """Return the tiles of a local tensor; an empty shard has none.
 
     Args:
         meta: one local tensor.
-        shard_sizes: local sizes along `partition_dim` of every rank of the tensor-parallel group, in group
-            order, where they differ; by default all are as large as this one.
+        shard_sizes: the local sizes along `partition_dim` of all ranks of the tensor-parallel group, in group order;
+            by default they all equal this one.
 
     Raises:
-        PlanError: the description contradicts itself; it carries every problem found.
+        PlanError: the description is invalid; the error carries every problem found.
     """
     if problems := layout_problems(meta, shard_sizes):
         raise PlanError(problems)
@@ -97,7 +97,7 @@ def tiles_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) 
 
 
 def global_shape_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Return the canonical tensor's shape; None where explicit tiles come without a `global_shape`.
+    """Return the canonical tensor's shape; None if explicit tiles come without a `global_shape`.
 
     `shard_sizes` as in `tiles_of`. The description must be free of `layout_problems`.
     """
@@ -107,7 +107,7 @@ def global_shape_of(meta: ParameterMetadata, shard_sizes: Sequence[int] | None =
 
 
 def same_elements(one: ParameterMetadata, other: ParameterMetadata) -> bool:
-    """Whether two local tensors are the same elements of one canonical tensor."""
+    """Return whether two local tensors hold the same elements of one canonical tensor."""
     try:
         return canonical_name(one) == canonical_name(other) and tiles_of(one) == tiles_of(other)
     except PlanError:
@@ -115,7 +115,7 @@ def same_elements(one: ParameterMetadata, other: ParameterMetadata) -> bool:
 
 
 def layout_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None = None) -> list[str]:
-    """Return everything that makes the description unusable, each as a sentence naming the tensor."""
+    """Return every problem of a description, each as a sentence that names the tensor."""
     name = canonical_name(meta)
     if problem := _shape_problem(meta.shape):
         return [f"{name}: local shape {problem}"]
@@ -246,7 +246,7 @@ def _shard_problems(meta: ParameterMetadata, shard_sizes: Sequence[int] | None) 
 
 
 def _block_problems(meta: ParameterMetadata) -> list[str]:
-    """Return what is wrong with packed blocks, of a tensor that is split or whole."""
+    """Return what is wrong with the packed blocks of a split or whole tensor."""
     name, dim, blocks = canonical_name(meta), meta.partition_dim, meta.partition_sizes
     if blocks is None:
         return []
@@ -309,7 +309,7 @@ def _tile_problem(tile: Tile, meta: ParameterMetadata) -> str:
 
 
 def _is_nested(tile: Tile) -> bool:
-    """Whether each stride steps over all that smaller strides reach, as in any permuted or padded layout."""
+    """Return whether each stride exceeds the reach of all smaller ones, as in any permuted or padded layout."""
     reach = 0
     for stride, size in sorted(zip(tile.local_stride, tile.size, strict=True)):
         if size > 1 and stride <= reach:

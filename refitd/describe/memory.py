@@ -1,6 +1,6 @@
-"""Where tensors lie in this process: who may be read and written there, and which of them share bytes.
+"""Find which tensors of this process share bytes, and which cannot be read or written.
 
-Addresses are only compared, and never followed, so that tensors on GPUs are looked at alike.
+Addresses are only compared, never dereferenced, so that tensors on GPUs are handled alike.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-HOST = -1  # main memory, where a GPU has its number
+HOST = -1  # the number of main memory; GPUs have numbers from 0
 
-# Of the search for a byte that two tensors share, and of elements that are looked at one by one.
+# Limit on numpy's search for a shared byte, and on the elements that are compared one by one.
 _MAX_WORK = 1_000_000
 
-Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # sorted starts, and ends, of memory
+Ranges = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # (sorted starts, ends) of memory ranges
 
 
 class Extents(NamedTuple):
-    """The memory between each tensor's first byte and its last; of tensors that have elements. All of shape [n]."""
+    """The memory range of each nonempty tensor, from its first byte to its last. Every array has shape [n]."""
 
-    tensor: npt.NDArray[np.int64]  # which one
-    device: npt.NDArray[np.int64]  # HOST, the number of a GPU, or below HOST for what is neither
+    tensor: npt.NDArray[np.int64]  # the tensor's index
+    device: npt.NDArray[np.int64]  # HOST, a GPU's number, or less than HOST for other devices
     start: npt.NDArray[np.uint64]
     end: npt.NDArray[np.uint64]
 
 
 class Mapping(NamedTuple):
-    """A part of a file in this process's memory, shared with whoever else maps it."""
+    """A shared mapping of a part of a file in this process's memory."""
 
     start: int
     end: int
-    offset: int  # of its start in the file
+    offset: int  # the offset of `start` in the file
 
 
 def gpu_of(tensor: torch.Tensor) -> int:
-    """Return the number of the GPU that a tensor lies on, HOST where it is on none."""
+    """Return the number of the GPU that holds a tensor, HOST if none does."""
     return int(tensor.device.index) if tensor.device.type == "cuda" else HOST
 
 
 def extents(tensors: Sequence[torch.Tensor]) -> Extents:
-    """Return where tensors lie."""
+    """Return the memory ranges of tensors; empty tensors are left out."""
     rows = []
     for index, tensor in enumerate(tensors):
         if not tensor.numel():
@@ -67,7 +67,7 @@ def extents(tensors: Sequence[torch.Tensor]) -> Extents:
 
 
 def mapped_memory(maps: str = "/proc/self/maps") -> tuple[Ranges, Ranges]:
-    """Return the ranges of this process's memory that can be read, and those that can be written."""
+    """Return the readable and the writable ranges of this process's memory."""
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for line in Path(maps).read_text().splitlines():
         span, access = line.split(" ", 2)[:2]
@@ -84,7 +84,7 @@ def mapped_memory(maps: str = "/proc/self/maps") -> tuple[Ranges, Ranges]:
 
 
 def out_of_reach(lie: Extents, *, write: bool) -> list[int]:
-    """Return which tensors in main memory cannot be read (or written) where they lie, by index."""
+    """Return the indices of tensors in main memory that cannot be read (or, with `write`, written)."""
     here = lie.device == HOST
     if not here.any():
         return []
@@ -97,7 +97,7 @@ def out_of_reach(lie: Extents, *, write: bool) -> list[int]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor may lie in one place: an expanded tensor, or sliding windows."""
+    """Return whether two elements of a tensor may share memory, as in an expanded tensor or sliding windows."""
     reach = 0
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride <= reach:
@@ -118,10 +118,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def overlapping(
     tensors: Sequence[torch.Tensor], lie: Extents, is_allowed: Callable[[int, int], bool] = lambda a, b: False
 ) -> tuple[int, int] | None:
-    """Return two tensors that share a byte, by index, None where none do; `is_allowed(a, b)` says which may.
+    """Return the indices of two tensors that share a byte, None if none do; pairs with `is_allowed(a, b)` are skipped.
 
-    Views that lie between one another (column slices of a fused weight) share none. Where that takes too long to
-    find out, they count as sharing. `lie` is `extents(tensors)`.
+    Interleaved views (column slices of a fused weight) share no bytes; if that takes too long to find out, they count
+    as sharing. `lie` is `extents(tensors)`.
     """
     order = np.lexsort((lie.start, lie.device))
     device, start, end = lie.device[order], lie.start[order], lie.end[order]
@@ -130,7 +130,7 @@ def overlapping(
         reach[device == number] = np.maximum.accumulate(end[device == number])
     if not ((device[1:] == device[:-1]) & (start[1:] < reach[:-1])).any():
         return None
-    open_: list[int] = []  # positions in `order` of those that reach as far as the one that is looked at
+    open_: list[int] = []  # positions in `order` of earlier tensors that reach into the current one
     for at in range(len(order)):
         open_ = [other for other in open_ if device[other] == device[at] and end[other] > start[at]]
         for other in open_:
@@ -142,7 +142,7 @@ def overlapping(
 
 
 def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[Mapping]]:
-    """Return the shared mappings of each file that this process has more than one of."""
+    """Return the shared mappings of each file that this process maps more than once."""
     found: dict[tuple[str, str], list[Mapping]] = {}
     for line in Path(maps).read_text().splitlines():
         span, access, begins, device, inode = line.split(None, 5)[:5]
@@ -153,17 +153,17 @@ def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[Mapping]]:
 
 
 def lie_in(files: Sequence[Sequence[Mapping]], lie: Extents) -> bool:
-    """Whether a tensor lies in one of these files."""
+    """Return whether any tensor lies in a mapping of these files."""
     return any(_within(mapping, lie).any() for mappings in files for mapping in mappings)
 
 
 def mapped_twice(lie: Extents, files: Sequence[Sequence[Mapping]]) -> tuple[int, int] | None:
-    """Return two tensors that lie in one place of a file by two mappings of it, None where none do.
+    """Return two tensors that share a place in a file through two mappings of it, None if none do.
 
-    Their addresses differ, and what is written to one changes the other. `files` is `files_mapped_twice()`.
+    Their addresses differ, but writing one changes the other. `files` is `files_mapped_twice()`.
     """
     for mappings in files:
-        found: list[tuple[int, int, int, int]] = []  # of each tensor there: where in the file, its address, which one
+        found: list[tuple[int, int, int, int]] = []  # per tensor: (start in the file, end, address, index)
         for mapping in mappings:
             for row in np.flatnonzero(_within(mapping, lie)).tolist():
                 first, last = max(int(lie.start[row]), mapping.start), min(int(lie.end[row]), mapping.end)
@@ -181,14 +181,14 @@ def mapped_twice(lie: Extents, files: Sequence[Sequence[Mapping]]) -> tuple[int,
 
 
 def _within(mapping: Mapping, lie: Extents) -> npt.NDArray[np.bool_]:
-    """Return which tensors a mapping holds bytes of."""
+    """Return a mask of the tensors that have bytes in a mapping."""
     here = lie.device == HOST
     found: npt.NDArray[np.bool_] = here & (lie.start < np.uint64(mapping.end)) & (lie.end > np.uint64(mapping.start))
     return found
 
 
 def met(one: Extents, other: Extents) -> bool:
-    """Whether memory of one set may lie within that of another: seldom true, and quick."""
+    """Return whether any memory ranges of two sets overlap: a quick check, seldom true."""
     for number in np.intersect1d(one.device, other.device):
         a, b = one.device == number, other.device == number
         order = np.argsort(one.start[a])
@@ -200,7 +200,7 @@ def met(one: Extents, other: Extents) -> bool:
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are the same elements in the same places."""
+    """Return whether two tensors have the same elements at the same addresses."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
@@ -211,7 +211,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _spanned_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element's start to the last one's end, of a tensor that has elements."""
+    """Return the bytes from the start of the first element to the end of the last, of a nonempty tensor."""
     count = tensor.numel()
     if not tensor.is_contiguous():
         count = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -228,7 +228,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.void]:
-    """Return an array at the tensor's addresses, which are not followed."""
+    """Return an array at the tensor's addresses; it must not be dereferenced."""
     element = tensor.element_size()
     strides = tuple(stride * element for stride in tensor.stride())
     memory = (ctypes.c_uint8 * _spanned_bytes(tensor)).from_address(tensor.data_ptr())

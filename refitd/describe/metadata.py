@@ -1,4 +1,4 @@
-"""ParameterMetadata: what one rank says about one of its tensors."""
+"""ParameterMetadata: one rank's description of one of its tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ParameterMetadata:
-    """One local tensor of one rank: its shape here and how it is cut out of the canonical tensor.
+    """One local tensor of one rank: its local shape and its part of the canonical tensor.
 
-    The fields up to `global_expert_index` are the reference's. It is mutable because name resolution fills
-    in `resolved_name` and `global_expert_index` afterwards (see `refitd.describe.names`).
+    The fields up to `global_expert_index` are the reference's (Megatron). It is mutable because name resolution sets
+    `resolved_name` and `global_expert_index` afterwards (see `refitd.describe.names`).
 
     Attributes:
         name: the tensor's name in its own module.
@@ -28,28 +28,28 @@ class ParameterMetadata:
         dtype: a torch.dtype, or its name without "torch." in processes that do not load torch.
         element_size: bytes per element.
         is_tp: whether the tensor is split over the tensor-parallel group.
-        partition_dim: the dimension it is split on.
-        partition_stride: how many interleaved pieces each rank holds along it (gated fc1: 2).
-        partition_sizes: local sizes of packed blocks along `partition_dim`, each split over the group on its own.
+        partition_dim: the dimension that is split.
+        partition_stride: the number of interleaved pieces that each rank holds along it (gated fc1: 2).
+        partition_sizes: local sizes of packed blocks along `partition_dim`, each split over the group separately.
         is_ep: whether the tensor belongs to experts split over the expert-parallel group.
-        num_experts: experts in the whole model.
+        num_experts: the number of experts in the whole model.
         owner_rank: the rank that holds this tensor.
         tensor_parallel_group_ranks: the ranks it is split over, in shard order (None: not split).
         expert_parallel_group_ranks: the ranks the experts are split over, in order.
-        data_parallel_group_ranks: ranks that hold the same tensor.
+        data_parallel_group_ranks: the ranks that hold the same tensor.
         pipeline_parallel_group_ranks: the ranks of the pipeline, in stage order.
         resolved_name: the canonical name, equal on every rank and in every layout.
         global_expert_index: the expert's index in the whole model, for per-expert tensors.
-        tiles: the exact places, for layouts that the fields above cannot say; they then replace them.
-        global_shape: the canonical tensor's shape, where tiles alone do not determine it.
-        fill: what the elements of the local tensor hold that belong to no tile. A destination with such elements
-            must declare it, and they are written; a source may, and then both must declare the same.
-        aliases: other canonical names of the same weight (tied embeddings). A destination tensor that no source has
-            is fed from one that is tied to it, whichever end says so; see `refitd.plan.aliases`.
-        cast_from: the dtype that sources hold, where a destination wants it converted to its own; says nothing of a
-            source. Which casts there are: `refitd.describe.casts`.
-        stride_is_known: False where `partition_stride` may as well be 2, because nothing says whether an fc1 is gated:
-            what others say of the tensor holds; a plan that depends on an expert's is refused where nobody knows.
+        tiles: the exact layout, for layouts that the fields above cannot express; it replaces them.
+        global_shape: the canonical tensor's shape, if tiles alone do not determine it.
+        fill: the value of local elements that belong to no tile. A destination with such elements must declare it, and
+            they are written. A source may declare it; then both must declare the same.
+        aliases: other canonical names of the same weight (tied embeddings). A destination tensor that no source has is
+            fed from a tensor tied to it, whichever end declares the tie; see `refitd.plan.aliases`.
+        cast_from: for a destination, the sources' dtype, if it is to be converted; ignored for a source. The
+            supported casts are in `refitd.describe.casts`.
+        stride_is_known: False if `partition_stride` could also be 2, because it is unknown whether an fc1 is gated.
+            Other descriptions of the tensor then decide; a plan that depends on an expert's unknown stride is refused.
     """
 
     name: str
@@ -78,12 +78,12 @@ class ParameterMetadata:
 
 
 def plain(meta: ParameterMetadata) -> ParameterMetadata:
-    """Return the description in Python's own types: whole numbers, truths and texts of numpy, torch or an Enum convert.
+    """Return the description with numbers, booleans and texts of numpy, torch or enums converted to Python's types.
 
-    One that is plain already comes back itself.
+    A description that is already plain is returned itself.
 
     Raises:
-        PlanError: a field holds something else; names tensor and field.
+        PlanError: a field's value cannot be converted; names tensor and field.
     """
     if _is_whole(meta):
         return meta
@@ -101,7 +101,7 @@ def plain(meta: ParameterMetadata) -> ParameterMetadata:
     return replace(meta, **changed) if changed else meta
 
 
-# What most tensors of most ranks say, told from the rest in a microsecond: registrations hold 100,000 of them.
+# The fields of most tensors, recognised as plain within a microsecond: registrations have up to 100,000 tensors.
 _COMMON = operator.attrgetter(
     "name", "resolved_name", "shape", "element_size", "is_tp", "is_ep", "partition_dim", "partition_stride"
 )
@@ -124,7 +124,7 @@ _UNSET: tuple[Any, ...] = (None,) * 10 + ((), None)
 
 
 def _is_whole(meta: ParameterMetadata) -> bool:
-    """Whether this is a whole tensor's description, in plain values."""
+    """Return whether this describes a whole tensor in plain values."""
     return (
         all(map(operator.is_, _RARE(meta), _UNSET))
         and tuple(map(type, _COMMON(meta))) == _COMMON_TYPES
@@ -154,7 +154,7 @@ def _count_list(value: Any) -> list[int]:
 def _truth(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    # numpy's and torch's truths, and the 0 and 1 of configurations
+    # numpy's and torch's booleans, and the 0 and 1 of configurations
     if not hasattr(value, "dtype") and value not in (0, 1):
         raise TypeError
     return bool(value)
@@ -186,7 +186,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _dtype(value: Any) -> str:
-    # a torch.dtype says its name; this module does not know torch
+    # a torch.dtype prints as its name; this module does not import torch
     found = str(value).removeprefix("torch.")
     if not isinstance(value, str) and type(value).__name__ != "dtype":
         raise TypeError

@@ -1,9 +1,9 @@
 """Describe a torch module by the attributes of its parameters.
 
-What is read from a parameter are the attributes that Megatron sets (`tensor_model_parallel`, `partition_dim`,
-`partition_stride`, `partition_sizes`, `allreduce`), from a layer module its `layer_number`, and from a DTensor
-its mesh and placements. Process groups come in a collection with the attributes or keys tp, ep, expt_tp, dp and
-pp; each is a torch process group, a sequence of ranks, or None for a group of one.
+It reads the attributes that Megatron sets on parameters (`tensor_model_parallel`, `partition_dim`,
+`partition_stride`, `partition_sizes`, `allreduce`), the `layer_number` of layer modules, and the mesh and placements
+of DTensors. Process groups come in a collection with the attributes or keys tp, ep, expt_tp, dp and pp; each is a
+torch process group, a sequence of ranks, or None for a group of one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RankGroups:
 def named_persistent_buffers(
     module: nn.Module,
 ) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Yield (full name, parent module, name in it, tensor) of every buffer that state_dict would save."""
+    """Yield (full name, parent module, name in the parent, tensor) of every buffer that state_dict would save."""
     for prefix, parent in module.named_modules():
         for name, tensor in parent._buffers.items():
             if tensor is not None and name not in parent._non_persistent_buffers_set:
@@ -54,10 +54,10 @@ def named_persistent_buffers(
 
 
 def named_refit_tensors(module: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of all that a refit moves: every parameter, then every persistent buffer.
+    """Yield (name, tensor) of everything that a refit moves: every parameter, then every persistent buffer.
 
-    A parameter that several modules share is yielded once. The chunks of a virtual pipeline are a sequence of
-    modules; where there are several, their names are told apart by a prefix "chunkN.".
+    A parameter that several modules share is yielded once. For several chunks of a virtual pipeline, names get the
+    prefix "chunkN.".
     """
     for prefix, chunk in _chunks(module):
         for name, param in chunk.named_parameters():
@@ -67,10 +67,10 @@ def named_refit_tensors(module: nn.Module | Sequence[nn.Module]) -> Iterator[tup
 
 
 def get_refit_tensor_dict(module: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of `named_refit_tensors`, remembered on the module between calls.
+    """Return {name: tensor} of `named_refit_tensors`, cached on the module between calls.
 
-    Each call compares what the module and its children hold now with what they held then, by identity, so a
-    parameter, buffer or child module that was replaced, added or removed is always seen.
+    Each call compares the current parameters, buffers and children with the cached ones by identity, so that
+    replacements, additions and removals are always seen.
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, chunk in _chunks(module):
@@ -84,23 +84,23 @@ def get_refit_tensor_dict(module: nn.Module | Sequence[nn.Module]) -> dict[str, 
 
 
 def invalidate_refit_tensor_cache(module: nn.Module | Sequence[nn.Module]) -> None:
-    """Forget what `get_refit_tensor_dict` remembered. Never needed for correctness; frees the references."""
+    """Drop the cache of `get_refit_tensor_dict` to free its references. Never needed for correctness."""
     for _, chunk in _chunks(module):
         chunk.__dict__.pop(_CACHE, None)
 
 
 def module_tensors(module: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return {name: tensor that holds this rank's elements} of `get_refit_tensor_dict`."""
+    """Return {name: local tensor} of `get_refit_tensor_dict`."""
     return {name: local_tensor(tensor) for name, tensor in get_refit_tensor_dict(module).items()}
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a tensor is one of several ranks together, and says how."""
+    """Return whether a value is a DTensor."""
     return getattr(value, "_local_tensor", None) is not None and hasattr(value, "placements")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that holds this rank's elements: a DTensor's local one, any other without autograd."""
+    """Return the detached tensor with this rank's elements: a DTensor's local tensor, or the tensor itself."""
     local = getattr(tensor, "_local_tensor", None)
     return (tensor if local is None else local).detach()
 
@@ -108,7 +108,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def module_layer_prefix_map(module: nn.Module, clean: Callable[[str], str] = str) -> dict[str, str]:
     """Map the module's local layer prefixes to global ones, from its layers' `layer_number`.
 
-    `clean` takes the names of wrappers out of a path: a layer and its wrapper are one.
+    `clean` removes the names of wrappers from a path, so that a layer and its wrapper count as one.
 
     Raises:
         PlanError: see `refitd.describe.names.layer_prefix_map`.
@@ -135,19 +135,19 @@ def extract_param_metadata(
     """Describe one parameter or buffer of this rank.
 
     Args:
-        param: the tensor, with Megatron's attributes where it is split, or a DTensor.
+        param: the tensor, with Megatron's attributes if it is split, or a DTensor.
         param_name: its name in the module.
-        owner_rank: this rank, as the planner numbers ranks.
-        pg_collection: the process groups; None where nothing is split.
-        num_experts: experts in the whole model.
-        layer_module_prefix_map: from `module_layer_prefix_map`; None where layer names are global already.
-        rank_offset: added to every rank found in a group. Groups number the ranks of their own world from 0;
-            `owner_rank` is not moved.
-        _rank_list_cache: shared between calls, it makes equal groups one list.
-        _finding: what the parameter's module says of it, from `refitd.describe.experts.findings`.
+        owner_rank: this rank in the planner's numbering.
+        pg_collection: the process groups; None if nothing is split.
+        num_experts: the number of experts in the whole model.
+        layer_module_prefix_map: from `module_layer_prefix_map`; None if layer names are already global.
+        rank_offset: added to every rank of a group, because groups number their own world from 0. It is not added to
+            `owner_rank`.
+        _rank_list_cache: shared between calls, so that equal groups become one list.
+        _finding: the parameter's finding from `refitd.describe.experts.findings`.
 
     Raises:
-        PlanError: what is needed is missing (a split tensor without its group, an expert without a count).
+        PlanError: information is missing (a split tensor without its group, an expert without a count) or invalid.
     """
     lists = {} if _rank_list_cache is None else _rank_list_cache
 
@@ -184,11 +184,11 @@ def extract_param_metadata(
         _describe_grouped(meta, known.grouped, ranks(*names) or [owner_rank], layer_module_prefix_map)
         return meta
     if is_ep and not is_tp and "expt_tp" in names and _has(pg_collection, "expt_tp"):
-        # not split as far as it says; ranks that say otherwise are compared with it
+        # its attributes do not say that it is split; the group lets the planner compare it with ranks that say so
         meta.tensor_parallel_group_ranks = ranks("expt_tp")
     dim, stride = getattr(param, "partition_dim", 0), getattr(param, "partition_stride", 1)
     sizes = getattr(param, "partition_sizes", None)
-    if sizes is not None:  # where it is not split, too: others may not say of which blocks it is made
+    if sizes is not None:  # for whole tensors too: other ranks may not declare the blocks
         meta.partition_sizes = _whole_numbers(f"{param_name}: partition_sizes", sizes)
     if is_tp or sizes is not None:
         meta.partition_dim = _whole_number(f"{param_name}: partition_dim", dim) if known.dim is None else known.dim
@@ -217,18 +217,18 @@ def describe_module(
 ) -> list[ParameterMetadata]:
     """Describe every tensor that a refit of this module moves, under the names of `named_refit_tensors`.
 
-    A parameter that is there under several names (tied embeddings) is described once, with the others as aliases;
-    what Megatron shares between the ends of a pipeline, and tensors that are the same memory, are aliases, too.
+    A parameter with several names (tied embeddings) is described once, with the other names as aliases. Weights that
+    Megatron shares between the ends of a pipeline, and tensors that share memory, also become aliases.
 
     Args:
         module_or_chunks: a module, or the chunks of a virtual pipeline stage.
-        rank: this rank, as the planner numbers ranks.
-        pg_collection: the process groups; by default the module's own `pg_collection`, or that of the one it wraps.
-        num_experts: experts in the whole model; by default the `config.num_moe_experts` of these modules.
-        rank_offset: added to every rank found in a group.
+        rank: this rank in the planner's numbering.
+        pg_collection: the process groups; by default the `pg_collection` of the module or of the module it wraps.
+        num_experts: the number of experts in the whole model; by default `config.num_moe_experts` of these modules.
+        rank_offset: added to every rank of a group.
 
     Raises:
-        PlanError: with every tensor that cannot be described, and why.
+        PlanError: lists every tensor that cannot be described, and why.
     """
     found: list[ParameterMetadata] = []
     problems: list[str] = []
@@ -280,25 +280,25 @@ def describe_module(
 
 @dataclass(slots=True)
 class _TensorCache:
-    """The tensors of a module, and what the module looked like when they were collected."""
+    """The tensors of a module, and the module's structure when they were collected."""
 
     seen: list[object] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def shows(self, seen: list[object]) -> bool:
-        # names are compared by value, everything else by identity; the list keeps the objects alive, so an
-        # identity cannot be used again by another object
+        # names are compared by value, everything else by identity; the list keeps the objects alive, so that no other
+        # object can get the same identity
         return len(seen) == len(self.seen) and all(
             new is old or (isinstance(new, str) and new == old) for new, old in zip(seen, self.seen, strict=True)
         )
 
     def __reduce__(self) -> tuple[type[_TensorCache], tuple[()]]:
-        # a copied or saved module starts without a cache
+        # a copied or pickled module starts with an empty cache
         return _TensorCache, ()
 
 
 def _seen(module: nn.Module) -> list[object]:
-    """Return every name and object that decides what `named_refit_tensors` yields."""
+    """Return every name and object that determines what `named_refit_tensors` yields."""
     seen: list[object] = []
     todo, done = [module], {id(module)}
     for parent in todo:
@@ -322,7 +322,7 @@ def _chunks(module: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Modul
 
 
 def _first(holders: Sequence[object], name: str) -> Any:
-    """Return the first of these attributes that is there."""
+    """Return attribute `name` of the first holder that has it and whose value is not None; else None."""
     return next((said for holder in holders if (said := getattr(holder, name, None)) is not None), None)
 
 
@@ -331,7 +331,7 @@ def _has(groups: Any, name: str) -> bool:
 
 
 def _group_ranks(groups: Any, *names: str) -> list[int] | None:
-    """Return the ranks of the first of these groups that is there, in the numbering of their own world."""
+    """Return the ranks of the first group that exists, in its own world's numbering; None if none does."""
     for name in names:
         group = groups.get(name) if isinstance(groups, Mapping) else getattr(groups, name, None)
         if group is None:
@@ -341,7 +341,7 @@ def _group_ranks(groups: Any, *names: str) -> list[int] | None:
         import torch.distributed as dist
 
         try:
-            if isinstance(group, str | bytes | Mapping | int | float):  # a false one would be the default group
+            if isinstance(group, str | bytes | Mapping | int | float):  # torch reads a falsy value as the default group
                 raise TypeError
             return list(dist.get_process_group_ranks(group))
         except Exception:
@@ -353,7 +353,7 @@ def _group_ranks(groups: Any, *names: str) -> list[int] | None:
 
 
 def _whole_numbers(what: str, values: Any) -> list[int]:
-    """Return a sequence of whole numbers, of Python, numpy or torch, as ints; raises PlanError where it is none."""
+    """Return a sequence of whole numbers (of Python, numpy or torch) as ints; raises PlanError if it is not one."""
     try:
         if isinstance(values, str | bytes):
             raise TypeError
@@ -377,10 +377,10 @@ def _is_true(what: str, value: Any) -> bool:
 
 
 def _other_names(module: nn.Module, layers: Mapping[str, str], clean: Callable[[str], str]) -> dict[str, list[str]]:
-    """Return the further names of each parameter that has several, by the name that `named_refit_tensors` gives it.
+    """Return the other names of each parameter that has several, by its name in `named_refit_tensors`.
 
-    A whole layer that is used twice has one `layer_number`, which says nothing of its second place: names there
-    are left out.
+    Names inside a layer's second place are left out: a layer that is used twice has one `layer_number`, which does not
+    apply there.
     """
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
@@ -404,7 +404,7 @@ def _other_names(module: nn.Module, layers: Mapping[str, str], clean: Callable[[
 
 
 def _canonical(meta: ParameterMetadata, name: str, layers: Mapping[str, str]) -> str:
-    """Return the canonical name of a tensor's other name."""
+    """Return the canonical form of another name of a tensor."""
     twin = replace(meta, name=name)
     assign_resolved_name_inplace(twin, layer_module_prefix_map=layers)
     return twin.resolved_name or name
@@ -413,10 +413,10 @@ def _canonical(meta: ParameterMetadata, name: str, layers: Mapping[str, str]) ->
 def _describe_grouped(
     meta: ParameterMetadata, grouped: Grouped, group: Sequence[int], layers: Mapping[str, str] | None
 ) -> None:
-    """Fill in the tiles of a tensor that holds several experts, under the canonical names of single ones."""
+    """Set the tiles of a tensor that holds several experts, under the canonical names of single experts."""
     if meta.owner_rank not in group:
         raise PlanError(f"{meta.name} on rank {meta.owner_rank}: its rank is not in its expert group {list(group)}")
-    # the digit of weight1 is no expert's
+    # the digit in "weight1" is not an expert's index
     meta.resolved_name = resolve_layer_prefix(meta.name, layers or {})
     stem = meta.name.rpartition(".")[0]
     names = []

@@ -1,10 +1,10 @@
-"""MXFP8 in descriptions: the two tensors a bfloat16 one travels as where its source converts, and which cuts allow it.
+"""MXFP8 in descriptions: a bfloat16 tensor that its source converts travels as two tensors, data and scale.
 
     w                          [256, 512] bfloat16
     w|mxfp8.rceil.data         [256, 512] float8_e4m3fn
     w|mxfp8.rceil.scale        [256, 16]  uint8, one for every 32 elements of the last dimension
 
-The rounding of scales is part of the names: ends that round differently do not find each other, in any plan.
+The names contain the rounding of scales, so that a plan never matches ends that round differently.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from refitd.mxfp8 import BLOCK, ROUNDINGS
 
 DATA_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "uint8"
 
-# no parameter of a module has it in its name
+# never part of a module's parameter name
 MARK = "|mxfp8."
 
 
 @dataclass(frozen=True, slots=True)
 class MXFP8Part:
-    """What the name of a part says: the tensor it is of, how its scales are rounded, "data" or "scale"."""
+    """A parsed part name: the tensor, the rounding of its scales, and "data" or "scale"."""
 
     tensor: str
     rounding: str
@@ -39,7 +39,7 @@ def part_name(name: str, rounding: str, which: str) -> str:
 
 
 def part_of(name: str) -> MXFP8Part | None:
-    """Return what the name of a part says, None for any other tensor's."""
+    """Return the parsed name of a part, None for any other name."""
     tensor, mark, rest = name.rpartition(MARK)
     rounding, _, which = rest.partition(".")
     if not mark or rounding not in ROUNDINGS or which not in ("data", "scale"):
@@ -48,12 +48,12 @@ def part_of(name: str) -> MXFP8Part | None:
 
 
 def check_blocks(meta: ParameterMetadata) -> None:
-    """Check that blocks of 32 of the local tensor are whole blocks of the canonical one.
+    """Check that the local tensor's blocks of 32 are whole blocks of the canonical tensor.
 
-    Only then are the bytes those of converting the whole tensor once, however it is cut.
+    Only then does converting the shard give the same bytes as converting the whole tensor.
 
     Raises:
-        RefusedError: they are not, or the description has problems; names the tensor.
+        RefusedError: they are not, or the description is invalid; names the tensor.
     """
     if problems := layout_problems(meta):
         raise RefusedError("; ".join(problems))
@@ -75,10 +75,10 @@ def check_blocks(meta: ParameterMetadata) -> None:
 
 
 def parts_of(meta: ParameterMetadata, rounding: str) -> tuple[ParameterMetadata, ParameterMetadata]:
-    """Return the descriptions of data and scales of a tensor, cut as it is.
+    """Return the descriptions of a tensor's data and scales, split like the tensor.
 
     Raises:
-        RefusedError: it cannot be cut so; names the tensor, and the way out.
+        RefusedError: the split cuts MXFP8 blocks; names the tensor and what to do.
     """
     if MARK in meta.name or MARK in canonical_name(meta):
         raise RefusedError(f"{meta.name}: {MARK!r} stands for parts of MXFP8 tensors; give it another name")
@@ -106,7 +106,7 @@ def _part(meta: ParameterMetadata, rounding: str, which: str) -> ParameterMetada
     last = len(meta.shape) - 1
     sizes = meta.partition_sizes
     if sizes is not None and is_scale and meta.partition_dim == last:
-        # where they end inside a block of scales the tensor is whole (check_blocks), and its scales have no such parts
+        # sizes that end inside a block of 32 occur only in whole tensors (check_blocks); their scales need no parts
         sizes = None if any(size % BLOCK for size in sizes) else [size // BLOCK for size in sizes]
     return replace(
         meta,
@@ -129,7 +129,7 @@ def _scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _scale_tile(tile: Tile) -> Tile:
-    """Return the place of a tile's scales: whole blocks, so that everything along them divides."""
+    """Return the tile of a tile's scales; all its numbers divide, because it holds whole blocks."""
     strides = [stride // BLOCK for stride in tile.local_stride[:-1]]
     last = len(tile.size) - 1
     repeat = tile.repeat
@@ -147,7 +147,7 @@ def _scale_tile(tile: Tile) -> Tile:
 
 
 def _cut_block(tile: Tile) -> str:
-    """Return how a tile cuts blocks, here or in the whole tensor, or ""."""
+    """Return how a tile cuts blocks of the local or the canonical tensor, "" if it cuts none."""
     if not tile.size:
         return f"{tile.tensor} has no dimensions"
     low, size = tile.offset[-1], tile.size[-1]
@@ -165,5 +165,5 @@ def _cut_block(tile: Tile) -> str:
 
 
 def is_convertible(dtype: object) -> bool:
-    """Whether a source may offer tensors of this dtype in MXFP8; float32 is rounded to bfloat16 before."""
+    """Return whether a source may offer this dtype in MXFP8; float32 is rounded to bfloat16 first."""
     return dtype_name(str(dtype)) in ("bfloat16", "float32")

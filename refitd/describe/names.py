@@ -7,8 +7,8 @@ are local, so names are rewritten before anything is matched:
     EP rank 1 of 2, 8 experts         experts.linear_fc1.weight0         -> experts.linear_fc1.weight4
     the same, one module per expert   experts.local_experts.0.linear_fc1.weight -> experts.linear_fc1.weight4
 
-The last two lines give one name on purpose: grouped and sequential experts hold the same weights. What is
-needed and not known raises PlanError; a name is never guessed.
+The last two lines give the same name on purpose: grouped and sequential experts hold the same weights. A name is
+never guessed: missing information raises PlanError.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _SEQUENTIAL = re.compile(r"^(?P<head>.*?)(?:^|(?<=\.))local_experts\.(?P<index>\
 
 
 def detect_expert_index(name: str) -> int | None:
-    """Return the local expert index that a parameter's name carries, or None when it carries none."""
+    """Return the local expert index in a parameter's name, or None if it has none."""
     found = _SEQUENTIAL.match(name) or _GROUPED.match(name)
     return int(found["index"]) if found else None
 
 
 def with_expert_index(name: str, index: int) -> str:
-    """Return the canonical name of expert `index` for a name that carries an expert index.
+    """Return the canonical name with its expert index replaced by `index`.
 
     Raises:
-        PlanError: the name carries none.
+        PlanError: the name has no expert index.
     """
     if found := _SEQUENTIAL.match(name):
         if found["tail"].endswith(("weight", "bias")):
             return f"{found['head']}{found['tail']}{index}"
-        # a digit behind any other name (w1, scale_2) would read as part of it
+        # after any other name (w1, scale_2) the index would read as part of the name
         return f"{found['head']}local_experts.{index}.{found['tail']}"
     if found := _GROUPED.match(name):
         return f"{found['stem']}{index}"
@@ -48,9 +48,9 @@ def with_expert_index(name: str, index: int) -> str:
 
 
 def expert_range(num_experts: int, ep_size: int, ep_index: int) -> range:
-    """Return the global experts that position `ep_index` of an expert-parallel group holds.
+    """Return the global indices of the experts at position `ep_index` of an expert-parallel group.
 
-    Experts are dealt in order; where the group does not divide them, the first positions hold one more:
+    Experts are assigned in order; if the group size does not divide them, the first positions hold one more:
 
         8 experts, EP3 -> [0, 1, 2] [3, 4, 5] [6, 7]
     """
@@ -62,8 +62,8 @@ def expert_range(num_experts: int, ep_size: int, ep_index: int) -> range:
 def assign_ep_resolved_name_inplace(meta: ParameterMetadata, *, base_name: str | None = None) -> None:
     """Set `meta.resolved_name`, and for an expert's tensor `meta.global_expert_index`.
 
-    Tensors that are not expert parallel, and expert-parallel tensors whose name carries no expert index (a
-    fused tensor, which says its experts with tiles), keep `base_name` and get no expert index.
+    Tensors that are not expert parallel, and fused ones whose names have no expert index (tiles name their experts),
+    keep `base_name` and get no expert index.
 
     Args:
         meta: changed in place.
@@ -76,7 +76,7 @@ def assign_ep_resolved_name_inplace(meta: ParameterMetadata, *, base_name: str |
     index = detect_expert_index(base)
     meta.global_expert_index = None
     if index is None or not meta.is_ep:
-        # experts that are not split: the local index is the global one, only the form is unified
+        # the experts are not split, so the local index is global; only the form of the name is unified
         meta.resolved_name = with_expert_index(base, index) if index is not None else base
         return
     index = _global_expert_index(meta, index)
@@ -94,7 +94,7 @@ def assign_resolved_name_inplace(
 
     Args:
         meta: changed in place.
-        layer_module_prefix_map: local layer prefix -> global one, from `layer_prefix_map`; None: names are global.
+        layer_module_prefix_map: {local layer prefix: global prefix} of `layer_prefix_map`; None: names are global.
         base_name: the name to start from; `meta.name` by default.
 
     Raises:
@@ -113,9 +113,9 @@ def layer_prefix_map(layers: Iterable[tuple[str, object]]) -> dict[str, str]:
         -> {"decoder.layers.0": "decoder.layers.16", "decoder.layers.1": "decoder.layers.17"}
 
     Args:
-        layers: (module name, its `layer_number` or None) for every module, parents before children. A layer
-            is a module whose name ends in an index and whose 1-indexed `layer_number` is an int; what lies
-            inside a layer is never one itself, whatever it carries.
+        layers: (module name, its `layer_number` or None) for every module, parents before children. A layer is a
+            module whose name ends in an index and whose 1-indexed `layer_number` is an int; modules inside a layer
+            are never layers.
 
     Raises:
         PlanError: a layer number below 1, or two layers with one global name.
@@ -146,7 +146,7 @@ def layer_prefix_map(layers: Iterable[tuple[str, object]]) -> dict[str, str]:
 
 
 def resolve_layer_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Rewrite the longest mapped module prefix of a parameter's name; other names come back unchanged."""
+    """Replace the longest mapped module prefix of a parameter's name; other names are returned unchanged."""
     prefix = _mapped_prefix(name, prefixes)
     return prefixes[prefix] + name[len(prefix) :] if prefix else name
 
@@ -159,7 +159,7 @@ def _mapped_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def _global_expert_index(meta: ParameterMetadata, index: int) -> int:
-    """Return the index in the whole model of local expert `index` of this rank."""
+    """Return the global index of this rank's local expert `index`."""
     subject, group = f"{meta.name} on rank {meta.owner_rank}", meta.expert_parallel_group_ranks
     if not group:
         raise PlanError(f"{subject}: an expert's tensor without an expert-parallel group; check pg_collection.ep")

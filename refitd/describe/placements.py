@@ -1,15 +1,15 @@
 """Tiles of a tensor that a device mesh splits: any number of mesh dimensions on any tensor dimensions.
 
-Each cut takes what the ones outside it left over, as torch.chunk does: ceil(n / ranks) elements each, so that the
-last ranks may hold less or nothing. Which cut is the outermost is not always the order of the mesh: FSDP over TP
-cuts for TP first, though its mesh dimension comes first. torch writes that as a _StridedShard, whose split factor
-counts the shards that cuts further out have made; `cut_order` reads it:
+Each split divides what the outer splits left, as torch.chunk does: ceil(n / ranks) elements each, so that the last
+ranks may hold less or nothing. The outermost split is not always the first mesh dimension: FSDP over TP splits for TP
+first, though FSDP's mesh dimension comes first. torch writes that as a _StridedShard, whose split factor is the number
+of shards that the outer splits have made; `cut_order` reads it:
 
     7 rows, [_StridedShard(0, split_factor=2), Shard(0)] on 2 x 2, TP inside the mesh and outside the cut:
         rank (0,0) rows 0:2   rank (0,1) rows 4:6   rank (1,0) rows 2:4   rank (1,1) rows 6:7
 
-A split that keeps a factor f > 1 cuts f chunks first and then each of these over its ranks, which is what a
-strided shard means that is the only cut of its dimension (a view of a fused tensor):
+A split that keeps a factor f > 1 first divides the dimension into f chunks, then each chunk over its ranks. A strided
+shard means this if it is the only split of its dimension (a view of a fused tensor):
 
     7 elements, f=2 over 2 ranks:  rank 0 holds [0:2] [4:6], rank 1 holds [2:4] [6:7]
 """
@@ -29,9 +29,9 @@ Run = tuple[int, int]  # first element, number of elements
 
 @dataclass(frozen=True, slots=True)
 class MeshSplit:
-    """One mesh dimension's cut: this rank is `index` of `count` along tensor dimension `dim`.
+    """One mesh dimension's split: this rank is `index` of `count` along tensor dimension `dim`.
 
-    `factor` is torch's split factor until `cut_order` has turned it into an order, else the chunks that are cut first.
+    `factor` is torch's split factor; once `cut_order` has read the order from it, the number of chunks made first.
     """
 
     dim: int
@@ -41,10 +41,10 @@ class MeshSplit:
 
 
 def cut_order(splits: Sequence[MeshSplit]) -> list[int] | None:
-    """Return the splits' positions, those that cut one tensor dimension from the outermost to the innermost.
+    """Return the positions of the splits; those of one tensor dimension from the outermost to the innermost.
 
-    `splits` are in the order of the mesh. A split with factor f is further in than cuts of later mesh dimensions that
-    make f shards together; where there are none such, the factors are no order, and None is returned.
+    `splits` are in the order of the mesh. A split with factor f lies inside splits of later mesh dimensions that
+    together make f shards. Returns None if there are no such splits, so that the factors give no order.
     """
     orders: dict[int, list[int]] = {}
     for position in reversed(range(len(splits))):
@@ -61,7 +61,7 @@ def cut_order(splits: Sequence[MeshSplit]) -> list[int] | None:
 def split_tiles(
     tensor: str, global_shape: Sequence[int], splits: Sequence[MeshSplit]
 ) -> tuple[tuple[int, ...], tuple[Tile, ...]]:
-    """Return the local shape and the tiles of what the splits, the outermost first, leave to this rank."""
+    """Return this rank's local shape and tiles after the splits, which are given outermost first."""
     runs: list[list[Run]] = [[(0, size)] for size in global_shape]
     for split in splits:
         runs[split.dim] = _take(runs[split.dim], split)
@@ -82,7 +82,7 @@ def split_tiles(
 
 
 def _take(runs: list[Run], split: MeshSplit) -> list[Run]:
-    """Return the runs that this rank keeps of `runs`, in order, neighbours joined."""
+    """Return the part of `runs` that this rank keeps, in order, with adjacent runs joined."""
     total = sum(size for _, size in runs)
     part = -(-total // split.factor)
     kept: list[Run] = []

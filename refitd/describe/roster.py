@@ -1,4 +1,4 @@
-"""Roster: everything one rank holds and everything it wants."""
+"""Roster: everything that one rank sends and receives."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from refitd.describe.metadata import ParameterMetadata
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """What rank `rank` can send and what it must receive; either side may be empty.
+    """The tensors that rank `rank` can send and those that it must receive; either may be empty.
 
-    Ranks are numbered across all pools (trainer and engines together) and are unique. `node` says which ranks
-    share a machine; `label` is how error messages call the rank ("engine-a rank 1"), by default "rank N".
+    Ranks are unique across all pools (trainer and engines together). Ranks with the same `node` share a machine.
+    `label` names the rank in error messages ("engine-a rank 1"); the default is "rank N".
     """
 
     rank: int

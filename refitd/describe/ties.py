@@ -1,11 +1,11 @@
-"""Tied weights: one weight under several names, found from what modules and memory say.
+"""Find tied weights (one weight under several names) from modules and from shared memory.
 
     one Parameter, or one piece of memory, under two names     each is an alias of the other
     Megatron: share_embeddings_and_output_weights              embedding.word_embeddings.weight is output_layer.weight
-    the same, a stage of a pipeline that has one of the two    its parameter says shared_embedding
+    the same, a pipeline stage that has only one of the two    its parameter has shared_embedding
 
-A tie says that values are equal, whoever holds them. Only aliases are set; which tensor feeds which is decided by
-`refitd.plan.aliases`.
+Tied tensors have equal values on every rank. This module only sets aliases; `refitd.plan.aliases` decides which tensor
+feeds which.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 Aliases = Mapping[str, str | Sequence[str]]
 
-# Megatron's names of the two ends of a language model that may be one weight
+# Megatron's names of the two tensors of a language model that may be tied
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def shared_output_names(module: nn.Module) -> dict[str, str]:
-    """Return the other name of each embedding, and output layer, that Megatron says is shared.
+    """Return {name: tied name} for each embedding and output layer that Megatron shares.
 
-    A language model says so for itself (`share_embeddings_and_output_weights`, its own or its config's). Where none
-    does, a parameter that carries `shared_embedding` is, if it is the only one of the two here: an untied model with
-    MTP marks its embeddings, too.
+    `share_embeddings_and_output_weights` of the language model or its config decides. Without it, the parameters are
+    tied if each of the two that is present is marked `shared_embedding`. If both are present, both must be marked: an
+    untied model with MTP marks its embedding, too.
     """
     found: dict[str, str] = {}
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -62,10 +62,10 @@ def _says_shared(module: nn.Module) -> bool | None:
 
 
 def tie_by_memory(metas: Sequence[ParameterMetadata], tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Make tensors that are the same memory, element for element, aliases of each other. Changes `metas`.
+    """Make tensors that share the same memory, element for element, aliases of each other. Changes `metas`.
 
     Returns:
-        the names of each group of tied tensors.
+        The names of each group of tied tensors.
     """
     found: list[list[str]] = []
     groups: dict[Any, list[ParameterMetadata]] = {}
@@ -90,7 +90,7 @@ def tie_by_memory(metas: Sequence[ParameterMetadata], tensors: Mapping[str, torc
 
 
 def _by_places(metas: list[ParameterMetadata]) -> list[list[ParameterMetadata]]:
-    """Group tensors of one memory by what they are of their weights: rows 0:4 and rows 4:8 are not one weight."""
+    """Group tensors that share memory by the part of their weight: rows 0:4 and rows 4:8 are not tied."""
     found: list[list[ParameterMetadata]] = []
     for meta in metas:
         group = next((group for group in found if same_places(group[0], meta)), None)
@@ -102,12 +102,12 @@ def _by_places(metas: list[ParameterMetadata]) -> list[list[ParameterMetadata]]:
 
 
 def declare_aliases(metas: Sequence[ParameterMetadata], aliases: Aliases) -> list[ParameterMetadata]:
-    """Return the descriptions with declared ties: canonical name -> the other canonical names of the same weight.
+    """Return the descriptions with declared ties, {canonical name: other canonical names of the same weight}.
 
-    Every one of these names gets all the others, so that it does not matter which of them a rank holds.
+    Each name gets all the others as aliases, so that it does not matter which of them a rank holds.
 
     Raises:
-        PlanError: a declaration is no name or names.
+        PlanError: a declaration is not a name or a sequence of names.
     """
     groups = _groups(aliases)
     found = []

@@ -1,4 +1,4 @@
-"""Tiles: which box of a canonical tensor lies where in a local tensor."""
+"""Tiles: boxes of canonical tensors at places of local tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The tile occurs `count` times, each `step` further along canonical `dim` and `local_step` further locally."""
+    """Repeat a tile `count` times, each `step` further along canonical `dim` and `local_step` further locally."""
 
     dim: int
     count: int
@@ -22,8 +22,8 @@ class Tile:
         TP2 rank 1 of a [8, 4] tensor, split on dim 0, local shape [4, 4]:
         Tile("w", offset=(4, 0), size=(4, 4), local_offset=0, local_stride=(4, 1))
 
-    `local_offset` and `local_stride` address the local tensor row-major in its own shape, whatever its
-    strides in memory are; `local_stride` has one entry per canonical dimension.
+    `local_offset` and `local_stride` address the local tensor as if it were row-major, whatever its strides in memory
+    are; `local_stride` has one entry per canonical dimension.
     """
 
     tensor: str

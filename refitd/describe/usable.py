@@ -1,4 +1,4 @@
-"""Which tensors a refit can read and write: dense elements, in memory that is there, meaning what they hold."""
+"""Check that a refit can read and write a tensor: dense, in real memory, not lazily transformed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from refitd.dtypes import ELEMENT_SIZES, dtype_name
 
 
 def tensor_problem(value: Any) -> str:
-    """Return why a value is no tensor whose elements can be read, and what to do; "" where it is one.
+    """Return why a value is not a tensor that can be read, and what to do; "" if it can be.
 
-    It is for what a rank holds: of a DTensor, its local tensor.
+    For a DTensor, pass its local tensor.
     """
     import torch
 
@@ -36,7 +36,7 @@ def tensor_problem(value: Any) -> str:
 
 
 def lazy_problem(value: Any) -> str:
-    """Return why a parameter cannot even be asked for its shape, "" where it can."""
+    """Return why a parameter has no shape yet, "" if it has one."""
     if hasattr(type(value), "cls_to_become"):  # torch.nn.parameter.is_lazy, without an import for each
         return f"it is an {type(value).__name__}, which has no shape yet; run its module once, then register it"
     return ""

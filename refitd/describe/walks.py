@@ -1,7 +1,7 @@
-"""Walks: pairs of strided element sequences in two memories, and how they follow the dimensions of a shape.
+"""Walks: a copy between two strided views as numbers, and its split along the dimensions of a shape.
 
-A copy between two views moves element (i, j, ...) of one to element (i, j, ...) of the other. As a walk it is two
-offsets and, for each index, its count and its stride on either side. All numbers count elements.
+A copy moves element (i, j, ...) of one view to element (i, j, ...) of the other. As a walk it has an offset on each
+side and, for each index, a count and a stride on each side. All numbers count elements.
 
     w[4:8, :3].t() of a [8, 5] matrix into a new [3, 4] one:
     Walk(a=0, b=20, axes=(Axis(3, 4, 1), Axis(4, 1, 5)))
@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from refitd.describe.layout import row_major
 from refitd.errors import PlanError
 
-# Pieces that one copy may fall into: layouts take a few, and one per expert or head at worst.
+# The most pieces that one copy may be split into: layouts need a few, at worst one per expert or head.
 MAX_PIECES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One index of a walk: how often it steps, and how far on either side."""
+    """One index of a walk: its count, and its stride on side a and on side b."""
 
     count: int
     a: int
@@ -51,7 +51,7 @@ class Walk:
         return Walk(self.b, self.a, tuple(Axis(x.count, x.b, x.a) for x in self.axes))
 
     def joined(self) -> Walk:
-        """Return the same pairs with axes that continue one another made one."""
+        """Return the same pairs with adjacent axes merged."""
         axes = list(self.axes)
         while found := next(
             (
@@ -68,7 +68,7 @@ class Walk:
         return replace(self, axes=tuple(axes))
 
     def cut(self, index: int, start: int, stop: int) -> Walk:
-        """Return the part in which one axis goes from `start` to `stop`, exclusive."""
+        """Return the part in which axis `index` runs from `start` to `stop`, exclusive."""
         axis = self.axes[index]
         axes = list(self.axes)
         axes[index : index + 1] = [] if stop - start == 1 else [replace(axis, count=stop - start)]
@@ -76,7 +76,7 @@ class Walk:
 
 
 def walk_between(shape: Sequence[int], a: tuple[int, Sequence[int]], b: tuple[int, Sequence[int]]) -> Walk:
-    """Return the walk of two views of one shape, each given as (offset, strides); neighbouring axes are joined."""
+    """Return the walk between two views of one shape, each given as (offset, strides); adjacent axes are merged."""
     axes: list[Axis] = []
     for count, step_a, step_b in zip(shape, a[1], b[1], strict=True):
         if count == 1:
@@ -92,7 +92,8 @@ def walk_between(shape: Sequence[int], a: tuple[int, Sequence[int]], b: tuple[in
 class Laid:
     """A walk whose axes on side b each follow one dimension of a shape.
 
-    Element `start[d] + sum(i * steps)` of dimension d, over the axes whose `dims` is d; -1 for axes that do not move.
+    The coordinate along dimension d is `start[d] + sum(i * step)` over the axes whose entry in `dims` is d; an axis
+    that does not move has -1.
     """
 
     walk: Walk
@@ -114,7 +115,7 @@ def along(walk: Walk, shape: Sequence[int]) -> Iterator[Laid]:
     """Split a walk until, on side b, each axis follows one dimension of a row-major tensor of this shape.
 
     Raises:
-        PlanError: it leaves the tensor, runs backwards, or falls into more than MAX_PIECES pieces.
+        PlanError: the walk leaves the tensor, runs backwards, or needs more than MAX_PIECES pieces.
     """
     todo, made = [walk.joined()], 0
     while todo:
@@ -130,7 +131,7 @@ def along(walk: Walk, shape: Sequence[int]) -> Iterator[Laid]:
 
 
 def _laid(walk: Walk, shape: Sequence[int]) -> Laid | list[Walk]:
-    """Return the walk as it follows the shape, or the walks that it has to be split into first."""
+    """Return the walk along the shape, or the walks that it must be split into first."""
     strides = row_major(shape)
     rest, start = walk.b, []
     for stride in strides:
@@ -147,7 +148,7 @@ def _laid(walk: Walk, shape: Sequence[int]) -> Laid | list[Walk]:
         if axis.b and not fits:
             raise PlanError(f"a step of {axis.b} elements leaves a tensor of shape {list(shape)}")
         dim = fits[0] if axis.b else -1
-        if dim >= 0 and axis.b % strides[dim]:  # diagonally
+        if dim >= 0 and axis.b % strides[dim]:  # the axis runs diagonally
             if axis.count > MAX_PIECES:
                 raise PlanError(f"a copy runs diagonally through a tensor of shape {list(shape)}, {axis.count} steps")
             index = len(dims)
@@ -162,7 +163,7 @@ def _laid(walk: Walk, shape: Sequence[int]) -> Laid | list[Walk]:
 
 
 def _split(laid: Laid, dim: int, size: int) -> list[Walk]:
-    """Split the axis that runs over the end of a dimension: at the end, or into one within and one beyond it."""
+    """Split the axis that runs over the end of a dimension, by a cut at the end or into an inner and an outer axis."""
     walk, start = laid.walk, laid.start[dim]
     mine = [i for i, d in enumerate(laid.dims) if d == dim]
     index = max(mine, key=lambda i: laid.steps[i])
@@ -183,16 +184,16 @@ def _split(laid: Laid, dim: int, size: int) -> list[Walk]:
         at = axis.count - axis.count % per if axis.count > per else 0
     else:
         at = (size - 1 - start - within) // step + 1
-    if not 0 < at < axis.count:  # the other axes of this dimension run over its end, too
+    if not 0 < at < axis.count:  # the other axes of this dimension also run over its end
         return [walk.cut(index, i, i + 1) for i in range(axis.count)]
     return [walk.cut(index, 0, at), walk.cut(index, at, axis.count)]
 
 
 def inside(laid: Laid, start: Sequence[int], size: Sequence[int]) -> Iterator[Laid]:
-    """Yield the parts of a walk whose side b lies in a box of the shape that it follows.
+    """Yield the parts of a walk whose side b lies in a box of the shape.
 
     Raises:
-        PlanError: there are more than MAX_PIECES.
+        PlanError: there are more than MAX_PIECES parts.
     """
     todo, made = [laid], 0
     while todo:
@@ -213,7 +214,7 @@ def inside(laid: Laid, start: Sequence[int], size: Sequence[int]) -> Iterator[La
 
 
 def _clipped(laid: Laid, dim: int, low: int, high: int) -> list[Laid]:
-    """Cut the widest axis of a dimension to what may lie in low..high: to each index, if others move there, too."""
+    """Cut the widest axis of a dimension to low..high, or into single indices if other axes move along it too."""
     mine = [i for i, d in enumerate(laid.dims) if d == dim]
     index = max(mine, key=lambda i: laid.steps[i])
     axis, step, first = laid.walk.axes[index], laid.steps[index], laid.start[dim]

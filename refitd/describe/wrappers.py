@@ -1,11 +1,11 @@
-"""Names without the wrappers that frameworks put around modules: with and without them it is the same weight.
+"""Remove the names of framework wrappers from parameter names: a wrapped weight is the same weight.
 
     module.layers.0.weight (DistributedDataParallel)                 -> layers.0.weight
     layers.0._orig_mod.weight (torch.compile)                        -> layers.0.weight
     layers.0._checkpoint_wrapped_module.weight (checkpoint_wrapper)  -> layers.0.weight
 
-A parametrization is no wrapper: `parametrizations.weight.original0` is what a weight is computed from, and no weight.
-Such names stay as they are, and both ends must have them.
+A parametrization is not a wrapper: a weight is computed from `parametrizations.weight.original0`, which is not a
+weight itself. Such names stay unchanged, and both ends must have them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-# what only wrappers call the module inside
+# child names that only wrappers use
 WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _DATA_PARALLEL = frozenset({"DistributedDataParallel", "DataParallel"})
 
 
 def transparent_names(module: nn.Module) -> Callable[[str], str]:
-    """Return a function that takes the wrappers out of this module's own names (of parameters and of modules).
+    """Return a function that removes wrappers from this module's parameter and module names.
 
-    A child `module` is wrapped by its parent if that is torch's or Megatron's data-parallel module, or holds nothing
-    else.
+    A child called `module` counts as wrapped if its parent is a data-parallel module of torch or Megatron, or holds
+    nothing else.
     """
     wrapped: set[str] = set()
     for path, child in module.named_modules(remove_duplicate=False):
@@ -47,7 +47,7 @@ def transparent_names(module: nn.Module) -> Callable[[str], str]:
 
 
 def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module, then the one that it wraps, if it is a wrapper, and so on inwards."""
+    """Yield a module, then the module that it wraps, and so on inwards."""
     inner: nn.Module | None = module
     while inner is not None:
         outer, inner = inner, None
@@ -58,16 +58,16 @@ def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a name of a dict without what is certainly a wrapper's: "module" may be anybody's."""
+    """Return a dict key without names that only wrappers use; "module" stays, because any module may use it."""
     parts = name.split(".")
     kept = [part for part in parts if part not in WRAPPED]
     return ".".join(kept) if kept and len(kept) < len(parts) else name
 
 
 def without_module(names: Iterable[str]) -> dict[str, str]:
-    """Return, where all names begin with "module.", each without it; else nothing.
+    """Return {name: name without "module."} if all names begin with it, else {}.
 
-    A dict does not say whether that is a wrapper: these are further names, not the names.
+    In a dict one cannot tell whether "module." is a wrapper, so the results are used as additional names.
     """
     listed = list(names)
     if not all(name.startswith("module.") and name != "module." for name in listed):

@@ -1,1 +1,1 @@
-"""Refits among the processes of one group: every process calls the same function at the same time (SPMD)."""
+"""Refits among the processes of one group, without the service: all processes call the same functions (SPMD)."""

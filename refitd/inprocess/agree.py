@@ -1,8 +1,8 @@
-"""Agree on one plan: every rank describes what it has, rank 0 plans for all, every rank gets its part.
+"""Agree on one plan: every rank describes its modules, rank 0 plans for all, every rank gets its part.
 
-every rank   describe both modules                        a failure is told, not kept: everyone raises it
-all          compare digests of the descriptions          all have the plan for them: done
-rank 0       gather, plan, scatter                        a PlanError is raised on every rank with one text
+every rank   describe both modules                        a failure is sent to the others, and every rank raises it
+all ranks    compare digests of the descriptions          if all have cached the plan for them: done
+rank 0       gather, plan, scatter                        a PlanError is raised on every rank with the same text
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ PlanCache = BoundedCache[PlanKey, RankPlan]
 
 
 def agree_on_plan(request: Request, peers: Peers, deadline: Deadline, cache: PlanCache) -> tuple[RankPlan, RankTensors]:
-    """Return this rank's part of the plan that all ranks' requests lead to, and what it brings. Collective.
+    """Return this rank's part of the plan for all ranks' requests, and this rank's tensors. Collective.
 
     Raises:
-        PlanError: on every rank, with everything that is wrong on any of them.
-        DeadlineExceeded, PeerLost: someone did not take part.
+        PlanError: on every rank; lists the problems of all ranks.
+        DeadlineExceeded, PeerLost: a rank did not take part.
     """
     failure: Exception | None = None
     tensors: RankTensors | None = None
     try:
         tensors = collect_tensors(request, peers.rank)
         frame = encode(0, tensors.described)
-    except Exception as exc:  # whatever it is, the others must not wait for it
+    except Exception as exc:  # any failure must be sent to the other ranks, which would wait otherwise
         failure = exc
         frame = encode(0, NotDescribed(texts(said_of(exc, peers.rank))))
     peers.meet(deadline, "planning a refit")
@@ -104,7 +104,7 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
     plan = plan_copies(rosters)
     if len(plan.fills) or plan.table.cast.any():
         raise PlanError("declared fills and cast_from are performed by the service only; here pass `casts` to the call")
-    # regions are compared only where every rank agrees to: all take part, or none
+    # compare regions only if every rank wants to, because the comparison is collective
     check = RegionCheck(is_due=checks and len(plan.regions) > 0)
     answers = []
     for part in rank_plans(plan, rosters):
@@ -114,7 +114,7 @@ def _parts(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
 
 
 def said_of(exc: Exception, rank: int) -> tuple[str, ...]:
-    """Return what other ranks are told of what went wrong on this one."""
+    """Return the error texts that other ranks get for a failure on this rank."""
     match exc:
         case PlanError():
             return exc.violations

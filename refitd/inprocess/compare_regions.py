@@ -1,4 +1,4 @@
-"""The first exchange of a plan compares what several source ranks hold of the same elements."""
+"""Before a plan's first exchange, compare the elements that several source ranks hold."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LENGTH = struct.Struct("<q")
 
 
 def compare_regions(plan: RankPlan, tensors: RankTensors, peers: Peers, deadline: Deadline) -> None:
-    """Have rank 0 compare the digests of all regions. Collective; nothing has moved.
+    """Let rank 0 compare the digests of all regions. Collective; moves no weights.
 
     Raises:
-        PlanError: on every rank: the tensors of which ranks hold different values, and which ranks.
+        PlanError: on every rank; names the tensors whose values differ, and the ranks that hold them.
     """
     try:
         # tensors in MXFP8 are not compared
         regions = [region for region in plan.regions if not is_quantized(tensors.sources[region.local])]
         frame = encode(0, RegionsDigested(tuple(regions), _digests(regions, tensors)))
-    except Exception as exc:  # whatever it is, the others must not wait for it
+    except Exception as exc:  # any failure must be sent to the other ranks, which would wait otherwise
         frame = encode(0, NotDescribed(texts(said_of(exc, peers.rank))))
     lengths = [_LENGTH.unpack(r)[0] for r in peers.all_gather(_LENGTH.pack(len(frame)), deadline, "comparing replicas")]
     frames = peers.gather(frame, lengths, deadline, "comparing replicas")

@@ -1,4 +1,4 @@
-"""Run one rank's part of a plan: rows of the plan become strided views of tensors, given to an exchange service."""
+"""Execute one rank's part of a plan: turn its rows into strided views of tensors for an exchange service."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def execute(
     *,
     verify: bool,
 ) -> ExchangeResult:
-    """Move everything that the plan says, but for what `transform` does. Collective; returns once every rank has all.
+    """Perform the plan's transfers, through `transform` where it applies. Collective; returns when all ranks are done.
 
     Raises:
-        RefusedError: a rank cannot do its part, in its words, on every rank; nothing has moved.
-        RefitFailed: everything arrived, and a rank could not write it to its place (a transform failed).
+        RefusedError: a rank cannot do its part; every rank raises its reason, and nothing has moved.
+        RefitFailed: everything arrived, but a rank could not write it to its place (a transform failed).
         TransportError: bytes did not arrive; destinations are then undefined.
     """
     work, failure = _ExchangeWork(), None
     try:
         _prepare(plan, tensors, transform, work)
-    except Exception as exc:  # whatever it is, the others must not wait for this rank
+    except Exception as exc:  # any failure must be sent to the other ranks, which would wait otherwise
         work, failure = _ExchangeWork(), exc
     for out in work.sends:
         service.send(out.task_id, out.tensor, out.peer, part=out.part, dtype=out.dtype)
@@ -63,7 +63,7 @@ class _Half:
 
 @dataclass(slots=True)
 class _ExchangeWork:
-    """Everything to exchange, and what is left to do once it is there."""
+    """Everything to exchange, and the steps to run after it has arrived."""
 
     sends: list[_Half] = field(default_factory=list)
     receives: list[_Half] = field(default_factory=list)
@@ -117,11 +117,11 @@ def _prepare(plan: RankPlan, tensors: RankTensors, transform: ReshardTransform |
 
 
 class _Rows:
-    """Strided views of local tensors, addressed row-major in their own shape, whatever their strides are."""
+    """Strided views of local tensors, addressed as if they were row-major, whatever their strides are."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        # what as_strided cannot address goes through a contiguous copy
+        # non-contiguous tensors go through a contiguous copy, because as_strided cannot address them row-major
         self._copies: dict[str, torch.Tensor] = {}
         self._cast: dict[str, torch.Tensor] = {}
 
@@ -139,7 +139,7 @@ class _Rows:
         return self._cast[name]
 
     def view(self, name: str, size: list[int], offset: int, stride: list[int]) -> torch.Tensor:
-        """Return the box of a row; it must lie inside the tensor."""
+        """Return the box of a row; raises RefusedError unless it lies inside the tensor."""
         tensor = self.whole(name)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if last >= tensor.numel():
@@ -153,16 +153,16 @@ class _Rows:
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
     def copies_back(self) -> list[Callable[[], object]]:
-        """Return the steps that write the contiguous copies to their tensors, in place."""
+        """Return the steps that write the contiguous copies back to their tensors, in place."""
 
         def step(name: str, copy: torch.Tensor) -> Callable[[], object]:
-            # as integers: a copy of bools would make every byte 0 or 1
+            # as integers: copying bools would normalise every byte to 0 or 1
             return lambda: raw(self._tensors[name]).copy_(raw(copy))
 
         return [step(name, copy) for name, copy in self._copies.items()]
 
 
-# what a transform made of a piece: the same piece often goes to several ranks
+# (name, slice bounds) -> a transform's tensors for a piece, cached because a piece often goes to several ranks
 _Prepared = dict[tuple[str, tuple[tuple[int, int], ...]], list[torch.Tensor]]
 
 
@@ -186,7 +186,7 @@ def _transformed_sends(
 def _receive_transformed(
     plan: RankPlan, rows: Sequence[int], name: str, transform: ReshardTransform, work: _ExchangeWork
 ) -> None:
-    """Note the receives of all rows of a parameter, and what is done afterwards."""
+    """Add the receives of all rows of a parameter, and the steps that follow them."""
     sliced = {row: [piece.dst_slices for piece in plan.sliced(row)] for row in rows}
     transform.begin_recv(name, [slices for pieces in sliced.values() for slices in pieces])
     for row, pieces in sliced.items():
@@ -197,9 +197,9 @@ def _receive_transformed(
 def _receive_row(
     plan: RankPlan, row: int, name: str, sliced: Sequence[Slices], transform: ReshardTransform, work: _ExchangeWork
 ) -> None:
-    """Note the receives of a row, and that its pieces are finished afterwards.
+    """Add the receives of a row, and the steps that finalize its pieces.
 
-    A row whose pieces need one tensor each is one transfer, as a sender without a transform sends it.
+    A row whose pieces need one tensor each is one transfer, because a sender without a transform sends it so.
     """
     task, peer = int(plan.table.task_id[row]), int(plan.table.src_rank[row])
     pieces = [(slices, transform.prepare_recv(name, slices)) for slices in sliced]
@@ -221,17 +221,17 @@ def _receive_row(
 
 
 def _check_overlap(plan: RankPlan, tensors: RankTensors, transform: ReshardTransform | None) -> None:
-    """Refuse to write where something is read from, except that a tensor may be copied onto itself.
+    """Refuse destinations that overlap sources, except a tensor that is copied onto itself.
 
     Raises:
-        RefusedError: naming the two tensors.
+        RefusedError: two tensors overlap; names them.
     """
     table = plan.table
     read = {table.locals[i] for i in table.src_local[table.src_rank == plan.rank].tolist()} & tensors.sources.keys()
     written = {
         table.locals[i] for i in table.dst_local[table.dst_rank == plan.rank].tolist()
     } & tensors.destinations.keys()
-    if transform is not None:  # it writes to memory of its own
+    if transform is not None:  # a transform writes to its own memory
         read, written = ({n for n in names if not transform.should_transform(n)} for names in (read, written))
     by_storage: dict[int, list[str]] = {}
     for name in sorted(read):

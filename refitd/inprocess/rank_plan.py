@@ -1,4 +1,4 @@
-"""One rank's part of a plan: its rows, and what it takes to read them as slices."""
+"""One rank's part of a plan: its rows, and the shapes needed to express them as slices."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Sliced(NamedTuple):
 
 
 class HeldRegion(NamedTuple):
-    """A box of one of this rank's source tensors that others hold, too: group is what these have in common."""
+    """A box of one of this rank's source tensors that other ranks also hold."""
 
-    group: int
+    group: int  # equal for all holders of the same elements
     tensor: str  # canonical
     local: str
     offset: int  # elements into the local tensor
@@ -40,24 +40,24 @@ class HeldRegion(NamedTuple):
 
 @dataclass(slots=True)
 class RegionCheck:
-    """Whether the first exchange, which compares regions, is still to come. Changes with every rank's at once."""
+    """Whether the regions still have to be compared. Mutable; it changes on all ranks together."""
 
     is_due: bool
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank sends and receives.
+    """One rank's sends and receives.
 
     Attributes:
         rank: the rank, as parallel groups number ranks.
         table: every row that reads or writes its tensors.
         src_shapes: local shapes of the tensors read, by (rank, local name).
-        dst_shapes: local shapes of the tensors written.
-        digest: of the whole plan, the same on all ranks.
+        dst_shapes: local shapes of the tensors written, by (rank, local name).
+        digest: the digest of the whole plan, equal on all ranks.
         unused_sources: canonical names that some rank offers and none wants.
-        regions: what of its sources is held twice, in the order of Regions.rows_of.
-        check: whether they are still to be compared.
+        regions: the rank's regions, in the order of Regions.rows_of.
+        check: whether the regions still have to be compared.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class RankPlan:
         return ReshardPlan(send_ops=sends, recv_ops=receives)
 
     def sliced(self, row: int) -> Iterator[Sliced]:
-        """Yield the pieces of a row that slices can say, in order; both ends get the same."""
+        """Yield the pieces of a row that slices can express, in the same order on both ends."""
         table = self.table
         src, dst = int(table.src_rank[row]), int(table.dst_rank[row])
         box = RowBox(

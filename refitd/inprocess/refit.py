@@ -1,12 +1,12 @@
-"""The in-process API: every process of a group calls these functions together, and weights move between them.
+"""The in-process API: all processes of a group call these functions together, and weights move between them.
 
-    swap_model_weights(trainer_model, engine_model, "gloo")      both here, one of them, or neither (None)
+    swap_model_weights(trainer_model, engine_model, "gloo")      pass None for a model that this rank does not have
 
     plan = build_centralized_reshard_plan(trainer_model, engine_model)
-    execute_reshard_plan(plan, trainer_model, engine_model, service)      as often as wanted
+    execute_reshard_plan(plan, trainer_model, engine_model, service)      any number of times
 
-Each call describes the modules as they are, so a layout that has changed never meets an old plan: the first call
-makes a new one, the last refuses. Nothing is pickled, every wait has a deadline, tensors are written in place.
+Each call describes the modules again, so that an old plan never meets a changed layout: `swap_model_weights` makes a
+new plan, `execute_reshard_plan` refuses. Nothing is pickled, every wait has a deadline, tensors are written in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class RefitCaches:
-    """What is kept between refits: plans by (group, digest of all layouts), services by (backend, group)."""
+    """Caches between refits: plans by (group, digest of all layouts), services by (backend, group)."""
 
     plans: PlanCache = field(default_factory=lambda: BoundedCache(16))
     services: BoundedCache[tuple[str, Any], ExchangeService] = field(
@@ -47,7 +47,7 @@ class RefitCaches:
     )
 
 
-# the one owner of caches in this module, which the clear_* functions are about
+# this module's only caches; the clear_* functions clear them
 _caches = RefitCaches()
 
 
@@ -66,26 +66,25 @@ def build_centralized_reshard_plan(
 ) -> AgreedPlan:
     """Describe both modules on every rank, plan on rank 0 for all, and return this rank's sends and receives.
 
-    Collective over the group. `execute_reshard_plan` executes the plan, which remembers what it was asked for with.
+    Collective over the group. The plan keeps these arguments, except the modules, for `execute_reshard_plan`.
 
     Args:
-        src_module: what this rank can send; None on ranks that hold no source.
-        dst_module: what this rank is to receive; None on ranks that hold no destination.
-        num_experts: experts in the whole model; by default the modules' `config.num_moe_experts`.
-        group: a torch process group of all ranks that take part; None is the default group.
-        src_rank_offset: added to every rank in the source's parallel groups, where those number the ranks of a
-            world of their own.
+        src_module: the module that this rank can send; None on ranks without a source.
+        dst_module: the module that this rank receives; None on ranks without a destination.
+        num_experts: the number of experts in the whole model; by default the modules' `config.num_moe_experts`.
+        group: a torch process group of all participating ranks; None is the default group.
+        src_rank_offset: added to every rank in the source's parallel groups, if they number a world of their own.
         dst_rank_offset: the same for the destination's.
-        casts: canonical names (or patterns with "*") of tensors whose source values may be converted, and the
-            dtype that the destination has. Other differences of dtype are refused.
-        aliases: canonical name -> the other canonical names of the same weight, for ties that the modules do not
-            show. Tied parameters and Megatron's shared embeddings are found without it.
-        transform: what changes on the way for some parameters; only needed here where it changes the dtype that
-            travels, and the default of every execution.
+        casts: {canonical name or pattern with "*": the destination's dtype} for tensors to convert. All other
+            differences of dtype are refused.
+        aliases: {canonical name: other canonical names of the same weight}, for ties that the modules do not show. Tied
+            parameters and Megatron's shared embeddings are found without it.
+        transform: converts some parameters on the way. It is needed here only if it changes the dtype that travels, and
+            is the default of every execution.
         timeout: seconds until every wait of this call ends.
 
     Raises:
-        PlanError: on every rank with the same words: everything that stands in the way, on any rank.
+        PlanError: on every rank with the same text; lists the problems of all ranks.
         DeadlineExceeded, PeerLost: a rank did not take part.
     """
     offsets = src_rank_offset, dst_rank_offset
@@ -107,30 +106,29 @@ def execute_reshard_plan(
     verify: bool = True,
     check_replicas: bool = True,
 ) -> ExchangeResult:
-    """Move the weights of `src_module` into `dst_module` as a plan says that was built before, in place.
+    """Move the weights of `src_module` into `dst_module` by an existing plan, in place.
 
-    Collective over the group: each rank passes its own part of one plan. What holds for tensors, and for targets
-    after an error, is as in `reshard_model_weights`. The modules may be others than those that the plan was built
-    from, of the same layout: names, shapes, dtypes, placement and ties.
+    Collective over the group: each rank passes its own part of one plan. Requirements on tensors, and the targets'
+    state after an error, are as in `reshard_model_weights`. The modules may differ from those that the plan was built
+    for if their layout is the same: names, shapes, dtypes, placement and ties.
 
     Args:
         plan: from `build_centralized_reshard_plan`.
-        src_module: what this rank sends; None where it had no source when the plan was built.
-        dst_module: what this rank receives; None where it had no destination.
-        service: from `get_or_create_service`, or one's own.
-        group: the ranks that take part; None is the service's group.
-        transform: what changes on the way for some parameters; None is the transform that the plan was built with.
-        aliases: declared ties; None are those that the plan was built with.
+        src_module: the module that this rank sends; None if it had no source when the plan was built.
+        dst_module: the module that this rank receives; None if it had no destination.
+        service: from `get_or_create_service`, or your own.
+        group: the participating ranks; None is the service's group.
+        transform: converts some parameters on the way; None is the plan's transform.
+        aliases: declared ties; None are the plan's.
         timeout: seconds until every wait of this call ends.
-        verify: compare digests of what was read with what was written; the same on every rank.
+        verify: compare digests of the bytes read and written; the same on every rank.
         check_replicas: see `reshard_model_weights`.
 
     Returns:
         What this rank sent and received.
 
     Raises:
-        PlanError: on every rank: a rank has another plan, or modules that the plan was not built for. Nothing has
-            been written.
+        PlanError: on every rank: a rank has another plan, or modules that do not fit it. Nothing has been written.
         RefusedError, TransportError, RefitFailed: see `reshard_model_weights`.
     """
     peers, deadline = _meeting(service, group), Deadline.after(timeout)
@@ -160,10 +158,10 @@ def swap_model_weights(
     verify: bool = True,
     check_replicas: bool = True,
 ) -> ExchangeResult:
-    """Bring the weights of `src_model` into `target_model`, whatever the two layouts are.
+    """Copy the weights of `src_model` into `target_model`, whatever the two layouts are.
 
-    Collective over the group. `refit_method` is the name of a backend, whose service is kept for the next call,
-    or a service. Everything else is as in `reshard_model_weights`.
+    Collective over the group. `refit_method` is a service, or a backend's name; then the service is cached for the next
+    call. Everything else is as in `reshard_model_weights`.
     """
     service = refit_method if isinstance(refit_method, ExchangeService) else get_or_create_service(refit_method, group)
     return reshard_model_weights(
@@ -201,30 +199,29 @@ def reshard_model_weights(
 ) -> ExchangeResult:
     """Copy every parameter and persistent buffer of `target_model` from `src_model`, in place, with a service.
 
-    Tensors must be dense memory that can be read, and targets' written; two targets may share memory only where they
-    are the same elements of one weight.
+    Tensors must be dense and readable, and targets writable; two targets may share memory only if they hold the same
+    elements of one weight.
 
-    Collective over the group: (source, target) where a rank has both, (source, None), (None, target), and
-    (None, None) on ranks that only take part. Once it returns on any rank, every target on every rank holds the
-    new weights. Sources must not change until it returns. After a TransportError, or a RefitFailed that a transform
-    has caused, targets hold a mixture and must not be used before a refit has succeeded; after any other error they
-    are as they were.
+    Collective over the group: ranks pass None for a model that they do not have; ranks with neither also call. Once it
+    returns on any rank, every target on every rank holds the new weights. Sources must not change until it returns.
+    After a TransportError, or a RefitFailed caused by a transform, targets hold a mixture of weights and must not be
+    used until a refit succeeds; after any other error they are unchanged.
 
     Args:
-        src_model: the module, or the list of chunks of a virtual pipeline stage, that is read.
-        target_model: the one that is written; every data_ptr stays.
-        service: from `get_or_create_service`, or one's own.
-        group: the ranks that take part; None is the service's group.
+        src_model: the module to read, or the list of chunks of a virtual pipeline stage.
+        target_model: the module to write, likewise; every data_ptr stays the same.
+        service: from `get_or_create_service`, or your own.
+        group: the participating ranks; None is the service's group.
         src_rank_offset: see `build_centralized_reshard_plan`.
         dst_rank_offset: see `build_centralized_reshard_plan`.
-        num_experts: experts in the whole model; by default the modules' `config.num_moe_experts`.
+        num_experts: the number of experts in the whole model; by default the modules' `config.num_moe_experts`.
         casts: declared conversions, see `build_centralized_reshard_plan`; the same on every rank.
         aliases: declared ties, see `build_centralized_reshard_plan`.
-        transform: what changes on the way for some parameters.
+        transform: converts some parameters on the way.
         timeout: seconds until every wait of this call ends.
-        verify: compare digests of what was read with what was written; the same on every rank.
-        check_replicas: before the first exchange of a plan, compare what several source ranks describe as the same
-            elements: values that differ are a wrong description, and refused. False on any rank leaves it out.
+        verify: compare digests of the bytes read and written; the same on every rank.
+        check_replicas: before a plan's first exchange, compare the elements that several source ranks describe as the
+            same, and refuse different values: they mean a wrong description. False on any rank skips this.
 
     Returns:
         What this rank sent and received.
@@ -243,10 +240,10 @@ def reshard_model_weights(
 
 
 def _meeting(service: ExchangeService, group: Group) -> Peers:
-    """Return the ranks that take part.
+    """Return the participating ranks.
 
     Raises:
-        ConfigError: `service` is no service, or exchanges between other ranks than the group's.
+        ConfigError: `service` is not a service, or its ranks are not the group's.
     """
     if not isinstance(service, ExchangeService):
         raise ConfigError(
@@ -263,10 +260,10 @@ def _meeting(service: ExchangeService, group: Group) -> Peers:
 
 
 def get_or_create_service(backend: RefitBackendName | str, group: Group = None) -> ExchangeService:
-    """Return the service of a backend for a group; the same one for the same group as long as it is usable.
+    """Return the service of a backend for a group; it is cached as long as it is usable.
 
     Raises:
-        ConfigError: this is not the name of a backend for process groups, or what it needs is not installed.
+        ConfigError: the backend is unknown, does not work over process groups, or is not installed.
     """
     make = installed().find(backend).over_group
     if make is None:
@@ -280,16 +277,16 @@ def get_or_create_service(backend: RefitBackendName | str, group: Group = None) 
 
 
 def clear_service_cache() -> None:
-    """Close and forget every service; the next call makes new ones. For when process groups are made anew."""
+    """Close and drop every cached service. Call it when process groups are recreated."""
     _caches.services.clear()
 
 
 def clear_plan_cache() -> None:
-    """Forget every plan. Never needed for correctness; frees them and their groups."""
+    """Drop every cached plan, to free them and their groups. Never needed for correctness."""
     _caches.plans.clear()
 
 
 def clear_all_caches() -> None:
-    """Forget services and plans."""
+    """Drop all cached services and plans."""
     clear_service_cache()
     clear_plan_cache()

@@ -1,4 +1,4 @@
-"""What one rank brings to a refit: its modules, described, and their tensors."""
+"""One rank's request for a refit: check it, describe its modules and collect their tensors."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank was called with. None for a module that it does not have.
+    """The arguments of a rank's call; a module that the rank does not have is None.
 
     Attributes:
-        source: the module, or virtual pipeline chunks, that is read.
-        destination: the one that is written.
-        num_experts: experts in the whole model; by default what the modules' configs say.
-        src_rank_offset: added to the ranks in the source's parallel groups, where they number their own world.
+        source: the module to read, or the chunks of a virtual pipeline stage.
+        destination: the module to write, likewise.
+        num_experts: the number of experts in the whole model; by default from the modules' configs.
+        src_rank_offset: added to the ranks in the source's parallel groups, if they number their own world.
         dst_rank_offset: the same for the destination's.
-        casts: canonical names, or patterns with "*", of tensors whose source values are converted, and to what.
-        transform: what takes over some of the tensors.
-        aliases: declared ties, canonical name -> the other canonical names of the same weight.
-        check_replicas: compare, at the first exchange of a plan, what several source ranks hold.
-        is_plan_only: nothing is read or written, so that tensors may lie nowhere (on the meta device).
+        casts: {canonical name or pattern with "*": dtype} for source tensors to convert.
+        transform: converts some of the tensors.
+        aliases: declared ties, {canonical name: other canonical names of the same weight}.
+        check_replicas: compare the elements that several source ranks hold before a plan's first exchange.
+        is_plan_only: nothing is read or written, so tensors may be on the meta device.
     """
 
     source: nn.Module | Sequence[nn.Module] | None
@@ -59,13 +59,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RankTensors:
-    """The tensors that a request comes to on this rank, and their descriptions.
+    """This rank's tensors for a request, and their descriptions.
 
     Attributes:
-        described: the rank's roster, as others are told.
-        sources: local tensors that can be read, by local name.
-        destinations: local tensors that are written.
-        casts: what sources' elements are converted to, by local name.
+        described: the rank's roster, as it is sent to the others.
+        sources: local tensors to read, by local name.
+        destinations: local tensors to write, by local name.
+        casts: the dtype to which source elements are converted, by local name.
     """
 
     described: RankDescribed
@@ -78,7 +78,7 @@ def collect_tensors(request: Request, rank: int) -> RankTensors:
     """Describe both modules and collect their tensors.
 
     Raises:
-        PlanError: with every tensor that cannot be described, read or written where it lies, and why.
+        PlanError: lists every tensor that cannot be described, read or written, and why.
     """
     source, destination = _model("source", request.source), _model("target", request.destination)
     request = _checked(request, rank)
@@ -120,7 +120,7 @@ def _side(
 
 
 def _cast_of(meta: ParameterMetadata, casts: Mapping[str, torch.dtype] | None) -> torch.dtype | None:
-    """Return the dtype that a source tensor's values are declared to be converted to; None where they are not."""
+    """Return the dtype to which a source tensor is declared to be converted; None if it is not."""
     name = canonical_name(meta)
     for pattern, dtype in (casts or {}).items():
         if fnmatchcase(name, pattern) and dtype_name(dtype) != dtype_name(meta.dtype):
@@ -136,10 +136,10 @@ def _describe_transformed(
     sources: Mapping[str, torch.Tensor],
     destinations: Mapping[str, torch.Tensor],
 ) -> None:
-    """Describe what a transform takes over by the dtype that travels.
+    """Set the dtypes of descriptions that a transform handles to the dtype that travels.
 
     Raises:
-        PlanError: with everything that the transform refuses.
+        PlanError: lists everything that the transform refuses.
     """
     questions: list[tuple[ParameterMetadata, Callable[[ParameterMetadata], torch.dtype | None]]] = []
     questions += [(meta, lambda m: transform.send_dtype(m.name, sources[m.name], m.dtype)) for meta in held]
@@ -166,9 +166,9 @@ def _refuse(problems: Sequence[str]) -> None:
 def _unusable(
     module: nn.Module | Sequence[nn.Module] | None, rank: int, transform: ReshardTransform | None, *, write: bool
 ) -> list[str]:
-    """Return which tensors of a module cannot be read, or written, where they lie, and why.
+    """Return an error text for each tensor of a module that cannot be read (or written).
 
-    What a transform takes over is its own to read and to write.
+    Tensors that a transform handles are skipped.
     """
     if module is None:
         return []
@@ -202,7 +202,7 @@ def _overlaps(
     rank: int,
     transform: ReshardTransform | None,
 ) -> list[str]:
-    """Return two tensors that are written and share memory, unless they are the same elements of one weight."""
+    """Return an error text if two destinations share memory and are not the same elements of one weight; else []."""
     metas = [m for m in wanted if transform is None or not transform.should_transform(m.name)]
     tensors = [destinations[m.name] for m in metas]
     found = overlapping(
@@ -220,7 +220,7 @@ def _overlaps(
 
 
 def _is_one_weight(one: ParameterMetadata, other: ParameterMetadata) -> bool:
-    """Whether two tensors are the same elements of one canonical tensor, or of two that are tied."""
+    """Return whether two tensors hold the same elements of one canonical tensor, or of two tied ones."""
     name, other_name = canonical_name(one), canonical_name(other)
     if name != other_name:
         if other_name not in one.aliases and name not in other.aliases:
@@ -233,10 +233,10 @@ def _is_one_weight(one: ParameterMetadata, other: ParameterMetadata) -> bool:
 
 
 def _checked(request: Request, rank: int) -> Request:
-    """Return the request with plain numbers.
+    """Return the request with Python numbers.
 
     Raises:
-        PlanError: an argument is of the wrong kind; with every such argument.
+        PlanError: lists every argument of the wrong type.
     """
     problems: list[str] = []
 
@@ -275,7 +275,7 @@ def _model(which: str, given: Any) -> nn.Module | Sequence[nn.Module] | None:
     """Return the given model without wrappers.
 
     Raises:
-        TypeError: it is no module and no list of modules.
+        TypeError: it is neither a module nor a list of modules.
     """
     from torch import nn
 
@@ -294,9 +294,9 @@ def _model(which: str, given: Any) -> nn.Module | Sequence[nn.Module] | None:
 
 
 def _unwrapped(model: nn.Module | Sequence[nn.Module] | None) -> nn.Module | Sequence[nn.Module] | None:
-    """Return the model inside wrappers (DistributedDataParallel, Float16Module) that hold nothing but `module`.
+    """Return the model inside wrappers (DistributedDataParallel, Float16Module) that hold only `module`.
 
-    Their names would differ from those of a model that is not wrapped.
+    Otherwise its names would differ from those of an unwrapped model.
     """
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""A plan that is kept and executed later: the value, and the agreement that it is everyone's and fits the modules."""
+"""Reuse a plan: check on all ranks that they have the same plan and that it fits their modules."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from refitd.inprocess.wire import RankDescribed
 from refitd.plan.ops import ReshardPlan
 from refitd.protocol.shards import Shard, metadata_of
 
-_READY = struct.Struct("<16s??")  # digest of the plan, whether replicas are still to be compared, whether they may be
+_READY = struct.Struct("<16s??")  # digest of the plan, whether replicas are still uncompared, whether to compare them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedPlan(ReshardPlan):
-    """What one rank does in a plan that all ranks of a group have agreed on.
+    """One rank's part of a plan that all ranks of a group have agreed on.
 
     Attributes:
         part: the rank's rows of the plan.
-        asked: what the plan was asked for with, without the modules.
-        described: what the rank had then.
+        asked: the request that the plan was made for, without the modules.
+        described: the rank's roster when the plan was made.
     """
 
     part: RankPlan = field(repr=False, compare=False)
@@ -38,7 +38,7 @@ class AgreedPlan(ReshardPlan):
 
 
 def agreed_plan(part: RankPlan, request: Request, described: RankDescribed) -> AgreedPlan:
-    """Return the plan as callers keep it; it does not keep the modules."""
+    """Return the plan for callers to keep; it holds no reference to the modules."""
     ops = part.ops
     asked = replace(request, source=None, destination=None, is_plan_only=False)
     return AgreedPlan(
@@ -54,14 +54,14 @@ def agreed_plan(part: RankPlan, request: Request, described: RankDescribed) -> A
 def collect_for(
     plan: AgreedPlan, changes: Mapping[str, Any], peers: Peers, deadline: Deadline
 ) -> tuple[RankTensors, bool]:
-    """Return this rank's tensors for a kept plan, once every rank has the same plan and the modules it was made for.
+    """Check that every rank has the same plan and fitting modules; return (this rank's tensors, compare replicas?).
 
-    `changes` are fields of the request that the plan was made for: the modules, and what is to replace the rest. The
-    second value says whether replicas are to be compared first. Collective; nothing has moved.
+    `changes` are fields that replace those of the plan's request: the modules, and overridden arguments. Collective;
+    moves no weights.
 
     Raises:
-        PlanError: on every rank, in the words of the first that cannot execute the plan.
-        DeadlineExceeded, PeerLost: someone did not take part.
+        PlanError: on every rank, with the text of the first rank that cannot execute the plan.
+        DeadlineExceeded, PeerLost: a rank did not take part.
     """
     failure: Exception | None = None
     tensors: RankTensors | None = None
@@ -70,12 +70,12 @@ def collect_for(
         tensors = _collected(plan, changes, peers.rank)
         digest = xxhash.xxh3_128_digest(plan.part.digest.encode())
         record = _READY.pack(digest, plan.part.check.is_due, tensors.described.check_replicas)
-    except Exception as exc:  # whatever it is, the others must not wait for it
+    except Exception as exc:  # any failure must be sent to the other ranks, which would wait otherwise
         failure, trouble = exc, "; ".join(said_of(exc, peers.rank))
     peers.meet(deadline, "executing a plan")
     if trouble := peers.first_trouble(trouble, deadline, "comparing modules with the plan"):
         raise PlanError([trouble]) from failure
-    assert tensors is not None  # or this rank's trouble would have been raised
+    assert tensors is not None  # otherwise this rank's trouble would have been raised
     records = [_READY.unpack(each) for each in peers.all_gather(record, deadline, "comparing plans")]
     digests = [digest for digest, _, _ in records]
     if other := next((i for i, digest in enumerate(digests) if digest != digests[0]), 0):
@@ -104,7 +104,7 @@ def _collected(plan: ReshardPlan, changes: Mapping[str, Any], rank: int) -> Rank
 
 
 def _differences(side: str, then: Shard, now: Shard, rank: int) -> Iterator[str]:
-    """Yield how a module differs from the one that the plan was made for."""
+    """Yield the differences between a module and the one that the plan was made for."""
     if then == now:
         return
     before, after = ({meta.name: meta for meta in metadata_of(shard, rank)} for shard in (then, now))

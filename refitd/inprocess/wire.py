@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other to agree on a plan."""
+"""The messages by which the processes of a group agree on a plan."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class RegionsDigested(Message, frozen=True):
 
 
 class RegionsCompared(Message, frozen=True):
-    """What differs; nothing: all regions are equal."""
+    """The differences between regions; empty if all are equal."""
 
     problems: tuple[Text, ...] = ()
 
 
 class NoPlan(Message, frozen=True):
-    """There is no plan, and why: the words of the PlanError that every rank raises."""
+    """Planning failed; the texts of the PlanError that every rank raises."""
 
     violations: tuple[Text, ...]
 
@@ -118,5 +118,5 @@ def plan_of(part: RankPart) -> RankPlan:
 
 
 def texts(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return lines that fit into messages."""
+    """Truncate each line to MAX_TEXT_BYTES characters."""
     return tuple(line if len(line) <= MAX_TEXT_BYTES else line[: MAX_TEXT_BYTES - 4] + " ..." for line in lines)

@@ -1,4 +1,4 @@
-"""How one tensor is cut into runs, and the runs placed as boxes of the local tensor."""
+"""Cut one tensor into runs for a rank, and place the runs as boxes of the local tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Box = tuple[int, int, int, int, Repeat | None]  # number of the tensor, first el
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one kind of rank holds of a tensor, whatever its name: the local shape and tiles by canonical tensor."""
+    """One kind of rank's part of a tensor, without names: local shape, tiles by number of the canonical tensor."""
 
     shape: tuple[int, ...]
     tiles: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int, Repeat | None], ...]
@@ -24,7 +24,7 @@ class Cut:
 
 
 def cut_of(spec: TensorSpec, layout: Layout, index: int, place: int, fsdp: int) -> Cut:
-    """Cut a tensor for position `index` of its group and `place` among the ranks that share a copy."""
+    """Cut a tensor for position `index` of its group and position `place` among the `fsdp` ranks that share a copy."""
     dim = spec.split.dim if spec.split is not None else 0
     runs: list[Run] = [(0, 0, spec.shape[dim])] if spec.shape else []
     if spec.split is not None:
@@ -52,7 +52,7 @@ def cut_of(spec: TensorSpec, layout: Layout, index: int, place: int, fsdp: int) 
 
 
 def _runs(spec: TensorSpec, split: Split, ways: int, index: int) -> list[Run]:
-    """Return what position `index` of `ways` holds along the split dimension, in local order."""
+    """Return the runs that position `index` of `ways` holds along the split dimension, in local order."""
     size = spec.shape[split.dim]
     if split.uneven:
         return _chunk([(0, 0, size)], ways, index)
@@ -72,14 +72,14 @@ def _runs(spec: TensorSpec, split: Split, ways: int, index: int) -> list[Run]:
 
 
 def _share(size: int, units: int | None, ways: int, index: int) -> tuple[int, int]:
-    """Return (first element, elements) of an equal share; fewer units than ranks are held by several ranks each."""
+    """Return (first element, elements) of an equal share; if there are fewer units than ranks, ranks share units."""
     if units is not None and units < ways:
         index, ways = index // (ways // units), units
     return index * (size // ways), size // ways
 
 
 def _chunk(runs: list[Run], ways: int, index: int) -> list[Run]:
-    """Return the part of the runs that torch.chunk leaves to `index` of `ways`."""
+    """Return the part of the runs that torch.chunk gives to position `index` of `ways`."""
     if ways == 1:
         return runs
     each = -(-sum(size for _, _, size in runs) // ways)
@@ -93,7 +93,7 @@ def _chunk(runs: list[Run], ways: int, index: int) -> list[Run]:
 
 
 def _boxes(runs: list[Run], dim: int, step: int) -> list[Box]:
-    """Place runs one behind the other; equally spaced ones of one tensor become one with a repeat."""
+    """Place runs one after the other; equally spaced runs of one tensor become one box with a repeat."""
     places = itertools.accumulate((size for _, _, size in runs), initial=0)
     by_tensor: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for (number, start, size), local in zip(runs, places, strict=False):

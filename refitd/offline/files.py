@@ -1,4 +1,4 @@
-"""Manifests in TOML and JSON files, read and written."""
+"""Read and write manifests in TOML and JSON files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def load(path: str | Path, model: ModelSpec | None = None) -> Manifest:
     """Read a layout or shards manifest.
 
     Args:
-        path: a TOML or JSON file. A model that it names is looked for beside it.
-        model: stands above the model that a layout names.
+        path: a TOML or JSON file. A model file that it names is relative to its folder.
+        model: overrides the model that a layout names.
 
     Raises:
-        ConfigError: with everything that is wrong with it.
+        ConfigError: lists everything that is wrong with the manifest.
     """
     path = Path(path)
     values = _file(path)
@@ -50,7 +50,7 @@ def load_model(path: str | Path) -> ModelSpec:
 
 
 def parse(text: str, where: str, *, is_json: bool) -> dict[str, Any]:
-    """Return the tables of a file; raises ConfigError where it is no TOML or JSON, or repeats a key."""
+    """Return the tables of a file; raises ConfigError if it is not valid TOML or JSON, or repeats a key."""
     try:
         found = (
             json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant) if is_json else tomllib.loads(text)
@@ -64,10 +64,10 @@ def parse(text: str, where: str, *, is_json: bool) -> dict[str, Any]:
 
 
 def read(values: Mapping[str, Any], where: str, model: ModelSpec | None = None) -> ModelSpec | Manifest:
-    """Turn the tables of a file into a checked manifest; a layout's model must be in it, or given.
+    """Turn the tables of a file into a checked manifest; a layout's model must be in the file, or be passed.
 
     Raises:
-        ConfigError: with everything that is wrong with it.
+        ConfigError: lists everything that is wrong with the manifest.
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:

@@ -1,4 +1,4 @@
-"""The descriptions of what each kind of rank of a layout holds."""
+"""Describe the tensors that each kind of rank of a layout holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refitd.offline.values import Layout, TensorSpec
 
 
 class Describer:
-    """Writes the descriptions of each kind of rank of one layout; they name no rank: tiles, not groups."""
+    """Makes the descriptions of each kind of rank of one layout, with tiles instead of groups, so without ranks."""
 
     def __init__(self, layout: Layout) -> None:
         assert layout.model is not None
@@ -62,7 +62,7 @@ class Describer:
     def _one(self, spec: TensorSpec, cut: Cut, layer: int, expert: int) -> ParameterMetadata:
         name, names = _filled(spec.name, layer, expert), _canonical(spec, layer, expert)
         dtype = spec.dtype or self.model.dtype
-        # a whole tensor says everything with its shape
+        # the shape alone describes a whole tensor
         is_whole = spec.parts is None and cut.shape == tuple(spec.shape)
         return ParameterMetadata(
             name=name,
@@ -79,7 +79,7 @@ class Describer:
         )
 
     def _fused(self, spec: TensorSpec, cut: Cut, layer: int, experts: range) -> ParameterMetadata:
-        """All experts of a rank in one tensor, one behind the other."""
+        """Describe all experts of a rank as one tensor, one after the other."""
         assert spec.fused is not None
         dtype, each = spec.dtype or self.model.dtype, elements(cut.shape)
         name = _filled(spec.fused, layer, 0)

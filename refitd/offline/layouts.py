@@ -1,4 +1,4 @@
-"""Where the ranks of a layout stand, and what keeps a layout from being built."""
+"""The positions of a layout's ranks, and the checks of a layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from refitd.offline.models import span_of
 from refitd.offline.tables import shown
 from refitd.offline.values import MAX_DESCRIPTIONS, MAX_RANKS, Layout, Position, Split, TensorSpec
 
-Kind = tuple[int, int, int, int, int, int]  # pp, tp, ep, etp, place among fsdp ranks, the same for experts
+Kind = tuple[int, int, int, int, int, int]  # positions: pp, tp, ep, etp, fsdp, fsdp of the experts
 
 
 def world_size(layout: Layout) -> int:
@@ -28,9 +28,9 @@ def stage_layers(layout: Layout, stage: int) -> range:
 
 
 def position(layout: Layout, index: int) -> Position:
-    """Return where rank `index` of a layout, counted from its first rank, stands.
+    """Return the position of rank `index` of a layout, counted from its first rank.
 
-    The tensor-parallel ranks are side by side, as Megatron numbers them (order tp-dp-pp):
+    Tensor-parallel ranks are adjacent, as Megatron numbers them (order tp-dp-pp):
 
         TP2 DP2 PP2    rank 0 1 2 3 | 4 5 6 7      the same ranks, EP4 ETP1:   0 1 2 3 | 4 5 6 7
                        tp   0 1 0 1 | 0 1 0 1                             ep   0 1 2 3 | 0 1 2 3
@@ -44,7 +44,7 @@ def position(layout: Layout, index: int) -> Position:
 
 
 def layout_problems(layout: Layout) -> list[str]:
-    """Return what keeps a layout from being built; nothing large is computed before the bounds have been checked."""
+    """Return every problem of a layout; bounds are checked before anything large is computed."""
     model = layout.model
     assert model is not None
     ranks = world_size(layout)
@@ -86,7 +86,7 @@ def layout_problems(layout: Layout) -> list[str]:
 
 
 def _copies(spec: TensorSpec, layout: Layout) -> int:
-    """Return how many descriptions a pattern takes (at most) on one rank of every stage."""
+    """Return the most descriptions that a pattern needs, summed over one rank of every stage."""
     assert layout.model is not None
     layers = len(span_of(spec.layers, layout.model.layers)) if "{layer}" in spec.name else layout.pp
     experts = len(span_of(spec.experts, layout.model.experts)) if "{expert}" in spec.name else 1
@@ -94,7 +94,7 @@ def _copies(spec: TensorSpec, layout: Layout) -> int:
 
 
 def _cut_problems(spec: TensorSpec, split: Split, layout: Layout) -> list[str]:
-    """Return what keeps a split tensor from being cut over the layout's group."""
+    """Return why a tensor cannot be split over the layout's group."""
     which, ways = group_of(spec, layout)
     size, over = spec.shape[split.dim], f"over {which} {ways}"
     advice = f"; change {which}, or the padding of the tensor, or say uneven = true"
@@ -123,7 +123,7 @@ def group_of(spec: TensorSpec, layout: Layout) -> tuple[str, int]:
 
 
 def classes_of(layout: Layout) -> Iterator[Kind]:
-    """Yield, rank by rank, what tells apart what ranks hold."""
+    """Yield each rank's kind; ranks of equal kind hold the same."""
     expert_fsdp = expert_fsdp_of(layout)
     has_experts = layout.model is not None and layout.model.experts > 0
     for index in range(world_size(layout)):
@@ -133,5 +133,5 @@ def classes_of(layout: Layout) -> Iterator[Kind]:
 
 
 def expert_fsdp_of(layout: Layout) -> int:
-    """Copies of the experts may be fewer than of the rest; as many ranks as can share one do."""
+    """Return how many ranks share a copy of the experts, of which there may be fewer than of other tensors."""
     return math.gcd(layout.fsdp, layout.tp * layout.dp // (layout.ep * layout.etp))

@@ -1,4 +1,4 @@
-"""Reading models, and what is wrong with a tensor in any layout."""
+"""Read model manifests, and check their tensors independently of any layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from refitd.offline.values import ModelSpec, Split, TensorSpec
 
 
 def read_model(values: Mapping[str, Any], where: str, problems: list[str]) -> ModelSpec | None:
-    """Read and check the tables of a model; None where it cannot be read."""
+    """Read and check the tables of a model; None if they cannot be read."""
     specs: list[TensorSpec] = []
     entries = tables(values.get("tensors"), at(where, "tensors"), problems)
     before = len(problems)
@@ -44,7 +44,7 @@ def _model_problems(model: ModelSpec) -> list[str]:
 
 
 def _spec_problems(model: ModelSpec, spec: TensorSpec) -> list[str]:
-    """Return what is wrong with a tensor in any layout."""
+    """Return every problem of a tensor that is independent of the layout."""
     problems = dtype_problems("dtype", spec.dtype) if spec.dtype else []
     if elements(spec.shape) > MAX_ELEMENTS:
         problems.append(f"shape {spec.shape} has {elements(spec.shape)} elements, expected at most 2**48")
@@ -74,7 +74,7 @@ def _spec_problems(model: ModelSpec, spec: TensorSpec) -> list[str]:
 
 
 def _name_problems(spec: TensorSpec) -> list[str]:
-    """Every name must tell layers and experts apart exactly where `name` does."""
+    """Return names whose {layer} and {expert} placeholders differ from those of `name`, and other wrong names."""
     problems = []
     if spec.tensor is not None and spec.parts is not None:
         problems.append("tensor and parts are both given; parts say the canonical names")
@@ -138,7 +138,7 @@ def _split_problems(spec: TensorSpec, split: Split) -> list[str]:
 
 
 def span_of(given: tuple[int, int] | None, count: int) -> range:
-    """Return the layers or experts that a pattern is for: by default all `count`."""
+    """Return the layers or experts that a pattern covers: by default all `count`."""
     return range(*given) if given is not None else range(max(count, 1))
 
 

@@ -1,4 +1,4 @@
-"""Manifests placed on ranks and nodes, and the rosters of their ranks."""
+"""Place manifests on ranks and nodes, and make the rosters of their ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from refitd.offline.values import Manifest, Placed, Shards
 
 
 def rosters_of(source: Manifest, targets: Sequence[Manifest], *, collocated: bool = False) -> list[Roster]:
-    """Return one roster per rank: the source's ranks, then each target's behind them.
+    """Return one roster per rank: the source's ranks, followed by each target's.
 
     Args:
-        source: who sends.
-        targets: who receives.
-        collocated: targets that do not say their first rank start at rank 0, beside the source, instead.
+        source: the sending side.
+        targets: the receiving side.
+        collocated: targets without a `first_rank` start at rank 0, beside the source.
 
     Raises:
-        ConfigError: two targets claim one rank, or a rank is said to stand on two nodes.
+        ConfigError: two targets claim one rank, or a rank is on two nodes.
     """
     placed = place([source, *targets], collocated=collocated)
     found: dict[int, Roster] = {}
@@ -54,7 +54,7 @@ def rosters_of(source: Manifest, targets: Sequence[Manifest], *, collocated: boo
 
 
 def place(manifests: Sequence[Manifest], *, collocated: bool = False) -> list[Placed]:
-    """Give each manifest its first rank and node: what it says, else (or 0 if collocated) behind those before it."""
+    """Give each manifest its first rank and node: as declared, else after the earlier manifests (collocated: 0)."""
     placed: list[Placed] = []
     rank = node = 0
     for manifest in manifests:

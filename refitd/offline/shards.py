@@ -1,4 +1,4 @@
-"""Manifests that list every rank with its tensors: reading them, their descriptions, and back."""
+"""Shards manifests, which list every rank with its tensors: read them, and convert to and from descriptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refitd.offline.values import ShardRank, ShardRepeat, Shards, ShardSplit, Sh
 
 
 def read_shards(values: Mapping[str, Any], problems: list[str]) -> Shards | None:
-    """Read and check the tables of a shards manifest; None where it cannot be read."""
+    """Read and check the tables of a shards manifest; None if they cannot be read."""
     shards: dict[str, tuple[ShardTensor, ...]] = {}
     given = values.get("shards")
     if given is not None and not isinstance(given, Mapping):
@@ -114,9 +114,9 @@ def shard_metadata(tensor: ShardTensor, rank: ShardRank, offset: int = 0) -> Par
 
 
 def shards_of(name: str, rosters: Iterable[Roster], side: Literal["source", "destination"]) -> Shards:
-    """Return the manifest of one side of rosters; ranks that say the same, but for their groups, share a shard.
+    """Return the manifest of one side of rosters; ranks that differ only in their groups share a shard.
 
-    Its ranks are those of the rosters, wherever it is used.
+    It keeps the rosters' rank numbers (first_rank 0).
     """
     numbers: dict[tuple[ShardTensor, ...], str] = {}
     known: dict[int, tuple[object, str, dict[str, tuple[int, ...]]]] = {}
@@ -130,14 +130,14 @@ def shards_of(name: str, rosters: Iterable[Roster], side: Literal["source", "des
         else:
             tensors, groups = _shard(held)
             shard = numbers.setdefault(tensors, f"shard{len(numbers)}")
-            known[id(held)] = (held, shard, groups)  # kept, so that the id stays its own
+            known[id(held)] = (held, shard, groups)  # keeping `held` prevents the reuse of its id
         ranks.append(ShardRank(rank=roster.rank, shard=shard, node=roster.node, label=roster.label, groups=groups))
     shards = {shard: tensors for tensors, shard in numbers.items()}
     return Shards(name=name, shards=shards, ranks=tuple(ranks), first_rank=0)
 
 
 def _shard(held: Iterable[ParameterMetadata]) -> tuple[tuple[ShardTensor, ...], dict[str, tuple[int, ...]]]:
-    """Return a rank's tensors with groups by name, and the groups in the order in which they are met."""
+    """Return a rank's tensors with named groups, and the groups by name, in the order of first use."""
     groups: dict[tuple[int, ...], str] = {}
     tensors = []
     for meta in held:

@@ -1,4 +1,4 @@
-"""Strict reading of tables, with everything that is wrong collected and refused together."""
+"""Read tables strictly; collect all problems and report them together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def table(struct: type[S], values: Any, where: str, problems: list[str], **read_already: Any) -> S | None:
-    """Convert one table field by field, so that one wrong key does not hide another; None where any is wrong."""
+    """Convert one table field by field, so that all wrong keys are reported; None if any is wrong."""
     subject = where or "the manifest"
     if not isinstance(values, Mapping):
         problems.append(f"{subject}: is {shown(values)}, expected a table")
@@ -47,12 +47,12 @@ def table(struct: type[S], values: Any, where: str, problems: list[str], **read_
 
 
 def at(where: str, key: object) -> str:
-    """Return where a key is, for a message."""
+    """Return the dotted path of a key, for messages."""
     return f"{where}.{key}" if where else str(key)
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, cut where it is long."""
+    """Return a value for a message, truncated if long."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -60,7 +60,7 @@ def shown(value: Any) -> str:
 
 
 def tables(value: Any, where: str, problems: list[str]) -> list[Any]:
-    """Return the entries of a list of tables, none where it is no list."""
+    """Return the entries of a list of tables; [] if it is not a list."""
     if isinstance(value, list | tuple):
         return list(value)
     if value is not None:
@@ -69,7 +69,7 @@ def tables(value: Any, where: str, problems: list[str]) -> list[Any]:
 
 
 def each(struct: type[S], entries: Iterable[Any], where: str, problems: list[str]) -> list[S | None]:
-    """Convert every table of a list; None where anything in one is wrong."""
+    """Convert every table of a list; an entry is None if its table is wrong."""
     return [table(struct, entry, f"{where}[{number}]", problems) for number, entry in enumerate(entries)]
 
 
@@ -81,7 +81,7 @@ def dtype_problems(where: str, name: str) -> list[str]:
 
 
 def refusal(where: str, problems: Sequence[str]) -> ConfigError:
-    """Return the error that says all problems, or the first of very many."""
+    """Return the error that lists the problems, at most MAX_SHOWN of them."""
     lines = [f"{where}: {problem}" for problem in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
         lines.append(f"{where}: ... and {len(problems) - MAX_SHOWN} more problems")

@@ -1,4 +1,4 @@
-"""What a manifest says, as frozen tables, with the bounds of its numbers."""
+"""The tables of manifests as frozen values, with bounds on their numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from refitd.describe.layout import MAX_CANONICAL_DIMS, MAX_ELEMENTS
 
 MAX_FILE_BYTES = 64 << 20
 MAX_RANKS = 2**17
-MAX_DESCRIPTIONS = 2**22  # different tensor descriptions that one layout may take
+MAX_DESCRIPTIONS = 2**22  # the most different tensor descriptions that one layout may need
 MAX_SHOWN = 20
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -30,17 +30,17 @@ Stage = Literal["first", "last", "every"]
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A table of a manifest; a key that it does not know is refused."""
+    """A table of a manifest; unknown keys are refused."""
 
 
 class Split(Table, frozen=True):
-    """How a tensor is cut along one dimension; by default into equal parts over the tensor-parallel group."""
+    """How a tensor is split along one dimension; by default into equal parts over the tensor-parallel group."""
 
     dim: Dim
     group: Literal["", "tp", "etp"] = ""  # "" means etp for the tensors of experts, tp for others
-    stride: Times = 1  # so many parts, each cut on its own (gated fc1: 2)
+    stride: Times = 1  # the number of parts, each split separately (gated fc1: 2)
     sizes: Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)] | None = None  # the same with parts of these sizes
-    units: Degree | None = None  # whole units (heads) go to ranks; fewer units than ranks are replicated
+    units: Degree | None = None  # ranks get whole units (heads); fewer units than ranks are replicated
     uneven: bool = False  # as torch.chunk: the last ranks may hold less, or nothing
 
 
@@ -57,19 +57,19 @@ class TensorSpec(Table, frozen=True):
 
     name: Name
     shape: Shape
-    tensor: Name | None = None  # the canonical name, where it is another one
+    tensor: Name | None = None  # the canonical name, if it differs
     dtype: Name = ""
     layers: tuple[Layers, Layers] | None = None  # first, end (not included)
     experts: tuple[Experts, Experts] | None = None
     split: Split | None = None
-    stage: Stage | tuple[Stage, ...] | None = None  # of a tensor without {layer}
+    stage: Stage | tuple[Stage, ...] | None = None  # for a tensor without {layer}
     parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=1, max_length=64)] | None = None
-    interleave: Times | None = None  # the parts alternate so many times (query groups)
+    interleave: Times | None = None  # how many times the parts alternate (query groups)
     fused: Name | None = None  # all experts of a rank are one local tensor of this name, with a leading dimension
 
 
 class ModelSpec(Table, frozen=True, tag_field="kind", tag="model"):
-    """The tensors of a model, whoever holds them."""
+    """The tensors of a model, independent of ranks."""
 
     name: Name
     tensors: tuple[TensorSpec, ...]
@@ -79,25 +79,25 @@ class ModelSpec(Table, frozen=True, tag_field="kind", tag="model"):
 
 
 class Layout(Table, frozen=True, tag_field="kind", tag="layout"):
-    """A model over ranks."""
+    """A model distributed over ranks."""
 
     name: Name
     model: ModelSpec | None = None
     tp: Degree = 1
     pp: Degree = 1
-    pp_layers: tuple[Layers, ...] | None = None  # layers of each stage; by default as even as can be
+    pp_layers: tuple[Layers, ...] | None = None  # layers of each stage; by default as even as possible
     ep: Degree = 1
     etp: Degree = 1
     dp: Degree = 1
-    fsdp: Degree = 1  # data-parallel ranks that share one copy, each tensor cut along dimension 0
-    first_rank: Rank | None = None  # None: behind the manifests before it
+    fsdp: Degree = 1  # data-parallel ranks that share one copy, each tensor split along dimension 0
+    first_rank: Rank | None = None  # None: after the earlier manifests
     ranks_per_node: Degree = 8
-    first_node: Rank | None = None  # None: where first_rank stands, or behind the nodes before
-    label: str = ""  # what messages call it; by default its name
+    first_node: Rank | None = None  # None: the node of first_rank, or after the earlier manifests' nodes
+    label: str = ""  # its name in messages; by default `name`
 
 
 class ShardSplit(Table, frozen=True):
-    """The fields of a tensor that is split over a group."""
+    """How a local tensor is split over a group."""
 
     dim: Dim
     group: Name
@@ -141,7 +141,7 @@ class ShardTensor(Table, frozen=True):
 
 
 class ShardRank(Table, frozen=True):
-    """One rank: which shard it holds, and its groups by name."""
+    """One rank: the shard that it holds, and its groups by name."""
 
     rank: Rank
     shard: Name
@@ -151,12 +151,12 @@ class ShardRank(Table, frozen=True):
 
 
 class Shards(Table, frozen=True, tag_field="kind", tag="shards"):
-    """Ranks and what each holds; ranks that hold the same name the same shard."""
+    """Ranks and their shards; ranks that hold the same tensors name the same shard."""
 
     name: Name
     shards: dict[str, tuple[ShardTensor, ...]]
     ranks: tuple[ShardRank, ...]
-    first_rank: Rank | None = None  # added to every rank; None: as many as there are ranks before this manifest
+    first_rank: Rank | None = None  # added to every rank; None: the number of ranks before this manifest
 
 
 Manifest = Layout | Shards
@@ -169,7 +169,7 @@ KINDS: dict[str, type[ModelSpec] | type[Layout] | type[Shards]] = {
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands in its layout; `expert_dp` counts copies of its experts, as `dp` does of the rest."""
+    """A rank's position in its layout; `expert_dp` numbers copies of its experts, as `dp` does for other tensors."""
 
     pp: int
     tp: int
@@ -181,7 +181,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A manifest with the ranks and nodes it got."""
+    """A manifest with its assigned first rank and node."""
 
     manifest: Manifest
     first_rank: int

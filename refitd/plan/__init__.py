@@ -1,1 +1,1 @@
-"""What moves: rosters in, one exact plan out. Pure."""
+"""Turn rosters into one exact plan of copies. Pure: no sockets, no torch."""

@@ -1,13 +1,13 @@
-"""Which tensor feeds a destination that only knows it under another of its names.
+"""Choose the source tensor for a destination tensor that sources hold only under another name.
 
-A tensor and its `aliases` are one weight. Who declares it does not matter:
+A tensor and its `aliases` are one weight, whichever end declares it:
 
     source: embedding, aliases (output,)     destination: embedding and output     both from embedding
     source: embedding                        destination: output, aliases (embedding,)         likewise
     source: embedding and output             each from its own; a destination that ties them is refused, unless a
-                                             source says, too, that they are one weight
+                                             source also declares them tied
 
-So an alias is only looked at for a tensor that no source has.
+Aliases are used only for tensors that no source has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 
-Ties = Mapping[tuple[str, ...], str]  # a tensor and its aliases -> who says so first
+Ties = Mapping[tuple[str, ...], str]  # (tensor, *aliases) -> the first to declare it
 
 
 def alias_problem(meta: ParameterMetadata) -> str:
@@ -36,14 +36,14 @@ def alias_problem(meta: ParameterMetadata) -> str:
 
 
 def tied_name(meta: ParameterMetadata) -> str:
-    """Return the canonical name that a tensor's aliases are other names of."""
+    """Return the canonical name to which a tensor's aliases belong."""
     return meta.tiles[0].tensor if meta.tiles else canonical_name(meta)
 
 
 def resolve_aliases(ties: Ties, held: set[str], wanted: Iterable[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the tensor that feeds each wanted one that no source holds, and problems by the tensor's name.
+    """Return {wanted tensor that no source holds: tied tensor that feeds it}, and problems by the tensor's name.
 
-    Where several are held, the first by name is taken: they are declared to be the same.
+    If sources hold several tied tensors, the first by name is taken: they are declared equal.
     """
     found: dict[str, str] = {}
     problems: dict[str, list[str]] = {}
@@ -68,12 +68,12 @@ def resolve_aliases(ties: Ties, held: set[str], wanted: Iterable[str]) -> tuple[
 
 
 def untied_sources(ties: Ties, by_sources: Iterable[tuple[str, ...]], held: set[str]) -> dict[str, list[str]]:
-    """Return problems of what destinations hold once and sources hold as weights of their own, by tensor.
+    """Return problems, by tensor, of weights that destinations tie but sources hold separately and do not tie.
 
     Args:
         ties: all declarations.
-        by_sources: those that a source makes.
-        held: what sources hold.
+        by_sources: the declarations made by sources.
+        held: the tensors that sources hold.
     """
     problems: dict[str, list[str]] = {}
     same = _groups(dict.fromkeys(by_sources, ""))
@@ -89,7 +89,7 @@ def untied_sources(ties: Ties, by_sources: Iterable[tuple[str, ...]], held: set[
 
 
 def _groups(ties: Ties) -> dict[str, set[str]]:
-    """Return, by name, all names that are tied to it, directly or not."""
+    """Return, for each name, all names tied to it, directly or indirectly, and itself."""
     groups: dict[str, set[str]] = {}
     for names in ties:
         merged = set(names).union(*(groups.get(name, set()) for name in names))

@@ -1,13 +1,13 @@
-"""Rosters in, one exact plan out.
+"""Turn rosters into one exact plan.
 
     rosters -> layouts      names, geometries and layout classes as columns        (read_rosters.py, layouts.py)
-            -> match        pieces of each destination class, and who holds them   (match.py, lcm.py, intersect.py)
-            -> regions      what several source ranks hold, to be compared         (regions.py)
+            -> match        pieces of each destination class, and their holders    (match.py, lcm.py, intersect.py)
+            -> regions      elements that several source ranks hold, to compare    (regions.py)
             -> shares       which rank sends which pieces to which                 (replicas.py)
             -> shared plan  pieces joined into rows, rows shared by ranks          (coalesce.py, shared.py)
             -> table        one row per copy                                       (table.py)
 
-The work grows with the number of different layouts, not with the number of ranks, up to the last step.
+Up to the last step, the work grows with the number of different layouts, not with the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 
 
 def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
-    """Plan the copies that fill every destination element exactly once, from one chosen source each.
+    """Plan the copies that write every destination element exactly once, each from one chosen source.
 
-    The result depends on the rosters' content only, never on their order.
+    The result depends only on the rosters' content, never on their order.
 
     Raises:
-        PlanError: with everything that stands in the way; nothing is planned in part.
+        PlanError: lists every problem; there are no partial plans.
     """
     return _planned(rosters)[0]
 
@@ -50,7 +50,7 @@ def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
     """Plan as `plan_copies` does, and return every rank's sends and receives.
 
     Raises:
-        PlanError: with everything that stands in the way.
+        PlanError: lists every problem.
     """
     plan, layouts = _planned(rosters)
     return reshard_plans(plan.shared, layouts)
@@ -70,7 +70,7 @@ def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
 
 @dataclass(frozen=True, eq=False)
 class _Allotted:
-    """Which rank sends which pieces to which; ranks are positions in the sorted ranks."""
+    """Rank `src` sends pieces low:high to rank `dst`; ranks are positions in the sorted ranks."""
 
     src: Ints
     dst: Ints
@@ -81,7 +81,7 @@ class _Allotted:
 def _shares(layouts: Layouts, found: Match) -> _Allotted:
     """Choose a holder for every piece of every destination rank."""
     pieces, sets = found.pieces, max(1, len(found.set_start) - 1)
-    # a bundle is what one destination class needs from one set
+    # a bundle is all pieces that one destination class needs from one set
     key, bundle_start = np.unique(pieces.dst_class * sets + pieces.set, return_index=True)
     bundle_class, bundle_set = key // sets, key % sets
     by_class = offsets_of(bundle_class, layouts.destination.classes)
@@ -104,26 +104,26 @@ def _shares(layouts: Layouts, found: Match) -> _Allotted:
 
 
 def _members(side: Side) -> tuple[Ints, Ints]:
-    """Return the ranks of every class end to end, and where each class's begin."""
+    """Return (where each class's ranks begin, the ranks of all classes end to end)."""
     order = np.argsort(side.rank_class, kind="stable")
     order = order[np.searchsorted(side.rank_class[order], 0) :]
     return offsets_of(side.rank_class[order], side.classes), order
 
 
 def _shared_plan(layouts: Layouts, found: Match, allotted: _Allotted) -> SharedPlan:
-    """Join the pieces that each pair of ranks exchanges into rows; equal pairs of classes share theirs."""
+    """Join the pieces that each pair of ranks exchanges into rows; pairs with equal copies share their rows."""
     pieces, holdings, classes = found.pieces, found.holdings, max(1, layouts.source.classes)
     order = np.lexsort((allotted.low, allotted.src, allotted.dst))
     src, dst, low, high = (column[order] for column in (allotted.src, allotted.dst, allotted.low, allotted.high))
-    # a job is all that one rank sends to another; pieces tell the destination's class, so jobs with the same
-    # runs of pieces and the same source class copy the same rows
+    # a job is everything that one rank sends to another; pieces determine the destination's class, so that jobs with
+    # the same runs of pieces and the same source class copy the same rows
     _, run = numbered(low * (len(pieces.spot) + 1) + high)
     opens = np.concatenate([[True], (np.diff(src) != 0) | (np.diff(dst) != 0)])[: len(src)]
     job_start = np.flatnonzero(opens)
     job_class = layouts.source.rank_class[src[job_start]]
     content = np.add.reduceat(mixed(run), job_start) if len(run) else np.zeros(0, np.uint64)
     example, kind = numbered(hashed([content, job_class]))
-    # kinds in the order of the first job of each, so that their order follows from ranks alone
+    # order kinds by their first job, so that the order depends on ranks alone
     rank_of_kind = np.empty(len(example), np.int64)
     by_example = np.argsort(example)
     rank_of_kind[by_example] = np.arange(len(example))

@@ -1,8 +1,8 @@
-"""Join rows that one strided copy can do: neighbours become one box, equally spaced rows get one more dimension.
+"""Join rows into one strided copy: adjacent boxes become one box, equally spaced rows get one more dimension.
 
 [0:4] from 0, [4:8] from 4                    ->  [0:8] from 0
 gate rows 0:64 and up rows 256:320, both from
-the same source tensor                        ->  2 x 64 rows, 256 apart here, as far apart as they are there
+the same source tensor                        ->  2 x 64 rows, 256 apart here, with the source's own distance there
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from refitd.plan.columns import Columns, Ints, hashed
 
 @dataclass(frozen=True, eq=False)
 class Rows(Columns):
-    """Copies before they have ranks. Rows of different owners are never joined."""
+    """Copies without ranks. Rows of different owners are never joined."""
 
     owner: Ints
     tensor: Ints
@@ -36,9 +36,9 @@ class Rows(Columns):
 
 
 def coalesced(rows: Rows) -> Rows:
-    """Return the same copies in fewer rows, in order; boxes may have one dimension more than before."""
+    """Return the same copies in fewer rows, in order; boxes may gain one dimension."""
     rows = rows.in_order()
-    # only rows of one owner with the same tensors at both ends can be joined, and many are alone
+    # only rows of one owner with the same tensors can be joined; set aside the many rows that are alone
     alike = (np.diff(rows.owner) == 0) & (np.diff(rows.tensor) == 0) & (np.diff(rows.dst_local) == 0)
     if not alike.any():
         return rows
@@ -64,7 +64,7 @@ def _with_dims(rows: Rows, dims: int) -> Rows:
 
 
 def _join_neighbours(rows: Rows, dim: int) -> Rows:
-    """Join boxes that touch along one dimension, in the tensor and in both local tensors."""
+    """Join boxes that are adjacent along one dimension in the canonical tensor and in both local tensors."""
     others = [d for d in range(rows.size.shape[1]) if d != dim]
     alike = hashed(
         [rows.owner, rows.tensor, rows.src_local, rows.dst_local, rows.src_stride, rows.dst_stride]
@@ -88,7 +88,7 @@ def _join_neighbours(rows: Rows, dim: int) -> Rows:
 
 
 def _join_spaced(rows: Rows) -> Rows:
-    """Turn runs of equal boxes at equal distances, in both local tensors, into one box with a leading dimension."""
+    """Turn runs of equal boxes, equally spaced in both local tensors, into one box with a new leading dimension."""
     alike = hashed(
         [rows.owner, rows.tensor, rows.src_local, rows.dst_local, rows.size, rows.src_stride, rows.dst_stride]
     )
@@ -98,13 +98,13 @@ def _join_spaced(rows: Rows) -> Rows:
         return rows
     src_step = np.diff(rows.src_offset, prepend=0)
     dst_step = np.diff(rows.dst_offset, prepend=0)
-    # places only ever grow along a dimension
+    # a new run opens where the source offset falls, because strides must not be negative
     opens = np.concatenate([[True], (alike[1:] != alike[:-1]) | (src_step[1:] < 0)])
     turns = np.concatenate([[True], (np.diff(src_step) != 0) | (np.diff(dst_step) != 0)])
     turns |= opens
     turns[1:] |= opens[:-1]
-    # a run starts where the step turns, unless the row before has just started one: at every other of several
-    # turns in a row
+    # a run starts where the step changes, unless the previous row has just started one: of consecutive changes,
+    # every other one starts a run
     index = np.arange(len(turns))
     begins = opens | (turns & ~np.concatenate([[False], turns[:-1]]))
     starts = turns & ((index - np.maximum.accumulate(np.where(begins, index, 0))) % 2 == 0)

@@ -1,4 +1,4 @@
-"""Rows as columns, and arithmetic on them: expanding ranges, hashing rows, numbering what is equal."""
+"""Tables as columns, and operations on columns: expand ranges, hash rows, number equal keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Rows of one box each, kept as columns: arrays of shape [n], those of boxes [n, D].
+    """A table of n rows with one box each, stored as columns: arrays of shape [n], or [n, D] for boxes.
 
-    Fields of a subclass that are no arrays belong to all rows.
+    A subclass's fields that are not arrays apply to all rows.
     """
 
     size: Ints  # [n, D] elements
@@ -29,7 +29,7 @@ class Columns:
         return len(self.size)
 
     def select(self, rows: npt.NDArray[Any]) -> Self:
-        """Return these rows only (a boolean mask or indices)."""
+        """Return only the given rows (a boolean mask or indices)."""
         picked = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in picked.items():
             if isinstance(value, np.ndarray):
@@ -38,7 +38,7 @@ class Columns:
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
-        """Put the rows of tables that have arrays only, and boxes of equal dimensions, end to end."""
+        """Concatenate tables. All fields must be arrays, and all boxes must have the same number of dimensions."""
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
 
@@ -49,14 +49,14 @@ def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 
 def range_values(starts: Ints, counts: Ints) -> Ints:
-    """Return the values of `ranges` alone."""
+    """Return only the values of `ranges`."""
     values = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     values += np.arange(len(values))
     return values
 
 
 def offsets_of(sorted_keys: Ints, size: int) -> Ints:
-    """Return where each key 0..size-1 begins in a sorted column, with the end behind: shape [size + 1]."""
+    """Return where each key 0..size-1 begins in a sorted column, and the end: shape [size + 1]."""
     return np.searchsorted(sorted_keys, np.arange(size + 1))
 
 
@@ -87,13 +87,13 @@ def name_hashes(names: Sequence[str]) -> Hashes:
 
 
 def numbered(keys: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-    """Number equal keys: returns (index of one row for each distinct key, number of each row's key)."""
+    """Number distinct keys: returns (index of one row per distinct key, number of each row's key)."""
     _, first, number = np.unique(keys, return_index=True, return_inverse=True)
     return first.astype(np.int64), number.astype(np.int64)
 
 
 def distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the different keys, sorted. np.unique hashes integers, which takes several times as long."""
+    """Return the distinct keys, sorted. np.unique hashes integers, which takes several times as long."""
     found = np.sort(keys)
     opens: npt.NDArray[np.bool_] = np.concatenate([[True], found[1:] != found[:-1]])[: len(found)]
     different: npt.NDArray[Any] = found[opens]
@@ -101,7 +101,7 @@ def distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def find(sorted_keys: npt.NDArray[Any], keys: npt.NDArray[Any]) -> Ints:
-    """Return the position of each key in a sorted column without repeats, -1 where it is missing."""
+    """Return the position of each key in a sorted column without repeats, -1 for a missing key."""
     if not len(sorted_keys):
         return np.full(len(keys), -1, np.int64)
     at = np.searchsorted(sorted_keys, keys)

@@ -1,16 +1,15 @@
-"""What descriptions of one tensor leave out, or contradict each other in: completed, or refused, before planning.
+"""Complete descriptions of one tensor from each other before planning, and refuse contradictory ones.
 
-    partition_sizes on some ranks      the others' blocks are the same ones, cut for as many ranks as they are
-    not said to be split at all        an expert's tensor, smaller than the whole by exactly its group
-    stride not known                   an fc1, gated or not: as whoever knows says
+    partition_sizes on some ranks      the other ranks have the same blocks, split over their own number of ranks
+    not described as split             an expert's tensor that is smaller than the whole by exactly its group's size
+    stride not known                   an fc1, gated or not: taken from a description that knows
 
-What cannot be completed, and would matter, is refused by name; so is what cannot be true together:
+If information is missing and matters, the tensor is refused by name. So are contradictions:
 
     packed blocks that differ          a tensor has the same parts everywhere, however many ranks split them
-    ranks of one group, cut otherwise  they are the shares of one cut
+    one group split in several ways    the ranks of a group hold the shares of one split
 
-Sides may differ in dimension and stride: contiguous on one, gate | up on the other. Where all say the same nothing is
-done here.
+The two sides may differ in dimension and stride: contiguous on one, gate | up on the other.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from refitd.describe.roster import Roster
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts\.")
 
 
-# The parts of a dimension: how many where they are equal, else their sizes in the whole tensor.
+# The parts of a dimension: their number if they are equal, else their sizes in the whole tensor.
 Parts = int | tuple[int, ...]
 
-# How one description is split: (ranks, dimension, stride, packed blocks; 1 where it declares none, or one alone)
+# How one description is split: (ranks, dimension, stride, packed blocks or 1 if it has at most one block)
 Cut = tuple[int, int, int, Parts]
 
 
 class Description(Protocol):
-    """A description, as it is or as it travels."""
+    """A description: a ParameterMetadata or its wire form. The fields are those of ParameterMetadata."""
 
     @property
     def is_tp(self) -> bool:
-        """As in ParameterMetadata, like all of these."""
+        """Whether the tensor is split."""
 
     @property
     def partition_dim(self) -> int:
-        """The dimension."""
+        """The dimension that is split."""
 
     @property
     def partition_stride(self) -> int:
-        """The stride."""
+        """The number of interleaved pieces per rank."""
 
     @property
     def partition_sizes(self) -> Sequence[int] | None:
@@ -56,22 +55,22 @@ class Description(Protocol):
 
     @property
     def stride_is_known(self) -> bool:
-        """Whether the stride is more than a guess."""
+        """Whether `partition_stride` is certain."""
 
 
 @dataclass(slots=True)
 class Said:
-    """Who says what, by canonical name."""
+    """What descriptions say about splits, by canonical name."""
 
     cuts: dict[str, frozenset[Cut]] = field(default_factory=dict)
-    unsaid: set[str] = field(default_factory=set)  # has a group, and does not say that it is split over it
-    blocks: set[str] = field(default_factory=set)
-    silent: set[str] = field(default_factory=set)  # split, in one part as far as it says
-    unknown: set[str] = field(default_factory=set)  # split, with a stride that is not known
-    _same: dict[frozenset[Cut], frozenset[Cut]] = field(default_factory=dict)  # few, of many tensors
+    unsaid: set[str] = field(default_factory=set)  # has a group, but is not described as split
+    blocks: set[str] = field(default_factory=set)  # declares partition_sizes
+    silent: set[str] = field(default_factory=set)  # split, without blocks or stride
+    unknown: set[str] = field(default_factory=set)  # split, with an unknown stride
+    _same: dict[frozenset[Cut], frozenset[Cut]] = field(default_factory=dict)  # interned: many tensors share few sets
 
     def see(self, name: str, meta: Description, group_size: int) -> None:
-        """Note one description without tiles; one that is not split may still know the blocks."""
+        """Note one description without tiles; an unsplit one may still declare blocks."""
         if meta.partition_sizes is not None:
             self.blocks.add(name)
         if group_size < 2 or not meta.is_tp:
@@ -87,7 +86,7 @@ class Said:
             self.unknown.add(name)
 
     def join(self, other: Said) -> None:
-        """Add what another has seen."""
+        """Merge another instance into this one."""
         for name, cuts in other.cuts.items():
             self._cut(name, cuts)
         self.unsaid |= other.unsaid
@@ -96,7 +95,7 @@ class Said:
         self.unknown |= other.unknown
 
     def incomplete(self) -> set[str]:
-        """Return the tensors whose descriptions have to be looked at together."""
+        """Return the tensors whose descriptions must be completed or compared."""
         found = (self.blocks & (self.silent | self.unsaid)) | self.unknown | (self.unsaid & self.cuts.keys())
         if doubtful := {cuts for cuts in self._same if len(cuts) > 1 and _may_contradict(cuts)}:
             found |= {name for name, cuts in self.cuts.items() if cuts in doubtful}
@@ -112,12 +111,12 @@ class Said:
 def _cut_of(meta: Description, group_size: int) -> Cut:
     dim, stride = meta.partition_dim, meta.partition_stride
     if not isinstance(dim, int) or not isinstance(stride, int):
-        return group_size, 0, 1, 1  # told where descriptions are read
+        return group_size, 0, 1, 1  # invalid; reported when the description is read
     return group_size, dim, stride, _blocks_of(meta, group_size)
 
 
 def _blocks_of(meta: Description, group_size: int) -> Parts:
-    """Return the packed blocks that a description declares; 1 where it is one run a rank, or does not say."""
+    """Return the packed blocks that a description declares; 1 if it declares none or only one."""
     sizes = [size for size in meta.partition_sizes or (1,) if size]
     if not all(isinstance(size, int) for size in sizes):
         return 1
@@ -125,7 +124,7 @@ def _blocks_of(meta: Description, group_size: int) -> Parts:
 
 
 def _may_contradict(cuts: Iterable[Cut]) -> bool:
-    """Whether these cuts of one tensor are to be looked at: equal groups cut otherwise, or parts that differ."""
+    """Return whether cuts of one tensor may conflict: equally large groups split differently, or parts differ."""
     ways: dict[int, tuple[int, int]] = {}
     parts: dict[int, set[Parts]] = defaultdict(set)
     has_blocks: set[int] = set()
@@ -140,7 +139,7 @@ def _may_contradict(cuts: Iterable[Cut]) -> bool:
 
 @dataclass(slots=True)
 class _Holder:
-    """One description, and where it stands."""
+    """One description and its place in the rosters: rosters[roster].<side>[at]."""
 
     roster: int
     side: str
@@ -150,17 +149,17 @@ class _Holder:
 
     @property
     def size(self) -> int:
-        """Ranks it is split over."""
+        """The number of ranks that the tensor is split over."""
         return len(self.meta.tensor_parallel_group_ranks or ()) if is_sharded(self.meta) else 1
 
     @property
     def where(self) -> str:
-        """Rank and side, for people."""
+        """Rank and side, for messages."""
         return f"{self.label} ({self.side})"
 
 
 def completed(rosters: Sequence[Roster]) -> tuple[list[Roster], dict[str, list[str]]]:
-    """Return the rosters with what others say filled in, and problems by canonical name."""
+    """Return the rosters with completed descriptions, and problems by canonical name."""
     names = _said(rosters).incomplete()
     if not names:
         return list(rosters), {}
@@ -197,7 +196,7 @@ def completed(rosters: Sequence[Roster]) -> tuple[list[Roster], dict[str, list[s
 
 def _said(rosters: Iterable[Roster]) -> Said:
     said = Said()
-    read: dict[int, object] = {}  # lists that rosters share are read once; kept, so that an id stays its own
+    read: dict[int, object] = {}  # read shared lists once; keeping them prevents the reuse of their ids
     for roster in rosters:
         for metas in (roster.source, roster.destination):
             if id(metas) in read:
@@ -211,7 +210,7 @@ def _said(rosters: Iterable[Roster]) -> Said:
 
 
 def _is_sound(meta: ParameterMetadata) -> bool:
-    """Whether it can be reasoned about; what is wrong with the others is reported where they are read."""
+    """Return whether a description is valid enough to be completed; others are reported when they are read."""
     return meta.tiles is not None or (
         isinstance(meta.shape, list | tuple)
         and all(isinstance(n, int) for n in meta.shape)
@@ -228,12 +227,12 @@ def _is_sound(meta: ParameterMetadata) -> bool:
 
 
 def _says_cut(meta: ParameterMetadata) -> bool:
-    """Whether a description says along which dimension the tensor is, or would be, split."""
+    """Return whether a description's `partition_dim` is meaningful."""
     return meta.is_tp or meta.partition_sizes is not None
 
 
 def _find_splits(holders: Sequence[_Holder]) -> None:
-    """Have tensors that are one share of what others say is split be split likewise."""
+    """Mark tensors as split if their shape is one share of what other descriptions say is split."""
     said = {
         (dim, (*h.meta.shape[:dim], h.meta.shape[dim] * h.size, *h.meta.shape[dim + 1 :]))
         for h in holders
@@ -254,7 +253,7 @@ def _find_splits(holders: Sequence[_Holder]) -> None:
 
 
 def _fill_blocks(name: str, holders: Sequence[_Holder]) -> str:
-    """Give those that are split in one part the blocks that others declare; return what stands in the way, or ""."""
+    """Give split tensors without blocks those that others declare; return the problem, or ""."""
     declared: dict[tuple[int, tuple[int, ...]], _Holder] = {}
     for h in holders:
         if h.meta.tiles is None and h.meta.partition_sizes is not None:
@@ -288,7 +287,7 @@ def _fill_blocks(name: str, holders: Sequence[_Holder]) -> str:
 
 
 def _fill_strides(name: str, holders: Sequence[_Holder]) -> str:
-    """Give those whose stride is not known that of others; return why it must be known and is not, or ""."""
+    """Take unknown strides from other descriptions; return why a stride must be known but is not, or ""."""
     unknown = [h for h in holders if is_sharded(h.meta) and not h.meta.stride_is_known and not h.meta.partition_sizes]
     if not unknown:
         return ""
@@ -311,7 +310,7 @@ def _fill_strides(name: str, holders: Sequence[_Holder]) -> str:
         ),
         None,
     )
-    # of a dense fc1 what is stamped is taken: only experts' are known to be stamped wrongly
+    # a dense fc1's partition_stride is trusted: only those of experts are known to be wrong
     if other is None or not (first.meta.is_ep or _EXPERTS.search(name)):
         return ""
     over = "in tiles" if other.meta.tiles is not None else f"over {other.size} ranks"
@@ -323,7 +322,7 @@ def _fill_strides(name: str, holders: Sequence[_Holder]) -> str:
 
 
 def _different_parts(name: str, holders: Sequence[_Holder]) -> str:
-    """Return what packed blocks say that other blocks, or strides, of the same dimension contradict, or ""."""
+    """Return how packed blocks contradict other blocks or strides of the same dimension, or ""."""
     declared: dict[int, dict[Parts, str]] = defaultdict(dict)
     has_blocks: set[int] = set()
     for h in holders:
@@ -348,7 +347,7 @@ def _different_parts(name: str, holders: Sequence[_Holder]) -> str:
 
 
 def _divided_groups(name: str, holders: Sequence[_Holder]) -> str:
-    """Return which ranks of one tensor-parallel group say differently how it is cut, or ""."""
+    """Return which ranks of one tensor-parallel group disagree on how the tensor is split, or ""."""
     first: dict[tuple[str, tuple[int, ...]], _Holder] = {}
     for h in holders:
         meta = h.meta

@@ -1,4 +1,4 @@
-"""From places in local tensors back to coordinates of canonical tensors: what the validator stands on."""
+"""Map places in local tensors back to canonical coordinates, for the validator."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from refitd.plan.runs import share_a_place
 
 @dataclass(frozen=True, eq=False)
 class Spans(Columns):
-    """Where rows lie on one side: a box of canonical coordinates inside one tile each.
+    """Each row's box of canonical coordinates on one side, inside one tile.
 
-    A row whose start lies in no tile has tile -1. A row that does not end in its tile is not whole: cut it along
-    `cut_dim` after `cut_at` elements and ask again.
+    A row that starts in no tile has tile -1. A row that leaves its tile is not whole: cut it along `cut_dim` after
+    `cut_at` elements and map both parts again.
     """
 
     owner: Ints
     tile: Ints
     offset: Ints  # [n, D] canonical
-    along: Ints  # [n, row dims] canonical dimension that each dimension of the row runs along, -1 for none
-    cut_dim: Ints  # -1 where whole
+    along: Ints  # [n, row dims] canonical dimension that each dimension of the row follows, -1 for none
+    cut_dim: Ints  # -1 if whole
     cut_at: Ints
 
     @property
@@ -35,7 +35,7 @@ class Spans(Columns):
 
 
 class TileIndex:
-    """All tiles of all classes of one side, found by (class, local tensor, canonical tensor)."""
+    """All tiles of all classes of one side, indexed by (class, local tensor, canonical tensor)."""
 
     def __init__(self, layouts: Layouts, side: Side) -> None:
         geometries = layouts.geometries
@@ -55,7 +55,7 @@ class TileIndex:
         self.offset = geometries.box_offset[geometries.tile_box[row]]
         self.size = geometries.box_size[geometries.tile_box[row]]
         self.local_offset = geometries.tile_offset[row]
-        # a dimension of one element has no stride worth speaking of
+        # the stride of a dimension of one element is meaningless
         self.stride = np.where(self.size > 1, geometries.tile_stride[row], 0)
 
     @staticmethod
@@ -64,7 +64,7 @@ class TileIndex:
         return np.where((local >= 0) & (tensor >= 0), key, -1)
 
     def spans(self, layout_class: Ints, rows: Rows, *, is_source: bool) -> Spans:
-        """Return where the rows lie on this side."""
+        """Return the spans of the rows on this side."""
         local = rows.src_local if is_source else rows.dst_local
         start = rows.src_offset if is_source else rows.dst_offset
         stride = rows.src_stride if is_source else rows.dst_stride
@@ -80,12 +80,12 @@ class TileIndex:
         return self._extended(rows, chosen, begin, stride)
 
     def _coordinates(self, start: Ints, tile: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Return the tile coordinates of a place, and whether it is a place of the tile at all."""
+        """Return each place's coordinates in its tile, and whether the place belongs to the tile."""
         rest = start - self.local_offset[tile]
         inside = rest >= 0
         result = np.zeros((len(tile), self.size.shape[1]), np.int64)
         stride = self.stride[tile]
-        # strides are nested (describe/layout.py sees to it): the largest decides first
+        # strides are nested (describe/layout.py checks it), so divide by the largest first
         order = np.argsort(-stride, axis=1, kind="stable")
         index = np.arange(len(tile))
         for k in range(order.shape[1]):
@@ -126,12 +126,12 @@ class TileIndex:
 
 
 def doubly_placed(layouts: Layouts, places: TileIndex, side: Side) -> list[str]:
-    """Return the local tensors of a side in which two tiles share a place."""
+    """Return a message for each local tensor of a side in which two tiles share a place."""
     low = places.local_offset
     high = low + ((places.size - 1) * places.stride).sum(axis=1)
     where = places.layout_class * len(layouts.locals) + places.local
     order = np.lexsort((low, where))
-    # if any two of the intervals overlap, then also two that are neighbours in this order
+    # if any two intervals overlap, then so do two that are adjacent in this order
     near = (where[order][1:] == where[order][:-1]) & (low[order][1:] <= high[order][:-1])
     found: dict[str, str] = {}
     for group in np.unique(where[order][1:][near]).tolist():

@@ -1,7 +1,7 @@
-"""What a plan costs: bytes per pair of ranks and per tensor, balance of senders, staging memory, seconds.
+"""The cost of a plan: bytes per pair of ranks and per tensor, balance of senders, staging memory, seconds.
 
-The seconds are a bound from below: every rank moves all that it sends and receives over each of its links without a
-pause, both directions at once, all links at once, and the slowest of them is what the refit takes:
+The seconds are a lower bound: all ranks use all links in both directions at once, without a pause, and the refit takes
+as long as the slowest of them:
 
     rank 0 -> rank 1, same node      3 GB at 300 GB/s     10 ms
     rank 0 -> rank 8, another node   1 GB at  50 GB/s     20 ms     the refit takes at least 20 ms, rank 0 sending
@@ -25,7 +25,7 @@ from refitd.plan.table import CopyTable
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What a plan moves. Pairs are sorted by (destination, source); a pair of equal ranks is a local copy."""
+    """The traffic of a plan. Pairs are sorted by (destination, source); a pair of equal ranks is a local copy."""
 
     src: Ints  # [pairs] rank
     dst: Ints  # [pairs] rank
@@ -64,13 +64,13 @@ class Traffic:
 class Links:
     """Speeds of one rank in each direction, in GB/s (10**9 bytes per second)."""
 
-    intra: float  # to ranks on its node; copies within a rank are counted here, too
+    intra: float  # to ranks on its node; copies within a rank count here too
     inter: float  # to ranks on other nodes
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long a refit takes at least, and which rank, link and direction it waits for."""
+    """The least time a refit takes, and the rank, link and direction that determine it."""
 
     seconds: float
     rank: int
@@ -81,22 +81,22 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly senders are loaded; bytes that stay on their rank are not sent."""
+    """How evenly senders are loaded; local copies do not count as sent."""
 
-    senders: int  # ranks that have a source
+    senders: int  # number of ranks that have a source
     mean_bytes: float
     max_bytes: int
     max_rank: int
 
     @property
     def ratio(self) -> float:
-        """Largest over mean; 1.0 where nothing is sent."""
+        """The largest load divided by the mean; 1.0 if nothing is sent."""
         return self.max_bytes / self.mean_bytes if self.mean_bytes else 1.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank's tensors take on each side; staging takes the destination's once more."""
+    """The bytes of one rank's tensors on each side; staging needs the destination's bytes once more."""
 
     rank: int
     source_bytes: int
@@ -104,13 +104,13 @@ class Memory:
 
 
 def traffic_of(plan: GlobalPlan) -> Traffic:
-    """Return what a plan moves, without writing out a row for every copy."""
+    """Return a plan's traffic, without expanding it to a row per copy."""
     shared = plan.shared
     rows = shared.rows
     row_bytes = np.prod(rows.size, axis=1, dtype=np.int64) * rows.element_size
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes, dtype=np.int64)])
     low, high = shared.row_start[shared.job_rows], shared.row_start[shared.job_rows + 1]
-    # jobs are one per pair, unless a plan splits what a pair exchanges
+    # usually one job per pair, but a plan may split a pair's copies over several
     key = shared.job_dst.astype(np.int64) << 32 | shared.job_src.astype(np.int64)
     pairs, which = np.unique(key, return_inverse=True)
     moved, copies = np.zeros(len(pairs), np.int64), np.zeros(len(pairs), np.int64)
@@ -133,7 +133,7 @@ def traffic_of(plan: GlobalPlan) -> Traffic:
 
 
 def copies_of(plan: GlobalPlan, tensor: str) -> CopyTable:
-    """Return the copies of one canonical tensor; none where the plan does not move it."""
+    """Return the copies of one canonical tensor; empty if the plan does not move it."""
     shared = plan.shared
     if tensor not in shared.tensors:
         return plan.table.select(np.zeros(0, np.int64))
@@ -173,11 +173,11 @@ def balance_of(traffic: Traffic, rosters: Sequence[Roster]) -> Balance:
 
 
 def memory_of(rosters: Sequence[Roster]) -> list[Memory]:
-    """Return what each rank's tensors take, in order of ranks."""
+    """Return the memory of each rank's tensors, ordered by rank."""
     known: dict[int, tuple[object, int]] = {}
 
     def taken(held: Sequence[ParameterMetadata]) -> int:
-        # ranks that hold the same may share one sequence; it is kept, so that its id stays its own
+        # ranks may share one sequence; keeping it prevents the reuse of its id
         if id(held) not in known:
             known[id(held)] = (held, sum(elements(m.shape) * m.element_size for m in held))
         return known[id(held)][1]
@@ -186,7 +186,7 @@ def memory_of(rosters: Sequence[Roster]) -> list[Memory]:
 
 
 def estimate(traffic: Traffic, rosters: Sequence[Roster], links: Links) -> Estimate | None:
-    """Return how long the traffic takes at least; None where nothing moves. Ranks without a node have one each."""
+    """Return the least time the traffic takes; None if nothing moves. A rank without a node counts as its own node."""
     if not links.intra > 0 or not links.inter > 0:
         raise ValueError(f"link speeds must be above 0 GB/s, found {links}")
     names = {roster.rank: roster.node or f"\0{roster.rank}" for roster in rosters}

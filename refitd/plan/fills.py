@@ -1,4 +1,4 @@
-"""What destinations hold where no canonical element belongs: boxes of local tensors and one value for each.
+"""Fills: the boxes of destinations' local tensors that hold no canonical element, and one value for each.
 
 vocabulary of 10 over TP4, padded to 16, 3 columns: rank 2 fills rows 2:4, rank 3 rows 0:4 of its [4, 3]
 """
@@ -19,14 +19,14 @@ MAX_ELEMENT_SIZE = 16
 
 @dataclass(frozen=True, eq=False)
 class FillTable(PlanTable):
-    """Row i writes one value into a strided box of a rank's local tensor.
+    """Fills, one per row: write one value into a strided box of a rank's local tensor.
 
-    Offsets and strides count elements of the local tensor laid out row-major in its own shape, as in a CopyTable.
+    Offsets and strides count elements of the row-major local tensor, as in a CopyTable.
     """
 
     rank: Int32  # [n]
     local: Int32  # [n] index into `locals`
-    pattern: Int64  # [n] the element's bits, little-endian; beyond 64 bits they are zero
+    pattern: Int64  # [n] the element's lowest 64 bits, little-endian; all higher bits are zero
     offset: Int64  # [n]
     stride: Int64  # [n, D]
 
@@ -85,7 +85,7 @@ class SharedFills:
 
 
 def shared_fills(layouts: Layouts) -> SharedFills:
-    """Return what every destination class fills; all of it is declared (refitd.plan.padding)."""
+    """Return the fills of every destination class; `refitd.plan.padding` has checked that all are declared."""
     side, geometries = layouts.destination, layouts.geometries
     entries = layouts.padded(side)
     if not len(entries):
@@ -113,7 +113,7 @@ def shared_fills(layouts: Layouts) -> SharedFills:
 
 
 def fill_patterns(layouts: Layouts, geometry: Ints) -> Int64:
-    """Return the bits of the declared fill of each of these geometries, all of which have one."""
+    """Return the bits of each geometry's declared fill; all must have one."""
     geometries = layouts.geometries
     pairs = list(zip(geometries.fill[geometry].tolist(), geometries.dtype[geometry].tolist(), strict=True))
     known = {(f, d): fill_pattern(geometries.fills[f], geometries.dtypes[d]) for f, d in set(pairs)}
@@ -121,7 +121,7 @@ def fill_patterns(layouts: Layouts, geometry: Ints) -> Int64:
 
 
 def fills_from(table: FillTable, first_local: int) -> SharedFills:
-    """Return any table as shared fills, each rank with rows of its own; its names begin at `first_local`."""
+    """Return a table as shared fills with separate rows for each rank; its names are numbered from `first_local`."""
     order = np.argsort(table.rank, kind="stable")
     ranks, start = np.unique(table.rank[order], return_index=True)
     return SharedFills(

@@ -1,8 +1,8 @@
-"""Intersect the boxes that sources hold of a tensor with the boxes that destinations want of it.
+"""Intersect the boxes of a tensor that sources hold with the boxes that destinations want.
 
-Works for any boxes: other dimensions, other strides, uneven sizes. Boxes are rows of two arrays, offset and
-size, of shape [n, D]. Sources are first cut along each other's edges, so that two replicas that hold different
-boxes (TP1 beside TP2) offer the same cells:
+It works for any boxes: other dimensions, other strides, uneven sizes. Boxes are rows of two arrays, offset and size,
+of shape [n, D]. Source boxes are first cut along each other's edges, so that replicas that hold different boxes (TP1
+beside TP2) offer the same cells:
 
     source A holds [0:8], B [0:4], C [4:8]     cells [0:4] from A or B, [4:8] from A or C
     a destination wants [2:6]                  pieces [2:4] of the first cell, [4:6] of the second
@@ -20,7 +20,7 @@ from refitd.plan.columns import Ints, distinct, ranges
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Cells, any two of them disjoint, and which boxes they came from (rows i: box[i] contains cell[i])."""
+    """Disjoint cells, and the boxes that contain them: box[i] contains cell[i]."""
 
     offset: Ints  # [cells, D]
     size: Ints  # [cells, D]
@@ -30,7 +30,7 @@ class Cells:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """What of each wanted box lies in which cell."""
+    """The parts of wanted boxes inside cells, one per row."""
 
     want: Ints
     cell: Ints
@@ -39,7 +39,7 @@ class Pieces:
 
 
 def intersect(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size: Ints) -> tuple[Cells, Pieces]:
-    """Return the cells of the held boxes, and what of each wanted box lies in which; both sides' boxes are distinct."""
+    """Return the cells of the held boxes and the wanted boxes' parts in them. Boxes of a side must be distinct."""
     cells = cut(held_offset, held_size)
     return cells, pieces_of(cells, want_offset, want_size)
 
@@ -52,7 +52,7 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
     dim = max(range(a_offset.shape[1]), key=lambda d: len(distinct(a_offset[:, d])))
     order = np.argsort(a_offset[:, dim], kind="stable")
     starts = a_offset[order, dim]
-    # sorted by start, no box before the first running end beyond b's start can reach into b
+    # boxes of a are sorted by start: none before the first running end beyond b's start can reach into b
     ends = np.maximum.accumulate(starts + a_size[order, dim])
     first = np.searchsorted(ends, b_offset[:, dim], side="right")
     last = np.searchsorted(starts, b_offset[:, dim] + b_size[:, dim], side="left")
@@ -64,7 +64,7 @@ def overlapping(a_offset: Ints, a_size: Ints, b_offset: Ints, b_size: Ints) -> t
 
 
 def cut(offset: Ints, size: Ints) -> Cells:
-    """Cut distinct boxes into disjoint cells; boxes that overlap no other are cells as they are."""
+    """Cut distinct boxes into disjoint cells; a box that overlaps no other is one cell."""
     a, b = overlapping(offset, size, offset, size)
     crossed = distinct(a[a != b])
     whole = np.setdiff1d(np.arange(len(offset)), crossed)
@@ -95,7 +95,7 @@ def cut(offset: Ints, size: Ints) -> Cells:
 
 
 def pieces_of(cells: Cells, offset: Ints, size: Ints) -> Pieces:
-    """Return what of each wanted box (offset, size) lies in which cell, in no particular order."""
+    """Return the parts of the wanted boxes (offset, size) in each cell, in no particular order."""
     cell, want = overlapping(cells.offset, cells.size, offset, size)
     low = np.maximum(cells.offset[cell], offset[want])
     high = np.minimum(cells.offset[cell] + cells.size[cell], offset[want] + size[want])

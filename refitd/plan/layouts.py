@@ -1,8 +1,8 @@
 """All rosters as columns: every name, geometry and layout class once, whatever the number of ranks.
 
-geometry   how one local tensor is made of boxes of a canonical tensor, without any name
+geometry   the boxes of a canonical tensor that one local tensor holds, without any name
 entry      (local name, canonical name, geometry)
-class      all entries of one side of a rank; ranks that say the same are of the same class
+class      all entries of one side of a rank; ranks with equal entries share a class
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from refitd.plan.columns import Ints, numbered, ranges
 
 @dataclass(frozen=True, eq=False)
 class Paddings:
-    """What tiles leave of local tensors, as boxes: those of padding p are rows start[p]:start[p + 1]."""
+    """The parts of local tensors outside all tiles, as boxes: padding p has rows start[p]:start[p + 1]."""
 
     start: Ints
     offset: Ints  # elements into the local tensor
@@ -31,16 +31,16 @@ class Paddings:
         return elements
 
 
-# as a geometry's padding
+# special values of a geometry's padding
 NO_PADDING = -1
-UNCLEAR_PADDING = -2  # there is some, too finely interleaved to be listed
+UNCLEAR_PADDING = -2  # padding that is interleaved too finely to be listed
 
 
 @dataclass(frozen=True, eq=False)
 class Geometries:
-    """Geometries as tiles: those of geometry g are rows tile_start[g]:tile_start[g + 1].
+    """Geometries as tiles: geometry g has rows tile_start[g]:tile_start[g + 1].
 
-    The geometries of one local tensor, one for each canonical tensor in it, have its padding in common.
+    A local tensor has one geometry for each canonical tensor in it; they share its padding.
     """
 
     tile_start: Ints
@@ -51,13 +51,13 @@ class Geometries:
     box_size: Ints  # [boxes, D]
     element_size: Ints
     local_shape: Ints  # index into `shapes`
-    global_shape: Ints  # index into `shapes`, -1 where it is not declared
+    global_shape: Ints  # index into `shapes`, -1 if not declared
     dims: Ints
     dtype: Ints  # index into `dtypes`
-    held_dtype: Ints  # of its sources, where it is a destination's: another one where a cast is declared
+    held_dtype: Ints  # index into `dtypes`: the dtype that sources must hold; differs from `dtype` only with a cast
     cast: Ints  # number of that cast, 0 for none
     padding: Ints  # index into `paddings`, NO_PADDING or UNCLEAR_PADDING
-    fill: Ints  # index into `fills`, -1 where none is declared
+    fill: Ints  # index into `fills`, -1 if none is declared
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     paddings: Paddings
@@ -66,9 +66,9 @@ class Geometries:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """What all ranks say on one side. Rows of the entry columns are sorted by class."""
+    """All ranks' entries on one side. Rows of the entry columns are sorted by class."""
 
-    rank_class: Ints  # [ranks], -1 for a rank that has nothing on this side
+    rank_class: Ints  # [ranks], -1 for a rank without entries on this side
     class_start: Ints  # [classes + 1] into the entry columns
     entry_class: Ints
     entry_local: Ints
@@ -81,27 +81,27 @@ class Side:
         return len(self.class_start) - 1
 
     def tiles(self, geometries: Geometries) -> tuple[Ints, Ints]:
-        """Expand entries to tiles: (entry, row of the geometry's tile columns) of each."""
+        """Expand entries to tiles; returns (entry, row in the geometries' tile columns) for each tile."""
         starts = geometries.tile_start[self.entry_geometry]
         return ranges(starts, geometries.tile_start[self.entry_geometry + 1] - starts)
 
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
-    """All rosters as columns. Names are sorted, ranks are sorted, so that nothing depends on roster order."""
+    """All rosters as columns. Names and ranks are sorted, so that nothing depends on roster order."""
 
     ranks: Ints
     labels: tuple[str, ...]
-    nodes: Ints  # [ranks] number of the rank's node, in order of first ranks; -1 where it is not given
+    nodes: Ints  # [ranks] number of the rank's node, by order of first rank; -1 if not given
     tensors: tuple[str, ...]
     locals: tuple[str, ...]
     source: Side
     destination: Side
     geometries: Geometries
-    tied: Ints  # [tensors] the first of the tensors that each is tied to; itself where it is tied to none
+    tied: Ints  # [tensors] the first tensor that each is tied to; itself if it is not tied
 
     def padded(self, side: Side) -> Ints:
-        """Return the rows of a side's entry columns whose local tensors have padding, one for each of them."""
+        """Return one row of a side's entry columns for each local tensor that has padding."""
         rows = np.flatnonzero(self.geometries.padding[side.entry_geometry] != NO_PADDING)
         first, _ = numbered(side.entry_class[rows] * len(self.locals) + side.entry_local[rows])
         return rows[first]
@@ -112,12 +112,12 @@ class Layouts:
         return bool((self.tied != np.arange(len(self.tied))).any())
 
     def with_ties_merged(self) -> Layouts:
-        """Return the layouts with one tensor for each tied weight, whatever names its holders have for it."""
+        """Return the layouts with one tensor for each tied weight, whatever its holders call it."""
         sides = [replace(side, entry_tensor=self.tied[side.entry_tensor]) for side in (self.source, self.destination)]
         return replace(self, source=sides[0], destination=sides[1])
 
     def members(self, side: Side, number: int) -> str:
-        """Name the ranks of a class for a message: the first one's label and how many more there are."""
+        """Return text for the ranks of a class: the first rank's label and the number of others."""
         return named([self.labels[i] for i in np.flatnonzero(side.rank_class == number).tolist()])
 
 

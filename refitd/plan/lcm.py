@@ -3,14 +3,14 @@
 The formula is that of Megatron-Core's resharding planner (`megatron/core/resharding/planner.py`).
 
 Both sides split one dimension of `extent` elements evenly. A side with world W and stride s cuts it into W*s
-segments; segment g belongs to shard g % W and is its part g // W. With L = lcm(W_src*s_src, W_dst*s_dst) the
-dimension is L units, each inside one segment of either side:
+segments; segment g is part g // W of shard g % W. With L = lcm(W_src*s_src, W_dst*s_dst) the dimension is L units, each
+inside one segment of either side:
 
     extent 16, source W=2 s=2 (segments of 4), destination W=4 s=1 (segments of 4), L=4, unit 4
     unit 0 -> source shard 0 part 0, destination shard 0      unit 2 -> source shard 0 part 1, destination shard 2
 
-The planner plans every tensor this way whose boxes allow it (`lcm_tiling`) and intersects the others
-(intersect.py). Where the closed form applies, both return the same; each is the other's test.
+The planner uses `lcm_tiling` for every tensor whose boxes allow it, and intersects the others (intersect.py). Where
+the closed form applies, both give the same result; tests compare them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Transfer = tuple[int, tuple[slice, ...], tuple[slice, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """`length` elements along the dimension: from `src_start` in a source shard to `dst_start` in another."""
+    """`length` elements along the dimension, from `src_start` in a source shard to `dst_start` in a destination's."""
 
     src_shard: int
     dst_shard: int
@@ -43,10 +43,10 @@ class Overlap:
 
 
 def lcm_overlaps(extent: int, src_world: int, src_stride: int, dst_world: int, dst_stride: int) -> list[Overlap]:
-    """Return all overlaps of two even splits of `extent` elements, in canonical order, neighbours joined.
+    """Return all overlaps of two even splits of `extent` elements, in canonical order, adjacent ones merged.
 
     Raises:
-        PlanError: a side's segments would not be equal.
+        PlanError: `extent` does not divide into a side's equal segments.
     """
     for side, segments in (("source", src_world * src_stride), ("destination", dst_world * dst_stride)):
         if extent % segments:
@@ -70,10 +70,10 @@ def lcm_overlaps(extent: int, src_world: int, src_stride: int, dst_world: int, d
 
 
 def lcm_tiling(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size: Ints) -> tuple[Cells, Pieces] | None:
-    """Return what `intersect` returns for these boxes, in closed form; None where it does not apply.
+    """Return the result of `intersect` for these boxes in closed form; None if it does not apply.
 
-    It applies where the distinct boxes of either side are the equal segments of one and the same box, cut along one
-    dimension: a side's world times its stride of them, or a single one that is the whole.
+    It applies if the distinct boxes of both sides are equal segments of the same box along the same dimension: world
+    times stride segments on each side, or a single one that is the whole box.
     """
     held, wanted = _segments(held_offset, held_size), _segments(want_offset, want_size)
     if held is None or wanted is None:
@@ -93,7 +93,7 @@ def lcm_tiling(held_offset: Ints, held_size: Ints, want_offset: Ints, want_size:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """A box (start, whole), cut along `dim` into the boxes `order`, all of one size; one box is the whole."""
+    """A box (start, size `whole`), cut along `dim` into equal boxes; `order` sorts their indices along it."""
 
     start: Ints
     whole: Ints
@@ -102,7 +102,7 @@ class _Segments:
 
 
 def _segments(offset: Ints, size: Ints) -> _Segments | None:
-    """Return the box that distinct boxes cut evenly along one dimension; None where they do not."""
+    """Return the box that distinct boxes divide evenly along one dimension; None if they do not."""
     if len(offset) == 1:
         return _Segments(offset[0], size[0], 0, np.zeros(1, np.int64))
     moves = (offset != offset[:1]).any(axis=0)
@@ -118,9 +118,9 @@ def _segments(offset: Ints, size: Ints) -> _Segments | None:
 
 
 def _runs(extent: int, src_segments: int, dst_segments: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (source segment, destination segment, first element, elements) of every run of units within one of each.
+    """Return (source segment, destination segment, first element, elements) of every run of units inside one of each.
 
-    A run begins where a segment of either side does: of the L units there are S + D - gcd(S, D) runs.
+    A run begins where a segment of either side begins; the L units form S + D - gcd(S, D) runs.
     """
     units = math.lcm(src_segments, dst_segments)
     src_units, dst_units = units // src_segments, units // dst_segments
@@ -139,13 +139,13 @@ def _joins(first: Overlap, second: Overlap) -> bool:
 
 
 def sharding_descriptors(src_metadata: ParameterMetadata, dst_metadata: ParameterMetadata) -> list[ShardingDescriptor]:
-    """Return how a parameter is split on both sides: one "tp" descriptor where LCM tiling applies, else none.
+    """Return how a parameter is split on both sides: one "tp" descriptor if LCM tiling applies, else none.
 
-    It applies where at least one side is split, both along the same dimension, evenly, without `partition_sizes`
-    or explicit tiles. The canonical shapes must be equal.
+    It applies if at least one side is split, and split sides are split evenly along the same dimension, without
+    `partition_sizes` or explicit tiles.
 
     Raises:
-        PlanError: a description has problems, or the canonical shapes differ.
+        PlanError: a description is invalid, or the canonical shapes differ.
     """
     problems = [p for meta in (src_metadata, dst_metadata) for p in layout_problems(meta)]
     if problems:
@@ -182,10 +182,10 @@ def plan_lcm_transfers(
 ) -> list[Transfer]:
     """Return what `my_global_rank` receives of a parameter, by LCM tiling, in canonical order.
 
-    A rank that is not among the destination's receives nothing.
+    A rank outside the destination's group receives nothing.
 
     Raises:
-        PlanError: there is not exactly one descriptor, or the two sides do not hold equally many elements.
+        PlanError: there is not exactly one descriptor, or the two sides' sizes differ.
     """
     if len(descriptors) != 1 or descriptors[0].name != "tp":
         names = [descriptor.name for descriptor in descriptors]

@@ -1,12 +1,12 @@
 """Match what destinations want with what sources hold, once per layout class.
 
-Tensors whose source boxes and destination boxes are the same (one weight in 80 layers) are matched once: the
-result is a pattern, and every tensor refers to its pattern. What comes out are
+Tensors with the same source boxes and destination boxes (one weight in 80 layers) are matched once: the result is a
+pattern, and every tensor refers to its pattern. The outputs are
 
     holding   (source class, tensor, cell) and where the cell lies in the class's local tensor
     piece     (destination class, tensor, cell, box) and where it goes in the class's local tensor
     set       the source classes that hold a cell: any of their ranks can send it
-    shared    a holding of a wanted cell that several ranks hold, or one rank twice: all of them must be equal
+    shared    a holding of a wanted cell that several ranks hold, or one rank twice: all must hold the same bytes
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WantedPieces:
 
 @dataclass(frozen=True, eq=False)
 class SharedCells:
-    """Holdings of wanted cells that several source ranks have, or one has twice, sorted by (spot, class)."""
+    """Holdings of wanted cells that several source ranks hold, or one holds twice, sorted by (spot, class)."""
 
     spot: Ints  # equal for holdings of the same elements
     tensor: Ints
@@ -79,23 +79,23 @@ class Match:
     set_start: Ints
     set_class: Ints
     unused: tuple[str, ...]
-    is_lcm: Flags  # [tensors] whether LCM tiling has matched it
+    is_lcm: Flags  # [tensors] whether LCM tiling matched it
 
 
 @dataclass(frozen=True, eq=False)
 class _Patterns:
-    """Cells of all patterns end to end, and how each pattern's boxes lie on them (sorted by key)."""
+    """The cells of all patterns end to end, and each pattern's boxes in terms of cells (sorted by key)."""
 
     cell_offset: Ints
     cell_size: Ints
-    is_wanted: Flags  # [cells] whether some destination wants a part of the cell
+    is_wanted: Flags  # [cells] whether any destination wants a part of the cell
     held_key: Ints  # pattern * boxes + source box
     held_cell: Ints
     want_key: Ints  # pattern * boxes + destination box
     want_cell: Ints
     want_offset: Ints
     want_size: Ints
-    is_lcm: Flags  # [patterns] whether LCM tiling has matched its boxes; those of the others are intersected
+    is_lcm: Flags  # [patterns] whether LCM tiling matched its boxes; otherwise they are intersected
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class _Tiles:
 
 
 def match(layouts: Layouts) -> tuple[Match, list[str]]:
-    """Return the match and every reason why it does not fill each destination exactly once."""
+    """Return the match and every reason why it does not write each destination element exactly once."""
     tensors, boxes = len(layouts.tensors), len(layouts.geometries.box_offset)
     held, wanted = _Tiles(layouts, layouts.source), _Tiles(layouts, layouts.destination)
     is_held, is_wanted = np.zeros(tensors, bool), np.zeros(tensors, bool)
@@ -163,9 +163,9 @@ def _sums(values: Hashes, sorted_owner: Ints, size: int) -> Hashes:
 def _patterns(
     layouts: Layouts, examples: Ints, held_boxes: Ints, wanted_boxes: Ints
 ) -> tuple[_Patterns, dict[int, int]]:
-    """Match the boxes of one tensor of each pattern: in closed form where it applies, else by intersecting them.
+    """Match the boxes of one example tensor per pattern, by LCM tiling if it applies, else by intersection.
 
-    Returns the patterns, and the number of elements that no source holds of each (pattern * boxes + box).
+    Returns the patterns, and {pattern * boxes + box: number of its elements that no source holds}.
     """
     offset, size = layouts.geometries.box_offset, layouts.geometries.box_size
     boxes, dims = offset.shape
@@ -210,9 +210,9 @@ def _patterns(
 def _holdings(
     layouts: Layouts, held: _Tiles, pattern: Ints, patterns: _Patterns
 ) -> tuple[Holdings, _Spots, SharedCells]:
-    """Spread the source classes' tiles over cells, and find who holds the same.
+    """Divide the source classes' tiles into cells, and find which classes hold each cell.
 
-    What a rank holds twice (one expert in two places, say) it gives from the first.
+    A rank that holds elements twice (one expert in two places, say) sends them from the first place.
     """
     geometries, classes = layouts.geometries, max(1, layouts.source.classes)
     tile, at = _expanded(held, pattern, patterns.held_key, layouts)
@@ -228,7 +228,7 @@ def _holdings(
     order = np.delete(order, 1 + np.flatnonzero(np.diff(key[order]) == 0))
     key = key[order]
     source_class = key % classes
-    # spots held by the same classes have the same sum of hashes, and form one set
+    # spots held by the same classes have the same sum of hashes and form one set
     examples, set_of_spot = numbered(_sums(mixed(source_class), key // classes, len(spot_key)))
     start = offsets_of(key // classes, len(spot_key))
     _, members = ranges(start[examples], start[examples + 1] - start[examples])
@@ -248,7 +248,7 @@ def _shared(
     offset: Ints,
     stride: Ints,
 ) -> SharedCells:
-    """Return the holdings, in this order, of wanted cells of which there is more than one."""
+    """Return the holdings of wanted cells that are held more than once, in the given order."""
     geometries, classes = layouts.geometries, max(1, layouts.source.classes)
     rank_class = layouts.source.rank_class
     ranks = np.bincount(rank_class[rank_class >= 0], minlength=classes)
@@ -340,9 +340,9 @@ def _gaps(layouts: Layouts, wanted: _Tiles, pattern: Ints, missing: dict[int, in
 
 
 def _extent_problems(layouts: Layouts, held: _Tiles, wanted: _Tiles, both: Flags) -> list[str]:
-    """Compare shapes where explicit tiles come without one: together they must reach as far as they should.
+    """Check tensors whose explicit tiles come without a global shape: both sides' tiles must reach equally far.
 
-    Declared shapes have been compared before, and tiles never reach outside a shape that they declare.
+    Declared shapes have already been compared, and tiles never exceed a declared shape.
     """
     geometries = layouts.geometries
     declared = np.full(len(layouts.tensors), -1, np.int64)

@@ -1,4 +1,4 @@
-"""Where the sides of a plan disagree about a tensor."""
+"""Find tensors that ranks describe with different shapes, dtypes or dimensions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from refitd.plan.layouts import Layouts
 
 
 def mismatches_of(layouts: Layouts) -> dict[str, list[str]]:
-    """Return, by canonical name, what different ranks say differently about one tensor."""
+    """Return the disagreements between ranks' descriptions, by canonical name."""
     geometries = layouts.geometries
     tensor = np.concatenate([layouts.source.entry_tensor, layouts.destination.entry_tensor])
     geometry = np.concatenate([layouts.source.entry_geometry, layouts.destination.entry_geometry])
-    # a destination that declares a cast says what its sources must hold
+    # a destination's cast declares the dtype that its sources must hold
     dtype = np.concatenate(
         [
             geometries.dtype[layouts.source.entry_geometry],
@@ -50,7 +50,7 @@ def mismatches_of(layouts: Layouts) -> dict[str, list[str]]:
 
 
 def _entry_ranks(layouts: Layouts, row: int) -> str:
-    """Name the ranks of an entry, by its row in the two sides' columns laid end to end."""
+    """Return text for the ranks of an entry; `row` counts through the source's, then the destination's entries."""
     sources = len(layouts.source.entry_tensor)
     if row < sources:
         return f"{layouts.members(layouts.source, int(layouts.source.entry_class[row]))} (source)"

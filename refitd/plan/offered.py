@@ -1,4 +1,4 @@
-"""The canonical tensors that source ranks offer together."""
+"""List the canonical tensors that source ranks offer together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from refitd.plan.read_rosters import read_rosters
 
 
 def offered_tensors(rosters: Sequence[Roster]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype name of every canonical tensor that these source ranks hold parts of, by name.
+    """Return (shape, dtype name) of every canonical tensor that these source ranks hold parts of, by name.
 
-    Where no rank says how large a tensor is, it is as large as the parts that are there.
+    If no rank declares a tensor's shape, it is the extent of the parts that are held.
 
     Raises:
         PlanError: the ranks' descriptions contradict each other.

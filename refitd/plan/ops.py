@@ -1,4 +1,4 @@
-"""The plan as one rank reads it: which slices of its tensors go where, and which come from where."""
+"""A plan from one rank's view: the slices that it sends and receives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TransferOp:
     Attributes:
         param_name: the tensor's name in this rank's own module.
         peer_rank: the rank at the other end; this rank itself for a local copy.
-        is_send: whether this end reads (and the peer writes).
+        is_send: whether this rank sends the piece.
         my_slice: the piece of this rank's local tensor, one slice per dimension.
         peer_slice: the piece of the peer's local tensor; the same number of elements in the same order.
-        task_id: equal at both ends of the transfer, unique in the plan.
+        task_id: equal on both ends of the transfer, unique in the plan.
     """
 
     param_name: str
@@ -38,7 +38,7 @@ class ShardingDescriptor:
     Attributes:
         name: the kind of parallelism, "tp".
         dim: the dimension.
-        src_stride: interleaved parts per source rank along it.
+        src_stride: the number of interleaved parts per source rank along it.
         dst_stride: the same for destination ranks.
         src_dim_ranks: source ranks in shard order.
         dst_dim_ranks: destination ranks in shard order.
@@ -54,13 +54,13 @@ class ShardingDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """What one rank does: its sends and its receives.
+    """One rank's part of a plan: its sends and its receives.
 
     Attributes:
-        send_ops: pieces this rank is read for, in plan order.
-        recv_ops: pieces this rank writes, in plan order.
-        transform: what changes on the way, if anything does.
-        fills: what this rank writes where no canonical element belongs; None where there is nothing to fill.
+        send_ops: the pieces that this rank sends, in plan order.
+        recv_ops: the pieces that this rank receives, in plan order.
+        transform: the ReshardTransform to apply on the way, if any.
+        fills: what this rank writes where no canonical element belongs; None if there is nothing to fill.
     """
 
     send_ops: Sequence[TransferOp]

@@ -1,4 +1,4 @@
-"""What is wrong with padding: elements of local tensors that no tile names, and what is declared of them."""
+"""Check padding, the elements of local tensors in no tile, and the fills declared for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from refitd.plan.layouts import NO_PADDING, UNCLEAR_PADDING, Layouts
 
 
 def padding_problems(layouts: Layouts) -> dict[str, list[str]]:
-    """Return, by canonical name, what is not declared about padding or declared differently at the two ends."""
+    """Return, by canonical name, padding whose fill is undeclared or differs between the two ends."""
     if not (layouts.geometries.padding != NO_PADDING).any():
         return {}
     found: dict[str, list[str]] = {}
@@ -19,7 +19,7 @@ def padding_problems(layouts: Layouts) -> dict[str, list[str]]:
 
 
 def _undeclared(layouts: Layouts) -> list[tuple[int, str]]:
-    """Return (tensor, problem) of destinations that leave open what their padding holds."""
+    """Return (tensor, problem) for destinations that do not declare their padding's value."""
     side, geometries = layouts.destination, layouts.geometries
     found: dict[str, tuple[int, str]] = {}
     sizes = geometries.paddings.elements()
@@ -44,7 +44,7 @@ def _undeclared(layouts: Layouts) -> list[tuple[int, str]]:
 
 
 def _contradictions(layouts: Layouts) -> list[tuple[int, str]]:
-    """Return (tensor, problem) of tensors that a source pads with one value and a destination with another."""
+    """Return (tensor, problem) for tensors that a source pads with one value and a destination with another."""
     geometries = layouts.geometries
     declared: list[tuple[Ints, Ints, Ints]] = []  # tensor, fill, class
     for side in (layouts.source, layouts.destination):

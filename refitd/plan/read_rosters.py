@@ -1,7 +1,4 @@
-"""Read rosters into columns, and collect everything they get wrong.
-
-What a rank gets wrong on its own is found here, and what ranks get wrong together: shapes and dtypes that differ.
-"""
+"""Read rosters into columns, and collect all their problems, within one rank and between ranks."""
 
 from __future__ import annotations
 
@@ -51,34 +48,34 @@ _FIELDS = attrgetter(
     "cast_from",
 )
 
-# sizes along the split dimension of every rank of a group that is split unevenly
+# (side, tensor, group) -> sizes along the split dimension on the ranks of a group that is split unevenly
 Uneven = dict[tuple[str, str, tuple[int, ...]], tuple[int, ...]]
 
 
 class RosterProblems:
-    """Collects what is wrong, and says the same thing about many ranks once."""
+    """Collects problems; a problem that many ranks have is reported once."""
 
     def __init__(self) -> None:
         self._who: dict[str, list[str]] = {}
 
     def add(self, who: str, what: str) -> None:
-        """Note that `what` is wrong with `who` (a roster's label and side)."""
+        """Add problem `what` of `who` (a roster's label and side)."""
         self._who.setdefault(what, []).append(who)
 
     def messages(self) -> list[str]:
-        """Return one message for each different problem, in the order they were found."""
+        """Return one message per distinct problem, in the order in which they were found."""
         return [f"{named(who)}: {what}" if any(who) else what for what, who in self._who.items()]
 
 
 def label_of(roster: Roster) -> str:
-    """Return what messages call the roster."""
+    """Return the roster's name in messages."""
     return roster.label or f"rank {roster.rank}"
 
 
 def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
-    """Return the rosters as columns and everything that is wrong with them.
+    """Return the rosters as columns, and all their problems.
 
-    Tensors that something is wrong with are not in the columns.
+    Tensors with problems are left out of the columns.
     """
     problems = RosterProblems()
     unique: dict[int, Roster] = {}
@@ -107,7 +104,7 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
         for name, lines in found.items():
             mismatches.setdefault(name, []).extend(lines)
     wrong = before + reader.problems.messages() + [line for lines in mismatches.values() for line in lines]
-    # where ranks are not clear, nothing that follows would be
+    # with invalid or duplicate ranks, every later message would be unreliable
     bad = set(layouts.tensors) if before else reader.bad_tensors | mismatches.keys()
     if bad:
         keep = np.array([name not in bad for name in layouts.tensors], bool)
@@ -116,7 +113,7 @@ def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
 
 
 def _only(side: Side, keep: npt.NDArray[np.bool_]) -> Side:
-    """Return the side without the entries of tensors that are not to be kept."""
+    """Return the side with the entries of the tensors in `keep` only."""
     rows = keep[side.entry_tensor]
     entry_class = side.entry_class[rows]
     return Side(
@@ -130,7 +127,7 @@ def _only(side: Side, keep: npt.NDArray[np.bool_]) -> Side:
 
 
 class _Reader:
-    """Gives numbers to names, boxes, geometries and classes as it meets them."""
+    """Reads rosters, and numbers names, boxes, geometries and classes in the order it meets them."""
 
     def __init__(self, ordered: Sequence[Roster], uneven: Uneven) -> None:
         self.ordered = ordered
@@ -159,7 +156,7 @@ class _Reader:
         return self._finish(*(self._side(side) for side in SIDES))
 
     def _side(self, side: str) -> Side:
-        """Read one side of all rosters; a list that several of them share and that names no rank is read once."""
+        """Read one side of all rosters; a list that several rosters share and that names no rank is read once."""
         classes: dict[tuple[tuple[int, int, int], ...], int] = {}
         shared: dict[int, int] = {}
         rank_class = []
@@ -187,9 +184,9 @@ class _Reader:
     def _entries(
         self, roster: Roster, side: str, metas: Iterable[ParameterMetadata]
     ) -> tuple[list[tuple[int, int, int]], bool]:
-        """Return (local, tensor, geometry) of every tensor of one rank, and whether they would be any rank's.
+        """Return (local, tensor, geometry) of every tensor of one rank, and whether the list names no rank.
 
-        Wrong ones are left out and become problems.
+        Invalid tensors are left out and reported as problems.
         """
         found: list[tuple[int, int, int]] = []
         spots: dict[int, tuple[Any, tuple[int, int]]] = {}
@@ -210,17 +207,17 @@ class _Reader:
                 names_no_rank = False
                 spot = spots.get(id(group))
                 if spot is None:
-                    # the group is kept beside its id, so that the id stays its own
+                    # keeping the group prevents the reuse of its id
                     spot = spots[id(group)] = (group, _spot(group, roster.rank))
                 key = (shape, dtype, esize, whole, dim, stride, sizes and tuple(sizes), *spot[1])
                 if self.uneven:
                     key = (*key, self.uneven.get((side, canonical_name(m), tuple(group))))
-            elif sizes is not None:  # blocks that others go by, and that may contradict the shape
+            elif sizes is not None:  # blocks of an unsplit tensor, which may contradict its shape
                 key = (shape, dtype, esize, whole, dim, tuple(sizes))
             else:
                 key = (shape, dtype, esize, whole)
             if fill is not None or cast is not None:
-                key = (*key, repr(fill), cast)  # 0.0 and -0.0 are equal as numbers, and NaN is not
+                key = (*key, repr(fill), cast)  # repr, because 0.0 == -0.0 and NaN != NaN
             names_no_rank = names_no_rank and owner is None
             if name in seen or (owner is not None and owner != roster.rank):
                 self._report_owner(roster, side, m)
@@ -241,7 +238,7 @@ class _Reader:
         return found, names_no_rank
 
     def _tie(self, roster: Roster, side: str, m: ParameterMetadata) -> bool:
-        """Note a tensor's aliases; False where they are wrong."""
+        """Note a tensor's aliases; return False if they are invalid."""
         if problem := alias_problem(m):
             self.problems.add(f"{label_of(roster)} {side}", problem)
             self._spoil(m)
@@ -258,7 +255,7 @@ class _Reader:
         return self.uneven.get((side, canonical_name(m), tuple(m.tensor_parallel_group_ranks or ())))
 
     def _learn(self, key: Any, roster: Roster, side: str, m: ParameterMetadata) -> tuple[int, ...] | None:
-        """Return the geometries of a tensor of a kind not met before, one per canonical tensor in it."""
+        """Add the geometries of a new kind of tensor, one per canonical tensor in it; None if it is invalid."""
         owned = replace(m, owner_rank=roster.rank)
         sizes = self._sizes(side, m)
         bad = bool(layout_problems(owned, sizes))
@@ -271,12 +268,12 @@ class _Reader:
                 tiles[tile.tensor].append(tile)
             padding = self._padding(owned, tiles)
             numbers = tuple(self._add(owned, sizes, part, padding) for part in tiles.values())
-        with suppress(TypeError):  # a description with lists where tuples belong is not remembered
+        with suppress(TypeError):  # unhashable: a description with lists instead of tuples is not cached
             self.geometries[key] = numbers
         return numbers
 
     def _padding(self, m: ParameterMetadata, tiles: dict[str, list[Tile]]) -> int:
-        """Return the number of what the tiles leave of the local tensor."""
+        """Return the number of the padding that the tiles leave in the local tensor."""
         total = elements(m.shape)
         if m.tiles is None or sum(_count(tile) for part in tiles.values() for tile in part) >= total:
             return NO_PADDING
@@ -327,7 +324,7 @@ class _Reader:
         self._spoil(m)
 
     def _spoil(self, m: ParameterMetadata) -> None:
-        """Take a tensor that cannot be described out of everything that follows, so that it is reported once."""
+        """Exclude an invalid tensor from all later checks, so that it is reported only once."""
         self.bad_tensors |= {canonical_name(m), *(tile.tensor for tile in m.tiles or ())}
 
     def _report(self, roster: Roster, side: str, m: ParameterMetadata) -> None:
@@ -337,7 +334,7 @@ class _Reader:
             self.problems.add(f"{label_of(roster)} {side}", what)
 
     def _finish(self, source: Side, destination: Side) -> Layouts:
-        """Return everything read, with names sorted."""
+        """Return the layouts, with names sorted."""
         ordered = self.ordered
         dims = max([1, *(len(offset) for offset, _ in self.boxes)])
         columns = np.array(self.geometry_rows, np.int64).reshape(-1, 9)
@@ -373,7 +370,7 @@ class _Reader:
         )
         fed_at = tensor_at
         if self.ties:
-            # what is tied to a tensor that is reported already would only be reported for the same reason
+            # exclude tensors tied to an invalid one: they would be reported for the same reason
             for names in self.ties:
                 self.bad_tensors |= set(names) if self.bad_tensors.intersection(names) else set()
             held, wanted = ({tensors[i] for i in tensor_at[side.entry_tensor]} for side in (source, destination))
@@ -401,7 +398,7 @@ class _Reader:
         )
 
     def _roots(self, tensor_at: Ints) -> Ints:
-        """Return the first of the tensors that each is tied to."""
+        """Return, for each tensor, the first tensor that it is tied to (itself if none)."""
         roots = np.arange(len(tensor_at))
         for names in self.ties:
             tied = roots[[tensor_at[self.tensors[name]] for name in names if name in self.tensors]]
@@ -427,7 +424,7 @@ def _occurrences(tile: Tile) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[str], tuple[Any, ...]]:
-    """Return the tensors that tiles belong to, and the tiles with positions in that list for names."""
+    """Return the tiles' tensors, and the tiles with each name replaced by its position in that list."""
     if len(tiles) == 1:
         t = tiles[0]
         return (t.tensor,), (t.offset, t.size, t.local_offset, t.local_stride, t.repeat)
@@ -437,14 +434,14 @@ def _nameless(tiles: Sequence[Tile], default: Sequence[str]) -> tuple[Sequence[s
 
 
 def _spot(group: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return (position in the group, its size); a position of -1 makes it a layout problem."""
+    """Return (the rank's position in the group, the group's size); position -1 marks an invalid group."""
     ranks = list(group)
     valid = rank in ranks and len(set(ranks)) == len(ranks)
     return (ranks.index(rank) if valid else -1), len(ranks)
 
 
 def _sorted(numbers: dict[str, int]) -> tuple[tuple[str, ...], Ints]:
-    """Return the names sorted, and where each old number went."""
+    """Return the names sorted, and the new number of each old number."""
     names = sorted(numbers)
     moved = np.empty(len(names), np.int64)
     moved[[numbers[name] for name in names]] = np.arange(len(names))
@@ -457,7 +454,7 @@ def _padded(rows: Sequence[Sequence[int]], dims: int, fill: int) -> Ints:
 
 
 def _uneven_sizes(ordered: Sequence[Roster], names: Iterable[str]) -> Uneven:
-    """Return the local sizes within every group that splits one of these tensors unevenly and is all there."""
+    """Return the local sizes of every complete group that splits one of these tensors unevenly."""
     wanted = set(names)
     held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
     for side in SIDES:

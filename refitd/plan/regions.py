@@ -1,4 +1,4 @@
-"""Regions: elements that several source ranks hold, or one rank twice. All of them must hold the same bytes.
+"""Regions: elements that several source ranks hold, or one rank holds twice. All copies must hold the same bytes.
 
 rank 0 holds [0:8], rank 1 [0:4], rank 2 [4:8]     group 0: [0:4] of ranks 0 and 1, group 1: [4:8] of ranks 0 and 2
 """
@@ -19,7 +19,7 @@ from refitd.plan.layouts import Layouts
 from refitd.plan.match import SharedCells
 from refitd.plan.table import Int32, Int64, PlanTable
 
-MAX_NAMED = 5  # tensors that one refusal names
+MAX_NAMED = 5  # the most tensors that one refusal names
 
 ADVICE = (
     "replicas of one tensor must be equal. If each rank holds a part, its description lacks that: check "
@@ -30,9 +30,9 @@ ADVICE = (
 
 @dataclass(frozen=True, eq=False)
 class RegionTable(PlanTable):
-    """Row i is a strided box of a holder's local tensor; rows of one group must hold the same bytes.
+    """Strided boxes of holders' local tensors, one per row; rows of one group must hold the same bytes.
 
-    Offsets and strides count elements of the local tensor laid out row-major in its own shape, as in a CopyTable.
+    Offsets and strides count elements of the row-major local tensor, as in a CopyTable.
     """
 
     tensors: tuple[str, ...]  # canonical names
@@ -55,8 +55,8 @@ class RegionTable(PlanTable):
 class Digested(NamedTuple):
     """The digests of one holder's regions."""
 
-    label: str  # what messages call the holder
-    group: npt.NDArray[np.integer]  # [n] of each region
+    label: str  # the holder's name in messages
+    group: npt.NDArray[np.integer]  # [n] each region's group
     tensor_of: Callable[[int], str]  # canonical name of a region's tensor
     digests: npt.NDArray[np.uint64]  # [n]
 
@@ -66,8 +66,8 @@ class Regions:
     """The regions of a plan.
 
     Attributes:
-        table: a row for each box of each holder.
-        holders: source ranks that describe all the same, and hold the same boxes.
+        table: one row per box and holder.
+        holders: groups of source ranks with equal descriptions, which hold the same boxes.
     """
 
     table: RegionTable
@@ -78,7 +78,7 @@ class Regions:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Identifies which boxes of which ranks are compared."""
+        """A digest that identifies which boxes of which ranks are compared."""
         found = xxhash.xxh3_128(repr((self.holders, self.table.tensors, self.table.locals)).encode())
         for column in fields(self.table):
             if isinstance(value := getattr(self.table, column.name), np.ndarray):
@@ -88,7 +88,7 @@ class Regions:
 
     @functools.cached_property
     def holder_of(self) -> dict[int, int]:
-        """The holder that each rank is, of those that hold any."""
+        """{rank: its holder's number}, for ranks that hold regions."""
         return {rank: number for number, ranks in enumerate(self.holders) for rank in ranks}
 
     def rows_of(self, rank: int) -> Ints:
@@ -96,18 +96,18 @@ class Regions:
         return np.flatnonzero(self.table.holder == self.holder_of[rank])
 
     def digested(self, label: str, rank: int, digests: npt.NDArray[np.uint64]) -> Digested:
-        """Return the digests of what a rank holds, in the order of `rows_of`."""
+        """Return the digests of a rank's regions; `digests` is in the order of `rows_of`."""
         rows, table = self.rows_of(rank), self.table
         return Digested(label, table.group[rows], lambda i: table.tensors[int(table.tensor[rows[i]])], digests)
 
 
 def regions_of(layouts: Layouts, shared: SharedCells) -> Regions:
-    """Return what several source ranks hold and some destination wants."""
+    """Return the regions of a plan: wanted elements that several source ranks hold, or one holds twice."""
     classes, holder = np.unique(shared.source_class, return_inverse=True)
     rank_class = layouts.source.rank_class
     tensors, tensor = np.unique(shared.tensor, return_inverse=True)
     names, local = np.unique(shared.local, return_inverse=True)
-    # numbered in order: groups are ascending, as spots are
+    # np.unique numbers in order, so groups ascend as spots do
     _, group = np.unique(shared.spot * (1 + int(shared.dtype.max(initial=0))) + shared.dtype, return_inverse=True)
     table = RegionTable(
         tensors=tuple(layouts.tensors[i] for i in tensors.tolist()),
@@ -125,7 +125,7 @@ def regions_of(layouts: Layouts, shared: SharedCells) -> Regions:
 
 
 def differences(held: Sequence[Digested]) -> list[str]:
-    """Return which tensors holders have different values of, and what to do; nothing where all are equal."""
+    """Return an error line for each tensor whose holders' values differ; [] if all are equal."""
     if not held:
         return []
     group, value = (np.concatenate([getattr(each, column) for each in held]) for column in ("group", "digests"))

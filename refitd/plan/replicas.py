@@ -1,16 +1,15 @@
 """Choose which replica feeds which destination.
 
-A demand is everything that one destination rank needs from one set of equal holders; the holders of a set are
-interchangeable. Each demand goes, in this order of preference, to
+A demand is everything that one destination rank needs from one set of interchangeable holders. Each demand goes, in
+this order of preference, to
 
     itself            the destination rank is one of the holders: a local copy, no bytes are sent
-    its own node      holders on the destination's node, taken in turn
-    anyone            all holders, taken in turn
+    its own node      the holders on the destination's node, in turn
+    anyone            all holders, in turn
 
-"In turn" follows the order of ranks, so a destination that is appended takes the next turn and moves nobody
-else's. Turns are even where the layouts are. Where they are not (three destinations for eight holders, sets that
-overlap), whole pieces of demands then move from senders above their share to holders below it, until the bytes
-are even. Only ranks and bytes decide, so the choice is the same in any order of rosters.
+Turns follow the order of ranks, so that an appended destination takes the next turn and changes no other. If the loads
+are then uneven (three destinations for eight holders, sets that overlap), whole pieces of demands move from overloaded
+senders to others until the bytes are even. Only ranks and bytes decide, so the choice does not depend on roster order.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from refitd.plan.columns import Ints, find, numbered, offsets_of, ranges
 
 Floats = npt.NDArray[np.float64]
 
-# senders within this share of the mean count as even
+# senders whose loads differ by at most this share of the mean count as even
 TOLERANCE = 0.02
 MAX_PASSES = 30
 
 
 @dataclass(frozen=True, eq=False)
 class Demands:
-    """Who needs how much of which set. Ranks are positions in the sorted ranks; rows are sorted by rank."""
+    """Each row: a rank needs a bundle of pieces from a set. Ranks are positions in the sorted ranks, ascending."""
 
     rank: Ints
     set: Ints
-    bundle: Ints  # the pieces needed: rows bundle_start[b]:bundle_start[b + 1] of piece_bytes
+    bundle: Ints  # bundle b needs the pieces (rows of piece_bytes) bundle_start[b]:bundle_start[b + 1]
 
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Pieces low:high (rows of piece_bytes) of a demand's bundle come from a holder."""
+    """Each row: pieces low:high (rows of piece_bytes) of a demand's bundle come from a holder."""
 
     demand: Ints
     low: Ints
@@ -54,13 +53,13 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class _Turns:
-    """Demands whose candidates are the same holders. Candidates are holders[start:start + count]."""
+    """Groups of demands with the same candidates; turn t has candidates holders[start[t] : start[t] + count[t]]."""
 
     holders: Ints
     start: Ints  # [turns]
     count: Ints  # [turns]
     turn: Ints  # [demands] -1 for a local copy
-    position: Ints  # [demands] which of the candidates
+    position: Ints  # [demands] index of the chosen candidate
 
 
 def choose_sources(
@@ -71,13 +70,13 @@ def choose_sources(
     bundle_start: Ints,
     piece_bytes: Ints,
 ) -> Shares:
-    """Give every demand its holders.
+    """Choose the holders that serve each demand.
 
     Args:
-        demands: what is needed.
+        demands: the demands.
         set_of: [holdings] set of each (set, rank) pair, in any order.
         holder_of: [holdings] rank of each pair.
-        nodes: [ranks] number of each rank's node, -1 where it is unknown.
+        nodes: [ranks] number of each rank's node, -1 if unknown.
         bundle_start: [bundles + 1] into `piece_bytes`.
         piece_bytes: bytes of each piece.
     """
@@ -113,7 +112,7 @@ def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) ->
     first, number = numbered(start[remote] * (len(holders) + 1) + count[remote])
     turn = np.full(len(local), -1, np.int64)
     turn[remote] = number
-    # the how-manieth demand of its turn, in the order of ranks, picks the candidate
+    # a demand's position within its turn, in the order of ranks, picks the candidate
     by_turn = np.argsort(number, kind="stable")
     begin = offsets_of(number[by_turn], len(first))
     nth = np.empty(len(remote), np.int64)
@@ -124,7 +123,7 @@ def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) ->
 
 
 def _uneven(turns: _Turns, load: Ints) -> bool:
-    """Whether within some turn a sender has visibly more to send than another candidate."""
+    """Return whether the loads of any turn's candidates differ by more than TOLERANCE."""
     if not len(turns.start):
         return False
     _, at = ranges(turns.start, turns.count)
@@ -135,7 +134,7 @@ def _uneven(turns: _Turns, load: Ints) -> bool:
 
 
 def _mean(turns: _Turns, load: Ints) -> float:
-    """Return the bytes each possible sender would send if all sent the same."""
+    """Return the mean load of all candidates in bytes."""
     _, at = ranges(turns.start, turns.count)
     return float(load.sum()) / max(1, len(np.unique(turns.holders[at])))
 
@@ -143,8 +142,8 @@ def _mean(turns: _Turns, load: Ints) -> float:
 def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints) -> Shares:
     """Move pieces between the candidates of each turn until senders are even.
 
-    First the bytes alone: each turn in its turn is poured anew over its candidates, up to one level, on top of
-    what other turns have them send; that converges to the most even distribution there is. Then pieces follow.
+    First compute target loads in bytes: repeatedly redistribute each turn over its candidates up to one level, on top
+    of their load from other turns. This converges to the most even distribution. Then move pieces to meet the targets.
     """
     candidates = [turns.holders[s : s + c] for s, c in zip(turns.start.tolist(), turns.count.tolist(), strict=True)]
     by_turn = np.argsort(turns.turn, kind="stable")
@@ -190,7 +189,7 @@ def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints
 
 
 def _poured(base: Floats, amount: float) -> Floats:
-    """Return how much each vessel takes when `amount` is poured over them and finds one level."""
+    """Return how much each vessel (filled to `base`) takes when `amount` is poured in and finds one level."""
     order = np.argsort(base, kind="stable")
     heights = base[order]
     # filling the k lowest vessels to the height of the next takes this much
@@ -209,10 +208,10 @@ def _moved(
     target: Floats,
     total: Ints,
 ) -> list[tuple[int, int, int, int]]:
-    """Return a turn's shares after the candidates above their target gave pieces to those below it.
+    """Return a turn's shares after candidates above their target have given pieces to those below it.
 
-    Each giver keeps its first demands; what it gives away is cut between pieces and handed on in one sequence,
-    so that a destination gets few more senders.
+    Each giver keeps its first demands. The pieces given away are handed on in one sequence, so that destinations get
+    few additional senders.
     """
     kept: list[tuple[int, int, int, int]] = []
     given: list[tuple[int, int, int]] = []
@@ -242,7 +241,7 @@ def _moved(
 
 
 def _fitting(total: Ints, low: int, high: int, room: float) -> int:
-    """Return how many of the pieces low:high fill `room`; the piece across the edge counts if half of it fits."""
+    """Return how many of the pieces low:high fit into `room` bytes; the last counts if at least half of it fits."""
     middles = (total[low:high] + total[low + 1 : high + 1]) / 2 - total[low]
     return int(np.searchsorted(middles, room, side="right"))
 
@@ -252,9 +251,9 @@ def select_src_metadata_balanced(
 ) -> ParameterMetadata:
     """Choose the source description that `dst_rank` plans against.
 
-    A description of its own rank comes first. Otherwise, where both sides split experts over equally many ranks,
-    only the source at the destination's own position counts; of the rest, destinations take the source's
-    data-parallel groups in turn, and within a group its members in turn.
+    The rank's own description comes first. Otherwise, if both sides split experts over equally many ranks, only sources
+    at the destination's position are candidates. Destinations take the candidates' data-parallel groups in turn, and
+    within a group its members in turn.
 
     Raises:
         PlanError: the list is empty.
@@ -275,7 +274,7 @@ def select_src_metadata_balanced(
 def _at_same_expert_position(
     src_meta_list: Sequence[ParameterMetadata], dst_metadata: ParameterMetadata, dst_rank: int
 ) -> list[ParameterMetadata]:
-    """Return the sources at the destination's position of equally large expert-parallel groups."""
+    """Return the sources at the destination's expert-parallel position; [] if the groups' sizes differ."""
     group = dst_metadata.expert_parallel_group_ranks
     if not group or dst_rank not in group:
         return []

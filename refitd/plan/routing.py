@@ -1,7 +1,6 @@
-"""Plan one parameter for one receiver, in the form that fits its two layouts.
+"""Plan one parameter for one receiver, with the reference's rules.
 
-`plan_copies` plans everything at once and balances bytes; these functions answer for a single parameter, with
-the reference's rules, for callers that hold metadata and need no fleet.
+`plan_copies` plans everything at once and balances bytes; these functions need only the metadata of one parameter.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ def plan_replicated_transfers(
 ) -> list[Transfer]:
     """Return the one whole-tensor copy that a receiver of a replicated parameter needs.
 
-    A rank outside the destination's data-parallel group, where there is one, receives nothing. A receiver copies from
-    itself where it is in the source's data-parallel group, which must then be the destination's too, or owns the
-    source; otherwise receivers take the source's replicas in turn.
+    A rank outside the destination's data-parallel group, if there is one, receives nothing. A receiver copies from
+    itself if it owns the source, or if both sides have the same data-parallel group and it is in it; otherwise
+    receivers take the source's replicas in turn.
 
     Raises:
-        PlanError: the shapes differ, or nobody owns the source.
+        PlanError: the shapes differ, or the source has no owner.
     """
     if tuple(src_metadata.shape) != tuple(dst_metadata.shape):
         raise PlanError(
@@ -58,13 +57,12 @@ def plan_param_transfers(
 ) -> list[Transfer]:
     """Return what `my_global_rank` receives of one parameter, from the ranks of one source description's group.
 
-    A rank outside the destination's group receives nothing.
-
-    Split evenly along one dimension: LCM tiling. Split on neither side: one replica. Anything else (blocks of
-    different size, another dimension, explicit tiles): tile intersection.
+    A rank outside the destination's group receives nothing. Even splits of one dimension use LCM tiling, tensors that
+    neither side splits one replica, and all others (blocks of different size, another dimension, explicit tiles) tile
+    intersection.
 
     Raises:
-        PlanError: the two descriptions do not fit each other.
+        PlanError: the two descriptions contradict each other.
     """
     descriptors = sharding_descriptors(src_metadata, dst_metadata)
     if descriptors:

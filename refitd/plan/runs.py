@@ -1,4 +1,4 @@
-"""Boxes of a local tensor as runs of neighbouring elements, and what they leave out of it.
+"""Boxes of a local tensor as runs of adjacent elements, and the parts of the tensor that they leave out.
 
 rows 0:2, columns 0:3 of [2, 4]  ->  runs [0:3] [4:7]  ->  left out [3:4] [7:8], which is one box, 2 apart 4
 """
@@ -12,16 +12,16 @@ import numpy as np
 from refitd.plan.coalesce import Rows, coalesced
 from refitd.plan.columns import Ints
 
-# what is interleaved more finely cannot be checked in reasonable time and memory
+# more runs cannot be checked in reasonable time and memory
 MAX_RUNS = 2**23
 
 Box = tuple[int, Sequence[int], Sequence[int]]  # first element, sizes, strides
 
 
 def runs_of(boxes: Iterable[Box]) -> tuple[Ints, Ints] | None:
-    """Return (first element, length) of every run, unsorted; None where there are more than MAX_RUNS.
+    """Return (first element, length) of every run, unsorted; None if there are more than MAX_RUNS.
 
-    Strides must be nested, as `refitd.describe.layout` demands of tiles.
+    Strides must be nested, as `refitd.describe.layout` requires of tiles.
     """
     starts, lengths, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for offset, size, stride in boxes:
@@ -44,7 +44,7 @@ def runs_of(boxes: Iterable[Box]) -> tuple[Ints, Ints] | None:
 
 
 def share_a_place(boxes: Iterable[Box]) -> bool:
-    """Whether two boxes have an element in common; true as well where there are too many runs to say."""
+    """Return whether two boxes share an element; also True if there are too many runs to tell."""
     runs = runs_of(boxes)
     if runs is None:
         return True
@@ -54,9 +54,9 @@ def share_a_place(boxes: Iterable[Box]) -> bool:
 
 
 def left_out(boxes: Iterable[Box], elements: int) -> Rows | None:
-    """Return what disjoint boxes leave of a local tensor, as few boxes: the `dst` columns of the rows.
+    """Return the elements that disjoint boxes leave out, as few boxes in the `dst` columns of the rows.
 
-    None where that is interleaved too finely.
+    Returns None if they are interleaved too finely.
     """
     runs = runs_of(boxes)
     if runs is None:

@@ -1,6 +1,6 @@
-"""A plan in the form it is made in: rows without ranks, and jobs that say which ranks perform which rows.
+"""The planner's form of a plan: rows without ranks, and jobs that assign rows to pairs of ranks.
 
-Thousands of ranks of few kinds share few rows; only `expand` writes a row for every pair of ranks.
+Thousands of ranks of few kinds share few rows; only `expand` makes a row for every pair of ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from refitd.plan.fills import FillTable, SharedFills, fills_from
 from refitd.plan.regions import Regions
 from refitd.plan.table import CopyTable
 
-# a task id is the destination's rank, then a hash of the tensor and of the place that is written
+# a task id is the destination's rank followed by a hash of the tensor and of the place written
 PLACE_BITS = 43
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """Job j copies rows row_start[k]:row_start[k + 1], k = job_rows[j], from job_src[j] to job_dst[j].
+    """Rows, and jobs that perform them. Jobs are sorted by (dst, src).
 
-    `rows.owner` is k; `rows.tensor` and both locals index the names. Jobs are sorted by (dst, src).
+    Job j copies rows row_start[k]:row_start[k + 1], k = job_rows[j], from job_src[j] to job_dst[j]. `rows.owner` is k;
+    `rows.tensor` and both locals index the names.
     """
 
     tensors: tuple[str, ...]
@@ -42,7 +43,7 @@ class SharedPlan:
 
     @functools.cached_property
     def places(self) -> Ints:
-        """The part of each row's task id that does not depend on the rank: tensor and place written."""
+        """The part of each row's task id that does not depend on the rank: a hash of tensor and place written."""
         tensors, names = name_hashes(self.tensors), name_hashes(self.locals)
         rows = self.rows
         place = hashed([tensors[rows.tensor], names[rows.dst_local], rows.dst_offset])
@@ -81,7 +82,7 @@ class SharedPlan:
         )
 
     def digest(self) -> str:
-        """Return a digest of everything the plan says."""
+        """Return a digest of the whole plan."""
         digest = xxhash.xxh3_128()
         rows = self.rows
         for names in (self.tensors, self.locals):
@@ -109,7 +110,7 @@ class SharedPlan:
 
 
 class Planner(enum.Enum):
-    """What has planned a tensor. Both would have planned the same copies."""
+    """The method that planned a tensor. Where LCM tiling applies, both plan the same copies."""
 
     LCM = "lcm"
     INTERSECT = "intersect"
@@ -120,11 +121,11 @@ class GlobalPlan:
     """Every copy of a refit, and every fill.
 
     Attributes:
-        shared: the copies; rows that several ranks have in common are there once.
+        shared: the copies; rows that several ranks share are stored once.
         unused_sources: canonical names that some rank offers and none wants.
-        is_lcm: for each of `shared.tensors`, whether LCM tiling has planned it.
-        digest: identifies what the plan does.
-        regions: what several source ranks hold, to be compared before anything moves.
+        is_lcm: for each of `shared.tensors`, whether LCM tiling planned it.
+        digest: identifies the plan's copies and fills.
+        regions: elements that several source ranks hold, to be compared before anything moves.
     """
 
     shared: SharedPlan
@@ -134,7 +135,7 @@ class GlobalPlan:
     regions: Regions
 
     def planner_of(self, tensor: str) -> Planner | None:
-        """Return what has planned a canonical tensor; None where the plan does not move it."""
+        """Return the method that planned a canonical tensor; None if the plan does not move it."""
         if tensor not in self.shared.tensors:
             return None
         number = self.shared.tensors.index(tensor)
@@ -149,12 +150,12 @@ class GlobalPlan:
 
     @functools.cached_property
     def fills(self) -> FillTable:
-        """What destinations hold where no canonical element belongs, one row per rank and box."""
+        """The fills, one row per rank and box."""
         return self.shared.fills.expand(self.shared.locals)
 
 
 def shared_from(table: CopyTable, fills: FillTable | None) -> SharedPlan:
-    """Return any tables as a shared plan: the inverse of `expand`, but for the order of rows."""
+    """Return tables as a shared plan: the inverse of `expand`, except for the order of rows."""
     order = np.lexsort((np.arange(len(table)), table.src_rank, table.dst_rank))
     sorted_table = table.select(order)
     src, dst = (column.astype(np.int64) for column in (sorted_table.src_rank, sorted_table.dst_rank))

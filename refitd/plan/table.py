@@ -1,4 +1,4 @@
-"""The columnar form of a plan: one row per copy, integers in arrays, names once."""
+"""Plan tables: one row per copy, integers in columns, each name stored once."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Int64 = npt.NDArray[np.int64]
 MAX_DIMS = 8
 NO_CASTS: Int32 = np.zeros(0, np.int32)
 NAMES = ("tensors", "locals")
-NAMED_BY = {"tensors": ("tensor",), "locals": ("local", "src_local", "dst_local")}  # the columns that index them
-OPTIONAL = ("cast",)  # columns that do not travel where they are all zero
+NAMED_BY = {"tensors": ("tensor",), "locals": ("local", "src_local", "dst_local")}  # the columns that index each
+OPTIONAL = ("cast",)  # columns that are not sent if all zero
 BOXES = ("size", "stride", "src_stride", "dst_stride")
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTable(Columns):
-    """What tables of plans have in common: names once, and the form in which they travel.
+    """Base of plan tables: shared names, and the wire form.
 
-    A subclass annotates its columns Int32 or Int64.
+    Subclasses must annotate their columns as Int32 or Int64, which determines the wire form.
     """
 
     locals: tuple[str, ...]  # names of local tensors
@@ -97,7 +97,7 @@ class PlanTable(Columns):
         return table
 
     def _check_ranges(self) -> None:
-        """Raise ValueError where a number is out of range; only asked where there are rows."""
+        """Raise ValueError if a number is out of range; called only for tables with rows."""
         if self.element_size.min() < 1 or self.size.min() < 1:
             raise ValueError("plan table: sizes must be positive")
 
@@ -114,26 +114,26 @@ class PlanTable(Columns):
 
 @dataclass(frozen=True, eq=False)
 class CopyTable(PlanTable):
-    """Copies between local tensors: row i moves one strided box of elements, in row-major order of the box.
+    """Copies between local tensors: each row moves one strided box of elements, in the box's row-major order.
 
-    A box has D dimensions (the same D for every row; short boxes are padded in front with size 1, stride 0).
-    Element (i0, ..., iD-1) of row r is read at `src_offset[r] + sum(ik * src_stride[r, k])` of the source's
-    local tensor and written at the same expression with `dst_`. Offsets and strides count elements of the
-    local tensor laid out row-major in its own shape, whatever its strides in memory are.
+    All boxes have D dimensions; shorter boxes are padded in front with size 1, stride 0. Element (i0, ..., iD-1) of row
+    r is read at `src_offset[r] + sum(ik * src_stride[r, k])` of the source's local tensor, and written at the same
+    expression with `dst_`. Offsets and strides count elements of the local tensor as if it were row-major, whatever its
+    strides in memory are.
     """
 
     tensors: tuple[str, ...]  # canonical names
     tensor: Int32  # [n] index into `tensors`
     src_rank: Int32  # [n]
     dst_rank: Int32  # [n]
-    src_local: Int32  # [n] index into `locals`, which are names of both sides
+    src_local: Int32  # [n] index into `locals`, which holds names of both sides
     dst_local: Int32  # [n] index into `locals`
-    task_id: Int64  # [n] the same on both ends, unique in the plan
+    task_id: Int64  # [n] equal on both ends, unique in the plan
     src_offset: Int64  # [n]
     src_stride: Int64  # [n, D]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
-    cast: Int32 = field(default_factory=lambda: NO_CASTS)  # [n] refitd.describe.casts; by default no row has one
+    cast: Int32 = field(default_factory=lambda: NO_CASTS)  # [n] number in refitd.describe.casts; by default none
 
     def __post_init__(self) -> None:
         if self.cast is NO_CASTS:

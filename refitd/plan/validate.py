@@ -1,15 +1,15 @@
-"""Prove a plan, or say everything that is wrong with it. Shares nothing with planning but how rosters are read.
+"""Prove a plan correct, or list everything that is wrong with it. Shares only the reading of rosters with planning.
 
-Two things are proven. *Content*: every row is taken back, at both ends, from places in local tensors to
-coordinates of the canonical tensor, and both ends must name the same box. That bounds it as well: a place
-outside what a rank described has no coordinates. *Coverage*: the boxes that a rank receives must make up exactly
-what it wants, nothing twice and nothing left out. For that each box gets a number that adds up:
+Two things are proven. *Content*: at both ends, each row's places in local tensors are mapped back to canonical
+coordinates, and both ends must give the same box. This also checks bounds: a place outside what a rank described has
+no coordinates. *Coverage*: the boxes that a rank receives must make up exactly what it wants, nothing twice and nothing
+left out. For this each box gets an additive number:
 
     number(box) = product over dimensions of (h(high edge) - h(low edge))   modulo 2**64, h a hash
 
-Where boxes tile a larger one, the hashes of inner edges cancel and their numbers add up to its number; where an
-element is missing or doubled they do not (but for one chance in some 2**60). So the rows that many ranks share
-are looked at once, and each rank costs one sum.
+If boxes tile a larger box, the hashes of inner edges cancel and the numbers add up to that box's number. If an element
+is missing or doubled they do not (except with a probability of about 2**-60). So rows that many ranks share are checked
+once, and each rank costs one sum.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ MAX_PIECES = 2**23
 
 
 def violations(plan: GlobalPlan | CopyTable, rosters: Sequence[Roster], fills: FillTable | None = None) -> list[str]:
-    """Return everything that keeps a plan from filling these rosters' destinations exactly.
+    """Return every reason why a plan does not write these rosters' destinations correctly.
 
-    An empty list proves: every row lies within what both ranks described, carries the elements it should, every
-    element of every destination's local tensor is written once, by a copy or by the fill that it declares, the
-    ranks at both ends are there, and task ids are unique.
+    An empty list proves that every row lies within what both ranks described and carries the right elements, that every
+    element of every destination's local tensor is written once, by a copy or by its declared fill, that the ranks at
+    both ends exist, and that task ids are unique.
 
     Args:
-        plan: what is to be performed.
-        rosters: what it is for.
-        fills: beside a CopyTable, the fills that go with it; a GlobalPlan has its own.
+        plan: the plan.
+        rosters: the rosters that it was made for.
+        fills: the fills that belong to a CopyTable; a GlobalPlan has its own.
     """
     layouts, problems = read_rosters(rosters)
     if problems:
@@ -60,17 +60,17 @@ def violations(plan: GlobalPlan | CopyTable, rosters: Sequence[Roster], fills: F
 
 @dataclass(frozen=True, eq=False)
 class _Uses:
-    """Which rows are used between which classes: use u is (rows kind[u], source class, destination class)."""
+    """Distinct (rows, source class, destination class) of jobs: use u performs rows kind[u] between its classes."""
 
     kind: Ints
     source_class: Ints
     destination_class: Ints
-    job: Ints  # [uses] an example
+    job: Ints  # [uses] an example job
     use_of_job: Ints
 
 
 def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
-    """Return everything that is wrong with a plan for these layouts, none of which has a problem of its own."""
+    """Return everything that is wrong with a plan for these layouts, which must be free of problems."""
     tensors, names = _renamed(plan.tensors, layouts.tensors), _renamed(plan.locals, layouts.locals)
     rows = replace(
         plan.rows,
@@ -94,7 +94,7 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
 
 
 def _renamed(names: Sequence[str], known: Sequence[str]) -> Ints:
-    """Return each name's position among the known ones, or -1."""
+    """Return each name's position in `known`, or -1."""
     position = {name: i for i, name in enumerate(known)}
     return np.array([position.get(name, -1) for name in names], np.int64)
 
@@ -105,7 +105,7 @@ def _positions(ranks: Ints, wanted: Ints) -> Ints:
 
 
 def _strangers(plan: SharedPlan, layouts: Layouts, src: Ints, dst: Ints) -> list[str]:
-    """Return the ranks that the plan names and that have nothing to send or to receive."""
+    """Return a message for each rank of the plan that offers nothing to send or wants nothing to receive."""
     found = []
     for side, at, ranks, what in (
         (layouts.source, src, plan.job_src, "sends, and offers nothing"),
@@ -126,7 +126,7 @@ def _uses(plan: SharedPlan, source_class: Ints, destination_class: Ints) -> _Use
 def _traced(
     rows: Rows, uses: _Uses, held: TileIndex, wanted: TileIndex, layouts: Layouts, plan: SharedPlan
 ) -> tuple[Spans, list[str]]:
-    """Take every row back to canonical boxes at both ends; return the destinations' spans, by use."""
+    """Map every row to canonical boxes at both ends; return the destinations' spans, by use, and problems."""
     done: list[Spans] = []
     wrong: dict[str, str] = {}
 
@@ -157,7 +157,7 @@ def _traced(
         part = ~lost & ~whole
         if not part.any():
             break
-        # the end that does not fit says where to cut, and both are cut there
+        # the end that leaves its tile determines where both are cut
         dim = np.where(dst.is_whole, src.cut_dim, dst.cut_dim)[part]
         count = np.where(dst.is_whole, src.cut_at, dst.cut_at)[part]
         rows = _cut(rows.select(part), dim, count)
@@ -185,7 +185,7 @@ def _cut(rows: Rows, dim: Ints, count: Ints) -> Rows:
 
 
 def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
-    """Return the number of each box of a tile: it adds up where boxes are put together."""
+    """Return the additive number of each box of a tile (see the module's docstring)."""
     result = np.ones(len(tile), np.uint64)
     for d in range(offset.shape[1]):
         dims = np.full(len(tile), d)
@@ -195,7 +195,7 @@ def _numbers(tile: Ints, offset: Ints, size: Ints) -> Hashes:
 
 
 def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts: Layouts) -> list[str]:
-    """Return the destination tensors that a rank would not receive exactly once."""
+    """Return a message for each destination tile whose elements are not all received exactly once."""
     side = layouts.destination
     owed = np.zeros(side.classes, np.uint64)
     np.add.at(owed, wanted.layout_class, _numbers(np.arange(len(wanted.key)), wanted.offset, wanted.size))
@@ -224,7 +224,7 @@ def _uncovered(spans: Spans, uses: _Uses, wanted: TileIndex, dst: Ints, layouts:
 
 
 def _ambiguous_ids(plan: SharedPlan, at: Ints, destination_class: Ints) -> list[str]:
-    """Return a message if two copies of one destination class derive the same task id."""
+    """Return a message if two copies to one destination class have the same task id."""
     rows = plan.rows.select(at)
     by_id = distinct(hashed([destination_class, plan.places[at]]))
     by_place = distinct(hashed([destination_class, rows.tensor, rows.dst_local, rows.dst_offset]))

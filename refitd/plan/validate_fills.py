@@ -1,7 +1,7 @@
 """Prove that tiles and fills together write every element of every destination's local tensor exactly once.
 
-Tiles share no place (places.doubly_placed). So it is enough that the fills of a local tensor lie inside it, that
-neither they nor the tiles meet, and that there are as many elements in them as the tiles leave.
+Tiles share no place (`coordinates.doubly_placed`). So it is enough that the fills of a local tensor lie inside it, that
+they overlap neither tiles nor each other, and that they have as many elements as the tiles leave out.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from refitd.plan.runs import Box, share_a_place
 
 @dataclass(frozen=True, eq=False)
 class _Locals:
-    """The destinations' local tensors by class: those of entries first[i]:end[i], with `owed` elements in no tile."""
+    """The destinations' local tensors by class: tensor i has entries first[i]:end[i] and `owed[i]` elements to fill."""
 
     first: Ints
     end: Ints
     owed: Ints
     key: Ints  # class * names + local, sorted
-    row: Ints  # of `first`, by key
+    row: Ints  # index into `first` for each key
 
 
 def fill_violations(fills: SharedFills, local: Ints, layouts: Layouts) -> list[str]:
-    """Return every local tensor that fills do not complete; `local` has the layouts' numbers of the fills' names."""
+    """Return a message for each local tensor that is filled wrongly; `local` numbers the fills' names as in layouts."""
     side, names = layouts.destination, len(layouts.locals)
     tensors = _locals(layouts)
     at = find(layouts.ranks, fills.rank)
@@ -70,7 +70,7 @@ def _locals(layouts: Layouts) -> _Locals:
     boxes = np.concatenate([[0], np.cumsum(np.prod(geometries.box_size, axis=1)[geometries.tile_box])])
     in_tiles = boxes[geometries.tile_start[1:]] - boxes[geometries.tile_start[:-1]]
     total = np.array([int(np.prod(shape, dtype=object)) for shape in geometries.shapes], np.int64)
-    # a class lists what one local tensor is made of in rows behind each other
+    # the entries of one local tensor are consecutive rows of its class
     opens = np.ones(len(side.entry_class), bool)
     opens[1:] = (np.diff(side.entry_class) != 0) | (np.diff(side.entry_local) != 0)
     first = np.flatnonzero(opens)
@@ -100,7 +100,7 @@ def _problem(layouts: Layouts, geometry: Ints, owed: int, fills: SharedFills, ro
     filled = int(np.prod(fills.size[rows], axis=1).sum())
     if filled != max(owed, 0):
         return f"would fill {filled} elements of its local tensor {shape}, and {owed} belong to no tile"
-    if owed <= 0:  # where tiles overlap, that is reported elsewhere
+    if owed <= 0:  # negative if tiles overlap, which is reported elsewhere
         return ""
     if (geometries.fill[geometry[:1]] < 0).any():
         return "would fill elements, and no value is declared for them"

@@ -1,7 +1,7 @@
-"""Each rank's plan as TransferOps: slices of its tensors and of its peers', made when they are looked at.
+"""Each rank's plan as TransferOps: slices of its tensors and of its peers', made on access.
 
-A row of the plan may be a box that no tuple of slices can say (the two halves of a gated fc1 in one row). Such a
-row becomes several ops; the first has the row's task id, the others ids derived from it.
+Some rows are boxes that no tuple of slices can express (the two halves of a gated fc1 in one row). Such a row becomes
+several ops; the first has the row's task id, the others have ids derived from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def reshard_plans(plan: SharedPlan, layouts: Layouts) -> dict[int, ReshardPlan]:
 
 
 class RankOps(Sequence[TransferOp]):
-    """The sends or the receives of one rank. Iterating makes the ops; nothing is kept but what was asked for."""
+    """The sends or the receives of one rank, as a sequence of ops that is made at the first access."""
 
     def __init__(self, slicer: _Slicer, jobs: Ints, *, is_send: bool) -> None:
         self._slicer = slicer
@@ -77,7 +77,7 @@ class RankOps(Sequence[TransferOp]):
 
 @dataclass(frozen=True, slots=True)
 class RowBox:
-    """A row as plain numbers."""
+    """The box of one row, as Python numbers."""
 
     size: tuple[int, ...]
     src_offset: int
@@ -86,7 +86,7 @@ class RowBox:
     dst_stride: tuple[int, ...]
 
     def parts(self) -> Iterator[RowBox]:
-        """Yield the row without its outermost dimension, once for each index in it."""
+        """Yield the sub-box at each index of the outermost dimension."""
         count, src, dst = self.size[0], self.src_stride[0], self.dst_stride[0]
         for i in range(count):
             yield RowBox(
@@ -99,7 +99,7 @@ class RowBox:
 
 
 class _Slicer:
-    """Turns rows into slices, each row once for all the ranks that share it."""
+    """Turns rows into slices, once for all ranks that share a row."""
 
     def __init__(self, plan: SharedPlan, layouts: Layouts) -> None:
         self._plan = plan
@@ -147,7 +147,7 @@ class _Slicer:
 
 
 def row_pieces(row: RowBox, src_shape: Sequence[int], dst_shape: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
-    """Yield (source slices, destination slices) that together are the row, in order; the same on both ends."""
+    """Yield (source slices, destination slices) that together make up the row, in the same order on both ends."""
     src = slices_of(src_shape, row.src_offset, row.size, row.src_stride)
     dst = slices_of(dst_shape, row.dst_offset, row.size, row.dst_stride)
     if src is not None and dst is not None:
@@ -158,7 +158,7 @@ def row_pieces(row: RowBox, src_shape: Sequence[int], dst_shape: Sequence[int]) 
 
 
 def slices_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Slices | None:
-    """Return the slices of a row-major tensor that are this box, in this order; None where there are none.
+    """Return the slices of a row-major tensor that select this box in this order; None if no slices do.
 
     shape [4, 6], offset 13, size (2, 3), stride (6, 1)  ->  [2:4, 1:4]
     """
@@ -203,7 +203,7 @@ def _local_shapes(layouts: Layouts, side: Side) -> dict[tuple[int, int], tuple[i
 
 
 def op_task_id(dst_rank: int, place: int, number: int) -> int:
-    """Return the task id of a row's piece: the row's own for the first, one derived from it for the others."""
+    """Return the task id of piece `number` of a row: the row's own for piece 0, a derived one for the others."""
     if number:
         place = int(mixed(np.array([place * 2**20 + number], np.int64))[0]) & (2**PLACE_BITS - 1)
     return dst_rank << PLACE_BITS | place

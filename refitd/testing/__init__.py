@@ -1,6 +1,6 @@
-"""For tests of what uses refitd: a real daemon or cluster, an engine that polls, and an oracle that knows no planner.
+"""Helpers for testing code that uses refitd: real daemons and clusters, a polling engine, an oracle for plans.
 
-Nothing here imports pytest but `refitd.testing.fixtures`, nor torch before a tensor is registered.
+Only `refitd.testing.fixtures` imports pytest. torch is imported only once a tensor is registered.
 """
 
 from refitd.testing.cluster import Cluster

@@ -1,4 +1,4 @@
-"""A coordinator and daemons of several nodes on this machine, each of which a test may break and mend."""
+"""A coordinator and the daemons of several nodes on this machine, which a test can stop and restart."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from refitd.testing.processes import Process, ProcessFailed, eventually
 
 
 class Cluster:
-    """`refitd coordinator` and a `refitd serve` for each node, which know each other by keys, over the loopback.
+    """`refitd coordinator` and a `refitd serve` for each node, connected over loopback and authenticated by keys.
 
     Attributes:
-        coordinator: its process.
-        daemons: the daemons by the names of their nodes.
-        journal: the coordinator's file.
-        folder: configurations, logs, and a runtime directory for each.
+        coordinator: the coordinator's process.
+        daemons: the daemons by node name.
+        journal: the coordinator's journal file.
+        folder: holds configurations, logs, and each process's runtime directory.
     """
 
     def __init__(
         self, nodes: Sequence[str] = ("n0", "n1"), config: str = "", *, workers: int = 1, endpoint: str = ""
     ) -> None:
-        """Start nothing yet.
+        """Prepare the cluster; `start` starts it.
 
         Args:
-            nodes: their names.
+            nodes: the nodes' names.
             config: TOML for the coordinator and for every daemon.
-            workers: how many worker processes each daemon has.
-            endpoint: where the coordinator listens; "": a free port of the loopback.
+            workers: the number of worker processes of each daemon.
+            endpoint: where the coordinator listens; "": a free loopback port.
         """
-        # short: a socket's path holds 107 bytes
+        # a short prefix, because a socket's path holds at most 107 bytes
         self.folder = Path(tempfile.mkdtemp(prefix="rfc"))
         self.endpoint = endpoint or f"tcp://127.0.0.1:{free_port()}"
         self.journal = self.folder / "coordinator" / "journal.sqlite"
@@ -45,10 +45,10 @@ class Cluster:
         self.daemons: dict[str, Daemon] = {}
 
     def start(self) -> Self:
-        """Start all of them and wait until every node has joined.
+        """Start all processes and wait until every node has joined.
 
         Raises:
-            ProcessFailed: one does not start.
+            ProcessFailed: a process does not start.
         """
         try:
             self._make_keys()
@@ -87,44 +87,44 @@ class Cluster:
         return {"folder": self.folder, "environment": environment, "prefix": self.prefix(name)}
 
     def environment(self, name: str) -> Mapping[str, str]:
-        """Return what the coordinator or a daemon is to have in its environment beside the usual; for subclasses."""
+        """Return additional environment variables for the coordinator or a daemon; for subclasses to override."""
         return {}
 
     def prefix(self, name: str) -> Sequence[str]:
-        """Return what the command of the coordinator or of a daemon begins with; for subclasses."""
+        """Return a command prefix for the coordinator or a daemon; for subclasses to override."""
         return ()
 
     def parts(self) -> list[Process]:
-        """Return the coordinator and the daemons, in the order in which they are started."""
+        """Return the coordinator and the daemons, in the order of their start."""
         return [self.coordinator, *self.daemons.values()] if self.daemons else []
 
     def logs(self, tail: int = LOG_TAIL) -> str:
-        """Return the ends of all logs, so many characters of each."""
+        """Return the last `tail` characters of each log."""
         found = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- log of {path.stem}\n{path.read_text(errors='replace')[-tail:]}" for path in found)
 
     def marked(self, name: str, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for another process that is to count as one of this cluster."""
+        """Return an environment for another process, marked so that it counts as one of this cluster."""
         return marked(self.folder, name, environment)
 
     def running(self) -> dict[int, str]:
-        """Return all that was started here, and what that has started: pid -> command line."""
+        """Return {pid: command line} of all processes started here, and of their descendants."""
         return leaks.processes_of(f"={self.folder}/")
 
     def stop(self) -> list[str]:
-        """End the daemons and then the coordinator in order; return what went wrong and what was left behind."""
+        """Stop the daemons and then the coordinator (SIGTERM); return failures and leftovers."""
         left = [f"{part.name}: {problem}" for part in reversed(self.parts()) for problem in part.stop()]
         left += [f"process {pid}: {command}" for pid, command in self.running().items()]
         return left + [f"coordinator: file {name}" for name in leaks.files_in(self.journal.parent)]
 
     def kill(self) -> None:
-        """End what still runs, by force; logs stay."""
+        """Kill what still runs; logs stay."""
         leaks.kill_all(f"={self.folder}/")
         for part in self.parts():
             part.kill()
 
     def remove(self) -> None:
-        """End what still runs, by force, and delete the folder."""
+        """Kill what still runs, and delete the folder."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -143,7 +143,7 @@ class Cluster:
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on."""
+    """Return a free loopback port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A real daemon, and a coordinator, for a test: private directories, logs on failure, leavings reported."""
+"""A real daemon or coordinator for a test: private directories, logs on failure, leftovers reported."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from refitd.protocol.reports import NodeStatus, StatusReport
 
 LOG_TAIL = 20_000  # characters of a log that an error shows
-_MARK = "TESTED_IN"  # in the environment of all that is started here, and of what that starts
+_MARK = "TESTED_IN"  # environment variable of all processes started here, which their children inherit
 
 
 class Options(TypedDict, total=False):
-    """How a Service is started, where it is not as usual.
+    """Options of a Service.
 
     Attributes:
-        folder: where its configuration, its log and its runtime directory go; the default is a temporary folder of its
-            own, which `remove` deletes.
-        directory: its runtime directory, if it is not one below `folder`.
-        environment: over this process's environment, and over the configuration where it has REFITD_NODE__WORKERS and
-            such. This process's own REFITD_ variables do not count.
-        prefix: what the command line begins with, as ("ip", "netns", "exec", "a").
+        folder: holds its configuration, log and runtime directory; by default a new temporary folder, which `remove`
+            deletes.
+        directory: its runtime directory, if not inside `folder`.
+        environment: added to this process's environment, whose own REFITD_ variables are dropped. REFITD_ variables in
+            it (REFITD_NODE__WORKERS) override the configuration.
+        prefix: a command prefix, such as ("ip", "netns", "exec", "a").
         prepare: see Process.
         own_session: see Process.
     """
@@ -48,24 +48,24 @@ class Options(TypedDict, total=False):
 
 
 class Service(Process):
-    """One of refitd's own processes: its configuration, its directory, its log.
+    """A refitd process with its configuration, runtime directory and log.
 
     Attributes:
         directory: its runtime directory, where clients find a daemon.
-        folder: what holds the directory, the configuration and the log.
+        folder: holds the runtime directory, the configuration and the log.
     """
 
     def __init__(self, name: str, command: str, config: str = "", **options: Unpack[Options]) -> None:
-        """Write the configuration; start nothing yet.
+        """Write the configuration; `start` starts the process.
 
         Args:
-            name: what it, its log and its directory are called.
+            name: the name of the process, its log and its directory.
             command: "serve" or "coordinator".
             config: TOML.
             options: see Options.
         """
         self._owns_folder = "folder" not in options
-        # short: a socket's path holds 107 bytes
+        # a short prefix, because a socket's path holds at most 107 bytes
         self.folder = options["folder"] if "folder" in options else Path(tempfile.mkdtemp(prefix="rfd"))
         self.directory = options.get("directory", self.folder / name)
         path = self.folder / f"{name}.toml"
@@ -83,12 +83,12 @@ class Service(Process):
         )
 
     def children(self) -> dict[int, str]:
-        """Return what it has started and still runs: pid -> command line."""
+        """Return {pid: command line} of its running descendants."""
         mine = self.pid if self.is_running else 0
         return {pid: command for pid, command in leaks.processes_of(self._mark).items() if pid != mine}
 
     def remove(self) -> None:
-        """End it and all that it has started, by force, and delete its temporary folder."""
+        """Kill it and its descendants, and delete its temporary folder."""
         self.kill()
         leaks.kill_all(self._mark)
         if self._owns_folder:
@@ -97,7 +97,7 @@ class Service(Process):
     def _not_started(self, why: str = "") -> ProcessFailed:
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self.popen is not None and not why:
-                self.popen.wait(END_S)  # what it has to clean up, it does now
+                self.popen.wait(END_S)  # let it clean up
         self.kill()
         left = leaks.files_in(self.directory)
         said = f"{self.name} did not start{why}:\n{self.log()[-LOG_TAIL:]}" + (f"\nit has left {left}" if left else "")
@@ -120,13 +120,13 @@ class Service(Process):
 
 
 def marked(folder: Path, name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without settings of refitd, with others, and with a mark to be found by."""
+    """Return this process's environment without REFITD_ variables, plus `environment` and a mark to find it by."""
     kept = {variable: text for variable, text in os.environ.items() if not variable.startswith("REFITD_")}
     return {**kept, **environment, _MARK: f"{folder}/{name}/"}
 
 
 def joined(client: Client) -> int:
-    """Return how many nodes the coordinator of a client's daemon knows, 0 while none answers."""
+    """Return how many nodes the coordinator knows; 0 while it does not answer."""
     try:
         return len(client.status().nodes)
     except TransportError:
@@ -134,17 +134,17 @@ def joined(client: Client) -> int:
 
 
 class Coordinator(Service):
-    """`refitd coordinator`, for daemons that are not standalone."""
+    """A `refitd coordinator` process, for daemons that are not standalone."""
 
     def __init__(self, config: str = "", *, name: str = "coordinator", **options: Unpack[Options]) -> None:
-        """Take TOML and Options."""
+        """Write the configuration (TOML); see Options for the options."""
         super().__init__(name, "coordinator", config, **options)
 
     def start(self) -> Self:
         """Start it and wait until it listens.
 
         Raises:
-            ProcessFailed: it has ended instead, or does not listen within START_S.
+            ProcessFailed: it ended instead, or does not listen within START_S.
         """
         before = self.log().count("event=ready")
         super().start()
@@ -158,10 +158,10 @@ class Coordinator(Service):
 
 
 class Daemon(Service):
-    """`refitd serve` on a directory of its own: standalone, unless it joins another coordinator.
+    """A `refitd serve` process in its own directory: standalone, unless it joins another coordinator.
 
-    As a context manager it starts, and at the end of the block is stopped and raises ProcessFailed if it has left
-    processes or files. If the block raises, its log is added to that error.
+    As a context manager it starts the daemon, stops it at the end of the block, and raises ProcessFailed if the daemon
+    left processes or files behind. If the block raises, the log is added to that error.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class Daemon(Service):
         joins: str = "",
         **options: Unpack[Options],
     ) -> None:
-        """Write the configuration; start nothing yet.
+        """Write the configuration; `start` starts the process.
 
         Args:
-            config: TOML, as for `refitd serve --config`; `name` and `workers` stand above it.
-            name: of the node.
-            workers: how many worker processes copy.
-            standalone: whether it runs a coordinator of its own.
-            joins: the endpoint of a coordinator that runs already, as another daemon's `endpoint`: not standalone.
+            config: TOML, as for `refitd serve --config`; `name` and `workers` override it.
+            name: the node's name.
+            workers: the number of worker processes.
+            standalone: whether it runs its own coordinator.
+            joins: the endpoint of a running coordinator, such as another daemon's `endpoint`; then not standalone.
             options: see Options.
         """
         given = {"REFITD_NODE__NAME": name, "REFITD_NODE__WORKERS": str(workers)}
@@ -193,14 +193,14 @@ class Daemon(Service):
 
     @property
     def endpoint(self) -> str:
-        """Where its standalone coordinator listens; other daemons of this machine join it there."""
+        """Its standalone coordinator's endpoint, which other daemons of this machine can join."""
         return f"ipc://{self.directory / 'coordinator.sock'}"
 
     def start(self, timeout: float = START_S) -> Self:
         """Start it and wait until clients can connect.
 
         Raises:
-            ProcessFailed: it has ended instead, or is not ready within `timeout` seconds.
+            ProcessFailed: it ended instead, or is not ready within `timeout` seconds.
         """
         ready_r, ready_w = os.pipe()
         try:
@@ -223,7 +223,7 @@ class Daemon(Service):
         return connect(self.directory, name=name, timeout=timeout)
 
     def status(self) -> StatusReport:
-        """Return what its coordinator knows."""
+        """Return its coordinator's status."""
         with self.connect("status") as client:
             return client.status()
 
@@ -232,7 +232,7 @@ class Daemon(Service):
         return self.status().nodes[0]
 
     def node_of(self, name: str) -> NodeStatus:
-        """Return the status of a node of its cluster, once all workers of that are there."""
+        """Return the status of a node of its cluster, once all workers of that node are running."""
 
         def found() -> NodeStatus:
             return next(node for node in self.status().nodes if node.node == name)
@@ -241,14 +241,14 @@ class Daemon(Service):
         return found()
 
     def workers(self) -> list[int]:
-        """Return the pids of its workers, as the kernel knows them."""
+        """Return the pids of its workers, from /proc."""
         return [pid for pid, command in self.children().items() if "refitd.worker" in command]
 
     def start_coordinator(self) -> Coordinator:
-        """Start `refitd coordinator` in the directory of this daemon, which is not standalone; wait until they meet.
+        """Start `refitd coordinator` in the directory of this (not standalone) daemon; wait until it has joined.
 
         Raises:
-            ProcessFailed: it does not start.
+            ProcessFailed: the coordinator does not start.
         """
         config = (self.folder / f"{self.name}.toml").read_text()
         found = Coordinator(config, folder=self.folder, directory=self.directory)
@@ -259,14 +259,14 @@ class Daemon(Service):
         return found
 
     def stop(self) -> list[str]:
-        """End it in order; return what went wrong and what was left behind: processes, and files but for journals."""
+        """Stop it (SIGTERM); return failures and leftovers: processes, and files other than journals."""
         left = [problem for part in self._coordinators if part.is_running for problem in part.stop()]
         left += super().stop()
         left += [f"process {pid}: {command}" for pid, command in self.children().items()]
         return left + [f"file {name}" for name in leaks.files_in(self.directory)]
 
     def remove(self) -> None:
-        """End it, its coordinators and all that they have started, by force, and delete its temporary folder."""
+        """Kill it, its coordinators and their descendants, and delete its temporary folder."""
         for coordinator in self._coordinators:
             coordinator.remove()
         super().remove()

@@ -1,4 +1,4 @@
-"""The pytest plugin of refitd.testing: `pytest_plugins = ["refitd.testing.fixtures"]` in the topmost conftest.py."""
+"""The pytest plugin of refitd.testing: put `pytest_plugins = ["refitd.testing.fixtures"]` in the top conftest.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAILED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note that a test has failed: its daemons' logs are of interest."""
+    """Note that a test has failed, so that its daemons' logs are printed."""
     report = yield
     if report.failed:
         item.stash[_FAILED] = True
@@ -24,7 +24,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def start_daemon(request: pytest.FixtureRequest) -> Iterator[Callable[..., Daemon]]:
-    """Start daemons, with Daemon's arguments, which are stopped after the test and may leave nothing behind."""
+    """Return a function that starts a Daemon. After the test all are stopped; leftovers fail the test."""
     started: list[Daemon] = []
     gc.collect()
     before = len(leaks.own_memory_files())

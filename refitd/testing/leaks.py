@@ -1,4 +1,4 @@
-"""What processes hold, counted by kind, so that what is left over after a fault can be named."""
+"""Find and count what processes hold (descendants, descriptors, files), to name leaks after a fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Return the processes that were started with this in their environment: pid -> command line."""
+    """Return {pid: command line} of the processes that have `mark` in their initial environment."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -19,13 +19,13 @@ def processes_of(mark: str) -> dict[int, str]:
         with contextlib.suppress(OSError):
             is_ours = mark.encode() in (entry / "environ").read_bytes()
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if is_ours and command:  # what has ended and was not waited for has none
+            if is_ours and command:  # a zombie has no command line
                 found[int(entry.name)] = command
     return found
 
 
 def kill_all(mark: str) -> None:
-    """End the processes that were started with this in their environment."""
+    """Kill the processes that have `mark` in their initial environment."""
     for pid in processes_of(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -49,7 +49,7 @@ def _kind(link: str) -> str:
 
 
 def own_memory_files() -> list[str]:
-    """Return refitd's arenas that this process still has open."""
+    """Return the links of refitd's arenas that this process still has open."""
     found = []
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -59,14 +59,14 @@ def own_memory_files() -> list[str]:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the names of what lies in a runtime directory, but for the journal, which is meant to stay."""
+    """Return the names in a runtime directory, except the journal, which is meant to stay."""
     if not folder.is_dir():
         return []
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("journal"))
 
 
 def files(folders: Mapping[str, Path]) -> dict[str, int]:
-    """Return how many files and folders lie in each, the journal's own left out."""
+    """Return the number of files and folders below each folder, except journals."""
     found = {}
     for name, folder in folders.items():
         with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ def files(folders: Mapping[str, Path]) -> dict[str, int]:
 
 
 def more(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Return what there is more of."""
+    """Return a text for each count that has grown."""
     return [
         f"{what}: {now[what]}, was {before.get(what, 0)}" for what in sorted(now) if now[what] > before.get(what, 0)
     ]

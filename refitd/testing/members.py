@@ -1,4 +1,4 @@
-"""What a test has going on beside its own thread: an engine that polls, a swap whose phases can be waited for."""
+"""Background activity for tests: an engine that polls, and a swap whose phases a test can wait for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TOKEN_S = 0.002
 
 
 class Engine:
-    """Polls targets on a thread for the length of a block, the way an engine does between two tokens.
+    """Polls targets on a thread during a block, as an engine does between two tokens.
 
     Attributes:
-        errors: what a poll has raised, after which none is polled.
+        errors: the error that a poll raised, after which polling stops.
     """
 
     def __init__(self, *targets: Target) -> None:
-        """Take the targets to poll, in this order."""
+        """Poll `targets` in this order."""
         self.errors: list[RefitdError] = []
         self._targets = targets
         self._stop = threading.Event()
@@ -48,15 +48,15 @@ class Engine:
 
 
 class RunningSwap:
-    """A swap asked for on a thread, whose phases a test can wait for.
+    """A swap that runs on a thread, and whose phases a test can wait for.
 
     Attributes:
-        report: what became of it; None before, and where it has failed.
-        error: what it has raised, None where it has not.
+        report: the swap's report; None until it has succeeded.
+        error: the error that it raised, if any.
     """
 
     def __init__(self, client: Client, model: str, version: int | None = None, timeout: float = 20.0) -> None:
-        """Ask for it; `client` is used by nobody else, and closed at the end."""
+        """Start the swap; `client` must not be used elsewhere, and is closed at the end."""
         self.report: SwapReport | None = None
         self.error: RefitdError | None = None
         self._client = client
@@ -79,20 +79,20 @@ class RunningSwap:
             self._changed.notify_all()
 
     def wait_phase(self, phase: str, timeout: float = 10.0) -> None:
-        """Wait until it has been in a phase: "plan", "stage", "verify" or "commit".
+        """Wait until the swap has been in a phase: "plan", "stage", "verify" or "commit".
 
         Raises:
-            AssertionError: it has not, within `timeout` seconds.
+            AssertionError: it has not reached it within `timeout` seconds.
         """
         with self._changed:
             reached = self._changed.wait_for(lambda: phase in self._phases, timeout)
         assert reached, f"phase {phase} not reached; seen {self._phases}, error {self.error}"
 
     def result(self, timeout: float = 30.0) -> SwapReport:
-        """Wait for its end; return its report.
+        """Wait for the swap's end; return its report.
 
         Raises:
-            RefitdError: it has failed.
+            RefitdError: the swap failed.
             AssertionError: it has not ended within `timeout` seconds.
         """
         self._thread.join(timeout)

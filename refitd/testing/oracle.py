@@ -1,4 +1,4 @@
-"""What a swap and a plan must do, said with numpy and nothing of the planner: slice whole tensors, gather, compare."""
+"""Check swaps and plans with numpy, independently of the planner: slice whole tensors, gather, compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMPTY = -1
 
 
 def canonical_tensors(shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
-    """Return a tensor of each shape whose elements all differ, also between tensors."""
+    """Return a tensor of each shape; all elements differ, within and between tensors."""
     found = {}
     for name, shape in shapes.items():
         first = zlib.crc32(name.encode()) * 2**24
@@ -28,7 +28,7 @@ def canonical_tensors(shapes: Mapping[str, Sequence[int]]) -> dict[str, Array]:
 
 
 def local_tensor(meta: ParameterMetadata, rank: int, whole: Mapping[str, Array]) -> Array:
-    """Slice what `rank` holds of the whole tensors; elements that no tile names are EMPTY."""
+    """Return `rank`'s local tensor, sliced from the whole tensors; elements in no tile are EMPTY."""
     if meta.tiles is not None:
         local = np.full(meta.shape, EMPTY, np.int64)
         for tile in meta.tiles:
@@ -52,9 +52,9 @@ Shards = Iterable[tuple[int, ParameterMetadata, Array]]
 
 
 def gather(shapes: Mapping[str, Sequence[int]], shards: Shards) -> dict[str, Array]:
-    """Return the whole tensors that (rank, description, what that rank holds) make up.
+    """Return the whole tensors made up of shards, (rank, description, that rank's elements).
 
-    Element types without a numpy dtype come as bits: `tensor.view(torch.int16).numpy()`.
+    Pass dtypes that numpy lacks as bits: `tensor.view(torch.int16).numpy()`.
 
     Raises:
         AssertionError: an element is in no shard, or differs between two of them.
@@ -73,10 +73,10 @@ def gather(shapes: Mapping[str, Sequence[int]], shards: Shards) -> dict[str, Arr
 
 
 def compare(whole: Mapping[str, Array], shards: Shards) -> None:
-    """Check that every rank holds what slicing the whole tensors gives it, bit for bit.
+    """Check, bit for bit, that every rank holds its slices of the whole tensors.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: a rank holds other values.
     """
     for rank, name, meta, places, given in _pieces({name: array.shape for name, array in whole.items()}, shards):
         _same(given, whole[name].reshape(-1)[places], f"{name}: rank {rank}, {meta.name}")
@@ -85,7 +85,7 @@ def compare(whole: Mapping[str, Array], shards: Shards) -> None:
 def _pieces(
     shapes: Mapping[str, Sequence[int]], shards: Shards
 ) -> Iterator[tuple[int, str, ParameterMetadata, Array, Array]]:
-    """Yield what each rank holds of each tensor: rank, tensor, description, places in the flat tensor, elements."""
+    """Yield (rank, tensor, description, places in the flat tensor, elements) for each part that a rank holds."""
     firsts, first = {}, 0
     for name, shape in shapes.items():
         firsts[name], first = first, first + int(np.prod(shape))
@@ -104,7 +104,7 @@ def _same(one: Array, other: Array, what: str) -> None:
 
 
 def run(table: CopyTable, sources: Mapping[tuple[int, str], Array], wanted: Mapping[tuple[int, str], Array]) -> None:
-    """Perform every row into arrays like `wanted`, and check each element against it and that it is written once."""
+    """Perform every row into arrays like `wanted`; check each element's value, and that it is written once."""
     written = {key: np.full(array.shape, EMPTY, np.int64) for key, array in wanted.items()}
     times = {key: np.zeros(array.shape, np.int64) for key, array in wanted.items()}
     for i in range(len(table)):
@@ -126,10 +126,10 @@ def check(
     fills: FillTable | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that a plan gives every destination exactly what slicing the whole tensors gives it.
+    """Check that a plan gives every destination exactly its slices of the whole tensors.
 
-    With `fills`, also that they write all else of every destination once, with the declared value. `tied` are
-    names that are not in `shapes`, and the tensors that they are other names of.
+    With `fills`, also check that these write all other elements once, with the declared value. `tied` maps names that
+    are not in `shapes` to the tensors that they alias.
     """
     whole = canonical_tensors(shapes)
     whole.update({name: whole[other] for name, other in (tied or {}).items()})
@@ -144,7 +144,7 @@ def check(
 def run_fills(
     fills: FillTable, wanted: Mapping[tuple[int, str], Array], declared: Mapping[tuple[int, str], ParameterMetadata]
 ) -> None:
-    """Perform every fill, and check that it writes each EMPTY element once, no other, and the declared bits."""
+    """Perform every fill; check that the fills write each EMPTY element once, no others, and the declared bits."""
     times = {key: np.zeros(array.shape, np.int64) for key, array in wanted.items()}
     for i in range(len(fills)):
         key = (int(fills.rank[i]), fills.locals[fills.local[i]])

@@ -1,4 +1,4 @@
-"""Processes that a test starts, stops, kills and starts again under the same name."""
+"""Processes that a test can start, stop, kill and restart."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-START_S = 60.0  # what a busy machine may need, not what is expected
+START_S = 60.0  # generous, for a busy machine
 END_S = 20.0
 POLL_S = 0.01
 
 
 class ProcessFailed(RuntimeError):
-    """A process did not start, or has left something behind; the text holds the end of its log."""
+    """A process did not start, or left something behind; the text contains the end of its log."""
 
 
 class Process:
-    """One process; what it prints goes to `log_path`.
+    """A process that can be restarted; its output goes to `log_path`.
 
     Attributes:
-        name: what errors and the log's file call it.
-        popen: the last one that was started, None before the first.
+        name: its name in errors.
+        popen: the process that was started last; None before the first start.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Process:
         prepare: Callable[[], None] | None = None,
         own_session: bool = False,
     ) -> None:
-        """Start nothing yet.
+        """Store the arguments; `start` starts the process.
 
         Args:
             name: see above.
             command: the program and its arguments.
-            log_path: what it prints is appended to this file.
-            environment: all of its environment; None: this process's own.
-            folder: its working directory; None: this process's own.
-            prepare: called in the new process before it becomes the program. It may make system calls, no more.
-            own_session: keep Ctrl-C at this terminal from it; whoever starts it ends it.
+            log_path: the file to which its output is appended.
+            environment: its whole environment; None: this process's.
+            folder: its working directory; None: this process's.
+            prepare: called in the new process before exec. It may only make system calls.
+            own_session: run it in a new session, so that Ctrl-C in this terminal does not end it.
         """
         self.name, self.log_path = name, log_path
         self.popen: subprocess.Popen[bytes] | None = None
@@ -57,7 +57,7 @@ class Process:
         self._prepare, self._own_session = prepare, own_session
 
     def start(self) -> Self:
-        """Start it; the last one must have ended."""
+        """Start the process; the previous one must have ended."""
         self._spawn()
         return self
 
@@ -86,27 +86,27 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The process that was started last."""
+        """The pid of the process that was started last."""
         assert self.popen is not None, f"{self.name} was never started"
         return self.popen.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it is there."""
+        """Whether the process is running."""
         return self.popen is not None and self.popen.poll() is None
 
     def log(self) -> str:
-        """Return what it has printed."""
+        """Return its log."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), also one that is stopped."""
+        """Kill it (SIGKILL), even if it is stopped."""
         if self.popen is not None:
             self.popen.kill()
             self.popen.wait(END_S)
 
     def stop(self) -> list[str]:
-        """End it in order (SIGTERM); return what went wrong, nothing if its exit status is 0."""
+        """Terminate it (SIGTERM); return problems, [] if its exit status is 0."""
         if not self.is_running or self.popen is None:
             return [f"{self.name} was not running"]
         self.popen.terminate()
@@ -120,7 +120,7 @@ class Process:
 
 @contextlib.contextmanager
 def stopped(pids: Sequence[int]) -> Iterator[None]:
-    """Have processes stand still (SIGSTOP) in the block; those still there afterwards go on."""
+    """Stop processes (SIGSTOP) during the block, and continue them afterwards (SIGCONT)."""
     assert all(pid > 0 for pid in pids), f"{pids}: wait until the workers have said who they are"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -133,7 +133,7 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
 
 
 def eventually(claim: Callable[[], bool], what: str, timeout: float = 40.0) -> None:
-    """Wait for another process's state; asking again and again is the only way to see it from outside.
+    """Poll until a claim about another process holds.
 
     Raises:
         AssertionError: the claim does not hold within `timeout` seconds.
@@ -145,5 +145,5 @@ def eventually(claim: Callable[[], bool], what: str, timeout: float = 40.0) -> N
 
 
 def read_word(pipe: int, timeout: float) -> bytes | None:
-    """Return what is first written to a pipe; b"" where its other end closes before, None after `timeout` seconds."""
+    """Return what is first written to a pipe; b"" if its other end closes first, None after `timeout` seconds."""
     return os.read(pipe, 16) if select.select([pipe], [], [], timeout)[0] else None

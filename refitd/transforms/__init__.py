@@ -1,1 +1,1 @@
-"""What changes between a source's elements and what lies in a destination."""
+"""Conversions between a source's elements and a destination's."""

@@ -1,4 +1,4 @@
-"""CastTransform: write weights of one float type into an engine's existing tensors of another."""
+"""CastTransform: write weights of one float dtype into an engine's existing tensors of another."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from refitd.transforms.base import ReshardTransform, Slices
 
 
 class CastTransform(ReshardTransform):
-    """Converts elements, by default float32 to bfloat16, rounded to nearest, into persistent tensors, in place.
+    """Converts elements (by default float32 to bfloat16, rounded to nearest) into persistent tensors, in place.
 
-    The `casts` of `reshard_model_weights` do the same into the module's own tensors.
+    The `casts` of `reshard_model_weights` do the same for the module's own tensors.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class CastTransform(ReshardTransform):
         from_dtype: torch.dtype = torch.float32,
         to_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Look at every tensor.
+        """Check every tensor; raises RefusedError if one is not `to_dtype`.
 
         Args:
-            convertible_params: names, as in this rank's own module, of what goes through here.
-            persistent_buffers: what is written, by name without the prefix. Empty on ranks that only send.
-            buffer_key_prefix: what names of parameters begin with and those of buffers do not.
-            convert_on_send: senders convert, and fewer bytes travel; both ends then need the transform.
-            from_dtype: what sources hold.
-            to_dtype: what the tensors hold.
+            convertible_params: the parameters to convert, named as in this rank's own module.
+            persistent_buffers: the tensors to write, by name without the prefix. Empty on ranks that only send.
+            buffer_key_prefix: a prefix of parameter names that buffer names lack.
+            convert_on_send: senders convert, so that fewer bytes travel; both ends then need the transform.
+            from_dtype: the dtype of the sources.
+            to_dtype: the dtype of the written tensors.
         """
         self._names = frozenset(convertible_params)
         self._buffers = dict(persistent_buffers)
@@ -71,7 +71,7 @@ class CastTransform(ReshardTransform):
         return [piece.to(self._to) if self._on_send else piece]
 
     def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[torch.Tensor]:
-        """See ReshardTransform.prepare_recv. What arrives converted is received where it belongs."""
+        """See ReshardTransform.prepare_recv. Converted elements are received directly in their destination."""
         place = self._place(param_name, dst_slice)
         return [place if self._on_send else torch.empty_like(place, dtype=self._from)]
 

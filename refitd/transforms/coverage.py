@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from refitd.errors import RefusedError
 
-Box = tuple[tuple[int, int], ...]  # first and last + 1, by dimension
+Box = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
 
 
 def box_of(name: str, slices: Sequence[slice | int], shape: Sequence[int]) -> Box:
-    """Return the box that slices select; it must lie in the tensor and be contiguous in each dimension."""
+    """Return the box that slices select; raises RefusedError unless it lies in the tensor and all steps are 1."""
     if len(slices) != len(shape):
         raise RefusedError(f"{name}: {_said(slices)} has {len(slices)} dimensions, the tensor has {list(shape)}")
     box = []
@@ -39,14 +39,14 @@ class Coverage:
 
     @property
     def missing(self) -> int:
-        """How many elements are not there."""
+        """The number of elements that have not been received."""
         return math.prod(self._shape) - self._elements
 
     def add(self, box: Box) -> None:
-        """Note one more box.
+        """Add a received box.
 
         Raises:
-            RefusedError: some of its elements are there already, with both boxes.
+            RefusedError: the box overlaps an earlier one; names both.
         """
         found = self._boxes[: self._count]
         new = np.array(box, np.int64)
@@ -62,7 +62,7 @@ class Coverage:
         self._elements += math.prod(high - low for low, high in box)
 
     def check_complete(self) -> None:
-        """Raise RefusedError unless everything is there."""
+        """Raise RefusedError unless all elements have been received."""
         if self.missing:
             raise RefusedError(
                 f"{self._name}: {self.missing} of the {math.prod(self._shape)} elements of {list(self._shape)} are in "

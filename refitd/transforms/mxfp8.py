@@ -1,9 +1,9 @@
-"""MXFP8ReshardTransform: write weights that sources hold in bfloat16 into an engine's existing MXFP8 buffers.
+"""MXFP8ReshardTransform: write bfloat16 weights of sources into an engine's existing MXFP8 buffers.
 
-    receivers convert    bfloat16 on the way    any cut: blocks that are cut are put together here
-    senders convert      data and scale         half the bytes; every piece must be whole blocks of 32
+    receivers convert    bfloat16 travels           any split: receivers reassemble blocks that are cut
+    senders convert      data and scale travel      half the bytes; every piece must be whole blocks of 32
 
-Both write the bytes that converting the whole tensor once would give.
+Both give the same bytes as converting the whole tensor at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from refitd.transforms.mxfp8_format import Scratch
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """One column of blocks, of which pieces have parts."""
+    """One column of blocks that arrive in parts."""
 
     values: torch.Tensor  # [..., 32]
-    arrived: torch.Tensor  # [...]: elements of each block
+    arrived: torch.Tensor  # [...] number of arrived elements of each block
 
 
 @dataclass(eq=False)
@@ -37,8 +37,8 @@ class _Receiving:
 
     Attributes:
         coverage: which elements have arrived.
-        rows: row-major scales: the destination's own, or to be swizzled once they are complete.
-        cut: blocks that arrive in parts, by their number in the row.
+        rows: row-major scales: the destination's own, or a buffer that is swizzled once complete.
+        cut: columns of blocks that arrive in parts, by the block's number in the row.
     """
 
     coverage: Coverage
@@ -49,11 +49,11 @@ class _Receiving:
 class MXFP8ReshardTransform(ReshardTransform):
     """Writes weights into persistent MXFP8 buffers, in place.
 
-    Row-major scales are written with each piece; swizzled ones once the whole tensor has arrived. A tensor of which
-    an element would arrive twice, or never, is refused by name before anything moves.
+    Row-major scales are written with each piece, swizzled ones once the whole tensor has arrived. A tensor of which an
+    element would arrive twice, or never, is refused by name before anything moves.
 
     Raises:
-        RefusedError: by the constructor: buffers that do not hold what they have to, with all their names.
+        RefusedError: by the constructor: buffers are invalid; names all of them.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class MXFP8ReshardTransform(ReshardTransform):
         rounding: Rounding = Rounding.RCEIL,
         dequantize: bool = False,
     ) -> None:
-        """Look at every buffer.
+        """Check every buffer.
 
         Args:
-            convertible_params: names, as in this rank's own module, of what goes through here.
-            persistent_buffers: what is written, by name without the prefix: MXFP8Buffer, anything with `data` and
-                `scale`, or Transformer Engine's MXFP8Tensor. Empty on ranks that only send.
-            buffer_key_prefix: what names of parameters begin with and those of buffers do not.
+            convertible_params: the parameters to convert, named as in this rank's own module.
+            persistent_buffers: the buffers to write, by name without the prefix: MXFP8Buffer, any object with `data`
+                and `scale`, or Transformer Engine's MXFP8Tensor. Empty on ranks that only send.
+            buffer_key_prefix: a prefix of parameter names that buffer names lack.
             convert_on_send: senders convert; both ends then need the transform.
-            rounding: how scales are rounded where a buffer does not say it; with `convert_on_send` the sender's counts.
-            dequantize: sources that hold MXFP8 may be converted to bfloat16 to be sent, refused otherwise.
+            rounding: how scales are rounded if a buffer does not say; with `convert_on_send`, the sender's is used.
+            dequantize: send sources that are MXFP8 as bfloat16; otherwise they are refused.
         """
         self._names = frozenset(convertible_params)
         self._prefix = buffer_key_prefix
@@ -92,7 +92,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         return param_name in self._names
 
     def send_dtype(self, param_name: str, src_param: torch.Tensor, dtype: torch.dtype | str) -> torch.dtype | None:
-        """See ReshardTransform.send_dtype: E4M3 where this end converts."""
+        """See ReshardTransform.send_dtype: E4M3 if senders convert."""
         if is_quantized(src_param):
             held_of(param_name, src_param)
             if not self._on_send:
@@ -103,7 +103,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         return torch.float8_e4m3fn if self._on_send else None
 
     def recv_dtype(self, param_name: str, dst_param: torch.Tensor) -> torch.dtype | None:
-        """See ReshardTransform.recv_dtype. The module's tensor says the shape only; it is never written."""
+        """See ReshardTransform.recv_dtype. The module's tensor gives only the shape; it is never written."""
         held = self._held(param_name)
         if held.data.shape != dst_param.shape:
             raise RefusedError(
@@ -124,7 +124,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         piece = source[_index(box_of(param_name, src_slice, source.shape))]
         if self._on_send:
             check_source(param_name, piece.dtype, piece.device)
-            # the destination says where blocks begin and refuses those that are cut; here 32 in a row are one
+            # the receiver checks that no block is cut; the sender counts every 32 consecutive elements as one
             if piece.shape[-1] % BLOCK:
                 piece = piece.reshape(-1)
                 _check_whole_blocks(param_name, (0, len(piece)))
@@ -144,7 +144,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         """See ReshardTransform.begin_recv.
 
         Raises:
-            RefusedError: the pieces are not every element once, or cut blocks that arrive converted.
+            RefusedError: the pieces do not cover every element once, or senders convert and a piece cuts a block.
         """
         held = self._held(param_name)
         coverage = Coverage(param_name, held.data.shape)
@@ -154,11 +154,11 @@ class MXFP8ReshardTransform(ReshardTransform):
                 _check_whole_blocks(param_name, box[-1])
             coverage.add(box)
         coverage.check_complete()
-        self._receiving.pop(param_name, None)  # of a transfer that has failed
+        self._receiving.pop(param_name, None)  # may be left from a failed transfer
         self._begun(param_name)
 
     def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[torch.Tensor]:
-        """See ReshardTransform.prepare_recv. Data and scales that arrive converted are received where they belong."""
+        """See ReshardTransform.prepare_recv. Converted data and scales are received directly in their destination."""
         held = self._held(param_name)
         index = _index(box := box_of(param_name, dst_slice, held.data.shape))
         if self._on_send:
@@ -171,7 +171,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         """See ReshardTransform.finalize_recv.
 
         Raises:
-            RefusedError: elements of the piece have arrived before.
+            RefusedError: elements of the piece have already arrived.
         """
         held = self._held(param_name)
         box = box_of(param_name, dst_slice, held.data.shape)
@@ -218,7 +218,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         return self._receiving[name]
 
     def _convert(self, held: Held, receiving: _Receiving, box: Box, values: torch.Tensor) -> None:
-        """Convert the whole blocks of a piece, and keep the others until the rest of them has come.
+        """Convert the whole blocks of a piece, and keep partial blocks until they are complete.
 
         [20:100]  ->  [20:32] kept, [32:96] converted, [96:100] kept
         """
@@ -237,7 +237,7 @@ class MXFP8ReshardTransform(ReshardTransform):
     def _join(
         self, held: Held, receiving: _Receiving, lead: Slices, part: tuple[int, int], values: torch.Tensor
     ) -> None:
-        """Keep parts of blocks, and convert those that are whole now; other rows may be cut elsewhere or not at all."""
+        """Keep parts of blocks, and convert the blocks that are now whole. Rows may be cut at different places."""
         block = part[0] // BLOCK
         first = block * BLOCK
         if block not in receiving.cut:
@@ -259,7 +259,7 @@ class MXFP8ReshardTransform(ReshardTransform):
 
 
 def scale_slices(data_slice: Sequence[slice | int], block_size: int = BLOCK) -> tuple[slice | int, ...]:
-    """Return the slices of row-major scales that belong to slices of data: the last one counts blocks.
+    """Return the slices of row-major scales for slices of data; the last dimension counts blocks.
 
     [4:8, 64:128]  ->  [4:8, 2:4]
     """
@@ -271,10 +271,10 @@ def scale_slices(data_slice: Sequence[slice | int], block_size: int = BLOCK) -> 
 
 
 def ensure_sendable(param: torch.Tensor, *, dequantize: bool = False, name: str = "parameter") -> torch.Tensor:
-    """Return a tensor of a standard dtype, apart from autograd; MXFP8 becomes bfloat16, if that is asked for.
+    """Return a detached tensor of a standard dtype; with `dequantize`, MXFP8 becomes bfloat16.
 
     Raises:
-        RefusedError: it is MXFP8 and `dequantize` is not set: engines would get something else than what it says.
+        RefusedError: the tensor is MXFP8 and `dequantize` is not set.
     """
     if not is_quantized(param):
         return param.detach()
@@ -283,7 +283,7 @@ def ensure_sendable(param: torch.Tensor, *, dequantize: bool = False, name: str 
 
 
 def check_source(name: str, dtype: torch.dtype | str, device: torch.device) -> None:
-    """Raise RefusedError unless elements of this type can be converted on this device."""
+    """Raise RefusedError unless elements of this dtype can be converted on this device."""
     kinds = ("bfloat16", "float32") if device.type == "cpu" else ("bfloat16",)
     if dtype_name(dtype) not in kinds:
         raise RefusedError(
@@ -294,14 +294,14 @@ def check_source(name: str, dtype: torch.dtype | str, device: torch.device) -> N
 
 
 def _checked(names: Collection[str], buffers: Mapping[str, object], prefix: str, *, converts: bool) -> dict[str, Held]:
-    """Return what the buffers of these parameters hold; RefusedError with everything that is wrong."""
+    """Return the parameters' buffers as Held; raises RefusedError listing every problem."""
     found: dict[str, Held] = {}
     owners: dict[str, str] = {}
     problems = []
     for name in sorted(names):
         key = name.removeprefix(prefix)
         if key not in buffers:
-            continue  # of a parameter that is only sent here; one that is received is refused when that is planned
+            continue  # only sent here; if it were received, planning would refuse it
         if key in owners:
             problems.append(f"{name} and {owners[key]} both belong to the buffer {key!r}")
             continue

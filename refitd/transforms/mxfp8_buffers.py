@@ -1,7 +1,7 @@
 """MXFP8 in torch tensors: buffers of data and scales, and conversions into them, in place, on any device.
 
-Scales are only ever touched as bytes: torch rounds numbers when it converts them to float8_e8m0fnu, and has no copy
-of that type on every device.
+Scales are handled only as bytes: torch rounds numbers when it converts them to float8_e8m0fnu, and cannot copy that
+dtype on every device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MXFP8Buffer:
 
     Attributes:
         data: E4M3 elements in the tensor's shape, as uint8 or float8_e4m3fn.
-        scale: E8M0 bytes, as uint8 or float8_e8m0fnu: row-major with one for every 32 elements of the last
-            dimension, or 1-D, swizzled in tiles of 128 x 4, all dimensions but the last taken together.
-        rounding: how scales are rounded when it is converted to; None is what the transform says.
+        scale: E8M0 bytes, as uint8 or float8_e8m0fnu: row-major with one for every 32 elements of the last dimension,
+            or 1-D and swizzled in tiles of 128 x 4, with all dimensions but the last flattened.
+        rounding: how scales are rounded in conversions to this buffer; None uses the transform's.
     """
 
     data: torch.Tensor
@@ -52,11 +52,11 @@ class MXFP8Buffer:
 
     @property
     def is_swizzled(self) -> bool:
-        """Whether the scales lie in tiles; said by their shape."""
+        """Whether the scales are swizzled, judged by their shape."""
         return self.scale.ndim == 1 and self.scale.shape != (*self.data.shape[:-1], self.data.shape[-1] // BLOCK)
 
     def quantize(self, values: torch.Tensor) -> None:
-        """Write values, bfloat16 or float32 of the same shape, in place."""
+        """Write values (bfloat16 or float32, of the same shape) in place."""
         held = held_of("values", self)
         rows = held.scale if held.scale is not None else held.new_scale()
         quantize(values, held.data, rows, self.rounding or Rounding.RCEIL)
@@ -69,13 +69,13 @@ class MXFP8Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What a buffer object holds, as bytes, found right.
+    """The checked content of a buffer object, as bytes.
 
     Attributes:
         data: uint8 in the tensor's shape.
-        scale: uint8, row-major, one for every block; None where scales are swizzled.
-        swizzled: uint8, 1-D; None where they are not.
-        rounding: what the buffer says of it.
+        scale: uint8, row-major, one per block; None if the scales are swizzled.
+        swizzled: uint8, 1-D; None if they are not.
+        rounding: the buffer's rounding, if it has one.
     """
 
     data: torch.Tensor
@@ -84,11 +84,11 @@ class Held:
     rounding: Rounding | None
 
     def new_scale(self) -> torch.Tensor:
-        """Return room for row-major scales."""
+        """Return an uninitialised tensor for row-major scales."""
         return self.data.new_empty((*self.data.shape[:-1], self.data.shape[-1] // BLOCK))
 
     def lay_out(self, rows: torch.Tensor) -> None:
-        """Write row-major scales to the swizzled ones, if there are any."""
+        """Write row-major scales in swizzled order to `swizzled`, if there is one."""
         if self.swizzled is None:
             return
         rows = rows.reshape(-1, rows.shape[-1])
@@ -101,7 +101,7 @@ class Held:
         self.swizzled.view(high, wide, 32, 4, 4).copy_(padded.view(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4))
 
     def rows(self) -> torch.Tensor:
-        """Return the row-major scales; a copy where they are swizzled."""
+        """Return the row-major scales; a copy if they are swizzled."""
         if self.scale is not None:
             return self.scale
         assert self.swizzled is not None
@@ -119,20 +119,20 @@ class Held:
 
 
 def is_quantized(value: object) -> bool:
-    """Whether this holds a tensor in MXFP8."""
+    """Return whether this object holds a tensor in MXFP8."""
     if type(value) in _EXACT and value.dtype not in DATA_DTYPES:  # type: ignore[attr-defined]
-        return False  # nearly all of 100,000 tensors
+        return False  # fast path for nearly all tensors
     parts = _parts(value)
     return parts is not None and parts[0].dtype in DATA_DTYPES
 
 
 def held_of(name: str, value: object) -> Held:
-    """Return what a buffer object holds.
+    """Return the checked content of a buffer object.
 
-    It may be an MXFP8Buffer, anything else with tensors `data` and `scale`, or Transformer Engine's MXFP8Tensor.
+    It may be an MXFP8Buffer, any object with tensors `data` and `scale`, or Transformer Engine's MXFP8Tensor.
 
     Raises:
-        RefusedError: it is something else, or its data and scales do not fit together; naming it.
+        RefusedError: it is something else, or its data and scales are inconsistent; names it.
     """
     parts = _parts(value)
     if parts is None:
@@ -173,8 +173,8 @@ def held_of(name: str, value: object) -> Held:
 
 
 def _parts(value: object) -> tuple[torch.Tensor, torch.Tensor, bool, bool] | None:
-    """Return data, scale, whether scales may be padded, and whether they are said to be swizzled."""
-    # scales first: every tensor has `data`, and makes a new one of it each time
+    """Return (data, scale, whether scales may be padded, whether the object says that they are swizzled)."""
+    # look for scales first: every tensor has `data`, and makes a new tensor for it each time
     scale = getattr(value, "_rowwise_scale_inv", None)
     if isinstance(scale, torch.Tensor) and isinstance(data := getattr(value, "_rowwise_data", None), torch.Tensor):
         return data, scale, True, bool(getattr(value, "_with_gemm_swizzled_scales", False))
@@ -185,12 +185,12 @@ def _parts(value: object) -> tuple[torch.Tensor, torch.Tensor, bool, bool] | Non
 
 
 def holds_columns(value: object) -> bool:
-    """Whether it holds the transposed form, too, which nothing here would write."""
+    """Return whether it also holds the transposed form, which nothing here would write."""
     return getattr(value, "_columnwise_data", None) is not None
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raise RefusedError where nothing here can convert on a device."""
+    """Raise RefusedError unless MXFP8 conversion works on this device."""
     if device.type == "cpu":
         return
     if device.type != "cuda":
@@ -206,14 +206,14 @@ def quantize(
     rounding: Rounding,
     scratch: dict[str, Scratch] | None = None,
 ) -> None:
-    """Convert bfloat16 or float32 values into uint8 data and row-major scales, where these lie.
+    """Convert bfloat16 or float32 values into existing uint8 data and row-major scales.
 
     Args:
-        values: of any number of dimensions, the last one contiguous and of whole blocks.
-        data: of the same shape and device, the last dimension contiguous.
-        scale: one for every block.
+        values: any number of dimensions; the last is contiguous and consists of whole blocks.
+        data: uint8, same shape and device; the last dimension is contiguous.
+        scale: uint8, one for every block.
         rounding: how scales are rounded.
-        scratch: kept by the caller between calls, so that pages are touched once.
+        scratch: memory that the caller keeps between calls, so that its pages are touched once.
     """
     words, name = _WORDS[values.dtype]
     if values.device.type != "cpu":
@@ -232,7 +232,7 @@ def quantize(
 
 
 def _matrices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield tensors of equal leading dimensions as few matrices of equal rows, views all of them."""
+    """Yield tensors of equal leading dimensions as tuples of matrix views with equal numbers of rows."""
     if tensors[0].ndim == 1:
         yield tuple(tensor[None] for tensor in tensors)
     elif tensors[0].ndim == 2:

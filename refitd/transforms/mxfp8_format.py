@@ -1,28 +1,27 @@
-"""MXFP8 in integers, with numpy only: 32 elements of E4M3 share one power of two, E8M0.
+"""MXFP8 in integer arithmetic, with numpy only: 32 E4M3 elements share one power of two, E8M0.
 
 The format is that of the "OCP Microscaling Formats (MX) Specification", version 1.0, whose section 6.3 rounds scales
-down (FLOOR). RCEIL is Transformer Engine's and cuBLAS's rounding (torchao: `ScaleCalculationMode.RCEIL`).
+down (FLOOR). RCEIL is the rounding of Transformer Engine and cuBLAS (torchao: `ScaleCalculationMode.RCEIL`).
 
     value = element * 2 ** (scale byte - 127)         scale byte 255: every value of the block is NaN
 
-The scale byte comes from the block's largest magnitude, amax, whose exponent field (of float32, or of bfloat16, which
-is the same) is e:
+The scale byte comes from the block's largest magnitude, amax. Its exponent field (equal in float32 and bfloat16) is e:
 
     FLOOR  e - 8                           the power of two of amax over that of 448 = 1.75 * 2**8; above 448 saturates
     RCEIL  e - 8, or e - 7 above 1.75      the least power of two that amax / 448 does not exceed; nothing saturates
 
-An element is then its own exponent and mantissa, moved by the block's and rounded to three bits, ties to even:
+An element keeps its own exponent and mantissa, shifted by the scale and rounded to three bits, ties to even:
 
     bfloat16   s eeeeeeee mmmmmmm   ->   t = dddd mmmmmmm, d = e - scale + 7   ->   s dddd mmm     (d >= 1)
 
-What is settled at the edges, as Transformer Engine and torchao's `to_mx` do it on bfloat16 (the oracle of the tests):
+Edge cases follow Transformer Engine and torchao's `to_mx` on bfloat16 (the oracle of the tests):
 
     NaN in a block        scale 255, all elements NaN
-    infinity, RCEIL       scale 254 (2**127); infinities become 448, so that they are infinite when multiplied out
+    infinity, RCEIL       scale 254 (2**127); infinities become 448, which decodes to infinity
     infinity, FLOOR       scale 247; the same
     all zeros             scale 0, zeros that keep their signs
     scale byte 0, RCEIL   (amax up to 1.75 * 2**-119) the elements are divided by 1, not by 2**-127: all become zeros
-    scale byte 0, FLOOR   (amax below 2**-118) the elements are divided by 2**-126: they read as half of what they were
+    scale byte 0, FLOOR   (amax below 2**-118) the elements are divided by 2**-126: they decode to half their value
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from refitd.mxfp8 import BLOCK, TILE_BLOCKS, TILE_ROWS, Rounding, swizzled_bytes
 
 NAN_SCALE: Final = 255
 _LARGEST = 0x7E  # 448
-# elements converted at once: with its scratch, what fits into a core's second-level cache
+# elements converted at once: with the scratch memory they fit into a core's second-level cache
 CHUNK = 1 << 17
-# in blocks with a smaller scale than this, subnormal inputs may become something else than zero
+# in blocks with a smaller scale than this, subnormal inputs may become nonzero
 _PLAIN_SCALE = 12
 _HANDFUL = 128
 
@@ -54,11 +53,11 @@ def quantize(
     """Convert rows, writing E4M3 bytes to `data` and E8M0 bytes to `scales`, row-major.
 
     Args:
-        words: [rows, columns], columns a multiple of 32: bfloat16 as uint16 or float32 as uint32. Rows may lie apart.
+        words: [rows, columns], columns a multiple of 32: bfloat16 as uint16 or float32 as uint32. Rows may be strided.
         data: [rows, columns].
         scales: [rows, columns / 32].
         rounding: how scales are rounded.
-        scratch: memory of an earlier call, to be used again; it is for one thread.
+        scratch: memory to reuse between calls of one thread.
     """
     rows, columns = words.shape
     if words.dtype not in (np.uint16, np.uint32) or columns % BLOCK or data.shape != words.shape:
@@ -78,7 +77,8 @@ def quantize(
 def dequantize(data: Bytes, scales: Bytes, words: Words) -> None:
     """Convert back: E4M3 `data` and row-major E8M0 `scales` to bfloat16 `words` (uint16); shapes as in `quantize`.
 
-    Exact but where bfloat16 cannot hold it: beyond its range it is infinite, below its normal numbers it is rounded.
+    Exact where bfloat16 can represent the value: beyond its range it becomes infinite, below its normal numbers it is
+    rounded.
     """
     values = np.empty(CHUNK, np.float32)
     for row, block in _chunks(scales.shape):
@@ -102,8 +102,8 @@ def swizzle(scales: Bytes, out: Bytes) -> None:
 
     It is cuBLAS's "1D block scaling factors layout" and torchao's `to_blocked`.
 
-    Tiles of 128 rows and 4 blocks follow each other row-major, 512 bytes each. Inside one, the scale of row r and
-    block c lies at (r % 32) * 16 + (r // 32) * 4 + c: four groups of 32 rows side by side.
+    Tiles of 128 rows and 4 blocks, 512 bytes each, are in row-major order. Within a tile, the scale of row r and block
+    c is at (r % 32) * 16 + (r // 32) * 4 + c: four groups of 32 rows side by side.
     """
     rows, blocks = scales.shape
     whole = _tiles(out, rows, blocks)
@@ -126,7 +126,7 @@ def unswizzle(swizzled: Bytes, out: Bytes) -> None:
 
 
 def _tiles(flat: Bytes, rows: int, blocks: int) -> Bytes:
-    """Return swizzled scales as [row tile, block tile, row % 32, row // 32, block]."""
+    """Return a view of swizzled scales as [row tile, block tile, row % 32, row // 32 % 4, block % 4]."""
     size = swizzled_bytes(rows, blocks)
     if flat.shape != (size,):
         raise ValueError(f"swizzled scales of [{rows}, {blocks}] have shape {list(flat.shape)}, expected [{size}]")
@@ -135,22 +135,22 @@ def _tiles(flat: Bytes, rows: int, blocks: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where things lie in a word."""
+    """The bit layout of a float type."""
 
     dtype: type[np.unsignedinteger[Any]]
     signed: type[np.signedinteger[Any]]
-    four: type[np.generic]  # holds four words; is only copied
+    four: type[np.generic]  # a type as large as four words, used only for copies
     bits: int
     mantissa: int
 
     @property
     def dropped(self) -> int:
-        """Bits of the mantissa that E4M3 has no room for."""
+        """The number of mantissa bits that E4M3 lacks."""
         return self.mantissa - 3
 
     @property
     def half(self) -> int:
-        """What is added before bits are dropped, besides the last bit that stays: ties go to even."""
+        """The rounding term: adding it and the last kept bit before dropping bits rounds ties to even."""
         return (1 << (self.dropped - 1)) - 1
 
 
@@ -160,13 +160,13 @@ _FLOAT32 = _Layout(np.uint32, np.int32, np.complex128, 32, 23)
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory for one chunk of words of one type, to be kept between calls."""
+    """Memory for one chunk of words of one type, kept between calls."""
 
     moved: Words
     rounded: Words
     turned: Words
     marks: bytearray
-    # t, and half, of the largest element: minimum() with an array is five times as fast as with a number
+    # t + half of the largest element, as an array: minimum() with an array is five times as fast as with a number
     largest: Words
 
     @classmethod
@@ -204,14 +204,14 @@ def _quantize_chunk(words: Words, data: Bytes, scales: Bytes, rounding: Rounding
     scale, by, is_odd = _scales(amax, layout, rounding)
     scales[...] = scale.reshape(scales.shape)
 
-    # from magnitudes to t, and half of what will be dropped
+    # turn magnitudes into t + half
     blocks = moved.reshape(-1, BLOCK)
     np.add(blocks, by[:, None], out=blocks)
     t = moved.view(signed)
     if rounding is Rounding.FLOOR:
         np.minimum(t, scratch.largest[:count].reshape(shape), out=t)
 
-    # the last bit that stays, and the sign, to where the shift brings it to bit 7
+    # add the last kept bit, and put the sign where the shift moves it to bit 7
     rounded = scratch.rounded[:count].reshape(shape)
     np.right_shift(words, word(layout.dropped), out=rounded)
     if layout is _BFLOAT16:
@@ -227,7 +227,7 @@ def _quantize_chunk(words: Words, data: Bytes, scales: Bytes, rounding: Rounding
         rounded |= sign
     np.copyto(data, rounded, casting="unsafe")
 
-    # below the normal numbers of E4M3: a few in a chunk of weights
+    # elements below the normal numbers of E4M3: few in a chunk of weights
     is_small = np.frombuffer(scratch.marks, np.bool_, count).reshape(shape)
     np.less(t, signed((1 << layout.mantissa) + layout.half), out=is_small)
     places = _few(scratch.marks, count)
@@ -236,7 +236,7 @@ def _quantize_chunk(words: Words, data: Bytes, scales: Bytes, rounding: Rounding
         sign &= word(0x80)
         wanted = _subnormal(moved, layout)
         wanted |= sign.astype(np.uint8)
-        # the difference, where there is to be one; copyto(where=) is ten times as slow
+        # apply the difference through a mask; copyto(where=) is ten times as slow
         wanted ^= data
         wanted &= np.negative(is_small.view(np.uint8), out=is_small.view(np.uint8))
         np.bitwise_xor(data, wanted, out=data)
@@ -251,9 +251,9 @@ def _quantize_chunk(words: Words, data: Bytes, scales: Bytes, rounding: Rounding
 
 
 def _few(marks: bytearray, count: int) -> npt.NDArray[np.intp] | None:
-    """Return where the first `count` marks are 1, or None if that is in more than one of 16 places.
+    """Return the places where the first `count` marks are 1, or None if these are more than one in 16.
 
-    A handful is found five times as fast one by one as by flatnonzero.
+    Finding a handful one by one is five times as fast as flatnonzero.
     """
     found: list[int] = []
     at = marks.find(1, 0, count)
@@ -269,8 +269,8 @@ def _few(marks: bytearray, count: int) -> npt.NDArray[np.intp] | None:
 def _largest(magnitudes: Words, layout: _Layout, scratch: Scratch) -> Words:
     """Return the largest word of each block.
 
-    Reducing rows of 32 one by one is slow. Four words at a time are turned from [blocks, 8] to [8, blocks], where
-    the largest is taken over long rows; four per block are left.
+    Reducing rows of 32 one by one is slow. Instead, groups of four words are transposed from [blocks, 8] to [8, blocks]
+    and reduced along long rows; that leaves four words per block.
     """
     four = magnitudes.reshape(-1).view(layout.four).reshape(-1, BLOCK // 4)
     turned = scratch.turned[: magnitudes.size].view(layout.four).reshape(BLOCK // 4, -1)
@@ -282,14 +282,14 @@ def _largest(magnitudes: Words, layout: _Layout, scratch: Scratch) -> Words:
 
 
 def _scales(amax: Words, layout: _Layout, rounding: Rounding) -> tuple[Bytes, Words, npt.NDArray[np.bool_] | None]:
-    """Return the scale bytes, what takes magnitudes to t and half, and which blocks are left to `elements`, if any."""
+    """Return (scale bytes, the term that turns magnitudes into t + half, mask of the blocks for `elements` or None)."""
     word = layout.dtype
     one, infinite = 1 << layout.mantissa, word(255 << layout.mantissa)
-    above = one // 4 - 1 if rounding is Rounding.RCEIL else 0  # carries from 1.75 on
+    above = one // 4 - 1 if rounding is Rounding.RCEIL else 0  # carries into the exponent for mantissas above 1.75
     raised = amax + word(above)
     scale = ((raised >> word(layout.mantissa)) - word(8)).astype(np.uint8)
     by = word(15 * one + layout.half) - (raised & ~word(one - 1))
-    # one comparison: what lies below the first number wraps around
+    # one unsigned comparison for both bounds: values below `first` wrap around
     first = word((_PLAIN_SCALE + 8) << layout.mantissa)
     is_odd = (amax - first) >= infinite - first
     if not is_odd.any():
@@ -299,15 +299,15 @@ def _scales(amax: Words, layout: _Layout, rounding: Rounding) -> tuple[Bytes, Wo
     if rounding is Rounding.RCEIL:
         scale[amax == infinite] = 254
     is_zero = amax == 0
-    by[is_zero] = word(3 << (layout.bits - 2))  # far below
+    by[is_zero] = word(3 << (layout.bits - 2))  # makes t far below zero
     is_odd &= ~is_zero
     return scale, by, is_odd if is_odd.any() else None
 
 
 def _subnormal(moved: Words, layout: _Layout) -> Bytes:
-    """Return the codes 0 to 8 of magnitudes below 2**-6, from t and half."""
+    """Return the codes 0 to 8 of magnitudes below 2**-6, given t + half."""
     if layout is _FLOAT32:
-        # what bfloat16 has no bits for becomes one more bit: it only says on which side of a tie a number is
+        # fold the bits that bfloat16 lacks into one sticky bit, which only decides ties
         t = moved - layout.dtype(layout.half)
         rest = (t & layout.dtype(0xFFFF)) != 0
         moved = ((t >> layout.dtype(16)).astype(np.uint16) | rest) + np.uint16(_BFLOAT16.half)
@@ -316,9 +316,9 @@ def _subnormal(moved: Words, layout: _Layout) -> Bytes:
 
 
 def elements(words: Words, scales: Bytes, rounding: Rounding) -> Bytes:
-    """Return the E4M3 bytes of blocks, [n, 32], under the scales they have: the definition, edges included, in float64.
+    """Return the E4M3 bytes of blocks, [n, 32], for given scales: the definition in float64, edge cases included.
 
-    For the few blocks that `quantize` leaves out, and for tests: it takes memory and time.
+    It is slow and takes memory; it is for the few blocks that the fast path leaves out, and for tests.
     """
     wide = words if words.dtype == np.uint32 else words.astype(np.uint32) << np.uint32(16)
     power = 127 - scales.astype(np.int32)
@@ -326,7 +326,7 @@ def elements(words: Words, scales: Bytes, rounding: Rounding) -> Bytes:
     with np.errstate(invalid="ignore"):
         found = np.clip(np.abs(wide.view(np.float32).astype(np.float64)) * np.ldexp(1.0, power)[:, None], 0, 448)
     found[scales == NAN_SCALE] = 0
-    # 2**exponent <= found; what is below 2**-6 is counted in the same steps as what is just above
+    # 2**exponent <= found; values below 2**-6 (subnormal) use the step of the smallest normal numbers
     exponent = np.where(found < 2.0**-6, -6, np.frexp(found)[1] - 1)
     code: Bytes = (np.rint(np.ldexp(found, 3 - exponent)) + 8 * (exponent + 6)).astype(np.uint8)
     code |= (wide >> np.uint32(24)).astype(np.uint8) & np.uint8(0x80)
@@ -335,7 +335,7 @@ def elements(words: Words, scales: Bytes, rounding: Rounding) -> Bytes:
 
 
 def _values() -> npt.NDArray[np.float32]:
-    """Return what the 256 E4M3 bytes mean."""
+    """Return the values of the 256 E4M3 bytes."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     value = np.ldexp(mantissa + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
@@ -345,7 +345,7 @@ def _values() -> npt.NDArray[np.float32]:
 
 
 def _powers() -> npt.NDArray[np.float32]:
-    """Return what the 256 E8M0 bytes mean."""
+    """Return the values of the 256 E8M0 bytes."""
     value = np.ldexp(1.0, np.arange(256) - 127)
     value[NAN_SCALE] = np.nan
     with np.errstate(over="ignore"):
@@ -353,9 +353,9 @@ def _powers() -> npt.NDArray[np.float32]:
 
 
 def _subnormals() -> Bytes:
-    """Return the codes of magnitudes below 2**-6 by t and half: steps of 2**-9.
+    """Return a table from t + half to the code of a magnitude below 2**-6, in steps of 2**-9.
 
-    d = 0: 1.mmmmmmm * 2**-7, four steps and more; each d below halves that
+    d = 0 is 1.mmmmmmm * 2**-7, four steps or more; each lower d halves that.
     """
     t = np.arange(1 << 16).astype(np.uint16).view(np.int16).astype(np.int32) - _BFLOAT16.half
     steps = np.rint(np.ldexp(128.0 + (t & 127), (t >> 7) - 5))

@@ -1,6 +1,6 @@
-"""MXFP8 on the device: one kernel that reads bfloat16 and writes elements and scales, with nothing in between.
+"""MXFP8 on the device: one kernel that reads bfloat16 and writes elements and scales, without intermediate tensors.
 
-The arithmetic is that of `mxfp8_format`, in integers, on one block a row. It has never run on a GPU: see docs/gpu.md.
+It uses the integer arithmetic of `mxfp8_format`, one block per row. It has never run on a GPU: see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from refitd.mxfp8 import BLOCK, TILE_BLOCKS, Rounding
 if TYPE_CHECKING:
     import torch
 
-GROUP = 64  # blocks of one program
+GROUP = 64  # blocks per program
 
 
 def quantize(
@@ -24,11 +24,11 @@ def quantize(
     """Convert rows on their device, in the current stream.
 
     Args:
-        words: [rows, columns] of bfloat16 as int16; rows may lie apart.
-        data: [rows, columns], uint8; the same.
+        words: [rows, columns] of bfloat16 as int16; rows may be strided.
+        data: [rows, columns], uint8; rows may be strided.
         scales: uint8: [rows, columns / 32], or 1-D of `swizzled_bytes`.
         rounding: how scales are rounded.
-        is_swizzled: that `scales` is to be laid out in tiles; what fills the last ones up becomes 0.
+        is_swizzled: whether to write `scales` in tiles; padding becomes 0.
     """
     rows, blocks = words.shape[0], words.shape[1] // BLOCK
     if not rows * blocks:
@@ -83,7 +83,7 @@ def _quantize(
         divisor = tl.where(scale == 0, 127, scale)
     scale = tl.where(amax > 0x7F80, 255, scale)
 
-    # subnormal inputs, m * 2**-133: an integer made a float is normal, and bfloat16 holds it
+    # subnormal inputs are m * 2**-133: m as a float is normal, and bfloat16 represents it exactly
     whole = magnitude.to(tl.float32).to(tl.int32, bitcast=True) >> 16
     normal = tl.where(magnitude < 128, whole - 133 * 128, magnitude)
     t = normal + (7 - divisor)[:, None] * 128
