@@ -152,6 +152,7 @@ class Target:
         self.error: RefitdError | None = None  # why a callback's commit failed, or the loss of the daemon
         connection.listen(self.member, self._notified)
         _REGISTERED.add(self)
+        self._has_callback = on_pause is not None or on_commit is not None
         work: Callable[[], None] | None = None
         if on_pause is not None:
             work = partial(self._attend, on_pause, on_resume)
@@ -328,8 +329,8 @@ class Target:
     def _may_take(self) -> bool:
         """Return whether a rank in `wait`, which computes nothing, may commit the pending version."""
         prepare = self._prepare
-        if prepare is None or self._taking is not None:
-            return False
+        if prepare is None or self._taking is not None or self._has_callback:
+            return False  # with on_pause or on_commit, the thread of the callback commits
         return not prepare.lockstep or self._steps.flip_at is not None
 
     def close(self) -> None:

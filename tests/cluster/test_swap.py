@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -377,3 +378,36 @@ def test_flat_slices_of_several_ranks_make_up_an_engines_tensors(daemon: Daemon)
         with Engine(engine.register_target("m", live, replica="a")):
             assert trainer.swap("m", 1, timeout=60).outcome == "committed"
         assert all(torch.equal(live[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in-place"])
+@pytest.mark.parametrize("callback", ["on_pause", "on_commit"])
+def test_a_thread_that_waits_leaves_the_commit_to_the_callback(daemon: Daemon, mode: str, callback: str) -> None:
+    if (mode, callback) == ("in-place", "on_commit"):
+        pytest.skip("an engine that is written in place is asked to stand still")
+    said: list[tuple[str, object]] = []
+    with daemon.connect() as trainer, daemon.connect() as engine:
+        held = {"w": torch.zeros(64)}
+        source = trainer.register_source("m", held)
+        live = engine.allocate({"w": ((64,), torch.float32)})
+
+        def committed(commit: refitd.Commit) -> None:
+            said.extend([("pause", commit.apply()), ("on", commit.version)])
+
+        hooks = {
+            "on_pause": {
+                "on_pause": lambda v: said.append(("pause", v)),
+                "on_resume": lambda v: said.append(("on", v)),
+            },
+            "on_commit": {"on_commit": committed},
+        }[callback]
+        target = engine.register_target("m", live, replica="a", mode=mode, **hooks)
+        for version in range(1, 11):
+            held["w"].fill_(version)
+            source.publish(version)
+            with ThreadPoolExecutor() as pool:
+                waits = pool.submit(target.wait, version, 20)
+                trainer.swap("m", version, timeout=20)
+                assert waits.result() == version
+            eventually(lambda v=version: said[-2:] == [("pause", v), ("on", v)], "the callbacks were called")
+            assert live["w"].unique().tolist() == [version]
