@@ -14,7 +14,7 @@ import refitd
 TRAINER, GENERATION = "trainer", "generation"
 LOOK_S = 1.0  # between two looks at whether a rank has gone without a word
 WORD_S = 0.25  # for the word of a rank that has failed to arrive
-TELL_S = 5.0  # for the others to be there, so that they hear of a failure
+TELL_S = 3.0  # for the others to be there, so that they hear of a failure
 RETRY_S = 0.1
 MAX_REASON = 1000  # characters of an error that travel
 
@@ -33,12 +33,14 @@ class Room:
         self.serial = 0  # of the refit; all ranks count alike, because the driver calls all of them for each
         self.mark = f"refitd.refit.{session}"  # the tensor that says which refit a version is of
         self._seen: set[tuple[str, int]] = set()
+        self._gone: set[tuple[str, int]] = set()
         self._looked = 0.0
-        self._seat = self._registered()
+        self._seat: refitd.Target | None = None
+        self._sit()
 
-    def _registered(self) -> refitd.Target:
-        self._seen = set()
-        return self._client.register_target(
+    def _sit(self) -> None:
+        self._seen, self._gone, self._seat = set(), set(), None
+        self._seat = self._client.register_target(
             self._name,
             {"seat": torch.zeros(1, dtype=torch.uint8)},
             replica=f"{self.side}-{self._session}",
@@ -59,32 +61,43 @@ class Room:
         serial, why = found
         if serial >= self.serial:
             raise refitd.RefitFailed(f"refit {self.serial} has failed elsewhere: {why}")
-        self._seat.close()
-        self._seat = self._registered()
+        try:
+            self._sit()
+            if (self.side, self.rank) in self._here(self._client.status()):
+                return
+            why = "it is not registered"
+        except (refitd.RefusedError, refitd.ArenaError) as exc:
+            why = str(exc)
+        self._seat = None  # it was evicted before it could hear of it
+        raise refitd.RefitFailed(f"refit {self.serial} has failed elsewhere while this rank came in: {why}")
 
     def leave(self) -> None:
         """Give the seat back."""
         with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
-            self._seat.close()
+            if self._seat is not None:
+                self._seat.close()
 
     def look(self) -> Any:
         """Return the cluster's status; raise PeerLost if a rank that was here has gone."""
         report = self._client.status()
-        here = {
-            (t.replica.partition("-")[0], t.rank)
-            for m in report.models
-            if m.model == self._name
-            for t in m.targets
-            if t.replica.endswith(f"-{self._session}")
-        }
-        if gone := sorted(self._seen - here):
+        here = self._here(report)
+        if self._seen - here:
             time.sleep(WORD_S)
             self.check()  # who was told of a failure has not gone
-        if gone := sorted(self._seen & {*gone}):
-            who = ", ".join(f"{side} rank {rank}" for side, rank in gone[:10])
+            report = self._client.status()
+            here = self._here(report)
+        if gone := self._seen - here:
+            self._gone = gone
+            who = ", ".join(f"{side} rank {rank}" for side, rank in sorted(gone)[:10])
             raise refitd.PeerLost(f"refit {self.serial}: {who} has gone")
         self._seen |= here
         return report
+
+    def _here(self, report: Any) -> set[tuple[str, int]]:
+        """Return which ranks of this session a status has."""
+        sides = {f"{side}-{self._session}": side for side in self.worlds}
+        targets = [t for m in report.models if m.model == self._name for t in m.targets]
+        return {(sides[t.replica], t.rank) for t in targets if t.replica in sides}
 
     def look_at_times(self) -> None:
         """Look, if this is its side's first rank and it has not looked just now."""
@@ -93,29 +106,31 @@ class Room:
             self.look()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell all ranks why this refit has failed, unless they were told."""
+        """Tell those who may wait why this refit has failed, unless this rank was told: all ranks were, then."""
         why = " ".join(f"{type(exc).__name__}: {exc}".split())[:MAX_REASON]
         why = "".join(c if c.isprintable() else "?" for c in why)
         reason = f"refit {self.serial}: {self.side} rank {self.rank}: {why}"
+        waiting = {(TRAINER, 0), *((GENERATION, rank) for rank in range(self.worlds[GENERATION]))}
+        untold, until = waiting - {(self.side, self.rank)}, time.monotonic() + TELL_S
+        self._seen = set()  # they sit down again in the next refit
         with contextlib.suppress(refitd.RefitdError):  # without a daemon nobody can be told
-            for side in sorted((TRAINER, GENERATION), key=lambda s: s == self.side):  # oneself last
-                self._tell(side, reason)
-
-    def _tell(self, side: str, reason: str) -> None:
-        until = time.monotonic() + TELL_S
-        while not self._is_told() and time.monotonic() < until:
-            try:
-                self._client.evict(self._name, f"{side}-{self._session}", reason=reason)
-                return
-            except refitd.RefusedError:  # nobody of that side is registered now
+            while untold and not self._is_told() and time.monotonic() < until:
+                for side, rank in sorted(untold):
+                    with contextlib.suppress(refitd.RefusedError):  # it has yet to begin this refit
+                        self._client.evict(self._name, f"{side}-{self._session}", rank, reason)
+                        untold.discard((side, rank))
+                if untold <= self._gone:
+                    return
                 time.sleep(RETRY_S)
 
     def _is_told(self) -> bool:
         found = self._heard()
-        return found is not None and found[0] >= self.serial
+        return self._seat is None or (found is not None and found[0] >= self.serial)
 
     def _heard(self) -> tuple[int, str] | None:
         """Return which refit this rank was told has failed, and why."""
+        if self._seat is None:
+            return -1, ""
         try:
             self._seat.poll()
         except refitd.RefusedError as exc:

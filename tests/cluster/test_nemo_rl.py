@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 import refitd
 from refitd.adapters.nemo_rl import RefitdTransport
 from refitd.adapters.refit_shares import Share
-from refitd.testing import Daemon
+from refitd.testing import Daemon, eventually, stopped
 from tests.support.nemo_rl import CheckpointEngine, Failed, Job
 from tests.support.nemo_rl_rank import BUCKET, expected
 
@@ -22,10 +22,25 @@ POLICY = "p0", "p1"
 GENERATION = "g0", "g1"
 
 
-@pytest.fixture
-def job(daemon: Daemon, tmp_path: Path) -> Iterator[Job]:
-    with Job(daemon, tmp_path) as found:
+@pytest.fixture(scope="module")
+def only_daemon() -> Iterator[Daemon]:
+    with Daemon("[deadlines]\ncommit_s = 4.0\n") as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def only_job(only_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with Job(only_daemon, tmp_path_factory.mktemp("ranks")) as found:
+        yield found
+
+
+@pytest.fixture
+def job(only_job: Job) -> Job:
+    """Two ranks on each side, prepared anew: four processes that all tests share, because each takes long to start."""
+    only_job.restart()
+    only_job.finalize()
+    only_job.prepare()
+    return only_job
 
 
 def check(found: dict[str, Any], step: int) -> None:
@@ -42,6 +57,11 @@ def fails(job: Job, step: int, says: str, ranks: tuple[str, ...], **wrong: str) 
     for rank in ranks:
         assert says in caught.value.by[rank], caught.value
     return caught.value.by
+
+
+def model(daemon: Daemon) -> Any:
+    (found,) = [m for m in daemon.status().models if m.model == "policy"]
+    return found
 
 
 def source_class() -> type[Any]:
@@ -71,7 +91,6 @@ def test_it_has_the_methods_that_nemo_rl_calls():
 
 
 def test_generation_ranks_load_what_policy_ranks_yield(job: Job):
-    job.prepare()
     for step in (1, 2, 3):
         found = job.refit(step)
         check(found, step)
@@ -83,10 +102,10 @@ def test_generation_ranks_load_what_policy_ranks_yield(job: Job):
 
 
 def test_whoever_fails_is_named_by_all_who_wait_and_the_next_refit_works(job: Job):
-    job.prepare()
     # nothing is declared yet: generation ranks wait for the tensors
     fails(job, 1, "trainer rank 1: RuntimeError: the gather failed", ("p0", *GENERATION), p1="raises")
-    fails(job, 2, "yields it twice", ("p0", "p1", *GENERATION), p0="twice", p1="twice")
+    by = fails(job, 2, "yields it twice", ("p1",), p1="twice")
+    assert by.keys() == {*POLICY, *GENERATION}
     step = 3
     check(job.refit(step), step)
     for rank, wrong, says in (
@@ -107,7 +126,6 @@ def test_whoever_fails_is_named_by_all_who_wait_and_the_next_refit_works(job: Jo
 
 
 def test_policy_ranks_that_do_not_agree_are_refused(job: Job):
-    job.prepare()
     by = fails(job, 1, "the policy ranks do not yield the same tensors", ("p0", *GENERATION), p1="missing")
     assert "shut the weight synchronizer down" in by["p0"]
     job.finalize()
@@ -115,34 +133,49 @@ def test_policy_ranks_that_do_not_agree_are_refused(job: Job):
     check(job.refit(2), 2)
 
 
-def test_a_restarted_trainer_goes_on_above_what_was_live(job: Job, daemon: Daemon):
-    job.prepare()
+def test_a_restarted_trainer_goes_on_above_what_was_live(job: Job, only_daemon: Daemon):
     check(job.refit(1), 1)
     check(job.refit(2), 2)
-    job.restart(*POLICY)
+    before = model(only_daemon).live
+    job.restart(*POLICY)  # the generation ranks stay
     job.prepare()
     check(job.refit(3), 3)
-    (model,) = [m for m in daemon.status().models if m.model == "policy"]
-    assert model.live == 3
+    assert (live := model(only_daemon).live) is not None and live > before
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_generation_rank_that_dies_fails_the_refit_by_name(job: Job, when: str):
-    job.prepare()
+def test_a_generation_rank_that_has_died_fails_the_refit_by_name(job: Job):
     check(job.refit(1), 1)
-    if when == "before":
+    job.kill("g1")
+    fails(job, 2, "generation rank 1 has gone", ("p0", "g0"))
+    job.restart()
+    job.prepare()
+    check(job.refit(3), 3)
+
+
+def test_a_generation_rank_that_dies_in_a_swap_fails_the_refit_by_name(job: Job, only_daemon: Daemon):
+    check(job.refit(1), 1)
+    failed: list[Failed] = []
+
+    def refit() -> None:
+        try:
+            job.refit(2, without="g1")
+        except Failed as exc:
+            failed.append(exc)
+
+    with stopped([job.members["g1"].pid]):  # it does not stand still when it is asked to
+        thread = threading.Thread(target=refit)
+        thread.start()
+        eventually(lambda: any(m.swap is not None for m in only_daemon.status().models), "the swap has begun")
         job.kill("g1")
-        fails(job, 2, "generation rank 1 has gone", ("p0", "g0"))
-    else:
-        with daemon_stopped(job, "g1"):
-            fails(job, 2, "generation rank 1", ("p0", "g0"))
-    job.restart(*GENERATION)
+        thread.join()
+    assert "generation rank 1" in failed[0].by["p0"]
+    assert "generation rank 1" in failed[0].by["g0"]
+    job.restart()
     job.prepare()
     check(job.refit(3), 3)
 
 
 def test_a_trainer_rank_that_dies_fails_the_refit_by_name(job: Job):
-    job.prepare()
     check(job.refit(1), 1)
     job.kill("p0")
     fails(job, 2, "trainer rank 0 has gone", GENERATION)
@@ -151,14 +184,14 @@ def test_a_trainer_rank_that_dies_fails_the_refit_by_name(job: Job):
     check(job.refit(3), 3)
 
 
-def test_more_ranks_than_tensors_and_uneven_worlds(daemon: Daemon, tmp_path: Path):
-    with Job(daemon, tmp_path, policy=9, generation=1) as job:
-        job.prepare()
-        check(job.refit(1), 1)
-        check(job.refit(2), 2)
-        (model,) = [m for m in daemon.status().models if m.model == "policy"]
-        assert model.source_world_size == 7  # of nine ranks, those that hold something
-        fails(job, 3, "ended without", ("p0", "p8", "g0"), p8="missing")
+def test_a_rank_that_holds_nothing_declares_nothing(job: Job, only_daemon: Daemon):
+    for step in (1, 2):
+        for said in job.refit(step, tensors=1).values():
+            assert said["loaded"] == expected(step, tensors=1)
+    assert model(only_daemon).source_world_size == 1
+    # it sees all the same what the others see
+    with pytest.raises(Failed, match=r"p1: RefusedError: the iterator has ended without 1 of 1"):
+        job.refit(3, tensors=1, p1="none")
 
 
 def test_tensors_go_to_the_rank_with_the_fewest_bytes():

@@ -88,8 +88,8 @@ class Job:
             self.members[name].kill()
 
     def restart(self, *names: str) -> None:
-        """Replace processes, as Ray replaces actors."""
-        for name in names:
+        """Replace processes, as Ray replaces actors; none: those that have died."""
+        for name in names or [n for n, member in self.members.items() if not member.is_running]:
             self.members[name].kill()
             self.members[name].start()
 
@@ -131,11 +131,16 @@ class Job:
             **{n: {"do": "join_rollout", "rollout_rank": rank, **topology} for rank, n in enumerate(self.generation)},
         )
 
-    def refit(self, step: int, **wrong: str) -> dict[str, Any]:
-        """Refit all ranks that live; `wrong` says what is wrong with a rank. Return what generation ranks have loaded."""
-        names = [name for name in (*self.policy, *self.generation) if self.members[name].is_running]
+    def refit(self, step: int, *, without: str = "", tensors: int = 0, **wrong: str) -> dict[str, Any]:
+        """Refit all ranks that live, but one; only some tensors; `wrong` says what is wrong with a rank.
+
+        Return what generation ranks have loaded.
+        """
+        names = [n for n in (*self.policy, *self.generation) if self.members[n].is_running and n != without]
         side = {name: "send" if name in self.policy else "receive" for name in names}
-        answers = self.ask(**{n: {"do": side[n], "step": step, "wrong": wrong.get(n, "")} for n in names})
+        answers = self.ask(
+            **{n: {"do": side[n], "step": step, "tensors": tensors, "wrong": wrong.get(n, "")} for n in names}
+        )
         return {name: answers[name] for name in names if name in self.generation}
 
     def finalize(self) -> None:

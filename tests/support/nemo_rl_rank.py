@@ -1,6 +1,6 @@
 """One rank of a job (tests/support/nemo_rl.py): a checkpoint engine that does what the driver says, line by line.
 
-    python -m tests.support.nemo_rl_rank
+python -m tests.support.nemo_rl_rank
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SHAPES = {
 BUCKET = 40_000  # bytes
 
 
-def values(step: int, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+def values(step: int, tensors: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a step; what was yielded is gone when the next one is asked for."""
-    for seed, (name, (shape, dtype)) in enumerate(shapes.items()):
+    for seed, (name, (shape, dtype)) in enumerate([*SHAPES.items()][: tensors or None]):
         generator = torch.Generator().manual_seed(1000 * step + seed)
         tensor = torch.randn(shape, generator=generator).to(dtype)
         yield name, tensor
@@ -44,13 +44,17 @@ def digest(name: str, tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + data).hexdigest()
 
 
-def expected(step: int) -> dict[str, str]:
-    return {name: digest(name, tensor) for name, tensor in values(step, SHAPES)}
+def expected(step: int, tensors: int = 0) -> dict[str, str]:
+    return {name: digest(name, tensor) for name, tensor in values(step, tensors)}
 
 
-def spoilt(step: int, wrong: str) -> Iterator[tuple[str, torch.Tensor]]:
+def spoilt(step: int, tensors: int, wrong: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a step's tensors with something wrong in the middle."""
-    for position, (name, tensor) in enumerate(values(step, SHAPES)):
+    for position, (name, tensor) in enumerate(values(step, tensors)):
+        if wrong == "none":
+            return
+        if wrong == "other":
+            yield f"{name}.other", tensor
         match wrong if position == 3 else "":
             case "raises":
                 raise RuntimeError("the gather failed")
@@ -82,6 +86,8 @@ class Rank:
     def do(self, do: str, **given: Any) -> Any:
         if do == "init":
             return self.init(**given)
+        if do == "finalize" and self.engine is None:
+            return None
         assert self.engine is not None
         match do:
             case "prepare":
@@ -93,7 +99,7 @@ class Rank:
             case "finalize":
                 return self.engine.finalize()
             case "send":
-                return asyncio.run(self.engine.send_weights(spoilt(given["step"], given["wrong"])))
+                return asyncio.run(self.engine.send_weights(spoilt(**given)))
             case "receive":
                 return asyncio.run(self.receive(given["wrong"]))
         raise AssertionError(do)
