@@ -181,6 +181,18 @@ def test_a_trainer_rank_that_dies_fails_the_refit_by_name(job: Job):
     check(job.refit(3), 3)
 
 
+def test_after_a_daemon_has_ended_all_ranks_are_prepared_anew(job: Job, only_daemon: Daemon):
+    check(job.refit(1), 1)
+    only_daemon.kill()
+    by = fails(job, 2, "PeerLost: ", (*POLICY, *GENERATION))
+    assert by.keys() == {*POLICY, *GENERATION}
+    only_daemon.start()
+    fails(job, 3, "PeerLost: ", (*POLICY, *GENERATION))
+    job.finalize()
+    job.prepare()
+    check(job.refit(4), 4)
+
+
 def test_a_rank_that_holds_nothing_declares_nothing(job: Job, only_daemon: Daemon):
     for step in (1, 2):
         for said in job.refit(step, tensors=1).values():
