@@ -115,18 +115,16 @@ class RefitdTransport:
             PeerLost: a rank, or the daemon, has gone.
             DeadlineExceeded: not all ranks were there within `timeout_s`.
         """
-        room = self._begin(TRAINER)
         left = iter(weights)
         try:
-            version = self._publish(room, left)
-            if room.rank == 0:
-                self._make_live(room, version)
-        except BaseException as exc:
-            room.fail(exc)
-            if isinstance(exc, Exception):  # other ranks may wait in the collectives that the iterator runs
-                with contextlib.suppress(Exception):
-                    for _ in left:
-                        pass
+            with self._refit(TRAINER) as room:
+                version = self._publish(room, left)
+                if room.rank == 0:
+                    self._make_live(room, version)
+        except Exception:
+            with contextlib.suppress(Exception):  # other ranks may wait in the collectives that the iterator runs
+                for _ in left:
+                    pass
             raise
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
@@ -135,16 +133,15 @@ class RefitdTransport:
         Raises:
             RefitFailed, PeerLost, DeadlineExceeded: as in `send_weights`. Nothing has been yielded.
         """
-        room = self._begin(GENERATION)
         deadline = time.monotonic() + self._timeout
         try:
-            if self._buffers is None:
-                offered = self._wait_for_offer(room, deadline)
-                self._buffers = _Buffers(self._connected(), self._model, self._replica, room, offered, deadline)
-            buffers = self._buffers
-            buffers.take(room, deadline)
+            with self._refit(GENERATION) as room:
+                if self._buffers is None:
+                    offered = self._wait_for_offer(room, deadline)
+                    self._buffers = _Buffers(self._connected(), self._model, self._replica, room, offered, deadline)
+                buffers = self._buffers
+                buffers.take(room, deadline)
         except BaseException as exc:
-            room.fail(exc)
             if not isinstance(exc, refitd.RefitFailed):  # else the buffers are fit for the next refit
                 self._drop_buffers()
             raise
@@ -172,15 +169,18 @@ class RefitdTransport:
         self._let_go()
         self._room = Room(client, self._model, metadata[0]["refitd"], side, rank, worlds)
 
-    def _begin(self, side: str) -> Room:
-        if self._room is None or self._room.side != side:
+    @contextlib.contextmanager
+    def _refit(self, side: str) -> Iterator[Room]:
+        """Begin the next refit; what the block raises is told to all who wait."""
+        room = self._room
+        if room is None or room.side != side:
             raise refitd.RefusedError(f"this is no {side} rank yet; init_*_process_group comes first")
         try:
-            self._room.begin()
+            room.begin()
+            yield room
         except BaseException as exc:
-            self._room.fail(exc)
+            room.fail(exc)
             raise
-        return self._room
 
     def _let_go(self) -> None:
         """Take back what this rank has registered, and forget what it has learned."""
