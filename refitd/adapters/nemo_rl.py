@@ -1,0 +1,381 @@
+"""NeMo-RL: a checkpoint engine for `policy.generation.refit_transport`, from policy workers into vLLM workers.
+
+    policy.generation.refit_transport: "refitd.adapters.nemo_rl:RefitdTransport"
+    policy.generation.refit_cfg: {"refitd.adapters.nemo_rl:RefitdTransport": {model: policy}}
+
+It has the methods of NeMo-RL's `CheckpointEngine`. NeMo-RL makes one in each policy worker and one in each vLLM worker;
+its driver calls both sides at the same time. NeMo-RL is not imported here. docs/nemo_rl.md has the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import torch
+
+import refitd
+from refitd.adapters.refit_room import GENERATION, TRAINER, Room
+from refitd.adapters.refit_shares import Share, Weights
+
+POLL_S = 0.1  # between two looks at what is still missing
+STILL_S = 600.0  # that an engine may take to load; the coordinator's own deadline ends a swap before that
+BEAT_S = 0.25  # between two looks at whether another rank has failed
+
+
+class RefitdTransport:
+    """One rank's end of every refit: policy ranks publish, the first one swaps, generation ranks load.
+
+    Every policy rank yields the same whole tensors in the same order; each publishes its part of them. A generation
+    rank holds all of them in buffers that stay, and hands views of these to the engine once the version is decided.
+    """
+
+    shard_expert_weights = False  # generation ranks receive whole tensors
+
+    def __init__(
+        self,
+        bucket_size: int,
+        *,
+        model: str = "policy",
+        replica: str = "generation",
+        directory: str = "",
+        timeout_s: float = 600.0,
+        slots: int = 2,
+        release_after_refit: bool = False,
+    ) -> None:
+        """Take the settings of `refit_cfg`; nothing is connected yet.
+
+        Args:
+            bucket_size: bytes that a batch for the engine's loader has at most, unless one tensor is larger.
+            model: the model's name in refitd.
+            replica: the name that all generation ranks share in refitd.
+            directory: the daemon's directory; "" is this user's default one.
+            timeout_s: seconds for one refit, on each rank from its own beginning.
+            slots: versions that a policy rank's node keeps.
+            release_after_refit: NeMo-RL acts on it: it finalizes after each refit and prepares before the next.
+        """
+        if bucket_size < 1 or timeout_s <= 0:
+            raise refitd.RefusedError(
+                f"bucket_size is {bucket_size} and timeout_s {timeout_s}, expected numbers above 0"
+            )
+        self._bucket_size, self._timeout, self._slots = bucket_size, timeout_s, slots
+        self._model, self._replica, self._directory = model, replica, directory
+        self._client: refitd.Client | None = None
+        self._room: Room | None = None
+        self._share: Share | None = None
+        self._source: refitd.StreamedSource | None = None
+        self._first_version = 0
+        self._is_compared = False
+        self._buffers: _Buffers | None = None
+
+    # --- NeMo-RL's lifecycle ------------------------------------------------------------------------------
+
+    def prepare(self) -> dict[str, Any]:
+        """Connect to this node's daemon. All ranks get what is returned; the first policy rank's session counts."""
+        self.finalize()
+        self._client = refitd.connect(self._directory or None, name="nemo-rl")
+        return {"refitd": uuid.uuid4().hex[:12], "model": self._model}
+
+    def get_target_weight_layout(self) -> dict[str, Any] | None:
+        """Return None: policy ranks send whole tensors."""
+        return None
+
+    def init_policy_process_group(
+        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Be policy rank `worker_rank` from now on."""
+        self._enter(TRAINER, worker_rank, {TRAINER: train_world_size, GENERATION: rollout_world_size}, metadata)
+
+    def init_rollout_process_group(
+        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Be generation rank `rollout_rank` from now on."""
+        self._enter(GENERATION, rollout_rank, {TRAINER: train_world_size, GENERATION: rollout_world_size}, metadata)
+
+    def finalize(self) -> None:
+        """Give all memory back and leave; `prepare` begins anew."""
+        self._let_go()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    async def send_weights(self, weights: Weights) -> None:
+        """Publish this rank's part; on the first rank return once the version is live in every generation rank.
+
+        The first time, a rank holds its part in main memory until the last tensor has come: the shapes are declared
+        then. Later each tensor is copied into a slot as it comes.
+
+        Raises:
+            RefusedError: the iterator yields other names, shapes or dtypes than the first time, or than other ranks.
+            RefitFailed: another rank has failed; says which and why. SwapFailed is one: the version is not live.
+            PeerLost: a rank, or the daemon, has gone.
+            DeadlineExceeded: not all ranks were there within `timeout_s`.
+        """
+        left = iter(weights)
+        try:
+            with self._refit(TRAINER) as room:
+                version = self._publish(room, left)
+                if room.rank == 0:
+                    self._make_live(room, version)
+        except Exception:
+            with contextlib.suppress(Exception):  # other ranks may wait in the collectives that the iterator runs
+                for _ in left:
+                    pass
+            raise
+
+    async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
+        """Wait for this refit's version, and yield views of its tensors, valid until the next batch is asked for.
+
+        Raises:
+            RefitFailed, PeerLost, DeadlineExceeded: as in `send_weights`. Nothing has been yielded.
+        """
+        deadline = time.monotonic() + self._timeout
+        try:
+            with self._refit(GENERATION) as room:
+                if self._buffers is None:
+                    offered = self._wait_for_offer(room, deadline)
+                    self._buffers = _Buffers(self._connected(), self._model, self._replica, room, offered, deadline)
+                buffers = self._buffers
+                buffers.take(room, deadline)
+        except BaseException as exc:
+            if not isinstance(exc, refitd.RefitFailed):  # else the buffers are fit for the next refit
+                self._drop_buffers()
+            raise
+        with buffers.held():
+            for batch in buffers.batches(self._bucket_size):
+                yield batch
+
+    # --- both sides ---------------------------------------------------------------------------------------
+
+    def _connected(self) -> refitd.Client:
+        if self._client is None:
+            raise refitd.RefusedError("this checkpoint engine is not connected; call prepare first")
+        return self._client
+
+    def _enter(self, side: str, rank: int, worlds: dict[str, int], metadata: list[Any]) -> None:
+        client = self._connected()
+        models = [m.get("model") if isinstance(m, dict) and "refitd" in m else None for m in metadata]
+        if len(models) != sum(worlds.values()) or set(models) != {self._model}:
+            raise refitd.RefusedError(
+                f"metadata are of {len(models)} ranks and of models {sorted({str(m) for m in models})}, expected "
+                f"{sum(worlds.values())} ranks of {self._model!r}; give every rank the same refit_cfg"
+            )
+        if not 0 <= rank < worlds[side]:
+            raise refitd.RefusedError(f"{side} rank is {rank}, expected 0 to {worlds[side] - 1}")
+        self._let_go()
+        self._room = Room(client, self._model, metadata[0]["refitd"], side, rank, worlds)
+
+    @contextlib.contextmanager
+    def _refit(self, side: str) -> Iterator[Room]:
+        """Begin the next refit; what the block raises is told to all who wait."""
+        room = self._room
+        if room is None or room.side != side:
+            raise refitd.RefusedError(f"this is no {side} rank yet; init_*_process_group comes first")
+        try:
+            room.begin()
+            yield room
+        except BaseException as exc:
+            room.fail(exc)
+            raise
+
+    def _let_go(self) -> None:
+        """Take back what this rank has registered, and forget what it has learned."""
+        source, self._source = self._source, None
+        self._share, self._is_compared = None, False
+        with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
+            if source is not None:
+                source.close()
+        self._drop_buffers()
+        room, self._room = self._room, None
+        if room is not None:
+            room.leave()
+
+    # --- policy ranks -------------------------------------------------------------------------------------
+
+    def _publish(self, room: Room, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """Publish this rank's part, and return the version's number, which all ranks find by themselves."""
+        mark = [(room.mark, torch.tensor([room.serial]))] if room.rank == 0 else []
+        if self._share is None:
+            share, held = Share(room.rank, room.worlds[TRAINER]), {}
+            for name, tensor in share.first(weights):
+                held[name] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype).copy_(tensor)
+            if held:
+                shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in [*held.items(), *mark]}
+                self._source = self._connected().declare_source(
+                    self._model,
+                    shapes,
+                    rank=room.rank,
+                    world_size=share.holders,
+                    slots=self._slots,
+                    timeout=self._timeout,
+                )
+                self._first_version = self._source.next_version
+            self._share = share
+            mine: Iterator[tuple[str, torch.Tensor]] = iter(held.items())
+        else:
+            mine = self._share.again(weights)
+        version = self._first_version + room.serial - 1  # a number is used up whether or not its refit succeeds
+        if self._source is None:
+            for _ in mine:  # this rank holds nothing, and takes part in the collectives of the iterator
+                pass
+        else:
+            self._source.publish_from(version, _chained(mine, mark), timeout=self._timeout)
+        return version
+
+    def _make_live(self, room: Room, version: int) -> None:
+        """Swap to the version once every policy rank has published it and every generation rank wants it."""
+        client, deadline = self._connected(), time.monotonic() + self._timeout
+        while True:
+            room.check()
+            found = next((m for m in room.look().models if m.model == self._model), None)
+            targets = [t for t in found.targets if t.replica == self._replica] if found else []
+            if found and version in found.complete_versions and len(targets) == room.worlds[GENERATION]:
+                break
+            if time.monotonic() > deadline:
+                complete = found.complete_versions if found else ()
+                raise refitd.DeadlineExceeded(
+                    f"refit {room.serial} of {self._model!r}: after {self._timeout:.0f} s version {version} is "
+                    f"{'complete' if version in complete else 'not complete'}, and {len(targets)} of "
+                    f"{room.worlds[GENERATION]} generation ranks have registered"
+                )
+            time.sleep(POLL_S)
+        if not self._is_compared:
+            assert self._share is not None
+            self._share.check_offered(client.tensors(self._model, timeout=self._timeout), room.mark)
+            self._is_compared = True
+        wanted = len(self._share.shapes) + 1 if self._share else 0
+        if wrong := [t.rank for t in targets if t.tensors != wanted]:
+            raise refitd.RefusedError(
+                f"generation ranks {wrong[:10]} do not want the {wanted} tensors that are offered; shut the weight "
+                "synchronizer down, so that all ranks are prepared anew"
+            )
+        client.swap(self._model, version, timeout=max(1.0, deadline - time.monotonic()), queue=True)
+
+    # --- generation ranks ---------------------------------------------------------------------------------
+
+    def _wait_for_offer(self, room: Room, deadline: float) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the tensors that this session's trainer offers, once all of its ranks have declared them."""
+        client = self._connected()
+        while True:
+            room.check()
+            room.look_at_times()
+            with contextlib.suppress(
+                refitd.DeadlineExceeded, refitd.PlanError
+            ):  # ranks of an earlier trainer are there
+                if room.mark in client.tensors(self._model, timeout=BEAT_S):
+                    found = next((m for m in client.status().models if m.model == self._model), None)
+                    if found and sum(s.attached for s in found.sources) == found.source_world_size:
+                        return client.tensors(self._model, timeout=BEAT_S)
+            if time.monotonic() > deadline:
+                raise refitd.DeadlineExceeded(
+                    f"refit {room.serial} of {self._model!r}: the trainer has not declared its tensors within "
+                    f"{self._timeout:.0f} s"
+                )
+            time.sleep(POLL_S)
+
+    def _drop_buffers(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
+                buffers.close()
+
+
+class _Buffers:
+    """A generation rank's own copy of all tensors, registered as a target; workers of the daemon write it in place."""
+
+    def __init__(
+        self,
+        client: refitd.Client,
+        model: str,
+        replica: str,
+        room: Room,
+        offered: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        deadline: float,
+    ) -> None:
+        self._client, self._mark = client, room.mark
+        self._lock = threading.Lock()  # held while the engine reads, and while workers write
+        self._is_still = False
+        self._written = threading.Event()
+        left = max(1.0, deadline - time.monotonic())
+        self._tensors = client.allocate(offered, timeout=left)
+        try:
+            self._target = client.register_target(
+                model,
+                self._tensors,
+                replica=replica,
+                rank=room.rank,
+                world_size=room.worlds[GENERATION],
+                mode="in-place",
+                on_pause=self._pause,
+                on_resume=self._resume,
+                timeout=left,
+            )
+        except BaseException:
+            client.free(self._tensors)
+            raise
+
+    def take(self, room: Room, deadline: float) -> None:
+        """Return once this refit's version is in the buffers, which stay as they are until `held` ends."""
+        while True:
+            room.check()
+            room.look_at_times()
+            # a replica that joins is brought to the version that is live, which may be an earlier refit's
+            if self._lock.acquire(timeout=BEAT_S):
+                if self._target.version is not None and int(self._tensors[self._mark]) == room.serial:
+                    return
+                self._lock.release()
+            if time.monotonic() > deadline:
+                raise refitd.DeadlineExceeded(
+                    f"refit {room.serial}: its version is not live here in time (live: {self._target.version}"
+                    f"{', ' + self._target.fenced if self._target.fenced else ''}); look at `refitctl status`"
+                )
+            self._written.wait(BEAT_S)
+            self._written.clear()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the buffers be written again afterwards."""
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def batches(self, most: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield all tensors, in batches of at most `most` bytes, or of one tensor."""
+        batch: list[tuple[str, torch.Tensor]] = []
+        nbytes = 0
+        for name, tensor in self._tensors.items():
+            if name == self._mark:
+                continue
+            if batch and nbytes + tensor.nbytes > most:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append((name, tensor))
+            nbytes += tensor.nbytes
+        if batch:
+            yield batch
+
+    def close(self) -> None:
+        """Give the registration and the memory back."""
+        self._target.close()
+        self._client.free(self._tensors)
+
+    def _pause(self, version: int) -> None:
+        if not self._lock.acquire(timeout=STILL_S):  # the engine loads
+            raise refitd.DeadlineExceeded(f"the engine has been reading the buffers for {STILL_S:.0f} s")
+        self._is_still = True
+
+    def _resume(self, version: int | None) -> None:
+        if self._is_still:
+            self._is_still = False
+            self._lock.release()
+        self._written.set()
+
+
+def _chained(*parts: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    for part in parts:
+        yield from part
