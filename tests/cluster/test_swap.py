@@ -399,6 +399,9 @@ def test_a_thread_that_waits_leaves_the_commit_to_the_callback(daemon: Daemon, m
                 "on_pause": lambda v: said.append(("pause", v)),
                 "on_resume": lambda v: said.append(("on", v)),
             },
+                "on_pause": lambda v: said.append(("pause", v)),
+                "on_resume": lambda v: said.append(("on", v)),
+            },
             "on_commit": {"on_commit": committed},
         }[callback]
         target = engine.register_target("m", live, replica="a", mode=mode, **hooks)
