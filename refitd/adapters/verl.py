@@ -175,8 +175,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             there = self._registered(client)
             self._publish(client, version, walk)
             published = time.monotonic()
-            wanted = {_replica(name, update["run"]) for name in update["replicas"]}
-            await self._assembled(client, wanted, there)
+            await self._assembled(client, update, there)
             await asyncio.to_thread(client.swap, self._model, version, timeout=self._timeout, queue=True)
         except BaseException as exc:
             if self._sending is update:
@@ -193,37 +192,37 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
     def _publish(self, client: refitd.Client, version: int, walk: Weights) -> None:
         """Publish from this thread: what the iterator gathers belongs to it (the current CUDA device, collectives)."""
-        stream: Weights = walk
-        try:
-            if self._announcer is None:
-                raise refitd.RefusedError(f"model {self._model!r}: the daemon has ended since prepare; update again")
-            if self._shapes is None:
-                first = collections.deque(_copied(item) for item in walk)
-                if not first:
-                    raise refitd.RefusedError(f"model {self._model!r}: the trainer yields no tensors")
-                self._shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
-                stream = (first.popleft() for _ in range(len(first)))  # each is freed once it is in the slot
-            if self._source is None:
-                self._source = self._declared(client, self._shapes, rank=0)
-            self._source.publish_from(version, stream, timeout=self._timeout)
-            self._announcer.publish_from(version, (), timeout=self._timeout)
-        except BaseException:
-            self._shapes = None  # the next update learns them anew
-            raise
+        stream, shapes = walk, self._shapes
+        if self._announcer is None:
+            raise refitd.RefusedError(f"model {self._model!r}: the daemon has ended since prepare; update again")
+        if shapes is None:
+            first = collections.deque(_copied(item) for item in walk)
+            if not first:
+                raise refitd.RefusedError(f"model {self._model!r}: the trainer yields no tensors")
+            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
+            stream = (first.popleft() for _ in range(len(first)))  # each is freed once it is in the slot
+        if self._source is None:
+            self._source = self._declared(client, shapes, rank=0)
+        self._source.publish_from(version, stream, timeout=self._timeout)
+        self._announcer.publish_from(version, (), timeout=self._timeout)
+        self._shapes = shapes  # later updates yield the same tensors
 
     def _declared(self, client: refitd.Client, shapes: Shapes, rank: int) -> refitd.StreamedSource:
         return client.declare_source(
             self._model, shapes, rank=rank, world_size=2, slots=self._slots, device=self._device, timeout=self._timeout
         )
 
-    async def _assembled(self, client: refitd.Client, wanted: set[str], there: set[str]) -> None:
+    async def _assembled(self, client: refitd.Client, update: dict[str, Any], there: set[str]) -> None:
         """Return when every rollout worker has registered; `there` had done so when the update began.
 
         Workers that verl has removed since are evicted: no swap waits for them.
         """
+        wanted = {_replica(name, update["run"]) for name in update["replicas"]}
         deadline = time.monotonic() + self._timeout
         while True:
             found = await asyncio.to_thread(self._registered, client)
+            if self._sending is not update:
+                raise refitd.RefusedError(f"model {self._model!r}: verl has begun another update")
             for replica in sorted(found - wanted):
                 with contextlib.suppress(refitd.RefusedError):  # it has left by itself
                     client.evict(self._model, replica, reason="this rollout worker is not in verl's update")

@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,8 @@ class Exported:
 
     def __iter__(self) -> Iterator[Any]:
         tensors = values(self._seed, MORE if self._how == "other" else SHAPES)
-        for name, tensor in tensors.items():
+        for name, made in tensors.items():
+            tensor = made
             self.walked += 1
             if name == "layers.0.weight":
                 if self._how == "raises":
@@ -74,9 +76,9 @@ class Exported:
                 if self._how == "twice":
                     yield name, tensor
                 if self._how == "dies":
-                    sys.exit(3)
-                if self._how == "waits":
-                    time.sleep(600)
+                    os._exit(3)
+                if self._how == "slow":
+                    time.sleep(1.5)
                 if self._how == "no pair":
                     yield tensor
             yield name, tensor
@@ -87,8 +89,9 @@ class Worker:
     """The orders."""
 
     def __init__(self, directory: str, role: str, settings: dict[str, Any]) -> None:
-        import refitd.adapters.verl  # noqa: F401  registers the backend
         from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+        import refitd.adapters.verl  # noqa: F401  registers the backend
 
         given = {} if role == "rollout" else {"is_master": role == "master"}
         self.engine = CheckpointEngineRegistry.new(
