@@ -55,7 +55,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Connect to nothing yet. verl gives the first two; the others are `engine_kwargs.refitd`.
 
         Args:
-            bucket_size: not used; refitd has no buckets.
+            bucket_size: verl's; larger tensors are yielded from the GPU, where there is one.
             is_master: whether this is the trainer's rank 0.
             model: the model's name in refitd.
             directory: the daemon's directory; "" is this user's default one.
@@ -117,16 +117,13 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 f"them with is_master=True, and {rollout_world_size} of the rollout"
             )
         if len(models := {one["model"] for one in metadata}) > 1:
-            raise refitd.RefusedError(
-                f"workers name different models: {sorted(models)}; see engine_kwargs.refitd.model"
-            )
+            raise refitd.RefusedError(f"workers name different models: {sorted(models)}; set engine_kwargs.refitd")
         rollout = [one["name"] for one in metadata[actor_wg_world_size:]]
         update = {"first": metadata[0]["first"], "run": metadata[0]["run"]}
         idle = actor_wg_world_size - 1
-        return (
-            {"role": ["sender"] + ["walker"] * idle, "update": [{**update, "replicas": rollout}] + [update] * idle},
-            {"role": ["receiver"] * rollout_world_size, "update": [update] * rollout_world_size},
-        )
+        actors: dict[str, list[Any]] = {"role": ["sender", *["walker"] * idle]}
+        actors["update"] = [{**update, "replicas": rollout}, *[update] * idle]
+        return actors, {"role": ["receiver"] * rollout_world_size, "update": [update] * rollout_world_size}
 
     def init_process_group(self, *, role: str, update: dict[str, Any]) -> None:
         """Take this worker's role in the next update; a rollout worker connects to its node's daemon."""
@@ -187,8 +184,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
         finally:
             if self._sending is update:
                 self._sending = None
-        ended = time.monotonic()
-        return {"refitd/version": version, "refitd/publish_s": published - began, "refitd/swap_s": ended - published}
+        swap_s = time.monotonic() - published
+        return {"refitd/version": version, "refitd/publish_s": published - began, "refitd/swap_s": swap_s}
 
     def _publish(self, client: refitd.Client, version: int, walk: Weights) -> None:
         """Publish from this thread: what the iterator gathers belongs to it (the current CUDA device, collectives)."""
@@ -256,8 +253,8 @@ class RefitdCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield every tensor of the version that this update sends, as views of this worker's buffer.
 
-        Nothing is yielded before all of the version is here and is decided for every rollout worker. The views hold
-        their values until the next update; nothing writes the buffer while this generator is open.
+        Nothing is yielded before all of it is here and is decided for every rollout worker. Nothing writes the buffer
+        before the next update, nor while this generator is open.
 
         Raises:
             PeerLost: the trainer has withdrawn the version, or has gone; says how the last swap ended.
@@ -268,7 +265,9 @@ class RefitdCheckpointEngine(CheckpointEngine):
         await self._arrive(version, update["run"])
         try:
             for name, tensor in self._buffers.items():
-                yield name, tensor
+                # verl's adapter to vLLM copies tensors into a bucket, and shares those that are larger from their GPU
+                is_shared = tensor.nbytes > self.bucket_size > 0 and torch.cuda.is_available()
+                yield name, tensor.to("cuda") if is_shared else tensor
         finally:
             with self._changed:
                 self._is_read = False
@@ -352,11 +351,11 @@ class RefitdCheckpointEngine(CheckpointEngine):
     # both
 
     def _begun(self, *roles: str) -> dict[str, Any]:
-        role = "none" if self._update is None else self._update["role"]
-        if self._update is None or role not in roles:
-            expected = " or ".join(roles)
-            raise refitd.RefusedError(f"this worker's role is {role}, expected {expected}: init_process_group gives it")
-        return self._update
+        update = self._update or {"role": "none"}
+        if update["role"] not in roles:
+            role = f"{update['role']}, expected {' or '.join(roles)}"
+            raise refitd.RefusedError(f"this worker's role is {role}: init_process_group gives it")
+        return update
 
     def _connected(self) -> refitd.Client:
         """Return a client whose daemon answers; one that has ended since is replaced, with all that it held."""
@@ -391,7 +390,7 @@ def _version(update: dict[str, Any], global_steps: int | None) -> int:
 
 
 def _replica(name: str, run: str) -> str:
-    """Return a rollout worker's replica. It names the trainer's run: another run may offer other tensors."""
+    """Return a rollout worker's replica; it names the trainer's run, since another run may offer other tensors."""
     return f"{name}.{run}"
 
 
