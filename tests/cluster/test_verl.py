@@ -274,6 +274,25 @@ def test_nothing_writes_what_the_rollout_still_reads(engine: Callable[..., Any],
     asyncio.run(main())
 
 
+def test_a_rollout_that_fails_while_it_reads_takes_part_in_the_next_update(
+    engine: Callable[..., Any], base: str
+) -> None:
+    async def fails(rollout: Any) -> None:
+        async for name, _ in rollout.receive_weights(global_steps=1):
+            raise RuntimeError(f"the engine cannot load {name}")
+
+    async def main() -> None:
+        trainer, rollout = engine(is_master=True), engine()
+        begin(trainer, rollout)
+        sending = asyncio.create_task(trainer.send_weights(values(1).items(), global_steps=1))
+        with pytest.raises(RuntimeError, match="cannot load embed"):
+            await fails(rollout)
+        await sending
+        await updated(trainer, rollout, 2)
+
+    asyncio.run(main())
+
+
 def test_an_update_that_verl_has_given_up_does_not_end_the_next_one(engine: Callable[..., Any], base: str) -> None:
     async def main() -> None:
         trainer, rollout, absent = engine(is_master=True), engine(), engine()
@@ -344,10 +363,13 @@ def test_roles_and_models_that_do_not_fit_are_refused(engine: Callable[..., Any]
 
 
 def test_the_backend_is_registered_and_defines_all_that_verl_calls(base: str) -> None:
+    import verl.checkpoint_engine.base
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
     import refitd.adapters.verl as adapter
 
+    is_stand_in = "verl_stand_in" in str(verl.checkpoint_engine.base.__file__)
+    assert is_stand_in == (base == "stand-in"), "a test's name says which of them has run"
     assert CheckpointEngineRegistry.get("refitd") is adapter.RefitdCheckpointEngine
     assert issubclass(adapter.RefitdCheckpointEngine, CheckpointEngine)
     assert adapter.RefitdCheckpointEngine.wire_format == "named_tensors"

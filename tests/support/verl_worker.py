@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -34,11 +33,13 @@ MORE = {**SHAPES, "norm.scale": ((3,), torch.float32)}
 
 def real_verl() -> str:
     """Return the version of verl; "" is the stand-in, which this makes importable."""
-    if importlib.util.find_spec("verl") is None:
-        sys.path.insert(0, str(Path(__file__).parent / "verl_stand_in"))
-    import verl
-
-    return "" if getattr(verl, "IS_STAND_IN", False) else importlib.metadata.version("verl")
+    try:
+        return importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        stand_in = str(Path(__file__).parent / "verl_stand_in")
+        if stand_in not in sys.path:
+            sys.path.insert(0, stand_in)
+        return ""
 
 
 def values(seed: int, shapes: dict[str, Any] = SHAPES) -> dict[str, torch.Tensor]:

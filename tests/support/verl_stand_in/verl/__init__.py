@@ -1,3 +1,1 @@
 """A stand-in for verl where it is not installed: the names that refitd's checkpoint engine takes from it, no more."""
-
-IS_STAND_IN = True
