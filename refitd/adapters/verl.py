@@ -210,17 +210,14 @@ class RefitdCheckpointEngine(CheckpointEngine):
         )
 
     async def _assembled(self, client: refitd.Client, update: dict[str, Any], there: set[str]) -> None:
-        """Return when every rollout worker has registered; `there` had done so when the update began.
-
-        Workers that verl has removed since are evicted: no swap waits for them.
-        """
+        """Return when all rollout workers have registered (`there`: before the update); evict those left out."""
         wanted = {_replica(name, update["run"]) for name in update["replicas"]}
         deadline = time.monotonic() + self._timeout
         while True:
             found = await asyncio.to_thread(self._registered, client)
             if self._sending is not update:
                 raise refitd.RefusedError(f"model {self._model!r}: verl has begun another update")
-            for replica in sorted(found - wanted):
+            for replica in sorted(one for one in found if one.rpartition(".")[0] not in update["replicas"]):
                 with contextlib.suppress(refitd.RefusedError):  # it has left by itself
                     client.evict(self._model, replica, reason="this rollout worker is not in verl's update")
             missing = sorted(wanted - found)
@@ -302,9 +299,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
     def _register(self, client: refitd.Client, run: str) -> None:
         """Register the buffer for what this run of the trainer offers; one that fits is used again."""
-        if self._target is not None:
-            target, self._target = self._target, None
-            target.close()
+        self._leave()
         shapes = client.tensors(self._model, timeout=self._timeout)
         if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._buffers.items()} != shapes:
             self._release()
@@ -321,12 +316,16 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
     def _release(self) -> None:
         """Give the registration and the buffer back."""
-        target, self._target = self._target, None
+        self._leave()
         buffers, self._buffers = self._buffers, {}
-        if target is not None:
-            target.close()
         if buffers and self._client is not None:
             self._client.free(buffers)
+
+    def _leave(self) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            with contextlib.suppress(refitd.RefusedError):  # the trainer is just evicting it
+                target.close()
 
     def _begin_to_read(self, version: int) -> bool:
         with self._changed:

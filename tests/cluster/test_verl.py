@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, eventually
-from tests.support.verl_worker import MORE, SHAPES, digest, real_verl, values
+from tests.support.verl_worker import MORE, SHAPES, Exported, digest, real_verl, values
 
 ROOT = Path(__file__).parents[2]
 VERL = real_verl()
@@ -252,6 +253,35 @@ async def updated(trainer: Any, rollout: Any, step: int) -> None:
     assert digest(found) == digest(values(step))
     trainer.finalize()
     rollout.finalize()
+
+
+def test_any_workers_and_any_errors_one_after_the_other(engine: Callable[..., Any], base: str) -> None:
+    """Workers come, stay away, come back and start anew, and streams fail, in the same random order each time."""
+    chance = random.Random(1)
+    trainer, pool = engine(is_master=True), [engine() for _ in range(3)]
+
+    async def update(step: int, how: str, rollout: list[Any]) -> list[Any]:
+        begin(trainer, *rollout)
+        sending = trainer.send_weights(iter(Exported(step, how)), global_steps=step)
+        receiving = [received(one, step) for one in rollout]
+        return await asyncio.gather(sending, *receiving, return_exceptions=True)
+
+    last = 0
+    for step in range(1, 61):
+        if step % 13 == 0:
+            trainer.close()
+            trainer = engine(is_master=True)
+        if step % 7 == 0:
+            pool.pop(0).close()
+            pool.append(engine())
+        how = chance.choice(["", "", "", "raises", "twice"])
+        sent, *found = asyncio.run(update(step, how, chance.sample(pool, chance.randint(1, 3))))
+        if how:
+            assert isinstance(sent, Exception) and all(isinstance(one, refitd.PeerLost) for one in found), (sent, found)
+        else:
+            assert {digest(one) for one in found} == {digest(values(step))}
+            assert last < sent["refitd/version"]
+            last = sent["refitd/version"]
 
 
 def test_nothing_writes_what_the_rollout_still_reads(engine: Callable[..., Any], base: str) -> None:
