@@ -17,8 +17,14 @@ hypothesis.settings.load_profile("refitd")
 pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["refitd.testing.fixtures"]
 
-# each starts a pool of processes, or a cluster, that its tests share
-SHARING = ("tests/spmd/", "tests/conformance/", "tests/faults/test_faults.py", "tests/cluster/test_nemo_rl.py")
+# each starts a pool of processes, or a cluster, that its tests share; or as many as a machine should have at once
+SHARING = (
+    "tests/spmd/",
+    "tests/conformance/",
+    "tests/faults/test_faults.py",
+    "tests/cluster/test_nemo_rl.py",
+    "tests/cluster/test_verl.py",
+)
 # their tests start what they need themselves, and take long: one by one they spread best
 ALONE = ("tests/cluster/", "tests/faults/")
 

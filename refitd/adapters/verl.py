@@ -1,0 +1,397 @@
+"""verl: a checkpoint engine (0.9), chosen with `checkpoint_engine.backend=refitd`.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=refitd
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=refitd.adapters.verl
+
+Importing this module registers the backend. The trainer's rank 0 streams what verl yields into a source; each rollout
+worker is a replica with one rank, whose target is a buffer that verl's server adapter reads. docs/verl.md says more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+import refitd
+
+log = logging.getLogger("refitd.verl")
+
+PREFIX = "verl-"  # of the replicas that are rollout workers
+POLL_S = 0.01  # how often a rollout worker looks whether the version has come
+LOOK_S = 0.5  # how often each side asks the coordinator about the other
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@CheckpointEngineRegistry.register("refitd")
+class RefitdCheckpointEngine(CheckpointEngine):
+    """One worker's part in an update: verl calls prepare, init_process_group, send or receive_weights, finalize."""
+
+    def __init__(
+        self,
+        bucket_size: int = 0,
+        is_master: bool = False,
+        *,
+        model: str = "policy",
+        directory: str = "",
+        timeout: float = 600.0,
+        slots: int = 2,
+        device: str = "cpu",
+        keep_buffers: bool = True,
+    ) -> None:
+        """Connect to nothing yet. verl gives the first two; the others are `engine_kwargs.refitd`.
+
+        Args:
+            bucket_size: verl's; larger tensors are yielded from the GPU, where there is one.
+            is_master: whether this is the trainer's rank 0.
+            model: the model's name in refitd.
+            directory: the daemon's directory; "" is this user's default one.
+            timeout: seconds for each wait. A rollout worker waits so long for a version, from the trainer's first
+                gather to the commit.
+            slots: versions that the trainer's node keeps.
+            device: where slots and buffers lie, "cpu" or "cuda:N".
+            keep_buffers: keep slots and buffers between updates. False gives the memory back in `finalize`.
+        """
+        self.bucket_size, self.is_master = bucket_size, is_master
+        self._model, self._directory, self._timeout = model, directory, float(timeout)
+        self._slots, self._device, self._keeps = slots, device, keep_buffers
+        self._name = f"{PREFIX}{socket.gethostname()[:40]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._client: refitd.Client | None = None
+        self._update: dict[str, Any] | None = None
+        self._sending: dict[str, Any] | None = None
+        # the trainer's rank 0
+        self._source: refitd.StreamedSource | None = None
+        self._announcer: refitd.StreamedSource | None = None
+        self._shapes: Shapes | None = None
+        # a rollout worker
+        self._target: refitd.Target | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._changed = threading.Condition()
+        self._is_read = self._is_written = False
+
+    # verl's lifecycle
+
+    def prepare(self) -> dict[str, Any]:
+        """Return what `build_topology` needs of this worker; on the trainer's rank 0, what the next version is called.
+
+        The trainer registers as two source ranks. Rank 1 holds no tensors: it is there from now on, before shapes are
+        known, so that rollout workers see at once when the trainer fails or dies.
+        """
+        self._update = None
+        if not self.is_master:
+            return {"model": self._model, "name": self._name}
+        client = self._connected()
+        if self._sending is not None:  # verl has given that update up
+            self._sending = None
+            self._withdraw()
+        if self._announcer is None:
+            self._announcer = self._declared(client, {}, rank=1)
+        first = max(source.next_version for source in (self._announcer, self._source or self._announcer))
+        return {"model": self._model, "name": self._name, "first": first, "run": self._announcer.run}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return the arguments of `init_process_group` for each worker: its role, and what the update is called.
+
+        Raises:
+            RefusedError: rank 0 of the trainer is not the master, or workers name different models.
+        """
+        if len(metadata) != actor_wg_world_size + rollout_world_size or not metadata or "first" not in metadata[0]:
+            raise refitd.RefusedError(
+                f"{len(metadata)} workers have prepared, expected {actor_wg_world_size} of the trainer, the first of "
+                f"them with is_master=True, and {rollout_world_size} of the rollout"
+            )
+        if len(models := {one["model"] for one in metadata}) > 1:
+            raise refitd.RefusedError(f"workers name different models: {sorted(models)}; set engine_kwargs.refitd")
+        rollout = [one["name"] for one in metadata[actor_wg_world_size:]]
+        update = {"first": metadata[0]["first"], "run": metadata[0]["run"]}
+        idle = actor_wg_world_size - 1
+        actors: dict[str, list[Any]] = {"role": ["sender", *["walker"] * idle]}
+        actors["update"] = [{**update, "replicas": rollout}, *[update] * idle]
+        return actors, {"role": ["receiver"] * rollout_world_size, "update": [update] * rollout_world_size}
+
+    def init_process_group(self, *, role: str, update: dict[str, Any]) -> None:
+        """Take this worker's role in the next update; a rollout worker connects to its node's daemon."""
+        if role == "receiver":
+            self._connected()
+        self._update = {"role": role, **update}
+
+    def finalize(self) -> None:
+        """End the update; with `keep_buffers=False`, give slots and buffers back."""
+        self._update = None
+        if not self._keeps:
+            self._withdraw()
+            self._release()
+
+    def close(self) -> None:
+        """End the session with the daemon, as the end of the process does. verl does not call it."""
+        self._update = None
+        client, self._client = self._client, None
+        self._source = self._announcer = self._target = None
+        self._buffers = {}
+        if client is not None:
+            client.close()
+
+    # the trainer
+
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
+        """Publish what `weights` yields and make it live in every rollout worker; ranks above 0 walk it only.
+
+        Producing a tensor is collective over the trainer's ranks, so every rank walks all of them, also after an error
+        of refitd's. In the first update rank 0 copies all of them into main memory before it knows their shapes.
+
+        Raises:
+            RefusedError, SwapFailed, PeerLost, DeadlineExceeded: no rollout worker gets this version, except those that
+                `SwapFailed.report` says have it. The source is withdrawn, which ends the wait of the others.
+        """
+        update = self._begun("sender", "walker")
+        walk = _walked(weights)
+        if update["role"] == "walker":
+            collections.deque(walk, maxlen=0)
+            return {}
+        self._sending = update
+        version = _version(update, global_steps)
+        began = time.monotonic()
+        try:
+            client = self._connected()
+            there = self._registered(client)
+            self._publish(client, version, walk)
+            published = time.monotonic()
+            await self._assembled(client, update, there)
+            await asyncio.to_thread(client.swap, self._model, version, timeout=self._timeout, queue=True)
+        except BaseException as exc:
+            if self._sending is update:
+                self._withdraw()
+            if isinstance(exc, Exception):
+                with contextlib.suppress(Exception):  # the first error says more
+                    collections.deque(walk, maxlen=0)
+            raise
+        finally:
+            if self._sending is update:
+                self._sending = None
+        swap_s = time.monotonic() - published
+        return {"refitd/version": version, "refitd/publish_s": published - began, "refitd/swap_s": swap_s}
+
+    def _publish(self, client: refitd.Client, version: int, walk: Weights) -> None:
+        """Publish from this thread: what the iterator gathers belongs to it (the current CUDA device, collectives)."""
+        stream, shapes = walk, self._shapes
+        if self._announcer is None:
+            raise refitd.RefusedError(f"model {self._model!r}: the daemon has ended since prepare; update again")
+        if shapes is None:
+            first = collections.deque(_copied(item) for item in walk)
+            if not first:
+                raise refitd.RefusedError(f"model {self._model!r}: the trainer yields no tensors")
+            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
+            stream = (first.popleft() for _ in range(len(first)))  # each is freed once it is in the slot
+        if self._source is None:
+            self._source = self._declared(client, shapes, rank=0)
+        self._source.publish_from(version, stream, timeout=self._timeout)
+        self._announcer.publish_from(version, (), timeout=self._timeout)
+        self._shapes = shapes  # later updates yield the same tensors
+
+    def _declared(self, client: refitd.Client, shapes: Shapes, rank: int) -> refitd.StreamedSource:
+        return client.declare_source(
+            self._model, shapes, rank=rank, world_size=2, slots=self._slots, device=self._device, timeout=self._timeout
+        )
+
+    async def _assembled(self, client: refitd.Client, update: dict[str, Any], there: set[str]) -> None:
+        """Return when all rollout workers have registered (`there`: before the update); evict those left out."""
+        wanted = {_replica(name, update["run"]) for name in update["replicas"]}
+        deadline = time.monotonic() + self._timeout
+        while True:
+            found = await asyncio.to_thread(self._registered, client)
+            if self._sending is not update:
+                raise refitd.RefusedError(f"model {self._model!r}: verl has begun another update")
+            for replica in sorted(one for one in found if one.rpartition(".")[0] not in update["replicas"]):
+                with contextlib.suppress(refitd.RefusedError):  # it has left by itself
+                    client.evict(self._model, replica, reason="this rollout worker is not in verl's update")
+            missing = sorted(wanted - found)
+            if not missing:
+                return
+            if lost := sorted(there.intersection(missing)):
+                raise refitd.PeerLost(f"model {self._model!r}: rollout workers {lost[:4]} have gone during the update")
+            if time.monotonic() >= deadline:
+                late = f"{len(missing)} of {len(wanted)} rollout workers have not registered: {missing[:4]}"
+                raise refitd.DeadlineExceeded(f"model {self._model!r}: after {self._timeout:.0f} s {late}")
+            await asyncio.sleep(LOOK_S / 5)
+
+    def _registered(self, client: refitd.Client) -> set[str]:
+        """Return the replicas that are rollout workers; other engines may take part, and nobody waits for them."""
+        found = _model(client, self._model)
+        return {one.replica for one in found.targets if one.replica.startswith(PREFIX)} if found is not None else set()
+
+    def _withdraw(self) -> None:
+        """Take both source ranks and their versions back; rollout workers that wait see that, and stop."""
+        sources = [source for source in (self._source, self._announcer) if source is not None]
+        self._source = self._announcer = None
+        for source in sources:
+            try:
+                source.close()
+            except refitd.RefitdError as exc:
+                log.warning("model=%s the source is not withdrawn: %s", self._model, exc)
+
+    # a rollout worker
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the version that this update sends, as views of this worker's buffer.
+
+        Nothing is yielded before all of it is here and is decided for every rollout worker. Nothing writes the buffer
+        before the next update, nor while this generator is open.
+
+        Raises:
+            PeerLost: the trainer has withdrawn the version, or has gone; says how the last swap ended.
+            DeadlineExceeded: the version is not here in time.
+        """
+        update = self._begun("receiver")
+        version = _version(update, global_steps)
+        await self._arrive(version, update["run"])
+        try:
+            for name, tensor in self._buffers.items():
+                # verl's adapter to vLLM copies tensors into a bucket, and shares those that are larger from their GPU
+                is_shared = tensor.nbytes > self.bucket_size > 0 and torch.cuda.is_available()
+                yield name, tensor.to("cuda") if is_shared else tensor
+        finally:
+            with self._changed:
+                self._is_read = False
+                self._changed.notify_all()
+
+    async def _arrive(self, version: int, run: str) -> None:
+        """Return when `version` is in the buffer, which nobody writes from then on until `_is_read` is false."""
+        client = self._connected()
+        began = time.monotonic()
+        looked = began - LOOK_S
+        registered = False
+        while not (registered and self._begin_to_read(version)):
+            now = time.monotonic()
+            if now - looked >= LOOK_S:
+                found = await asyncio.to_thread(_model, client, self._model)
+                if found is None or not any(one.attached and one.run == run for one in found.sources):
+                    reason = getattr(found and found.last_swap, "reason", "")
+                    how = f"; the last swap failed: {reason}" if reason else ""
+                    raise refitd.PeerLost(f"model {self._model!r}: version {version} is withdrawn by the trainer{how}")
+                here = {one.replica for one in found.targets}
+                registered = self._target is not None and _replica(self._name, run) in here
+                if not registered and version in found.complete_versions:
+                    await asyncio.to_thread(self._register, client, run)
+                    registered = True
+                looked = time.monotonic()
+            if now - began >= self._timeout:
+                error = "the trainer has published nothing" if self._target is None else self._target.error
+                raise refitd.DeadlineExceeded(
+                    f"model {self._model!r}: version {version} has not come within {self._timeout:.0f} s ({error})"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _register(self, client: refitd.Client, run: str) -> None:
+        """Register the buffer for what this run of the trainer offers; one that fits is used again."""
+        self._leave()
+        shapes = client.tensors(self._model, timeout=self._timeout)
+        if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._buffers.items()} != shapes:
+            self._release()
+            self._buffers = client.allocate(shapes, device=self._device, timeout=self._timeout)
+        self._target = client.register_target(
+            self._model,
+            self._buffers,
+            replica=_replica(self._name, run),
+            mode="in-place",  # the engine holds its own weights: this is a buffer, and needs none beside it
+            on_pause=self._stand_still,
+            on_resume=self._go_on,
+            timeout=self._timeout,
+        )
+
+    def _release(self) -> None:
+        """Give the registration and the buffer back."""
+        self._leave()
+        buffers, self._buffers = self._buffers, {}
+        if buffers and self._client is not None:
+            self._client.free(buffers)
+
+    def _leave(self) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            with contextlib.suppress(refitd.RefusedError):  # the trainer is just evicting it
+                target.close()
+
+    def _begin_to_read(self, version: int) -> bool:
+        with self._changed:
+            target = self._target
+            if self._is_read or self._is_written or target is None or target.version != version:
+                return False
+            self._is_read = True
+            return True
+
+    def _stand_still(self, version: int) -> None:
+        """Called on refitd's thread before the buffer is written; an error aborts the swap, by name."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_read, self._timeout):
+                raise refitd.DeadlineExceeded(f"the rollout still reads its weights after {self._timeout:.0f} s")
+            self._is_written = True
+
+    def _go_on(self, version: int | None) -> None:
+        with self._changed:
+            self._is_written = False
+            self._changed.notify_all()
+
+    # both
+
+    def _begun(self, *roles: str) -> dict[str, Any]:
+        update = self._update or {"role": "none"}
+        if update["role"] not in roles:
+            role = f"{update['role']}, expected {' or '.join(roles)}"
+            raise refitd.RefusedError(f"this worker's role is {role}: init_process_group gives it")
+        return update
+
+    def _connected(self) -> refitd.Client:
+        """Return a client whose daemon answers; one that has ended since is replaced, with all that it held."""
+        if self._client is not None:
+            try:
+                self._client.status()
+            except refitd.PeerLost as exc:
+                log.warning("model=%s connecting anew: %s", self._model, exc)
+                self.close()
+            else:
+                return self._client
+        self._client = refitd.connect(self._directory or None, name="verl")
+        return self._client
+
+
+def _walked(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator that can be walked on after its user has failed; where `weights` fails, it has ended."""
+    yield from weights
+
+
+def _copied(item: Any) -> tuple[str, torch.Tensor]:
+    try:
+        name, tensor = item
+        return name, tensor.detach().to("cpu", copy=True)
+    except (TypeError, ValueError, AttributeError):
+        raise refitd.RefusedError(f"the trainer yields a {type(item).__name__}, expected (name, tensor)") from None
+
+
+def _version(update: dict[str, Any], global_steps: int | None) -> int:
+    """Return the number of this update's version, which both sides derive: verl's step, where that is free."""
+    return max(int(update["first"]), int(global_steps or 0))
+
+
+def _replica(name: str, run: str) -> str:
+    """Return a rollout worker's replica; it names the trainer's run, since another run may offer other tensors."""
+    return f"{name}.{run}"
+
+
+def _model(client: refitd.Client, model: str) -> Any:
+    return next((one for one in client.status().models if one.model == model), None)

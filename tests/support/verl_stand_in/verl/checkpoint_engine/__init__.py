@@ -1,0 +1,1 @@
+"""See `verl` beside this."""
