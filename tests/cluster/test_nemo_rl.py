@@ -149,6 +149,7 @@ def test_a_generation_rank_that_has_died_fails_the_refit_by_name(job: Job):
     check(job.refit(3), 3)
 
 
+@pytest.mark.slow
 def test_a_generation_rank_that_dies_in_a_swap_fails_the_refit_by_name(job: Job, only_daemon: Daemon):
     check(job.refit(1), 1)
     failed: list[Failed] = []
@@ -172,6 +173,7 @@ def test_a_generation_rank_that_dies_in_a_swap_fails_the_refit_by_name(job: Job,
     check(job.refit(3), 3)
 
 
+@pytest.mark.slow
 def test_a_trainer_rank_that_dies_fails_the_refit_by_name(job: Job):
     check(job.refit(1), 1)
     job.kill("p0")

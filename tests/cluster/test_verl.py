@@ -156,6 +156,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_wrong_ends_the_update_on_every_rank_and_the_next_one_works(run: Run, base: str) -> None:
     for how in ("raises", "twice", "no pair"):  # in the first update, which does not know the shapes yet
         check_refused(run, how)
@@ -179,6 +180,7 @@ def check_refused(run: Run, how: str) -> None:
         assert answer["error"] == "PeerLost" and "is withdrawn by the trainer" in answer["text"], answer
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_update_and_the_next_one_works_without_it(run: Run, base: str) -> None:
     _, received = run.update(1, 1, "dies")
     assert [answer["error"] for answer in received] == ["PeerLost", "PeerLost"]
@@ -207,6 +209,7 @@ def test_a_worker_that_dies_ends_the_update_and_the_next_one_works_without_it(ru
     run.updated(5, 7)  # and may come back
 
 
+@pytest.mark.slow
 def test_workers_find_a_daemon_that_was_started_anew(run: Run, base: str) -> None:
     first = run.updated(1, 1)
     run.daemon.kill()
