@@ -3,8 +3,9 @@
 Both cut parameters into runs of elements of the flattened tensor. A rank offers what it holds of each, without a
 gather; nothing is copied. The tensors are views of the framework's own shards, so they follow every optimizer step.
 
-Read with torch 2.13 (`torch.distributed.fsdp._flat_param.FlatParameter`) and DeepSpeed 0.18 (`ds_tensor`, `ds_shape`
-of a parameter of `deepspeed.zero.Init`).
+The FSDP1 part reads private attributes of torch 2.13 (`FlatParameter`). It was run on CPUs; hybrid sharding was not
+tried. The ZeRO-3 part reads the attributes that DeepSpeed puts on parameters (`ds_tensor`, `ds_shape`,
+`ds_process_group`). It was tried with stand-ins for these only, never with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
         tensors, metadata = fsdp1_tensors(model, rank)
         source = client.register_source("policy", tensors, metadata=metadata, rank=rank, world_size=world_size)
 
-    Call it while the module is sharded: not inside `summon_full_params`, nor between forward and backward. Any
-    sharding strategy; with `use_orig_params` or without. Shared parameters are described as ties.
+    Call it while the module is sharded: not inside `summon_full_params`, nor between forward and backward. Hybrid
+    sharding strategies were not tried. Shared parameters are described as ties.
 
     Args:
         module: the root.
@@ -75,8 +76,8 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
 def zero3_tensors(module: nn.Module, rank: int) -> Held:
     """Return what this rank holds of a module partitioned by DeepSpeed ZeRO stage 3, as `fsdp1_tensors` does.
 
-    DeepSpeed cuts each parameter into equal runs, one for each data-parallel rank, the last ones padded. Parameters
-    that it keeps whole (below `stage3_param_persistence_threshold`) have their run on each rank, too.
+    Each parameter is taken to be cut into equal runs, one for each data-parallel rank, the last ones padded. Never run
+    with DeepSpeed; parameters below `stage3_param_persistence_threshold`, which it keeps whole, were not tried at all.
 
     Raises:
         PlanError: a parameter has no partition on this rank. Names it.

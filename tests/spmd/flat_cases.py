@@ -89,7 +89,7 @@ def fsdp1_gathered_is_refused(world: World) -> str:
 
 
 def zero3_is_what_it_was(world: World) -> None:
-    """DeepSpeed's partitioning as its attributes tell it; the package itself needs a compiler to be imported."""
+    """Stand-ins for the attributes that DeepSpeed puts on parameters: DeepSpeed itself has never run here."""
     model = Model(5)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     for param in model.parameters():
