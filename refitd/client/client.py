@@ -21,7 +21,7 @@ from refitd.client.connection import Connection, close_all
 from refitd.config import default_runtime_dir
 from refitd.errors import ConfigError, DeadlineExceeded, RefitdError, RefusedError
 from refitd.logs import Escaped
-from refitd.protocol import local
+from refitd.protocol import control, local
 from refitd.protocol.base import MAX_TEXT_BYTES
 from refitd.protocol.reports import (
     EvictReport,
@@ -41,6 +41,7 @@ from refitd.text import shown, unprintable
 if TYPE_CHECKING:
     import torch
 
+    from refitd.client.controller import ReplicaController
     from refitd.client.derived import Derived
     from refitd.client.devices import Arena
     from refitd.client.given import Tensors
@@ -69,7 +70,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._arenas: dict[int, Arena] = {}
-        self._registered: list[Source | StreamedSource | Target] = []
+        self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
         _open.add(self)
 
     @property
@@ -221,6 +222,7 @@ class Client:
         mode: Literal["shadow", "in-place"] = "shadow",
         device: str | torch.device | None = None,
         observes: bool = False,
+        controlled: bool = False,
         timeout: float = 60.0,
     ) -> Target:
         """Register this rank's tensors of `model` to receive versions. Swaps keep the tensors' storage.
@@ -254,6 +256,8 @@ class Client:
                 device. "cpu" saves one shard of GPU memory and makes commits (and MXFP8) slower.
             observes: this is not an engine (it saves a checkpoint, say). It is caught up to the live version like a
                 joining replica, and takes part in no other swap: none waits for it or fails with it.
+            controlled: commit only when the replica's controller (`control_replica`) calls for it: the ranks of the
+                replica need no lockstep, and no swap begins while the replica has no controller.
             timeout: seconds for allocating the staging arena and being admitted.
 
         Raises:
@@ -275,6 +279,13 @@ class Client:
             raise RefusedError(f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place'")
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
+        if flag("controlled", controlled) and (
+            mode == "in-place" or any(given is not None for given in hooks.values())
+        ):
+            raise RefusedError(
+                f"replica {replica!r}: its controller says when a controlled rank commits; leave out on_commit, "
+                "on_pause, on_resume, agree and mode='in-place'"
+            )
         tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
         if cast is True:
             tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
@@ -295,7 +306,8 @@ class Client:
                 derived=tensors.derived,
                 pauses=on_pause is not None,
                 observes=flag("observes", observes),
-                lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None,
+                lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None and not controlled,
+                controlled=controlled,
                 device=_gpu_name(device, tensors),
                 timeout_s=timeout,
             )
@@ -325,6 +337,51 @@ class Client:
             )
         self._registered.append(target)
         return target
+
+    def control_replica(
+        self,
+        model: str,
+        replica: str,
+        *,
+        pause: Callable[[int], object] | None = None,
+        commit: Callable[[int], object],
+        resume: Callable[[int | None], object] | None = None,
+        timeout: float = 60.0,
+    ) -> ReplicaController:
+        """Commit versions for all ranks of a replica at once, from one process that can reach the engine.
+
+        The hooks are called one after the other on a thread of the client, for every swap of the replica, catch-ups
+        included. A controller that comes while ranks have a decided version pending is called for that first.
+
+        Args:
+            model: the model's name.
+            replica: the engine's name, as its ranks registered it.
+            pause: called with the version before it is decided; it returns once the whole engine stands still. An
+                exception, or more than `deadlines.pause_s`, aborts the swap.
+            commit: called with the decided version once all ranks know of it: it makes every rank call
+                `target.poll()` (or `wait(version)`), by whatever reaches them, and returns when they have. After an
+                exception it is called again, after 3, 6 and 9 s, while ranks still have the version pending.
+            resume: called when no rank has the version pending any more, or the swap has been aborted; with the version
+                that the replica serves, or None if it must serve nothing (no version yet, or its ranks differ).
+            timeout: seconds for being admitted.
+
+        Raises:
+            RefusedError: the replica has a controller already.
+        """
+        from refitd.client.controller import ReplicaController
+
+        model, replica, timeout = text("model", model), text("replica", replica), seconds("timeout", timeout)
+        for what, given in {"pause": pause, "resume": resume}.items():
+            hook(what, given)
+        if not callable(commit):
+            raise RefusedError(f"commit is {shown(commit)}, expected a function that takes the version")
+        message = control.RegisterController(model=model, replica=replica, pauses=pause is not None)
+        registered = self._connection.request(message, control.ControllerRegistered, timeout)
+        controller = ReplicaController(
+            self._connection, model, replica, registered.member, pause, commit, resume, self._forget
+        )
+        self._registered.append(controller)
+        return controller
 
     def allocate(
         self,
@@ -566,7 +623,7 @@ class Client:
                 self._connection.request(local.Deregister(member=member), local.Done, REQUEST_S)
             raise
 
-    def _forget(self, registered: Source | StreamedSource | Target) -> None:
+    def _forget(self, registered: Source | StreamedSource | Target | ReplicaController) -> None:
         """Drop a closed registration, and with it its tensors."""
         self._registered = [kept for kept in self._registered if kept is not registered]
 

@@ -480,10 +480,11 @@ class Target:
                     done = local.CommitDone(swap=swap, member=self.member, paused_s=self.last_pause_s)
                     self._connection.tell(done)
                 case local.PrepareCommit(swap):
-                    if self._prepare is None or self._prepare.swap != swap:
+                    is_told = self._prepare is not None and self._prepare.swap == swap
+                    if not is_told or (message.controlled and self._taking is None):
                         self._prepare = message
                         self._steps.decided()
-                    if message.lockstep:
+                    if message.lockstep or message.controlled:
                         self._say_where(message, self._steps.stands)
                 case local.FlipAt(swap, _, step, origin):
                     if self._prepare is not None and self._prepare.swap == swap:

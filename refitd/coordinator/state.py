@@ -30,7 +30,7 @@ from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, control, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.reports import (
     EvictReport,
@@ -233,6 +233,13 @@ class Coordinator:
                 reply = self._add(node, message, now)
             case cluster.RemoveShard(member, reason):
                 self._remove(member, reason, now)
+            case control.AddController():
+                state = self.models.get(message.model) or self._new_state(message.model)
+                self.swaps.controllers.add(node, message, state.fleet, now)
+                self.models[message.model] = state
+                reply = local.Done()
+            case control.RemoveController(member, reason):
+                self._remove_controller(member, node.status.node, reason, now)
             case cluster.DetachShard(member, reason):
                 self._detach(member, reason)
             case cluster.ShardPublished():
@@ -274,7 +281,10 @@ class Coordinator:
         if reply is not None:
             self._send(node.identity, request, reply)
         # only after the reply: a rank must know that it is registered before a swap sends it anything
-        if isinstance(message, cluster.AddShard) and not message.is_question:
+        if isinstance(message, control.AddController) or (
+            isinstance(message, cluster.AddShard) and not message.is_question
+        ):
+            self.swaps.controllers.ranks_changed(message.model, message.replica, now)
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished):
             self.swaps.next(self.models[self._member(message.member).added.model], now)
@@ -291,6 +301,8 @@ class Coordinator:
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
             self._remove(member.id, f"node {name}: {reason}", now)
+        for controller in self.swaps.controllers.on_node(name):
+            self._remove_controller(controller, name, f"node {name}: {reason}", now)
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -390,6 +402,7 @@ class Coordinator:
             poison(member, swap, reason)
         self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
         self.swaps.fences.fence_unless_live(member)
+        self.swaps.controllers.ranks_changed(member.added.model, member.added.replica, now)
 
     def _remove(self, member_id: str, reason: str, now: float) -> None:
         member = self._members.pop(member_id, None)
@@ -402,12 +415,21 @@ class Coordinator:
         self.swaps.members_changed(state)
         if takes_part:
             self.swaps.step(state, decision.MemberLost(member_id, reason), now)
+        self.swaps.controllers.ranks_changed(state.fleet.name, member.added.replica, now)
         self._sources.room_changed(state)
-        if not state.fleet.members() and state.running is None:
+        self._forget_if_empty(state)
+
+    def _remove_controller(self, member: str, node: str, reason: str, now: float) -> None:
+        model = self.swaps.controllers.remove(member, node, reason, now)
+        if model is not None:
+            self._forget_if_empty(self.models[model])
+
+    def _forget_if_empty(self, state: ModelState) -> None:
+        if not state.fleet.members() and not state.fleet.controllers and state.running is None:
             for queued in state.queue:
                 gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
                 self._send(*queued.waiter, local.Failure(code=RefusedError.code, message=gone))
-            del self.models[member.added.model]
+            self.models.pop(state.fleet.name, None)
 
     def _evict(self, asked: local.Evict, now: float) -> EvictReport:
         """Evict a replica, or one of its ranks; for a running swap that is as if the process had died.

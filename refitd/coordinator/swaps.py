@@ -13,6 +13,7 @@ from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.actions import Decide, Instruction, Planned, Remember, Send
 from refitd.coordinator.comparisons import Comparisons
+from refitd.coordinator.controllers import Controllers
 from refitd.coordinator.decision import Limits, Phase
 from refitd.coordinator.epochs import Epochs
 from refitd.coordinator.fences import Fences
@@ -45,7 +46,7 @@ from refitd.coordinator.schedule import (
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, control, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
 
@@ -83,6 +84,9 @@ class Swaps:
         self._comparisons = Comparisons(self._to_node, self._log)
         self.fences = Fences(nodes, models, lives, decided, self._to_node)
         self._epochs = Epochs(boot, config, nodes, models, self._to_node)
+        self.controllers = Controllers(
+            models, self._to_node, self.step_swap, self.fences.identity_of, self._tell_staged, self._log
+        )
 
     # --- what begins --------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Swaps:
         self.ended_late(self._unfinished.replaced(state.fleet.name))
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
-        names = {m.id: m.describe() for m in fleet.members()}
+        names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
         swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
         members, sources = {m.id: m for m in fleet.members()}, fleet.source_reports(due.version)
         answer_by = now + due.timeout_s if due.timeout_s else None
@@ -184,10 +188,13 @@ class Swaps:
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan
-        members = {m.id: m.node for m in fleet.targets.values()}
-        nodes = frozenset(members.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
+        ranks = {m.id: m.node for m in fleet.targets.values()}
+        controllers = [c for c in fleet.in_control() if c.id in running.swap.names]  # others came after its begin
+        members = ranks | {c.id: c.node for c in controllers}
+        nodes = frozenset(ranks.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
         in_place = frozenset(m.id for m in fleet.targets.values() if m.added.in_place)
         asked = frozenset(m.id for m in fleet.targets.values() if m.added.pauses)
+        asked |= {c.id for c in controllers if c.added.pauses}
         nbytes = plan.table.total_bytes + fleet.converted_bytes()
         self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
 
@@ -247,7 +254,9 @@ class Swaps:
                 self.step_swap(swap, decision.QuietReported(member), now)
             case cluster.MemberStep(swap, member, step, origin, stands, thread):
                 found_member = self._members.get(member)
-                if found_member is not None and found_member.staged == swap:
+                if found_member is not None and self.controllers.controls(swap, found_member):
+                    self.controllers.acked(swap, found_member, now)
+                elif found_member is not None and found_member.staged == swap:
                     polled_by = (name, found_member.added.pid, thread) if thread else None
                     state = self._models[found_member.added.model]
                     state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
@@ -256,6 +265,8 @@ class Swaps:
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
+            case control.Controlled():
+                self.controllers.said(name, message, now)
             case _:
                 pass
 
@@ -286,8 +297,11 @@ class Swaps:
                 member.version, member.run = found  # a late commit, or one decided before this coordinator started
                 self.ended_late(self._unfinished.committed(swap, member, paused_s))
                 self.fences.fence_unless_live(member)
+                self.controllers.ranks_changed(member.added.model, member.added.replica, now)
                 self.next(self._models[member.added.model], now)
         self.step_swap(swap, decision.CommitReported(member_id, paused_s), now)
+        if member is not None:
+            self.controllers.ranks_changed(member.added.model, member.added.replica, now)
 
     def _member_failed(self, swap: str, member_id: str, reason: str, now: float) -> None:
         member = self._members.get(member_id)
@@ -295,6 +309,8 @@ class Swaps:
             member.staged, member.version = None, None  # it may hold parts of two versions
             self.ended_late(self._unfinished.failed(swap, member, reason))
         self.step_swap(swap, decision.MemberFailed(member_id, reason), now)
+        if member is not None:
+            self.controllers.ranks_changed(member.added.model, member.added.replica, now)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -325,6 +341,15 @@ class Swaps:
         for instruction in instructions:
             self._perform(state, running, instruction, now)
 
+    def _tell_staged(self, ranks: Iterable[Member], swap: str, version: int, run: str) -> None:
+        """Tell ranks that the version they have staged is decided; a controller calls those that it controls."""
+        by_node: dict[str, list[Member]] = {}
+        for member in ranks:
+            by_node.setdefault(member.node, []).append(member)
+        for node, there in sorted(by_node.items()):
+            called = tuple(m.id for m in there if self.controllers.controls(swap, m))
+            self._to_node(node, cluster.CommitStaged(swap=swap, version=version, run=run, controlled=called))
+
     def _perform(self, state: ModelState, running: Running, instruction: decision.Instruction, now: float) -> None:
         s, plan = running.swap, running.plan
         match instruction:
@@ -335,7 +360,9 @@ class Swaps:
                 else:
                     self._to_node(node, plan.message(s.model, running.fleet, node))
             case decision.PauseOn(node, members):
-                self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=members))
+                self.controllers.pause(s.swap, s.version, members)
+                if asked := tuple(member for member in members if member not in self.controllers):
+                    self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=asked))
             case decision.StageOn(node):
                 assert plan is not None
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
@@ -351,10 +378,10 @@ class Swaps:
             case decision.JournalDecision():
                 self._decide(state, running, now)
             case decision.CommitOn(node):
-                for member in running.fleet.targets.values():
-                    if member.node == node and member.id in s.members:
-                        member.staged = s.swap
-                self._to_node(node, cluster.CommitStaged(swap=s.swap, version=s.version, run=running.run))
+                ranks = [m for m in running.fleet.targets.values() if m.node == node and m.id in s.members]
+                for member in ranks:
+                    member.staged = s.swap
+                self._tell_staged(ranks, s.swap, s.version, running.run)
             case decision.AbortOn(node, reason):
                 self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
             case decision.Finished():
@@ -403,7 +430,10 @@ class Swaps:
             for member in state.fleet.targets.values():
                 if member.id not in running.swap.members:
                     self.fences.fence_unless_live(member)
+            self.controllers.decided(running.swap)
             self.step(state, decision.Journalled(), now)
+            for controller in state.fleet.in_control():
+                self.controllers.ranks_changed(model, controller.added.replica, now)
 
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
         left_behind(state, running, now)
@@ -415,6 +445,7 @@ class Swaps:
             self._epochs.drop(plan)  # an epoch does not outlive a failed swap
         if s.phase is Phase.ABORTED:
             self._comparisons.ended(running)
+            self.controllers.aborted(s.swap, now)
         outcome, written = report.outcome, msgspec.json.encode(report)
         for waiter in running.waiters:
             self._send(*waiter, report)
@@ -472,7 +503,7 @@ class Swaps:
 
     def next_deadline(self) -> float | None:
         """Return the next deadline of running and queued swaps and waiting ranks; None if there is none."""
-        found: list[float] = []
+        found = [at for at in (self.controllers.next_deadline(),) if at is not None]
         for state in self._models.values():
             found += [queued.deadline for queued in state.queue]
             if (due_at := state.steps.next_deadline()) is not None:
@@ -488,6 +519,7 @@ class Swaps:
     def tick(self, now: float) -> None:
         """Apply the deadlines of running and queued swaps."""
         self.ended_late(self._unfinished.tick(now))
+        self.controllers.tick(now)
         for state in list(self._models.values()):
             self._flip(state, now)
             running = state.running

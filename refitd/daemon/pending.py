@@ -90,6 +90,13 @@ class Readmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerIntroduced:
+    """A replica controller, new or announced again; a new one is removed if the coordinator refuses it."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """A request that named a description; it is repeated with the description if the coordinator does not know it."""
 
@@ -115,7 +122,7 @@ class Announced:
     before: Before
 
 
-About = PassedOn | Asked | Introduced | Returned | Readmitted | Described | Announced
+About = PassedOn | Asked | Introduced | Returned | Readmitted | ControllerIntroduced | Described | Announced
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,6 +319,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         in_place=member.in_place,
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
         observes=isinstance(r, local.RegisterTarget) and r.observes,
+        controlled=isinstance(r, local.RegisterTarget) and r.controlled,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",
         held_bytes=figures.held_bytes,
         staging_bytes=figures.staging_bytes,

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Small, Step, Text, Value
+from refitd.protocol.control import AddController, Control, Controlled, RemoveController
 from refitd.protocol.local import (
     AbortSwap,
     Done,
@@ -114,6 +115,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     staged_run: Label = ""
     committing: bool = False  # target: it was told to commit, so the swap is decided
     observes: bool = False  # target: it takes part only in catch-ups
+    controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
 
 
@@ -396,11 +398,12 @@ class Stage(Message, frozen=True):
 
 
 class CommitStaged(Message, frozen=True):
-    """The decision is journalled: make the staged version live."""
+    """The decision is journalled: make the staged version live. A controller calls `controlled` members to commit."""
 
     swap: Name
     version: Count
     run: Label = ""
+    controlled: tuple[Name, ...] = ()
 
 
 class FlipMember(Message, frozen=True):
@@ -489,6 +492,9 @@ NodeMessage = (
     | MemberCommitFailed
     | MembersChecked
     | RegionsDigested
+    | AddController
+    | RemoveController
+    | Controlled
     | StartSwap
     | AbortSwap
     | Evict
@@ -515,6 +521,7 @@ CoordinatorMessage = (
     | CommitStaged
     | FlipMember
     | PassMember
+    | Control
     | Abort
     | EndSwap
     | CheckMembers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, clipped
+from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
     EvictReport,
     HistoryReport,
@@ -79,6 +80,7 @@ class RegisterTarget(Message, frozen=True):
     device: Label = ""  # the GPU for its staging arena; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
     observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
+    controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
 
 
 class Restored(Message, frozen=True):
@@ -375,6 +377,7 @@ class PrepareCommit(Message, frozen=True):
 
     `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: the
     live tensors already hold it. `lockstep`: answer StepReached, and commit in the poll that FlipAt names.
+    `controlled`: answer StepReached, and commit in any later poll; the replica's controller calls for it.
     """
 
     swap: Name
@@ -383,6 +386,7 @@ class PrepareCommit(Message, frozen=True):
     by_worker: bool
     in_place: bool = False
     lockstep: bool = False
+    controlled: bool = False
 
 
 class FlipAt(Message, frozen=True):
@@ -449,6 +453,7 @@ ClientRequest = (
     | FreeArena
     | RegisterSource
     | RegisterTarget
+    | RegisterController
     | Restored
     | Deregister
     | BeginPublish
@@ -461,6 +466,7 @@ ClientRequest = (
     | CommitQuiet
     | CommitDone
     | CommitFailed
+    | Controlled
     | LiveDigests
     | LiveCompared
     | StartSwap
@@ -483,6 +489,7 @@ ClientReply = (
     | ArenaCreated
     | SourceRegistered
     | TargetRegistered
+    | ControllerRegistered
     | SlotGranted
     | PullMeasured
     | AskPause
@@ -492,6 +499,7 @@ ClientReply = (
     | FlipAt
     | PassPoll
     | CommitApplied
+    | Control
     | DigestLive
     | CompareLive
     | LeaseEnded

@@ -191,6 +191,17 @@ class TargetStatus(Value, frozen=True):
     events: Events = ()  # the events that led there
 
 
+class ControllerStatus(Value, frozen=True):
+    """The process that pauses, commits and resumes a replica; `step`: how far it is with `swap` ("": none)."""
+
+    replica: Label
+    node: Label
+    host: Label
+    pid: Count
+    step: Label
+    swap: Label = ""
+
+
 class ModelStatus(Value, frozen=True):
     """One model: its sources, its targets, its running swap."""
 
@@ -208,6 +219,7 @@ class ModelStatus(Value, frozen=True):
     live_run: Label = ""  # of the live version
     next_version: Count = 1  # the lowest that a new trainer may publish
     swap_events: Events = ()  # of `swap`, as in SwapReport
+    controllers: tuple[ControllerStatus, ...] = ()
 
 
 class GpuStatus(Value, frozen=True):
