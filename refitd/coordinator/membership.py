@@ -59,6 +59,7 @@ class Member:
     version: int | None = None  # target: served
     staged: str | None = None  # target: a decided swap that it has not committed yet
     wants: frozenset[tuple[str, str]] = frozenset()  # target: parts that arrive in MXFP8: (tensor, rounding)
+    suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again
     tries: int = 0  # target: catch-ups aborted since it registered
@@ -241,10 +242,15 @@ class Model:
         replicas = {replica for replica, _ in self.targets}
         return [found for replica, found in sorted(self.controllers.items()) if replica in replicas]
 
+    def suspended(self) -> list[str]:
+        """Return the replicas of which a rank is suspended."""
+        return sorted({replica for (replica, _), m in self.targets.items() if m.suspended})
+
     def engines(self) -> Model:
-        """Return this model without replicas that only observe; the model itself if there are none."""
+        """Return this model without replicas that only observe or are suspended; itself if there are none."""
         observers = {replica for (replica, _), m in self.targets.items() if m.added.observes}
-        return self.only({replica for replica, _ in self.targets} - observers) if observers else self
+        left_out = observers | set(self.suspended())
+        return self.only({replica for replica, _ in self.targets} - left_out) if left_out else self
 
     def behind(self, live: LiveVersion, *, only_observers: bool = False) -> list[str]:
         """Return the complete replicas that can be caught up to the live version."""
@@ -254,6 +260,7 @@ class Model:
             late = [m for m in ranks if not live.is_at(m.version, m.run)]
             ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)
             ready = ready and not self._lacks_controller(replica, ranks)
+            ready = ready and not any(m.suspended for m in ranks)
             if late and ready and not any(m.left_behind for m in late):
                 found.append(replica)
         return found
@@ -457,6 +464,8 @@ def poison(member: Member, swap: str, reason: str) -> None:
 def _state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.poisoned:
         return ServingState.POISONED
+    if member.suspended:
+        return ServingState.SUSPENDED
     if member.staged is not None:
         return ServingState.BEHIND
     if member.version is None:

@@ -41,6 +41,7 @@ class Running:
     plan: LoadedPlan | None = None
     comparison: RegionComparison | None = None  # of its sources, if needed
     held_until: float | None = None  # when unreachable engines have stopped serving; the decision waits until then
+    suspended: tuple[str, ...] = ()  # replicas that it leaves out
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
 

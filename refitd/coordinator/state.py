@@ -233,6 +233,9 @@ class Coordinator:
                 reply = self._add(node, message, now)
             case cluster.RemoveShard(member, reason):
                 self._remove(member, reason, now)
+            case cluster.MemberSuspended(member, suspended, is_lost):
+                self._suspended(self._member(member), suspended, is_lost, now)
+                reply = local.Done()
             case control.AddController():
                 state = self.models.get(message.model) or self._new_state(message.model)
                 self.swaps.controllers.add(node, message, state.fleet, now)
@@ -286,7 +289,7 @@ class Coordinator:
         ):
             self.swaps.controllers.ranks_changed(message.model, message.replica, now)
             self.swaps.next(self.models[message.model], now)
-        elif isinstance(message, cluster.ShardPublished):
+        elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
             self.swaps.next(self.models[self._member(message.member).added.model], now)
 
     def _answer_checks(self, reports: Iterable[tuple[Waiter, VerifyReport]]) -> None:
@@ -343,6 +346,7 @@ class Coordinator:
             version=added.version,
             staged=added.staged,
             poisoned=added.poisoned,
+            suspended=added.suspended,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
         replaced = state.fleet.replaced_by(added)
@@ -453,6 +457,29 @@ class Coordinator:
             self._remove(member.id, reason, now)  # first: the abort stops workers that write its arena
             self._to_node(member.node, cluster.EvictMember(member=member.id, reason=reason))
         return EvictReport(model=asked.model, replica=asked.replica, members=members)
+
+    def _suspended(self, member: Member, suspended: bool, is_lost: bool, now: float) -> None:
+        """Leave a replica out of swaps, or let it take part again; an undecided swap of it aborts.
+
+        Raises:
+            RefusedError: the rank has a decided version to commit first, or a decision about one is being written.
+        """
+        state = self.models[member.added.model]
+        running = state.running
+        takes_part = running is not None and state.takes_part(member)
+        being_decided = takes_part and running is not None and running.swap.phase is decision.Phase.STAGED
+        if suspended and (member.staged is not None or being_decided):
+            raise RefusedError(
+                f"{member.describe()} has a version that is decided, or is being decided; take it over first (poll or "
+                "wait), then suspend"
+            )
+        if suspended and takes_part:
+            self.swaps.step(state, decision.MemberLost(member.id, "its engine was suspended"), now)
+        self._log("suspended" if suspended else "woken", model=state.fleet.name, member=member.id)
+        member.suspended = suspended
+        if is_lost and not suspended:
+            member.version = None
+        self.swaps.fences.fence_unless_live(member)
 
     def _detach(self, member_id: str, reason: str) -> None:
         member = self._members.get(member_id)

@@ -149,6 +149,8 @@ class Swaps:
         state.running = Running(
             swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
         )
+        if due.kind != "catch-up":
+            state.running.suspended = tuple(state.fleet.suspended())
         tried, run = state.tried
         state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
@@ -456,7 +458,8 @@ class Swaps:
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
         report = swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
-        return apart_report(msgspec.structs.replace(report, run=running.run), running.apart)
+        report = msgspec.structs.replace(report, run=running.run, suspended=running.suspended)
+        return apart_report(report, running.apart)
 
     def _remember(self, record: Record) -> None:
         """Journal how a swap ended, with the current time."""

@@ -49,6 +49,7 @@ from refitd.daemon.pending import (
     PassedOn,
     Readmitted,
     Returned,
+    Slept,
     Waiting,
     WantedArenas,
 )
@@ -328,6 +329,10 @@ class Daemon:
                     self._proofs.committed(found)
             case local.Restored(member):
                 self._registrations.restored(session, request, self._own(session, member))
+            case local.Suspend(member):
+                self._registrations.suspend(session, request, self._own(session, member))
+            case local.Wake(member, is_lost):
+                self._registrations.wake(session, request, self._own(session, member), is_lost=is_lost)
             case local.LiveDigests(member) | local.LiveCompared(member):
                 self._proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason):
@@ -557,6 +562,8 @@ class Daemon:
                 self._registrations.returned(session, request, about, reply)
             case Readmitted():
                 self._registrations.readmitted(about, reply)
+            case Slept():
+                self._registrations.slept(session, request, about, reply)
             case ControllerIntroduced():
                 self._controllers.introduced(self._sessions.get(session), request, about, reply)
             case Announced():

@@ -115,8 +115,20 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     staged_run: Label = ""
     committing: bool = False  # target: it was told to commit, so the swap is decided
     observes: bool = False  # target: it takes part only in catch-ups
+    suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
     controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
+
+
+class MemberSuspended(Message, frozen=True):
+    """A target rank has put its tensors away, or has them again (`is_lost`: without their contents).
+
+    Reply: Done, or Failure if it has a decided version pending, which it must commit first.
+    """
+
+    member: Name
+    suspended: bool
+    is_lost: bool = False
 
 
 class RemoveShard(Message, frozen=True):
@@ -475,6 +487,7 @@ NodeMessage = (
     | DescribeShard
     | AddShard
     | RemoveShard
+    | MemberSuspended
     | DetachShard
     | ShardPublished
     | ShardWithdrawn

@@ -89,6 +89,19 @@ class Restored(Message, frozen=True):
     member: Name
 
 
+class Suspend(Message, frozen=True):
+    """This rank puts its tensors away: no swap reaches its replica until Wake. Reply: Done."""
+
+    member: Name
+
+
+class Wake(Message, frozen=True):
+    """The tensors of a suspended rank are back at their addresses; `is_lost`: without their contents. Reply: Done."""
+
+    member: Name
+    is_lost: bool = False
+
+
 class Deregister(Message, frozen=True):
     """End a registration."""
 
@@ -455,6 +468,8 @@ ClientRequest = (
     | RegisterTarget
     | RegisterController
     | Restored
+    | Suspend
+    | Wake
     | Deregister
     | BeginPublish
     | Publish

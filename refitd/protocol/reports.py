@@ -57,6 +57,7 @@ class SwapReport(Message, frozen=True):
     converted_bytes: Count = 0  # read again by workers for conversions
     run: Label = ""  # of the trainer; number and run are a version's identity
     events: Events = ()  # events of the swap, with seconds since it began
+    suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
 
 
 class SwapFailed(RefitFailed):

@@ -19,6 +19,8 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.RegisterSource: frozenset({TRAINER}),
     local.RegisterTarget: frozenset({ENGINE}),
     local.Restored: frozenset({ENGINE}),
+    local.Suspend: frozenset({ENGINE}),
+    local.Wake: frozenset({ENGINE}),
     control.RegisterController: frozenset({ENGINE}),
     control.AddController: frozenset({ENGINE}),
     local.StartSwap: _SWAPS,

@@ -1,4 +1,4 @@
-"""One controller pauses, commits and resumes all ranks of a replica; failures and deaths leave nothing torn or stuck."""
+"""One controller pauses, commits and resumes all ranks of a replica; failures leave nothing torn and nothing stuck."""
 
 from __future__ import annotations
 
