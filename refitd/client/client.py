@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from refitd.buffers.cuda import name_of
+from refitd.client.aio import awaitable
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
 from refitd.config import default_runtime_dir
@@ -32,6 +33,7 @@ from refitd.protocol.reports import (
     SwapFailed,
     SwapProgress,
     SwapReport,
+    SwapReports,
     VerifyReport,
 )
 from refitd.protocol.shards import Place, shard_of
@@ -471,6 +473,42 @@ class Client:
         message = local.StartSwap(model=model, version=version, timeout_s=within, queue=queue)
         return self._swap(message, timeout, on_progress)
 
+    def swap_together(
+        self,
+        versions: Mapping[str, int | None],
+        *,
+        timeout: float | None = None,
+        wait: float = 0.0,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> dict[str, SwapReport]:
+        """Make versions of several models (a policy and its draft, say) live by one decision: all of them, or none.
+
+        Args:
+            versions: the version of each model (None: its newest complete one). Engines that serve several of them
+                call `poll` of each at the same commit point.
+            timeout: as in `swap`.
+            wait: as in `swap`, for all models together.
+            on_progress: called with each progress message, which names its model.
+
+        Raises:
+            RefusedError, DeadlineExceeded: as in `swap`; none of them has begun.
+            SwapFailed: not every version is live everywhere; `report` is that of the first model at fault.
+        """
+        found = {model: _swapped(model, version, timeout, on_progress) for model, version in versions.items()}
+        deadline = time.monotonic() + (seconds("wait", wait) if wait else 0.0)
+        for model, version, _ in found.values() if wait else ():
+            self._wait_for_all(model, version, max(0.0, deadline - time.monotonic()))
+        within = next((timeout for _, _, timeout in found.values()), None)
+        message = local.StartSwaps(
+            swaps=tuple(local.ModelVersion(model, version) for model, version, _ in found.values()),
+            timeout_s=_on_the_wire(within),
+        )
+        waits = SWAP_S if within is None else within + MARGIN_S
+        reports = self._connection.request(message, SwapReports, waits, on_progress).reports
+        for report in reports:
+            _check_committed(report, reports)
+        return {report.model: report for report in reports}
+
     def _wait_for_all(self, model: str, version: int | None, wait: float) -> None:
         """Return when a swap could begin, or after `wait` seconds: the swap's refusal then says what is missing."""
         deadline = time.monotonic() + wait
@@ -505,13 +543,12 @@ class Client:
     ) -> SwapReport:
         wait = SWAP_S if timeout is None else timeout + MARGIN_S
         report = self._connection.request(message, SwapReport, wait, on_progress)
-        if report.outcome != SwapOutcome.COMMITTED:
-            causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
-            is_late = report.outcome == SwapOutcome.DECIDED
-            how = "not complete yet" if is_late else f"{report.outcome} in phase {report.phase}"
-            what = f"swap of {message.model!r} to version {report.version} {how}"
-            raise SwapFailed(f"{what}: {report.reason}", causes, report)
+        _check_committed(report)
         return report
+
+    swap_async = awaitable(swap)
+    swap_together_async = awaitable(swap_together)
+    rollback_async = awaitable(rollback)
 
     def status(self) -> StatusReport:
         """Return the cluster as the coordinator sees it."""
@@ -577,6 +614,8 @@ class Client:
         wait = SWAP_S if timeout is None else timeout + MARGIN_S
         return self._connection.request(local.Verify(model=model, timeout_s=_on_the_wire(timeout)), VerifyReport, wait)
 
+    verify_async = awaitable(verify)
+
     def abort(self, model: str, reason: str = "") -> None:
         """Abort the running swap of `model` unless it is decided."""
         message = local.AbortSwap(
@@ -638,6 +677,16 @@ class Client:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_committed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> None:
+    """Raise SwapFailed unless every rank of every replica serves the version; `together` goes into the error."""
+    if report.outcome != SwapOutcome.COMMITTED:
+        causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
+        is_late = report.outcome == SwapOutcome.DECIDED
+        how = "not complete yet" if is_late else f"{report.outcome} in phase {report.phase}"
+        what = f"swap of {report.model!r} to version {report.version} {how}"
+        raise SwapFailed(f"{what}: {report.reason}", causes, report, together)
 
 
 def _gpu_name(device: str | torch.device | None, tensors: TensorSet) -> str:

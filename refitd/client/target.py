@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from refitd.buffers.permits import Permit
+from refitd.client.aio import awaitable
 from refitd.client.arguments import flag, hook, seconds, whole
 from refitd.client.checks import LiveChecks
 from refitd.client.connection import Connection
@@ -284,6 +285,8 @@ class Target:
                 prepare = self._prepare if self._may_take() else None
             if prepare is not None:
                 self._apply(prepare)
+
+    wait_async = awaitable(wait)
 
     def _next_in_step(self, step: int | None, begin: bool = True) -> local.PrepareCommit | None:
         """Count a poll; return the commit due in it, or None."""

@@ -111,8 +111,9 @@ class Coordinator:
                 self._from_node(event, now)
             case Planned():
                 self.swaps.planned(event, now)
-            case JournalWritten(swap, error):
-                self.swaps.journalled(swap, error, now)
+            case JournalWritten(swaps, error):
+                for swap in swaps:
+                    self.swaps.journalled(swap, error, now)
             case Busy(seconds):
                 for node in self.nodes.values():
                     node.last_heard = min(now, node.last_heard + seconds)  # nodes heard meanwhile gain nothing
@@ -256,6 +257,8 @@ class Coordinator:
                 self._sources.wants_room(self.models[found.added.model], found, slots)
             case local.StartSwap():
                 self.swaps.start(message, (node.identity, request), now)
+            case local.StartSwaps():
+                self.swaps.start_together(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
                 reply = history_report(self._recent(model, min(limit, MAX_HISTORY)))
             case local.AbortSwap(model, reason):

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from refitd.config import Config, ModelConfig
-from refitd.coordinator import decision
+from refitd.coordinator import decision, together
 from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.actions import Decide, Instruction, Planned, Remember, Send
 from refitd.coordinator.comparisons import Comparisons
@@ -19,7 +19,7 @@ from refitd.coordinator.epochs import Epochs
 from refitd.coordinator.fences import Fences
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.membership import Member, Node
-from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
+from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
 from refitd.coordinator.planning import Planning
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion, Record
@@ -83,6 +83,7 @@ class Swaps:
         self.planning = Planning(models, out)
         self._comparisons = Comparisons(self._to_node, self._log)
         self.fences = Fences(nodes, models, lives, decided, self._to_node)
+        self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin
         self._epochs = Epochs(boot, config, nodes, models, self._to_node)
         self.controllers = Controllers(
             models, self._to_node, self.step_swap, self.fences.identity_of, self._tell_staged, self._log
@@ -104,12 +105,39 @@ class Swaps:
             state.running.gives_way = True
             self.step(state, decision.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
 
+    def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
+        """Begin swaps of several models that are decided together.
+
+        Raises:
+            RefusedError: one of them cannot begin now; none has.
+        """
+        states = together.named(self._models, asked)
+        if not self._lives.is_settled(now):
+            raise RefusedError("the coordinator has just started and waits for daemons; try again in some seconds")
+        dues = [
+            asked_for(state, local.StartSwap(one.model, one.version, asked.timeout_s), waiter, self._lives.past)
+            for state, one in zip(states, asked.swaps, strict=True)
+        ]
+        party = Together(tuple(one.model for one in asked.swaps), waiter)
+        self._joining = frozenset(party.models)  # the catch-ups that end here must not begin again
+        try:
+            for state in states:
+                if state.running is not None:
+                    state.running.gives_way = True
+                    self.step(state, decision.AbortAsked("it gives way to a swap that was asked for"), now)
+        finally:
+            self._joining = frozenset()
+        for state, due in zip(states, dues, strict=True):
+            self._begin(state, due, now, party)
+            if party.aborted:
+                self.step(state, decision.AbortAsked(party.aborted), now)
+
     def next(self, state: ModelState, now: float) -> None:
         """Start the due swap: a requested one first, then a newer version, then a catch-up.
 
         Nothing starts while daemons may still report what is live.
         """
-        if not self._lives.is_settled(now):
+        if not self._lives.is_settled(now) or state.fleet.name in self._joining:
             return
         while state.queue and state.running is None:
             queued = state.queue.pop(0)
@@ -138,7 +166,7 @@ class Swaps:
             if due is not None:
                 self._begin(state, due, now)
 
-    def _begin(self, state: ModelState, due: DueSwap, now: float) -> None:
+    def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
         self.ended_late(self._unfinished.replaced(state.fleet.name))
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
@@ -149,6 +177,7 @@ class Swaps:
         state.running = Running(
             swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
         )
+        state.running.together = party
         if due.kind != "catch-up":
             state.running.suspended = tuple(state.fleet.suspended())
         tried, run = state.tried
@@ -392,27 +421,42 @@ class Swaps:
     def _decide(self, state: ModelState, running: Running, now: float) -> None:
         """Journal the decision with the ranks that must commit, so that a later coordinator can finish it.
 
-        The decision for a new version waits while unreachable engines may still serve the previous one.
+        The decision for a new version waits while unreachable engines may still serve the previous one; a joint one
+        waits until all of its swaps have come so far.
         """
-        s = running.swap
-        if text := used_up(state, running.version, running.run):  # learned since the swap began
-            self.step(state, decision.AbortAsked(text), now)
+        party = together.party_of(self._models, state, running)
+        if late := together.until_all_staged(running, party, now):
+            self.step(state, decision.DecisionHeld(late), now)
             return
-        until = 0.0
-        if not running.is_live(state.live):
-            unsure_until = self._lives.unsure_until(self._config.deadlines.lease_s)
-            until = max(self._absent.until(s.model, now), unsure_until)
+        for one, its in party:
+            if text := used_up(one, its.version, its.run):  # learned since the swap began
+                self.step(one, decision.AbortAsked(text), now)
+                return
+        until = max(self._held_until(one, its, now) for one, its in party)
+        if until > now:
+            for one, its in party:
+                its.held_until = until
+                self.step(one, decision.DecisionHeld(until), now)
+            return
+        records = []
+        for one, its in party:
+            its.held_until, s = None, its.swap
+            written = msgspec.json.encode(decided_report(self._report(one, its, now)))
+            plan, at = its.plan.id if its.plan else "", self._wall_clock()
+            records.append(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, its.run))
+        self._out(Decide(tuple(records)))
+
+    def _held_until(self, state: ModelState, running: Running, now: float) -> float:
+        """Return until when unreachable engines may serve the previous version; 0 if none does."""
+        if running.is_live(state.live):
+            return 0.0
+        s = running.swap
+        unsure_until = self._lives.unsure_until(self._config.deadlines.lease_s)
+        until = max(self._absent.until(s.model, now), unsure_until)
         if until > now:
             absent = self._absent.describe(s.model) or "whoever a lost journal knew"
             self._log("held", swap=s.swap, seconds=round(until - now, 1), absent=absent)
-            running.held_until = until
-            self.step(state, decision.DecisionHeld(until), now)
-            return
-        running.held_until = None
-        report = decided_report(self._report(state, running, now))
-        plan = running.plan.id if running.plan else ""
-        at, written = self._wall_clock(), msgspec.json.encode(report)
-        self._out(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, running.run)))
+        return until
 
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
         """Handle the journal's result: the decision is on disk, or could not be written."""
@@ -449,11 +493,21 @@ class Swaps:
             self._comparisons.ended(running)
             self.controllers.aborted(s.swap, now)
         outcome, written = report.outcome, msgspec.json.encode(report)
-        for waiter in running.waiters:
-            self._send(*waiter, report)
+        self._answer(running, report)
         # callers need not wait for this write: the decision is on disk
         self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
+        if s.phase is Phase.ABORTED:
+            for one, reason in together.also_aborted(self._models, running):
+                self.step(one, decision.AbortAsked(reason), now)
         self.next(state, now)
+
+    def _answer(self, running: Running, report: SwapReport) -> None:
+        """Answer whoever waits for a swap; a joint one is answered once all of its swaps have a report."""
+        for waiter in running.waiters:
+            if running.together is None:
+                self._send(*waiter, report)
+            elif (reports := together.reported(running.together, report)) is not None:
+                self._send(*waiter, reports)
 
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
@@ -499,8 +553,7 @@ class Swaps:
             return  # it ends now, by the same deadline
         report = late_report(self._report(state, running, now), running.swap, now)
         self._log("answered-in-time", swap=running.swap.swap, model=running.swap.model, reason=report.reason)
-        for waiter in running.waiters:
-            self._send(*waiter, report)
+        self._answer(running, report)
         running.waiters.clear()
         running.answer_by = None
 

@@ -339,6 +339,7 @@ class Daemon:
                 self._commits.failed(swap, self._own(session, member), reason)
             case (
                 local.StartSwap()
+                | local.StartSwaps()
                 | local.AbortSwap()
                 | local.Evict()
                 | local.Verify()

@@ -18,6 +18,7 @@ from refitd.protocol.local import (
     GetPlan,
     GetStatus,
     StartSwap,
+    StartSwaps,
     Verify,
 )
 from refitd.protocol.reports import (
@@ -30,6 +31,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    SwapReports,
     VerifyReport,
 )
 from refitd.states import ProofState, TransferMode
@@ -509,6 +511,7 @@ NodeMessage = (
     | RemoveController
     | Controlled
     | StartSwap
+    | StartSwaps
     | AbortSwap
     | Evict
     | Verify
@@ -543,6 +546,7 @@ CoordinatorMessage = (
     | EvictReport
     | SwapProgress
     | SwapReport
+    | SwapReports
     | VerifyReport
     | StatusReport
     | PlanReport

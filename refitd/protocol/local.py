@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, clipped
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
 from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
     EvictReport,
@@ -14,6 +14,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    SwapReports,
     VerifyReport,
 )
 from refitd.protocol.shards import Place, Shard
@@ -237,6 +238,20 @@ class StartSwap(Message, frozen=True):
     timeout_s: Seconds = 0.0  # 0: only the configured deadlines
     queue: bool = False  # if a swap of the model is running, wait for it instead of being refused
     rollback: bool = False  # the version may be older than the served one; None: the previous one
+
+
+class ModelVersion(Value, frozen=True):
+    """A model, and the version to make live (None: the newest complete one)."""
+
+    model: Name
+    version: Count | None = None
+
+
+class StartSwaps(Message, frozen=True):
+    """Make versions of several models live by one decision. Replies: SwapProgress repeatedly, then SwapReports."""
+
+    swaps: tuple[ModelVersion, ...]
+    timeout_s: Seconds = 0.0  # as in StartSwap
 
 
 class AbortSwap(Message, frozen=True):
@@ -485,6 +500,7 @@ ClientRequest = (
     | LiveDigests
     | LiveCompared
     | StartSwap
+    | StartSwaps
     | AbortSwap
     | Evict
     | Verify
@@ -522,6 +538,7 @@ ClientReply = (
     | EvictReport
     | SwapProgress
     | SwapReport
+    | SwapReports
     | VerifyReport
     | StatusReport
     | PlanReport

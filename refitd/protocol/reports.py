@@ -60,12 +60,24 @@ class SwapReport(Message, frozen=True):
     suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
 
 
-class SwapFailed(RefitFailed):
-    """A swap ended, or its caller's timeout passed, without every replica serving the version."""
+class SwapReports(Message, frozen=True):
+    """How the swaps of several models ended that were decided together, in the order in which they were asked for."""
 
-    def __init__(self, message: str, causes: Mapping[str, str], report: SwapReport) -> None:
+    reports: tuple[SwapReport, ...]
+
+
+class SwapFailed(RefitFailed):
+    """A swap ended, or its caller's timeout passed, without every replica serving the version.
+
+    `report` is that of the swap; `together` has the reports of all swaps that were decided with it.
+    """
+
+    def __init__(
+        self, message: str, causes: Mapping[str, str], report: SwapReport, together: tuple[SwapReport, ...] = ()
+    ) -> None:
         super().__init__(message, causes)
         self.report = report
+        self.together = together or (report,)
 
 
 class EvictReport(Message, frozen=True):

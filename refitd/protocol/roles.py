@@ -24,6 +24,7 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     control.RegisterController: frozenset({ENGINE}),
     control.AddController: frozenset({ENGINE}),
     local.StartSwap: _SWAPS,
+    local.StartSwaps: _SWAPS,
     local.AbortSwap: _SWAPS,
     local.Evict: _SWAPS,
     local.Verify: _SWAPS,  # it reads every byte of every replica
