@@ -17,7 +17,7 @@ NO_MODELS = "no models: no trainer and no engine has registered yet"
 NODE_COLUMNS = ("node", "host", "address", ">pid", ">workers", ">clients", ">arenas", ">arena bytes", "services")
 LINK_COLUMNS = ("model", "link", "service", ">lanes", ">bytes per swap", "state", ">last swap")
 SOURCE_COLUMNS = (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions held", "given")
-TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "state", ">serves", ">staged")
+TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "mode", "state", ">serves", ">staged")
 
 
 def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events: bool = False) -> Iterator[str | Table]:
@@ -110,6 +110,7 @@ def _target(target: TargetStatus) -> Sequence[str]:
         str(target.pid),
         str(target.tensors),
         size(target.bytes) + (f", held as {size(target.held_bytes)}" if target.held_bytes != target.bytes else ""),
+        target.mode,
         target.state,
         version(target.version),
         version(target.staged),

@@ -37,6 +37,14 @@ class ServingState(StrEnum):
     SUSPENDED = "suspended"  # its process has put the tensors away; swaps leave its replica out
 
 
+class CommitMode(StrEnum):
+    """How a target rank takes versions over."""
+
+    FLIP = "flip"  # its live and its staging arena are exchanged
+    COPY = "copy"  # staged bytes are copied into its tensors
+    IN_PLACE = "in-place"  # workers write its tensors while it stands still
+
+
 class ProofState(StrEnum):
     """The result of comparing live tensors with the digests of their version."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
 from collections.abc import Callable
 
@@ -12,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.buffers.capacity import check_bytes, memory_limits, process_limits
+from refitd.buffers.mapping import Mapping, exchange
 from refitd.errors import ArenaError
 from refitd.text import printable
 
 # These are missing in some Python versions; the numbers are the kernel's (fcntl.h, mman-common.h).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: no peer can truncate the file under another's mapping
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -99,19 +98,22 @@ class MappedArena:
         found = os.fstat(fd).st_size
         if found < nbytes or not is_sealed(fd):
             raise ArenaError(f"descriptor {fd} is no sealed arena of {nbytes} bytes (found {found})")
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         try:
-            self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
+            self._mapping = Mapping(fd, nbytes, write=write)
         except OSError as exc:
             raise ArenaError(f"arena of {nbytes} bytes cannot be mapped: {exc.strerror}") from exc
         self.nbytes = nbytes
         self.writable = write
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self.address: int = self.bytes.ctypes.data
-        # Not mmap.madvise, which holds the interpreter's lock for the seconds that first touch can take.
-        # Kernels before 5.14 refuse this advice; pages then fault in at first touch, which is slower but correct.
-        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-        _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(nbytes), advice)
+        self.bytes: npt.NDArray[np.uint8] = self._mapping.bytes(write=write)
+        self.address: int = self._mapping.address
+
+    def exchange(self, other: MappedArena) -> None:
+        """Exchange what two arenas of one size hold, in this process: every address shows the other arena's bytes.
+
+        Raises:
+            ArenaError: the kernel refuses; nothing has changed.
+        """
+        exchange(self._mapping, other._mapping)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""

@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from refitd.client.controller import ReplicaController
     from refitd.client.derived import Derived
     from refitd.client.devices import Arena
+    from refitd.client.flip import ArenaPair, Contents
     from refitd.client.given import Tensors
-    from refitd.client.mxfp8 import MXFP8Offer
+    from refitd.client.mxfp8 import MXFP8Offer, TargetTensors
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
     from refitd.client.target import Commit, Target
@@ -72,6 +73,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._arenas: dict[int, Arena] = {}
+        self._contents: dict[int, Contents] = {}  # by arena: where `allocate` has placed which tensor
         self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
         _open.add(self)
 
@@ -221,7 +223,7 @@ class Client:
         convert_on_send: bool = False,
         cast: bool | str | torch.dtype = False,
         derived: Mapping[str, Derived] | None = None,
-        mode: Literal["shadow", "in-place"] = "shadow",
+        mode: Literal["shadow", "flip", "copy", "in-place"] = "shadow",
         device: str | torch.device | None = None,
         observes: bool = False,
         controlled: bool = False,
@@ -251,9 +253,12 @@ class Client:
                 even), as `ParameterMetadata.cast_from` declares for one tensor. A dtype ("float32") names the type that
                 sources offer; True waits, up to `timeout`, until the sources have registered and say it themselves.
             derived: tensors computed from the weights, by name; their hooks are called inside every commit.
-            mode: "shadow": a version is staged beside the live tensors and taken over whole. "in-place": the workers
-                write the live tensors (from `allocate`) while this rank stands still (`on_pause`); no staging memory
-                is needed, but after a failed swap nothing can be served until one succeeds.
+            mode: "shadow": a version is staged beside the live tensors and taken over whole: by "flip" where the
+                tensors are all of one arena (`allocate`, `adopt`), else by "copy". "flip": the live and the staging
+                memory are exchanged under the tensors' addresses, in microseconds whatever their size; refused where
+                that is impossible. "copy": staged bytes are copied into the live tensors. "in-place": the workers write
+                the live tensors (from `allocate`) while this rank stands still (`on_pause`); no staging memory is
+                needed, but after a failed swap nothing can be served until one succeeds.
             device: where the staging arena lies and conversions run: "cuda:N", "cpu", or None for the tensors' own
                 device. "cpu" saves one shard of GPU memory and makes commits (and MXFP8) slower.
             observes: this is not an engine (it saves a checkpoint, say). It is caught up to the live version like a
@@ -277,8 +282,10 @@ class Client:
         hooks = {"on_commit": on_commit, "on_pause": on_pause, "on_resume": on_resume, "agree": agree}
         for what, given in hooks.items():
             hook(what, given)
-        if not isinstance(mode, str) or mode not in ("shadow", "in-place"):
-            raise RefusedError(f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place'")
+        if not isinstance(mode, str) or mode not in ("shadow", "flip", "copy", "in-place"):
+            raise RefusedError(
+                f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place', or 'flip' or 'copy'"
+            )
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
         if flag("controlled", controlled) and (
@@ -295,6 +302,7 @@ class Client:
             tensors.take_cast(cast)
         with registering(tensors):
             live = self._live(tensors)
+            flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, must=mode == "flip")
             message = local.RegisterTarget(
                 model=model,
                 replica=replica,
@@ -310,18 +318,25 @@ class Client:
                 observes=flag("observes", observes),
                 lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None and not controlled,
                 controlled=controlled,
+                flips=flips,
                 device=_gpu_name(device, tensors),
                 timeout_s=timeout,
             )
             registered = self._connection.request(message, local.TargetRegistered, timeout)
             with self._given_back(registered.member):
                 permit = Permit(self._connection.permit_page(), registered.permit_slot, registered.permit_token)
-                staging = None
-                if mode == "shadow":
-                    staging = self._connection.map_arena(registered.staging, write=False)
+                staging, pair = None, None
+                if mode != "in-place":
+                    staging = self._connection.map_arena(registered.staging, write=flips)
+                if flips:
+                    pair = self._paired(live, staging)
                 if staging is not None and registered.restores:
                     # nothing is staged into the arena until Restored says that its old content has been copied
-                    tensors.restore(staging)
+                    if pair is not None:
+                        pair.restore()
+                        tensors.refresh()
+                    else:
+                        tensors.restore(staging)
                     self._connection.request(local.Restored(member=registered.member), local.Done, timeout)
             target = Target(
                 self._connection,
@@ -336,6 +351,7 @@ class Client:
                 on_resume,
                 agree,
                 self._forget,
+                pair,
             )
         self._registered.append(target)
         return target
@@ -413,7 +429,13 @@ class Client:
         created = self._connection.request(message, local.ArenaCreated, timeout)
         arena = self._connection.map_arena(created.arena, write=True)
         self._arenas[created.arena] = arena
-        return tensors_in(arena, wanted)
+        found = tensors_in(arena, wanted)
+        self._contents[created.arena] = {
+            name: (tensor.data_ptr() - arena.address, tensor.numel() * tensor.element_size())
+            for name, tensor in found.items()
+            if tensor.numel()
+        }
+        return found
 
     def free(self, tensors: torch.Tensor | Mapping[str, torch.Tensor], *, timeout: float = 60.0) -> None:
         """Free the whole arenas from `allocate` that hold these tensors.
@@ -438,6 +460,7 @@ class Client:
         for arena in sorted(arena for arena in arenas if arena is not None):
             self._connection.request(local.FreeArena(arena=arena), local.Done, timeout)
             self._arenas.pop(arena, None)
+            self._contents.pop(arena, None)
 
     def swap(
         self,
@@ -667,8 +690,29 @@ class Client:
         self._registered = [kept for kept in self._registered if kept is not registered]
 
     def _live(self, tensors: TensorSet) -> tuple[Place, ...]:
-        tensors.arena_places = tensors.places(self._arenas)
+        """Return the tensors' places in arenas; none if they lie elsewhere, or in arenas that a target exchanges."""
+        switched = {a for one in self._registered if getattr(one, "flips", False) for a in one.arenas()}
+        tensors.arena_places = tensors.places({n: arena for n, arena in self._arenas.items() if n not in switched})
         return tensors.arena_places
+
+    def _may_flip(self, tensors: TargetTensors, live: tuple[Place, ...], *, must: bool) -> bool:
+        """Return whether versions can go live by exchanging arenas; raise RefusedError if they `must` and cannot."""
+        from refitd.client.flip import obstacle
+
+        found = obstacle(tensors, live, self._arenas, self._contents)
+        if not found and any(one.arenas() & {live[0].arena} for one in self._registered):
+            found = "its arena holds tensors of another registration, which an exchange would take from it"
+        if found and must:
+            raise RefusedError(f"mode='flip' is impossible: {found}; leave mode out to have versions copied")
+        return not found
+
+    def _paired(self, live: tuple[Place, ...], staging: Arena | None) -> ArenaPair:
+        from refitd.buffers.arena import MappedArena
+        from refitd.client.flip import ArenaPair
+
+        arena = self._arenas[live[0].arena]
+        assert isinstance(arena, MappedArena) and isinstance(staging, MappedArena)
+        return ArenaPair(arena, staging)
 
     def __enter__(self) -> Client:
         return self

@@ -18,6 +18,7 @@ from refitd.client.arguments import flag, hook, seconds, whole
 from refitd.client.checks import LiveChecks
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
+from refitd.client.flip import ArenaPair
 from refitd.client.mxfp8 import TargetTensors
 from refitd.client.reentrant_lock import check_process
 from refitd.client.steps import PollSteps
@@ -124,8 +125,11 @@ class Target:
         on_resume: Callable[[int | None], object] | None = None,
         agree: Callable[[int], int] | None = None,
         closed: Callable[[Target], object] = lambda target: None,
+        pair: ArenaPair | None = None,
     ) -> None:
-        """`closed` is called when the target is closed."""
+        """`closed` is called when the target is closed; `pair` holds the arenas of a target that flips."""
+        self._pair = pair
+        self.flips = pair is not None
         self._agree = agree
         self._steps = PollSteps()
         self._connection = connection
@@ -138,6 +142,7 @@ class Target:
         self._taking: local.PrepareCommit | None = None  # being committed by a thread now
         self._taker = 0  # that thread's id
         self._taken = ""  # the swap that was committed last
+        self._exchanged = False  # whether that exchanged the arenas
         self._asked: local.AskPause | None = None  # the current request to pause
         self._fenced = ""
         self._applied: local.CommitApplied | None = None
@@ -413,7 +418,7 @@ class Target:
         with self._changed:
             self._closed = True
             self._prepare = None
-            self._staging = None
+            self._staging = self._pair = None
             self._permit = None  # it is no longer renewed, so this rank cannot know whether another version is live
             self._fenced = self._fenced or f"{self.member} is registered no more: it was closed; register_target again"
             self._changed.notify_all()
@@ -446,10 +451,15 @@ class Target:
                 self._changed.notify_all()
 
     def _take_over(self, prepare: local.PrepareCommit, started: float) -> int:
+        exchanged = False
         try:
             self._tensors.check_unmoved(is_described=True)
             self._tensors.settle()  # kernels may still read the old version on a GPU
-            if prepare.by_worker:
+            if prepare.flips:
+                if self._pair is None:
+                    raise CommitError("this target has been closed")
+                exchanged = self._pair.flip()
+            elif prepare.by_worker:
                 self._let_worker_write(prepare)
             elif not prepare.in_place:
                 if self._staging is None:
@@ -457,7 +467,8 @@ class Target:
                 self._tensors.read_from(self._staging)
                 self._tensors.settle()
             self._tensors.refresh()
-            self._tensors.check_unmoved("during the commit")
+            if not prepare.flips:  # an exchange takes no time in which tensors could move
+                self._tensors.check_unmoved("during the commit")
         except Exception as exc:
             self._fail()
             _log.error("swap=%s member=%s version=%s failed: %s", prepare.swap, self.member, prepare.version, exc)
@@ -479,7 +490,8 @@ class Target:
         # report before setting the version: a thread that waits for it may end the process as soon as it is live
         self._fenced = ""
         self._settle()
-        done = local.CommitDone(swap=prepare.swap, member=self.member, paused_s=self.last_pause_s)
+        self._exchanged = exchanged
+        done = local.CommitDone(prepare.swap, self.member, self.last_pause_s, exchanged)
         try:
             self._connection.tell(done)
         finally:
@@ -532,7 +544,7 @@ class Target:
             match message:
                 case local.PrepareCommit(swap) if swap == self._taken:
                     # already committed, but the coordinator died before it knew
-                    done = local.CommitDone(swap=swap, member=self.member, paused_s=self.last_pause_s)
+                    done = local.CommitDone(swap, self.member, self.last_pause_s, self._exchanged)
                     self._connection.tell(done)
                 case local.PrepareCommit(swap):
                     is_told = self._prepare is not None and self._prepare.swap == swap

@@ -23,7 +23,7 @@ from refitd.protocol.reports import (
 )
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.protocol.shards import Shard
-from refitd.states import ServingState, TransferMode
+from refitd.states import CommitMode, ServingState, TransferMode
 
 # Limit on cached comparisons of a model: one for each choice of source replicas, until ranks register anew.
 MAX_COMPARED = 16
@@ -451,6 +451,7 @@ class Model:
                 run=m.run if m.version is not None else "",
                 step=m.step,
                 events=m.events,
+                mode=_mode(m),
             )
             for (replica, rank), m in sorted(self.targets.items())
         )
@@ -459,6 +460,12 @@ class Model:
 def poison(member: Member, swap: str, reason: str) -> None:
     """Note that a swap ended while it wrote the member's live tensors: they hold parts of two versions."""
     member.version, member.poisoned = None, f"swap {swap} ended while it was written in place: {reason}"
+
+
+def _mode(member: Member) -> CommitMode:
+    if member.added.in_place:
+        return CommitMode.IN_PLACE
+    return CommitMode.FLIP if member.added.flips else CommitMode.COPY
 
 
 def _state(member: Member, live: LiveVersion | None) -> ServingState:

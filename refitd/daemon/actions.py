@@ -231,6 +231,14 @@ class CloseArena:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchArenas:
+    """Exchange the daemon's descriptors of two arenas: each id means the other's memory file from now on."""
+
+    arena: int
+    other: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestartWorker:
     """Kill and reap a worker, then start a new one. The old one does nothing after this returns."""
 
@@ -246,6 +254,7 @@ Instruction = (
     | WriteArena
     | SetPermit
     | CloseArena
+    | SwitchArenas
     | RestartWorker
     | Log
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
-from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, MakeArenas
+from refitd.daemon.actions import ArenasMade, ArenasRefused, CloseArena, Instruction, MakeArenas, SwitchArenas
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.members import Arena
 from refitd.daemon.pending import MemberArenas, WantedArenas
@@ -150,6 +150,11 @@ class LocalArenas(dict[int, Arena]):
         if write and not found.write:
             raise RefusedError(f"arena {arena} ({found.label}) is handed out for reading only")
         return found
+
+    def exchange(self, arena: int, other: int) -> None:
+        """Exchange what two arenas of one size hold, here and in the workers; ids, owners and labels stay."""
+        self._out(SwitchArenas(arena, other))
+        self._maps.exchange(arena, other)
 
     def gpus(self) -> Iterator[GpuStatus]:
         """Yield the arena count and bytes of each GPU."""

@@ -16,6 +16,7 @@ from refitd.daemon.target_state import (
     Aborted,
     AskedToHalt,
     Committed,
+    CommittedByCopy,
     Decided,
     Doubted,
     Failed,
@@ -59,8 +60,13 @@ class Commits:
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
         end_runs: Callable[[int, str], None],
+        exchange: Callable[[int, int], None],
     ) -> None:
-        """`end_runs(worker, reason)` replaces a worker and accounts for all its runs."""
+        """`end_runs(worker, reason)` replaces a worker and accounts for all its runs.
+
+        `exchange(arena, other)` exchanges what two arenas hold.
+        """
+        self._exchange = exchange
         self._end_runs = end_runs
         self._workers = workers
         self._members = members
@@ -153,7 +159,8 @@ class Commits:
                 swap=swap,
                 member=member.id,
                 version=version,
-                by_worker=bool(member.live) and not member.in_place,
+                by_worker=bool(member.live) and not (member.in_place or member.flips),
+                flips=member.flips,
                 in_place=member.in_place,
                 lockstep=member.id not in controlled
                 and isinstance(member.registration, local.RegisterTarget)
@@ -175,7 +182,12 @@ class Commits:
 
     def quiet(self, swap: str, member: LocalMember) -> None:
         """The member stands still; workers may write its live tensors."""
-        if member.state.swap == swap and member.state.step is Step.COMMITTING and member.live and not member.in_place:
+        if (
+            member.state.swap == swap
+            and member.state.step is Step.COMMITTING
+            and member.live
+            and not (member.in_place or member.flips)
+        ):
             member.move(StoodAside(swap))
             self._copy_live(swap, member, attempt=1)
 
@@ -197,11 +209,13 @@ class Commits:
             applied = local.CommitApplied(swap=purpose.swap, member=purpose.member, reason=reason)
             self._out(ToClient(member.session, 0, applied))
 
-    def committed(self, swap: str, member: LocalMember, paused_s: float) -> bool:
+    def committed(self, swap: str, member: LocalMember, paused_s: float, *, exchanged: bool = False) -> bool:
         """Record that the member committed; return False if it was not asked to."""
         if member.state.swap != swap or not member.state.step.is_decided:
             return False
-        member.move(Committed(swap))
+        member.move(Committed(swap) if exchanged or not member.flips else CommittedByCopy(swap))
+        if exchanged and member.flips:
+            self._exchange(member.live_arena, member.staging)
         version = member.state.version
         self._log("swap", swap=swap, version=version, phase="committed", member=member.id, paused=paused_s)
         self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))

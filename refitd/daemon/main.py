@@ -346,6 +346,9 @@ class DaemonShell:
                 self._permits.write(slot, token, until)
             case act.WriteArena(arena, data):
                 os.pwrite(self._arena_fds[arena], data, 0)
+            case act.SwitchArenas(arena, other):
+                fds = self._arena_fds
+                fds[arena], fds[other] = fds[other], fds[arena]
             case act.CloseArena(arena):
                 os.close(self._arena_fds.pop(arena))
             case act.RestartWorker(worker):

@@ -141,13 +141,31 @@ class LocalMember:
         return isinstance(self.registration, RegisterSource)
 
     @property
+    def flips(self) -> bool:
+        """Whether commits exchange its staging arena with the arena of its live tensors."""
+        return isinstance(self.registration, RegisterTarget) and self.registration.flips
+
+    @property
+    def is_proven_live(self) -> bool:
+        """Whether digests are taken of its live tensors: no other arena holds the version that it serves."""
+        return self.flips or self.in_place
+
+    @property
+    def live_arena(self) -> int:
+        """The arena of a flipping target's live tensors."""
+        (arena,) = self.live.arenas()
+        return arena
+
+    @property
     def in_place(self) -> bool:
         """Whether staging writes its live tensors directly."""
         return isinstance(self.registration, RegisterTarget) and self.registration.in_place
 
     def destinations(self) -> Places:
         """Return where a target's tensors arrive."""
-        return self.live if self.in_place else self.packed.in_arena(self.staging)
+        if self.in_place:
+            return self.live
+        return self.live.in_arena(self.staging) if self.flips else self.packed.in_arena(self.staging)
 
     @property
     def replica(self) -> str:
@@ -183,11 +201,11 @@ class LocalMember:
 
     def held_places(self) -> Places:
         """Return the places, in the staging arena, of the tensors to commit."""
-        return self.to_commit.in_arena(self.staging)
+        return self.live.in_arena(self.staging) if self.flips else self.to_commit.in_arena(self.staging)
 
     def decided_places(self) -> Places:
         """Return the locations of the last complete version, which `state.holds` names."""
-        return self.live if self.in_place else self.held_places()
+        return self.live if self.in_place or self.flips else self.held_places()
 
     def read_by(self) -> set[str]:
         """Return the swaps that read any of its versions."""
@@ -239,6 +257,8 @@ def new_member(
             )
     lies = staged(r.shard, r.held if isinstance(r, RegisterTarget) else ())
     offsets, nbytes = lies.wire, lies.nbytes
+    if isinstance(r, RegisterTarget) and r.flips:
+        nbytes = _twin_bytes(r, arenas)
     if nbytes > MAX_SHARD_BYTES:
         raise RefusedError(
             f"model {r.model!r} rank {r.rank}: {nbytes} bytes in one shard, the limit is {MAX_SHARD_BYTES}"
@@ -264,8 +284,23 @@ def new_member(
         described=pack(r.shard),
     )
     if isinstance(r, RegisterTarget):
-        member.state = fresh(in_place=r.in_place, version=r.version)
+        member.state = fresh(in_place=r.in_place, version=r.version, flips=r.flips)
     return member, nbytes
+
+
+def _twin_bytes(r: RegisterTarget, arenas: Mapping[int, Arena]) -> int:
+    """Return the size of the staging arena of a target whose commits exchange arenas: that of its live one.
+
+    Raises:
+        RefusedError: its live tensors do not lie in one arena, or are held otherwise than they arrive.
+    """
+    numbers = {place.arena for place in r.live}
+    if len(numbers) != 1 or r.in_place or r.held or r.conversions or not numbers <= arenas.keys():
+        raise RefusedError(
+            f"model {r.model!r} replica {r.replica!r} rank {r.rank}: to flip, its tensors must be all of one arena "
+            f"(found {len(numbers)} arenas), held as they arrive"
+        )
+    return arenas[numbers.pop()].nbytes
 
 
 def lease_places(member: LocalMember, addresses: Sequence[int]) -> Places:

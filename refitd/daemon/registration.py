@@ -152,7 +152,13 @@ class Registrations:
             raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
         for arena, (size, label) in zip(arenas, wanted.wanted, strict=True):
             self._arenas.take(
-                arena, size, label, wanted.session, write=source, workers_write=not source, device=wanted.device
+                arena,
+                size,
+                label,
+                wanted.session,
+                write=source or member.flips,
+                workers_write=not source,
+                device=wanted.device,
             )
         if source:
             member.slots = [Slot(arena) for arena in arenas]
@@ -340,6 +346,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         in_place=member.in_place,
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
         observes=isinstance(r, local.RegisterTarget) and r.observes,
+        flips=member.flips,
         suspended=member.suspended,
         controlled=isinstance(r, local.RegisterTarget) and r.controlled,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",

@@ -51,7 +51,7 @@ class RetainedTargets:
         before = retained.member
         assert before.state.holds is not None
         member.staging, member.verifies, member.proof = before.staging, before.verifies, before.proof
-        member.state = restoring(before.state.holds, before.state.run)
+        member.state = restoring(before.state.holds, before.state.run, flips=member.flips)
         return before.staging
 
     def replaced_by(self, member: LocalMember) -> set[int]:
@@ -87,4 +87,5 @@ def _key(member: LocalMember) -> tuple[str, str, int]:
 def _form(member: LocalMember) -> tuple[object, ...]:
     r = member.registration
     assert isinstance(r, RegisterTarget)
-    return r.held, r.conversions, r.device, r.world_size, r.in_place
+    places = tuple((place.offset, place.strides) for place in r.live) if r.flips else ()
+    return r.held, r.conversions, r.device, r.world_size, r.in_place, r.flips, places

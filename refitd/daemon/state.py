@@ -129,6 +129,7 @@ class Daemon:
             self._maps,
             out,
             self._replace_worker,
+            self.arenas.exchange,
         )
         self._swaps = LocalSwaps(
             node,
@@ -323,9 +324,9 @@ class Daemon:
                 self._commits.step_reached(self._own(session, member), message)
             case local.CommitQuiet(swap, member):
                 self._commits.quiet(swap, self._own(session, member))
-            case local.CommitDone(swap, member, paused_s):
+            case local.CommitDone(swap, member, paused_s, exchanged):
                 found = self._own(session, member)
-                if self._commits.committed(swap, found, paused_s):
+                if self._commits.committed(swap, found, paused_s, exchanged=exchanged):
                     self._proofs.committed(found)
             case local.Restored(member):
                 self._registrations.restored(session, request, self._own(session, member))
@@ -392,6 +393,8 @@ class Daemon:
                 self._link.say(cluster.DetachShard(member=member_id, reason=reason))
             else:
                 kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
+                if kept and member.flips:  # its live arena goes with the session; the staging arena stays
+                    self.arenas.exchange(member.live_arena, member.staging)
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))
         for arena in sorted(session.arenas):
             self.arenas.free({arena})

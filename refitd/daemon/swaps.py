@@ -289,6 +289,8 @@ class LocalSwaps:
         match message:
             case sidecar.MapArena(arena):
                 self._maps.doubt(worker, arena)
+            case sidecar.ExchangeArenas():
+                self.replace_worker(worker, f"it could not be told that arenas have been exchanged: {reason}")
             case sidecar.JoinEpoch(epoch):
                 self._epochs.worker_said(worker, sidecar.EpochFailed(epoch=epoch, reason=reason))
             case sidecar.LoadJob(job):

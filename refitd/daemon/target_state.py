@@ -10,7 +10,8 @@ Rules:
 - Until `Decided`, a swap can be aborted, and the rank goes on as before: nothing has been written to its live tensors.
   A rank that is written in place is the exception: an abort poisons it.
 - After `Decided`, a swap ends only with `Committed` or `Failed`. A rank that has failed serves nothing.
-- `holds` is the version that the staging arena (in place: the live tensors) holds whole. Staging clears it.
+- `holds` is the version that the staging arena (in place, or with flips: the live tensors) holds whole. Staging clears
+  it, except with flips, where staging clears `spare`: what the staging arena holds beside it.
 - Only a rank that serves, or that has been told of a decision, may have a lease (see `may_serve`).
 """
 
@@ -130,6 +131,13 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class CommittedByCopy:
+    """The rank has committed the version by a copy, because it could not exchange its arenas: both hold it."""
+
+    swap: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The rank could not commit: its live tensors may hold parts of two versions."""
 
@@ -174,7 +182,16 @@ class WokenEmpty:
 
 
 OfSwap: TypeAlias = (
-    AskedToHalt | StoodStill | StageBegan | StageFinished | Decided | StoodAside | Committed | Failed | Aborted
+    AskedToHalt
+    | StoodStill
+    | StageBegan
+    | StageFinished
+    | Decided
+    | StoodAside
+    | Committed
+    | CommittedByCopy
+    | Failed
+    | Aborted
 )
 Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind | Suspended | Woken | WokenEmpty
 
@@ -187,6 +204,7 @@ class TargetState:
     """The state of one target rank. Made by `fresh` or `restoring`, changed only by `step_of`."""
 
     in_place: bool = False
+    flips: bool = False  # commits exchange the live and the staging arena
     step: Step = Step.IDLE
     live: Live = Live.EMPTY
     swap: str | None = None  # None exactly in RESTORING and IDLE
@@ -195,6 +213,8 @@ class TargetState:
     version: int | None = None  # what the live tensors hold; None unless SERVING or fenced
     holds: int | None = None
     run: str = ""  # of `version` and `holds`, if set
+    spare: int | None = None  # flips: the version that the staging arena holds whole, beside the live one
+    spare_run: str = ""
     reason: str = ""  # why it is fenced or poisoned
 
     @property
@@ -213,15 +233,15 @@ class TargetState:
         return f"{self.step.value}{of}, {self.live.value}{holds}"
 
 
-def fresh(*, in_place: bool, version: int | None = None) -> TargetState:
+def fresh(*, in_place: bool, version: int | None = None, flips: bool = False) -> TargetState:
     """Return the state of a newly registered rank; `version` is what it serves already."""
     live = Live.EMPTY if version is None else Live.SERVING
-    return TargetState(in_place=in_place, live=live, version=version)
+    return TargetState(in_place=in_place, flips=flips, live=live, version=version)
 
 
-def restoring(version: int, run: str = "") -> TargetState:
+def restoring(version: int, run: str = "", *, flips: bool = False) -> TargetState:
     """Return the state of a rank that registers and gets a retained staging arena, which holds `version`."""
-    return TargetState(step=Step.RESTORING, next=version, next_run=run, holds=version, run=run)
+    return TargetState(flips=flips, step=Step.RESTORING, next=version, next_run=run, holds=version, run=run)
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -245,6 +265,7 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     (StoodAside, Step.COMMITTING): Step.APPLYING,
     (Committed, Step.COMMITTING): Step.IDLE,
     (Committed, Step.APPLYING): Step.IDLE,
+    (CommittedByCopy, Step.COMMITTING): Step.IDLE,
     (Failed, Step.COMMITTING): Step.IDLE,
     (Failed, Step.APPLYING): Step.IDLE,
     **{(Aborted, step): Step.IDLE for step in _UNDECIDED},
@@ -259,6 +280,7 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
 LIVES: Mapping[tuple[type[Event], Live], Live] = {
     (ContentRestored, Live.EMPTY): Live.SERVING,
     **{(Committed, live): Live.SERVING for live in Live if live is not Live.POISONED},
+    **{(CommittedByCopy, live): Live.SERVING for live in Live if live is not Live.POISONED},
     **{(Failed, live): Live.EMPTY for live in Live if live is not Live.POISONED},
     (Aborted, Live.DOUBTED): Live.SERVING,
     (Aborted, Live.WRITTEN): Live.POISONED,
@@ -303,9 +325,15 @@ def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetStat
     """Return the moved state with versions and reason filled in."""
     match event:
         case StageBegan(_, version, run):
-            moved = replace(moved, next=version, next_run=run, holds=None)
-        case ContentRestored() | Committed():
+            holds = before.holds if before.flips else None
+            moved = replace(moved, next=version, next_run=run, holds=holds, spare=None, spare_run="")
+        case Committed() if before.flips:
+            moved = replace(moved, spare=before.holds, spare_run=before.run if before.holds is not None else "")
             moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)
+        case ContentRestored() | Committed() | CommittedByCopy():
+            moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)
+        case Failed() if before.flips:
+            moved = replace(moved, holds=None)
         case _:
             pass
     if moved.live in (Live.EMPTY, Live.WRITTEN, Live.POISONED):

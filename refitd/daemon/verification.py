@@ -85,7 +85,7 @@ class Proofs:
     """Digests committed versions in the background, and checks live tensors on request.
 
     The digests cover the staging arena, whose content was compared with the sources when it was staged. For a rank that
-    is written in place they cover the live tensors, directly after the write. Workers compute them, and also read live
+    flips or is written in place they cover the live tensors, directly after the commit. Workers compute them, and also read live
     tensors in arenas; a process's own tensors are read by its client. Instructions go to `out`.
     """
 
@@ -122,7 +122,7 @@ class Proofs:
         """The member has committed its staging arena: schedule its digests, and restart a check under way."""
         member.proof = None
         self._drop_work(member.id)
-        if member.verifies and member.in_place:
+        if member.verifies and member.is_proven_live:
             # the engine may change tensors that were written in place: digest them at once
             self._take_stored(member, is_urgent=True)
         elif member.verifies:
@@ -229,7 +229,7 @@ class Proofs:
         begun = [w for w in self._work if w.member == member.id and w.what == "stored"]
         for work in begun:
             work.is_urgent = True
-        if not begun and not member.in_place:
+        if not begun and not member.is_proven_live:
             self._take_stored(member, is_urgent=True)
         elif not begun:
             # its live tensors may have changed since; their digest would prove nothing
@@ -302,7 +302,7 @@ class Proofs:
             self._end(
                 check, ProofState.UNKNOWN, "the workers may be writing another version into its tensors; ask again"
             )
-        elif member.state.holds != check.version or member.in_place:
+        elif member.state.holds != check.version or member.is_proven_live:
             self._differs(check, [])
         else:
             self._locate(check, member)

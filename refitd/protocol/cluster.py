@@ -117,6 +117,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     staged_run: Label = ""
     committing: bool = False  # target: it was told to commit, so the swap is decided
     observes: bool = False  # target: it takes part only in catch-ups
+    flips: bool = False  # target: commits exchange its arenas
     suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
     controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted

@@ -81,6 +81,7 @@ class RegisterTarget(Message, frozen=True):
     device: Label = ""  # the GPU for its staging arena; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
     observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
+    flips: bool = False  # `live` is all of one arena: versions are staged into its twin, and commits exchange the two
     controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
 
 
@@ -192,11 +193,15 @@ class CommitQuiet(Message, frozen=True):
 
 
 class CommitDone(Message, frozen=True):
-    """The version is live in this rank's tensors; the rank paused for `paused_s`."""
+    """The version is live in this rank's tensors; the rank paused for `paused_s`.
+
+    `exchanged`: it has exchanged its live and its staging arena; otherwise the version was copied or written.
+    """
 
     swap: Name
     member: Name
     paused_s: Seconds
+    exchanged: bool = False
 
 
 class CommitFailed(Message, frozen=True):
@@ -405,7 +410,7 @@ class PrepareCommit(Message, frozen=True):
 
     `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: the
     live tensors already hold it. `lockstep`: answer StepReached, and commit in the poll that FlipAt names.
-    `controlled`: answer StepReached, and commit in any later poll; the replica's controller calls for it.
+    `flips`: exchange the live and the staging arena. `controlled`: answer StepReached, and commit in any later poll; the replica's controller calls for it.
     """
 
     swap: Name
@@ -415,6 +420,7 @@ class PrepareCommit(Message, frozen=True):
     in_place: bool = False
     lockstep: bool = False
     controlled: bool = False
+    flips: bool = False
 
 
 class FlipAt(Message, frozen=True):

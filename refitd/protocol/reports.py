@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from refitd.errors import RefitFailed
 from refitd.protocol.base import Count, Events, Label, Message, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shape, Shard
-from refitd.states import LinkState, MemberState, ProofState, ServingState, SwapOutcome, TransferMode
+from refitd.states import CommitMode, LinkState, MemberState, ProofState, ServingState, SwapOutcome, TransferMode
 
 
 class MemberReport(Value, frozen=True):
@@ -201,6 +201,7 @@ class TargetStatus(Value, frozen=True):
     staging_bytes: Count = 0
     run: Label = ""  # of the version
     step: Label = ""  # its daemon's text for the state of its swap and live tensors
+    mode: CommitMode = CommitMode.COPY
     events: Events = ()  # the events that led there
 
 

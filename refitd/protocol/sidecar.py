@@ -24,6 +24,13 @@ class UnmapArena(Message, frozen=True):
     arena: Count
 
 
+class ExchangeArenas(Message, frozen=True):
+    """Exchange what two arenas of one size hold: from now on each id means the other's memory file."""
+
+    arena: Count
+    other: Count
+
+
 class JoinEpoch(Message, frozen=True):
     """Join an epoch at position `index` of `labels`; reply EpochJoined or EpochFailed."""
 
@@ -218,6 +225,7 @@ class ArenaDescriptor(Message, frozen=True):
 ToWorker = (
     MapArena
     | UnmapArena
+    | ExchangeArenas
     | LoadJob
     | RunJob
     | DropJob

@@ -136,6 +136,9 @@ class Worker:
             case sidecar.UnmapArena(arena):
                 self._arenas.pop(arena, None)
                 self._devices.unmap(arena)
+            case sidecar.ExchangeArenas(arena, other):
+                # addresses stay, and with them prepared jobs; a failure ends this worker, and the next one maps anew
+                self._arenas[arena].exchange(self._arenas[other])
             case sidecar.JoinEpoch():
                 self._join(message)
             case sidecar.LaneValue(epoch, key, value):

@@ -18,7 +18,7 @@ SWAPS = ("s", "u")
 EVENTS: tuple[t.Event, ...] = (
     t.ContentRestored(),
     *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageFinished, t.StoodAside)),
-    *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.Failed)),
+    *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.CommittedByCopy, t.Failed)),
     *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
     *(t.Aborted(swap, "why") for swap in SWAPS),
     t.Doubted("out of reach"),
@@ -48,7 +48,13 @@ def reached(start: TargetState) -> set[TargetState]:
     return found
 
 
-ALL = reached(fresh(in_place=False)) | reached(fresh(in_place=True)) | reached(restoring(1))
+ALL = (
+    reached(fresh(in_place=False))
+    | reached(fresh(in_place=True))
+    | reached(restoring(1))
+    | reached(fresh(in_place=False, flips=True))
+    | reached(restoring(1, flips=True))
+)
 
 
 def run(state: TargetState, *events: t.Event) -> TargetState:
@@ -104,6 +110,19 @@ def test_doubt_ends_with_the_word_about_the_swap_and_being_behind_only_with_anot
     assert behind.live is Live.BEHIND and not behind.may_serve and behind.reason == "3 is live"
 
 
+def test_a_rank_that_flips_holds_two_versions_until_it_is_staged_into() -> None:
+    state = run(fresh(in_place=False, flips=True), t.StageBegan("s", 1, "r"), t.StageFinished("s"), t.Decided("s", 1))
+    one = run(state, t.Committed("s"))
+    assert (one.version, one.holds, one.spare) == (1, 1, None)
+    staging = run(one, t.StageBegan("u", 2, "r"))
+    assert (staging.version, staging.holds, staging.spare) == (1, 1, None)
+    staged = run(staging, t.StageFinished("u"), t.Decided("u", 2))
+    two = run(staged, t.Committed("u"))
+    assert (two.version, two.holds, two.spare, two.spare_run) == (2, 2, 1, "r")
+    assert run(staged, t.CommittedByCopy("u")).spare is None
+    assert run(staged, t.Failed("u")).holds is None
+
+
 def test_a_refusal_names_what_was_tried_and_from_where() -> None:
     state = run(fresh(in_place=False), t.StageBegan("s", 1))
     with pytest.raises(IllegalTransition, match=r"Committed\(swap='s'\) cannot happen while staging swap s, empty"):
@@ -130,9 +149,10 @@ def test_what_holds_in_every_state(state: TargetState) -> None:
 def test_a_swap_that_is_decided_ends_with_its_outcome_alone(state: TargetState) -> None:
     for event, after in steps_from(state):
         if state.step.is_decided and after.step is Step.IDLE:
-            assert event in (t.Committed(state.swap), t.Failed(state.swap))  # type: ignore[arg-type]
+            assert isinstance(event, t.Committed | t.CommittedByCopy | t.Failed) and event.swap == state.swap
         if after.version not in (None, state.version):
-            assert isinstance(event, t.Committed | t.ContentRestored) and after.version == state.next
+            assert isinstance(event, t.Committed | t.CommittedByCopy | t.ContentRestored)
+            assert after.version == state.next
 
 
 def test_every_row_of_the_table_is_used_and_every_state_is_reached() -> None:

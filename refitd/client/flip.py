@@ -1,0 +1,96 @@
+"""Commits by exchange: whether a target's tensors allow it, and the exchange of its live and its staging arena."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Mapping
+
+from refitd.buffers.arena import MappedArena
+from refitd.client.devices import Arena
+from refitd.client.mxfp8 import TargetTensors
+from refitd.errors import ArenaError, CommitError
+from refitd.protocol.shards import Place
+
+_log = logging.getLogger("refitd.client")
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+# The tensors that were placed in an arena: name -> (offset, bytes).
+Contents = Mapping[str, tuple[int, int]]
+
+
+def obstacle(
+    tensors: TargetTensors, places: tuple[Place, ...], arenas: Mapping[int, Arena], contents: Mapping[int, Contents]
+) -> str:
+    """Return why these tensors cannot go live by exchanging arenas; "" if they can.
+
+    An exchange moves everything in the arena, so everything there must be registered.
+    """
+    numbers = sorted({place.arena for place in places})
+    if not places:
+        return "its tensors do not lie in memory of client.allocate() or client.adopt()"
+    if len(numbers) > 1:
+        return f"its tensors lie in {len(numbers)} arenas; allocate all of them with one call"
+    if tensors.held or tensors.conversions:
+        return "some tensors are held otherwise than they arrive (MXFP8)"
+    arena = arenas[numbers[0]]
+    if not isinstance(arena, MappedArena):
+        return "its tensors lie on a GPU"
+    spans = sorted(
+        (place.offset, place.offset + _span(tensor.shape, place.strides, tensor.element_size()))
+        for place, tensor in zip(places, tensors.tensors, strict=True)
+        if tensor.numel()
+    )
+    for name, (offset, nbytes) in contents.get(numbers[0], {}).items():
+        if not _covers(spans, offset, offset + nbytes):
+            return f"{name} lies in the same arena, and is not registered"
+    return ""
+
+
+class ArenaPair:
+    """A target's live arena and its staging arena, mapped in this process."""
+
+    def __init__(self, live: MappedArena, staging: MappedArena) -> None:
+        self._live = live
+        self._staging = staging
+
+    def flip(self) -> bool:
+        """Make what is staged live; return whether the arenas were exchanged (otherwise the bytes were copied).
+
+        Raises:
+            CommitError: the exchange failed half way; nothing may be served.
+        """
+        try:
+            self._live.exchange(self._staging)
+        except ArenaError as exc:
+            _log.warning("%s; the version is copied", exc)
+            ctypes.memmove(self._live.address, self._staging.address, self._live.nbytes)
+            return False
+        return True
+
+    def restore(self) -> None:
+        """Copy what a predecessor left in the staging arena into the live one, and compare.
+
+        Raises:
+            CommitError: the live arena does not hold what was copied into it.
+        """
+        ctypes.memmove(self._live.address, self._staging.address, self._live.nbytes)
+        if _libc.memcmp(self._live.address, self._staging.address, self._live.nbytes):
+            raise CommitError("the live arena does not hold what was restored to it; something else writes to it")
+
+
+def _span(shape: Iterable[int], strides: Iterable[int], element_size: int) -> int:
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + element_size
+
+
+def _covers(spans: list[tuple[int, int]], start: int, end: int) -> bool:
+    """Return whether sorted spans cover [start, end)."""
+    for low, high in spans:
+        if low > start:
+            break
+        start = max(start, high)
+        if start >= end:
+            return True
+    return start >= end
