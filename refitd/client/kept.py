@@ -1,0 +1,78 @@
+"""Which of a target's tensors keep their own values, because the sources offer only a part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from refitd.client.given import is_called
+from refitd.describe.layout import canonical_name
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.mxfp8 import MARK
+from refitd.describe.roster import Roster
+from refitd.errors import RefusedError
+from refitd.protocol.shards import KeptTensor
+from refitd.text import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Keeps:
+    """Chooses tensors by the target's own names ("*" matches anything), or all that sources do not offer.
+
+    Attributes:
+        patterns: the names; each must match a tensor.
+        offered: the canonical tensors that partial sources offer, and their aliases; None: only names count.
+    """
+
+    patterns: tuple[str, ...] = ()
+    offered: frozenset[str] | None = None
+
+    def of(self, metadata: Sequence[ParameterMetadata]) -> list[ParameterMetadata]:
+        """Return the descriptions of what is kept.
+
+        Raises:
+            RefusedError: a pattern matches nothing, or nothing is left to receive.
+        """
+        unmatched = [p for p in self.patterns if not any(is_called(m.name, (p,)) for m in metadata)]
+        if unmatched:
+            raise RefusedError(f"keeps: no tensor registered here is called {unmatched[0]!r}")
+        return [m for m in metadata if self._keeps(m)]
+
+    def _keeps(self, m: ParameterMetadata) -> bool:
+        if self.offered is not None:
+            return self.offered.isdisjoint(_tensors_in(m))
+        return is_called(m.name, self.patterns)
+
+
+NONE = Keeps()
+
+
+def checked_keeps(keeps: Any) -> bool | tuple[str, ...]:
+    """Return the argument `keeps` in plain types: True, False or names.
+
+    Raises:
+        RefusedError: it is neither.
+    """
+    if isinstance(keeps, bool):
+        return keeps
+    if isinstance(keeps, list | tuple) and keeps and all(isinstance(name, str) and name for name in keeps):
+        return tuple(keeps)
+    raise RefusedError(f"keeps is {shown(keeps)}, expected True, False, or the names of tensors to keep")
+
+
+def offered_by(rosters: Sequence[Roster]) -> frozenset[str]:
+    """Return the canonical tensors that source ranks offer, and their aliases."""
+    return frozenset(name for roster in rosters for m in roster.source for name in _tensors_in(m))
+
+
+def kept_tensor(m: ParameterMetadata) -> KeptTensor:
+    """Return a kept tensor as the coordinator is told of it."""
+    return KeptTensor(m.name, tuple(sorted(_tensors_in(m))), prod(m.shape) * m.element_size)
+
+
+def _tensors_in(m: ParameterMetadata) -> set[str]:
+    """Return the canonical tensors in a local one and its aliases; the parts of one in MXFP8 count as that tensor."""
+    names = {tile.tensor for tile in m.tiles} if m.tiles else {canonical_name(m)}
+    return {name.partition(MARK)[0] for name in (*names, *m.aliases)}
