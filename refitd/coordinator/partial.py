@@ -7,7 +7,7 @@ from math import prod
 
 from refitd.coordinator.requirements import canonical_names
 from refitd.describe.mxfp8 import MARK
-from refitd.protocol.shards import KeptTensor, Shard
+from refitd.protocol.shards import KeptTensor, Shard, WireTensor
 
 # Kept tensors that a status names.
 MAX_NAMED = 8
@@ -32,7 +32,7 @@ def part_problems(sources: Iterable[Shard], ranks: Iterable[Shard]) -> list[str]
     offered = names_of(sources)
     if overlap := [tensor for tensor in kept if not offered.isdisjoint(tensor.tensors)]:
         return [f"it keeps {_named(overlap)}, which the sources offer; register the target again without that"]
-    return _missing(offered, ranks) or _untaken(offered, ranks, kept)
+    return _missing(offered, ranks) or _untaken(sources, ranks, kept)
 
 
 def names_of(shards: Iterable[Shard]) -> set[str]:
@@ -75,11 +75,19 @@ def _missing(offered: set[str], ranks: Iterable[Shard]) -> list[str]:
     return list(found)
 
 
-def _untaken(offered: set[str], ranks: Sequence[Shard], kept: Sequence[KeptTensor]) -> list[str]:
+def _untaken(sources: Iterable[Shard], ranks: Sequence[Shard], kept: Sequence[KeptTensor]) -> list[str]:
+    """Return what is wrong with a replica that takes nothing, or not all that is offered where it keeps the rest."""
     taken = names_of(ranks)
-    if kept and taken.isdisjoint(offered):
+    # each is one weight, under all of its names
+    weights = [
+        {name.partition(MARK)[0] for name in names}
+        for shard in sources
+        for tensor in shard.tensors
+        for names in ([{*canonical_names(tensor), *tensor.aliases}] if tensor.aliases else _each(tensor))
+    ]
+    unused = sorted({min(names) for names in weights if taken.isdisjoint(names)})
+    if kept and all(taken.isdisjoint(names) for names in weights):
         return [f"it keeps all that it has ({_named(kept)}) and takes nothing; do its names differ from the sources'?"]
-    unused = sorted(offered - taken)
     if unused and any(shard.keeps_rest for shard in ranks):
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         return [
@@ -87,6 +95,10 @@ def _untaken(offered: set[str], ranks: Sequence[Shard], kept: Sequence[KeptTenso
             "do the names differ? If it is right so, name what it keeps: keeps=(...)"
         ]
     return []
+
+
+def _each(tensor: WireTensor) -> list[set[str]]:
+    return [{name} for name in canonical_names(tensor)]
 
 
 def _named(kept: Sequence[KeptTensor]) -> str:
