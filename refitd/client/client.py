@@ -92,7 +92,7 @@ class Client:
         slots: int = 2,
         pull: bool | None = None,
         mxfp8: MXFP8Offer | None = None,
-        partial: bool = False,
+        partial: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
         timeout: float = 60.0,
     ) -> Source:
@@ -112,8 +112,9 @@ class Client:
                 process copies them once. None: the faster way, by a measurement at the first lend.
             mxfp8: tensors that are also, or only, offered in MXFP8, which halves the bytes for targets that take it.
                 They are converted when a version is published, and never lent.
-            partial: all source ranks together offer only a part of what targets hold (frozen weights are left out); the
-                same on all ranks. Targets say what they keep: `register_target(keeps=)`.
+            partial: all source ranks together offer only a part of what targets hold (frozen weights are left out).
+                True: what is registered is that part. Names ("*" matches anything): only these tensors of it are
+                offered. Every rank says that it is partial; targets say what they keep: `register_target(keeps=)`.
             device: where the slots lie: "cuda:N", "cpu", or None for the tensors' own device.
             timeout: seconds for allocating the slots and being admitted.
 
@@ -121,6 +122,7 @@ class Client:
             RefusedError: the rank is taken, or the descriptions are invalid.
             ArenaError: there is not enough memory for the slots.
         """
+        from refitd.client.kept import NONE, Keeps, checked_part
         from refitd.client.mxfp8 import MXFP8Offer, SourceTensors
         from refitd.client.source import Source, check_slots
 
@@ -130,7 +132,9 @@ class Client:
         pull = None if pull is None else flag("pull", pull)
         if mxfp8 is not None and not isinstance(mxfp8, MXFP8Offer):
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
-        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8)
+        part = checked_part("partial", partial)
+        left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True)
+        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out)
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
         live = () if tensors.is_converted else self._live(tensors)
@@ -138,7 +142,7 @@ class Client:
             model=model,
             rank=rank,
             world_size=world_size,
-            shard=shard_of(tensors.wire, is_partial=flag("partial", partial)),
+            shard=shard_of(tensors.wire, is_partial=bool(part)),
             slots=slots,
             live=live,
             device=_gpu_name(device, tensors),
@@ -173,7 +177,7 @@ class Client:
             world_size: as in `register_source`.
             metadata: how each tensor is split; without it, every tensor is whole.
             slots: as in `register_source`.
-            partial: as in `register_source`.
+            partial: what is declared is a part; see `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
             timeout: seconds for allocating the slots and being admitted.
 
@@ -274,7 +278,7 @@ class Client:
             DeadlineExceeded: with `cast=True` or `keeps=True`, the sources have not registered in time.
         """
         from refitd.buffers.permits import Permit
-        from refitd.client.kept import checked_keeps
+        from refitd.client.kept import checked_part
         from refitd.client.mxfp8 import TargetTensors
         from refitd.client.target import Target, registering
 
@@ -288,7 +292,7 @@ class Client:
             raise RefusedError(f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place'")
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
-        kept = self._keeps(model, checked_keeps(keeps), timeout)
+        kept = self._keeps(model, checked_part("keeps", keeps), timeout)
         tensors = TargetTensors(
             module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, kept
         )

@@ -1,4 +1,4 @@
-"""Which of a target's tensors keep their own values, because the sources offer only a part of the model."""
+"""Which tensors of a registration are left alone: what a target keeps of its own, what a partial source leaves out."""
 
 from __future__ import annotations
 
@@ -19,47 +19,51 @@ from refitd.text import shown
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """Chooses tensors by the target's own names ("*" matches anything), or all that sources do not offer.
+    """Chooses tensors by their registered names ("*" matches anything), or by what sources offer.
 
     Attributes:
         patterns: the names; each must match a tensor.
-        offered: the canonical tensors that partial sources offer, and their aliases; None: only names count.
+        offered: the canonical tensors that partial sources offer, and their aliases: all others are kept. None: only
+            names count.
+        all_but: keep all tensors but those named.
     """
 
     patterns: tuple[str, ...] = ()
     offered: frozenset[str] | None = None
+    all_but: bool = False
 
     def of(self, metadata: Sequence[ParameterMetadata]) -> list[ParameterMetadata]:
         """Return the descriptions of what is kept.
 
         Raises:
-            RefusedError: a pattern matches nothing, or nothing is left to receive.
+            RefusedError: a pattern matches nothing.
         """
         unmatched = [p for p in self.patterns if not any(is_called(m.name, (p,)) for m in metadata)]
         if unmatched:
-            raise RefusedError(f"keeps: no tensor registered here is called {unmatched[0]!r}")
+            what = "partial" if self.all_but else "keeps"
+            raise RefusedError(f"{what}: no tensor registered here is called {unmatched[0]!r}")
         return [m for m in metadata if self._keeps(m)]
 
     def _keeps(self, m: ParameterMetadata) -> bool:
         if self.offered is not None:
             return self.offered.isdisjoint(_tensors_in(m))
-        return is_called(m.name, self.patterns)
+        return is_called(m.name, self.patterns) is not self.all_but
 
 
 NONE = Keeps()
 
 
-def checked_keeps(keeps: Any) -> bool | tuple[str, ...]:
-    """Return the argument `keeps` in plain types: True, False or names.
+def checked_part(what: str, value: Any) -> bool | tuple[str, ...]:
+    """Return the argument `keeps` or `partial` in plain types: True, False or names.
 
     Raises:
         RefusedError: it is neither.
     """
-    if isinstance(keeps, bool):
-        return keeps
-    if isinstance(keeps, list | tuple) and keeps and all(isinstance(name, str) and name for name in keeps):
-        return tuple(keeps)
-    raise RefusedError(f"keeps is {shown(keeps)}, expected True, False, or the names of tensors to keep")
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise RefusedError(f"{what} is {shown(value)}, expected True, False, or names of tensors")
 
 
 def offered_by(rosters: Sequence[Roster]) -> frozenset[str]:

@@ -228,13 +228,15 @@ class SourceTensors(TensorSet):
         pg_collection: Any,
         num_experts: int | None,
         offer: MXFP8Offer | None = None,
+        left_out: Keeps = NONE,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, left_out)
+        self._unwritten = {}
         # tie names that share memory, for targets that hold the weight once
         self.metadata = [replace(m) for m in self.metadata]
         held = {n: v for n, v in self.values.items() if n not in self.quantized}

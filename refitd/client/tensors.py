@@ -84,7 +84,7 @@ class TensorSet:
         values: the registered values by name.
         quantized: the names of the MXFP8 values.
         names, tensors: all live tensors; an MXFP8 value has two, its data and its scales.
-        kept: what keeps its own values. Nothing else here has it: it is neither copied nor watched.
+        kept: what keeps its own values, or is left out. Nothing else here has it: it is neither copied nor watched.
     """
 
     # whether commits write the tensors; then two names for one memory must be one weight

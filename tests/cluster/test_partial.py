@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,13 +36,13 @@ def own(base: float = 7.0) -> Tensors:
 class Fleet:
     """A trainer that offers a part, and replica "a" that keeps the rest."""
 
-    def __init__(self, daemon: Daemon, **options: Any) -> None:
-        self.daemon = daemon
+    def __init__(self, daemon: Daemon, model: str = "policy") -> None:
+        self.daemon, self.model = daemon, model
         self.trainer, self.client = daemon.connect("trainer"), daemon.connect("engine")
         self.given = trained(1)
-        self.source = self.trainer.register_source("policy", self.given, partial=True)
+        self.source = self.trainer.register_source(model, self.given, partial=True)
         self.live = own()
-        self.target = self.client.register_target("policy", self.live, replica="a", keeps=True, **options)
+        self.target = self.client.register_target(model, self.live, replica="a", keeps=True)
 
     def publish(self, version: int) -> None:
         for name, tensor in trained(version).items():
@@ -52,16 +52,17 @@ class Fleet:
     def swap(self, version: int, *targets: refitd.Target) -> refitd.SwapReport:
         self.publish(version)
         with Engine(self.target, *targets):
-            return self.trainer.swap("policy", version, timeout=60)
+            return self.trainer.swap(self.model, version, timeout=60)
 
     def close(self) -> None:
         self.client.close()
+        self.source.close()
         self.trainer.close()
 
 
 @pytest.fixture
-def fleet(start_daemon: Callable[..., Daemon]) -> Iterator[Fleet]:
-    found = Fleet(start_daemon())
+def fleet(shared_daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    found = Fleet(shared_daemon, request.node.name)
     yield found
     found.close()
 
@@ -83,16 +84,16 @@ def test_what_is_not_offered_is_kept_and_told(fleet: Fleet) -> None:
     assert source.is_partial and target.kept == ("embed", "tower")
     # nothing of it is staged either
     assert (target.kept_tensors, target.kept_bytes) == (2, kept_bytes) and target.staging_bytes < kept_bytes
-    assert [(one.name, one.bytes) for one in fleet.trainer.plan("policy").kept] == [("embed", 16384), ("tower", 64)]
-    assert set(fleet.trainer.tensors("policy")) == {"head", "norm"}
+    assert [(one.name, one.bytes) for one in fleet.trainer.plan(fleet.model).kept] == [("embed", 16384), ("tower", 64)]
+    assert set(fleet.trainer.tensors(fleet.model)) == {"head", "norm"}
     fleet.live["embed"] = fleet.live["embed"].clone().add_(1)  # the engine's own: it may even move
-    assert fleet.trainer.verify("policy", timeout=60).outcome == "proven"
+    assert fleet.trainer.verify(fleet.model, timeout=60).outcome == "proven"
     fleet.live["head"][3, 4] = 9
-    assert fleet.trainer.verify("policy", timeout=60).outcome == "differs"
+    assert fleet.trainer.verify(fleet.model, timeout=60).outcome == "differs"
     fleet.live["embed"] = own()["embed"]
     assert fleet.swap(2).outcome == "committed" and holds(fleet.live, 2)
     for words, says in (
-        (("plan", "policy"), "targets keep 16.4 kB of their own: embed, tower"),
+        (("plan", fleet.model), "targets keep 16.4 kB of their own: embed, tower"),
         (("status",), "the sources offer a part"),
     ):
         ran = refitctl(fleet.daemon, *words)
@@ -103,19 +104,19 @@ def test_an_aborted_swap_a_rollback_and_a_replica_that_joins(fleet: Fleet) -> No
     fleet.swap(1)
     fleet.publish(2)
     with stopped(fleet.daemon.node().workers):
-        running = RunningSwap(fleet.daemon.connect(), "policy", 2, timeout=60)
+        running = RunningSwap(fleet.daemon.connect(), fleet.model, 2, timeout=60)
         running.wait_phase("stage")
-        fleet.trainer.abort("policy")
+        fleet.trainer.abort(fleet.model)
     assert holds(fleet.live, 1)
     with Engine(fleet.target):
-        fleet.trainer.swap("policy", 2, timeout=60)
+        fleet.trainer.swap(fleet.model, 2, timeout=60)
         assert holds(fleet.live, 2)
-        fleet.trainer.rollback("policy", timeout=60)
+        fleet.trainer.rollback(fleet.model, timeout=60)
     assert holds(fleet.live, 1)
     # one that joins is brought what is offered; what it keeps is what it came with, whatever others keep
     with fleet.daemon.connect("joins") as client:
         late = own(3.0)
-        target = client.register_target("policy", late, replica="b", keeps=("embed", "tow*"))
+        target = client.register_target(fleet.model, late, replica="b", keeps=("embed", "tow*"))
         assert target.wait(1, timeout=60) == 1 and holds(late, 1, 3.0)
         fleet.swap(3, target)
         assert holds(late, 3, 3.0) and holds(fleet.live, 3)
@@ -124,6 +125,7 @@ def test_an_aborted_swap_a_rollback_and_a_replica_that_joins(fleet: Fleet) -> No
 ENGINE = """
 import sys, torch, refitd
 directory, way, base = sys.argv[1:]
+sys.stdin.readline()  # torch is imported
 client = refitd.connect(directory, name="crashes")
 live = {"embed": torch.full((128, 32), float(base)), "head": torch.zeros(64, 32), "norm": torch.zeros(32)}
 if way == "arena":
@@ -140,8 +142,10 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("way", ["private", pytest.param("arena", marks=pytest.mark.slow)])
-def test_an_engine_that_crashes_and_returns_keeps_what_it_comes_with(fleet: Fleet, way: str) -> None:
+def test_an_engine_that_crashes_and_returns_keeps_what_it_comes_with(daemon: Daemon, way: str) -> None:
     """The arena that it left holds the version alone: nothing of it goes over the engine's own tensors."""
+
+    fleet = Fleet(daemon)
 
     def engine(base: float) -> subprocess.Popen[str]:
         command = python(fleet.daemon, ENGINE, way, str(base))
@@ -153,8 +157,14 @@ def test_an_engine_that_crashes_and_returns_keeps_what_it_comes_with(fleet: Flee
         process.stdin.flush()
         return process.stdout.readline().strip()
 
-    with ended(engine(5)) as first:
-        assert first.stdout is not None and first.stdout.readline().strip() == "('embed',) None"
+    def registered(process: subprocess.Popen[str]) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+
+    with ended(engine(5)) as first, ended(engine(6)) as second:
+        assert registered(first) == "('embed',) None"
         fleet.publish(1)
         with Engine(fleet.target):
             running = RunningSwap(fleet.daemon.connect(), "policy", 1, timeout=60)
@@ -162,40 +172,36 @@ def test_an_engine_that_crashes_and_returns_keeps_what_it_comes_with(fleet: Flee
             running.result()
         first.send_signal(signal.SIGKILL)
         first.wait()
-    eventually(lambda: len(fleet.trainer.status().models[0].targets) == 1, "it is gone")
-    with ended(engine(6)) as second:
-        assert second.stdout is not None and second.stdout.readline().strip() == "('embed',) 1"
+        eventually(lambda: len(fleet.trainer.status().models[0].targets) == 1, "it is gone")
+        assert registered(second) == "('embed',) 1"
         assert told(second, 1) == "1 [6.0] [1.0] [1.5]"
+    fleet.close()
 
 
-def test_tensors_that_workers_write_and_tensors_written_in_place(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
-    fleet = Fleet(daemon)
-    with daemon.connect("others") as client:
+def test_tensors_that_workers_write_and_tensors_written_in_place(fleet: Fleet) -> None:
+    with fleet.daemon.connect("others") as client:
         held: list[Tensors] = []
         for _ in range(2):
             tensors = client.allocate({name: (t.shape, t.dtype) for name, t in own().items()})
             for name, tensor in own().items():
                 tensors[name].copy_(tensor)
             held.append(tensors)
-        shadow = client.register_target("policy", held[0], replica="shadow", keeps=True)
+        shadow = client.register_target(fleet.model, held[0], replica="shadow", keeps=True)
         client.register_target(
-            "policy", held[1], replica="in-place", keeps=True, mode="in-place", on_pause=lambda version: None
+            fleet.model, held[1], replica="in-place", keeps=True, mode="in-place", on_pause=lambda version: None
         )
         for version in (1, 2):
             fleet.swap(version, shadow)
             assert all(holds(live, version) for live in (fleet.live, *held))
-        assert fleet.trainer.verify("policy", timeout=60).outcome == "proven"
-    fleet.close()
+        assert fleet.trainer.verify(fleet.model, timeout=60).outcome == "proven"
 
 
-def test_mxfp8_casts_ties_and_derived_tensors(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
-    with daemon.connect("trainer") as trainer, daemon.connect("engine") as client:
+def test_mxfp8_casts_ties_and_derived_tensors(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as client:
         weight = torch.randn(64, 64).to(torch.bfloat16)
         embed = torch.randn(8, 32)
         given = {"q": weight, "embed": embed, "lm_head": embed}  # tied there
-        source = trainer.register_source("policy", given, partial=True)
+        source = trainer.register_source("forms", given, partial=True)
         buffers = {
             name: MXFP8Buffer(
                 torch.zeros(64, 64, dtype=torch.float8_e4m3fn), torch.zeros(64, 2, dtype=torch.float8_e8m0fnu)
@@ -207,20 +213,22 @@ def test_mxfp8_casts_ties_and_derived_tensors(start_daemon: Callable[..., Daemon
         fused, seen = torch.zeros(1), []
         derived = {"fused": Derived(fused, ("q", "k", "frozen"), lambda tensor: seen.append(tensor.fill_(1.0)))}
         live = {**buffers, "lm_head": head, "frozen": torch.full((4,), 2.0)}
-        target = client.register_target("policy", live, replica="a", keeps=True, cast=True, derived=derived)
+        target = client.register_target("forms", live, replica="a", keeps=True, cast=True, derived=derived)
         assert target.kept == ("k", "frozen")
         source.publish(1)
         with Engine(target):
-            assert trainer.swap("policy", 1, timeout=60).kept_tensors == 2
+            assert trainer.swap("forms", 1, timeout=60).kept_tensors == 2
         assert seen and bool(fused == 1) and torch.equal(head, embed.bfloat16())
         assert bool((buffers["k"].data.view(torch.uint8) == 3).all())
         assert buffers["q"].data.view(torch.uint8).any() and bool((live["frozen"] == 2).all())
-        assert trainer.verify("policy", timeout=60).outcome == "proven"
+        assert trainer.verify("forms", timeout=60).outcome == "proven"
         target.close()
+        source.close()
 
 
-def test_a_part_is_saved_only_where_that_is_meant(fleet: Fleet, tmp_path: Any) -> None:
+def test_a_part_is_saved_only_where_that_is_meant(daemon: Daemon, tmp_path: Any) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
+    fleet = Fleet(daemon)
     fleet.swap(1)
     with pytest.raises(refitd.RefusedError, match=r"a part of the model.*--partial"):
         refitd.save_checkpoint(fleet.trainer, "policy", tmp_path / "whole")
@@ -235,12 +243,10 @@ def test_a_part_is_saved_only_where_that_is_meant(fleet: Fleet, tmp_path: Any) -
         with Engine(fleet.target):
             client.swap("policy", version, timeout=60)
     assert holds(fleet.live, 1)
+    fleet.client.close()
 
 
-def test_after_a_full_trainer_a_partial_one_is_followed_only_by_who_says_so(
-    start_daemon: Callable[..., Daemon],
-) -> None:
-    daemon = start_daemon()
+def test_after_a_full_trainer_a_partial_one_is_followed_only_by_who_says_so(daemon: Daemon) -> None:
     with daemon.connect("engine") as client:
         live = own()
         with daemon.connect("full") as full:
@@ -335,7 +341,7 @@ def test_ranks_that_are_cut_take_their_shares_and_a_frozen_stage_takes_nothing(s
     with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as client:
         sources = [
             trainer.register_source(
-                "p",
+                "cut",
                 {"w": whole.chunk(2)[rank].clone()},
                 metadata=[cut("w", (4, 8), 0, rank)],
                 rank=rank,
@@ -348,7 +354,7 @@ def test_ranks_that_are_cut_take_their_shares_and_a_frozen_stage_takes_nothing(s
         live.append({"frozen.too": torch.full((4,), 2.0)})
         targets = [
             client.register_target(
-                "p",
+                "cut",
                 tensors,
                 metadata=[cut("w", (8, 4), 1, rank), cut("frozen", (4,), 0, rank)] if rank < 2 else None,
                 replica="e",
@@ -361,9 +367,38 @@ def test_ranks_that_are_cut_take_their_shares_and_a_frozen_stage_takes_nothing(s
         for source in sources:
             source.publish(1)
         with Engine(*targets):
-            report = trainer.swap("p", 1, timeout=20)
+            report = trainer.swap("cut", 1, timeout=20)
         assert report.kept_tensors == 3 and [target.version for target in targets] == [1, 1, 1]
         assert torch.equal(torch.cat([tensors["w"] for tensors in live[:2]], 1), whole)
         assert all(bool((tensors["frozen"] == rank).all()) for rank, tensors in enumerate(live[:2]))
         for source in sources:
             source.close()
+
+
+def test_a_module_offers_the_named_part_and_may_replace_the_rest(shared_daemon: Daemon) -> None:
+    def module() -> torch.nn.Module:
+        return torch.nn.ModuleDict({"frozen": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 4)})
+
+    given, live = module(), module()
+    before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as client:
+        with pytest.raises(refitd.RefusedError, match=r"partial: no tensor .* is called 'tail\.\*'"):
+            trainer.register_source("modules", given, partial=("head.*", "tail.*"))
+        source = trainer.register_source("modules", given, partial=("head.*",))
+        target = client.register_target("modules", live, replica="e", keeps=True)
+        assert set(target.kept) == {"frozen.weight", "frozen.bias"}
+        for version in (1, 2):
+            with torch.no_grad():
+                given["head"].weight.add_(1)
+            for one in (given, live):  # nothing else looks at it
+                one["frozen"].weight = torch.nn.Parameter(one["frozen"].weight.detach().clone())
+            source.publish(version)
+            with Engine(target):
+                trainer.swap("modules", version, timeout=20)
+            assert torch.equal(live["head"].weight, given["head"].weight)
+            assert torch.equal(live["frozen"].weight, before["frozen.weight"])
+        given["head"].weight = torch.nn.Parameter(torch.zeros(4, 4))  # followed, as ever
+        with source.lend(3), Engine(target):
+            trainer.swap("modules", 3, timeout=20)
+        assert not live["head"].weight.any()
+        source.close()
