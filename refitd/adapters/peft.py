@@ -68,7 +68,7 @@ class _AdapterTensors(Mapping[str, torch.Tensor]):
                 f"{made[0]}: PEFT computes it when it saves (it gathers, say); there is no such tensor to follow"
             )
         self._model = peft_model
-        self._path_of = {name: path_of[id(tensor)] for name, tensor in named.items()}
+        self._path_of = {unwrapped_name(name): path_of[id(tensor)] for name, tensor in named.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found: Any = self._model
@@ -148,8 +148,10 @@ class MergedWeights:
             if type(module) not in (*known, ModulesToSaveWrapper):
                 kind = f"{type(module).__module__}.{type(module).__name__}"
                 raise RefusedError(f"{name}: layers of {kind} are not merged; publish the adapters alone")
-            if isinstance(module, FSDPModule):
-                raise RefusedError(f"{name}: it is a unit of FSDP itself, and cannot be copied; shard what it is in")
+            if any(isinstance(part, FSDPModule) for part in module.modules()):
+                raise RefusedError(
+                    f"{name}: it is, or holds, a unit of FSDP of its own, which cannot be copied; shard what it is in"
+                )
             if not _is_adapted(module) and _is_adapted(_kept_module(module)):
                 raise RefusedError(f"{name}: it is both in modules_to_save and adapted; it must be one of them")
             found[name] = module

@@ -114,7 +114,8 @@ class Client:
                 They are converted when a version is published, and never lent.
             partial: all source ranks together offer only a part of what targets hold (frozen weights are left out).
                 True: what is registered is that part. Names ("*" matches anything): only these tensors of it are
-                offered. Every rank says that it is partial; targets say what they keep: `register_target(keeps=)`.
+                offered, on some ranks perhaps none. All ranks must be partial, or none. Targets say what they keep
+                (`register_target(keeps=)`).
             device: where the slots lie: "cuda:N", "cpu", or None for the tensors' own device.
             timeout: seconds for allocating the slots and being admitted.
 
@@ -133,7 +134,7 @@ class Client:
         if mxfp8 is not None and not isinstance(mxfp8, MXFP8Offer):
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
         part = checked_part("partial", partial)
-        left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True)
+        left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True, elsewhere=world_size > 1)
         tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out)
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
@@ -142,7 +143,7 @@ class Client:
             model=model,
             rank=rank,
             world_size=world_size,
-            shard=shard_of(tensors.wire, is_partial=bool(part)),
+            shard=shard_of(tensors.wire, is_partial=part is not False),
             slots=slots,
             live=live,
             device=_gpu_name(device, tensors),
@@ -292,7 +293,7 @@ class Client:
             raise RefusedError(f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place'")
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
-        kept = self._keeps(model, checked_part("keeps", keeps), timeout)
+        kept = self._keeps(model, checked_part("keeps", keeps), world_size, timeout)
         tensors = TargetTensors(
             module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, kept
         )
@@ -537,12 +538,12 @@ class Client:
         rosters = [Roster(m.rank, source=metadata_of(found.shards[m.shard], m.rank)) for m in sources]
         return rosters, any(found.shards[m.shard].is_partial for m in sources)
 
-    def _keeps(self, model: str, keeps: bool | tuple[str, ...], timeout: float) -> Keeps:
+    def _keeps(self, model: str, keeps: bool | tuple[str, ...], world_size: int, timeout: float) -> Keeps:
         """Return which tensors a target keeps; True asks what the sources offer."""
         from refitd.client.kept import NONE, Keeps, offered_by
 
         if not isinstance(keeps, bool):
-            return Keeps(keeps)
+            return Keeps(keeps, elsewhere=world_size > 1)
         rosters, is_partial = self._sources(model, timeout) if keeps else ([], False)
         return Keeps(offered=offered_by(rosters)) if is_partial else NONE
 

@@ -22,7 +22,7 @@ class Keeps:
     """Chooses tensors by their registered names ("*" matches anything), or by what sources offer.
 
     Attributes:
-        patterns: the names; each must match a tensor.
+        patterns: the names; each must match a tensor, unless it has a "*" and others are `elsewhere`.
         offered: the canonical tensors that partial sources offer, and their aliases: all others are kept. None: only
             names count.
         all_but: keep all tensors but those named.
@@ -31,6 +31,7 @@ class Keeps:
     patterns: tuple[str, ...] = ()
     offered: frozenset[str] | None = None
     all_but: bool = False
+    elsewhere: bool = False  # other ranks hold other tensors, which a pattern may be meant for
 
     def of(self, metadata: Sequence[ParameterMetadata]) -> list[ParameterMetadata]:
         """Return the descriptions of what is kept.
@@ -38,7 +39,8 @@ class Keeps:
         Raises:
             RefusedError: a pattern matches nothing.
         """
-        unmatched = [p for p in self.patterns if not any(is_called(m.name, (p,)) for m in metadata)]
+        must_match = [p for p in self.patterns if not (self.elsewhere and "*" in p)]
+        unmatched = [p for p in must_match if not any(is_called(m.name, (p,)) for m in metadata)]
         if unmatched:
             what = "partial" if self.all_but else "keeps"
             raise RefusedError(f"{what}: no tensor registered here is called {unmatched[0]!r}")
@@ -61,7 +63,7 @@ def checked_part(what: str, value: Any) -> bool | tuple[str, ...]:
     """
     if isinstance(value, bool):
         return value
-    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+    if isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value):
         return tuple(value)
     raise RefusedError(f"{what} is {shown(value)}, expected True, False, or names of tensors")
 

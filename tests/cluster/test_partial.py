@@ -284,7 +284,11 @@ def test_ranks_of_several_replicas_and_trainers_must_agree(shared_daemon: Daemon
             trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2)
         with pytest.raises(refitd.DeadlineExceeded, match=r"source ranks \[1\] have not registered"):
             client.register_target("p", {"a": torch.ones(4)}, replica="e", keeps=True, timeout=0.3)
-        second = trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2, partial=True)
+        # a stage of which nothing is trained offers nothing
+        with pytest.raises(refitd.RefusedError, match=r"no tensor .* is called 'head'"):
+            trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2, partial=["head"])
+        second = trainer.register_source("p", {"b": torch.ones(4)}, rank=1, world_size=2, partial=("head*",))
+        assert set(client.tensors("p")) == {"a"}
         with pytest.raises(refitd.RefusedError, match="keep all that it registers"):
             client.register_target("p", {"model.a": torch.ones(4)}, replica="e", keeps=True)
         for keeps, says in (("nothing",), "no tensor .* is called 'nothing'"), ("a", "expected True, False"):
@@ -360,7 +364,7 @@ def test_ranks_that_are_cut_take_their_shares_and_a_frozen_stage_takes_nothing(s
                 replica="e",
                 rank=rank,
                 world_size=3,
-                keeps=True,
+                keeps=("frozen*",) if rank else True,
             )
             for rank, tensors in enumerate(live)
         ]
