@@ -109,7 +109,9 @@ def _target(target: TargetStatus) -> Sequence[str]:
         f"{target.node}/{target.host}",
         str(target.pid),
         str(target.tensors),
-        size(target.bytes) + (f", held as {size(target.held_bytes)}" if target.held_bytes != target.bytes else ""),
+        size(target.bytes)
+        + (f", held as {size(target.held_bytes)}" if target.held_bytes != target.bytes else "")
+        + (f", keeps {size(target.kept_bytes)} of its own" if target.kept_tensors else ""),
         target.mode,
         target.state,
         version(target.version),
@@ -121,6 +123,7 @@ def _activity(model: ModelStatus) -> str:
     text = f"; live: {model.live}" if model.live is not None else ""
     text += "; swaps when a version is complete" if model.auto_swap else ""
     text += "" if model.verify else "; not verified"
+    text += "; the sources offer a part" if any(source.is_partial for source in model.sources) else ""
     if running := model.swap:
         text += (
             f"; swapping to {running.version}: {running.phase}, "

@@ -91,6 +91,10 @@ def _show(report: PlanReport, top: int) -> None:
         f"{report.model}: {size(report.bytes)} in {report.copies} copies over {len(pairs)} rank pairs, "
         f"{len(parameters)} parameters; planned in {duration(report.plan_s)}; digest {report.digest}"
     )
+    if report.kept:
+        names = [kept.name for kept in report.kept[: top or None]]
+        more = f" and {len(report.kept) - len(names)} more" if len(report.kept) > len(names) else ""
+        say(f"targets keep {size(sum(kept.bytes for kept in report.kept))} of their own: {', '.join(names)}{more}")
     if report.converted_bytes:
         say(
             f"{size(report.converted_bytes)} of it are converted where they arrive; targets hold "

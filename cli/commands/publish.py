@@ -50,6 +50,7 @@ class Part(click.ParamType[tuple[int, int]]):
     metavar="I/N",
     help="This node's part, where N nodes that see DIR publish it together: each reads and holds a part.",
 )
+@click.option("--partial", is_flag=True, help="DIR has only a part of the model; engines keep the rest.")
 @click.option("--swap", is_flag=True, help="Bring it into every replica, too.")
 @click.option(
     "--timeout",
@@ -68,6 +69,7 @@ def publish(
     folder: Path,
     number: int | None,
     part: tuple[int, int],
+    partial: bool,
     swap: bool,
     timeout: float,
     address: str | None,
@@ -88,6 +90,7 @@ def publish(
             version=number,
             rank=part[0] - 1,
             world_size=part[1],
+            partial=partial,
             timeout=timeout,
             on_progress=on_progress,
         )

@@ -44,6 +44,7 @@ class Size(click.ParamType[int]):
     help="The folder to make, or whose weights to replace: its config and tokenizer stay.",
 )
 @click.option("--version", "number", type=click.IntRange(min=0), help="What must be live.  [default: whatever is]")
+@click.option("--partial", is_flag=True, help="Save what the sources offer, where they offer a part of the model.")
 @click.option("--max-shard-size", "shard_bytes", type=Size(), default="5GB", show_default=True, metavar="SIZE")
 @click.option(
     "--timeout",
@@ -61,6 +62,7 @@ def save(
     model: str,
     folder: Path,
     number: int | None,
+    partial: bool,
     shard_bytes: int,
     timeout: float,
     address: str | None,
@@ -79,6 +81,7 @@ def save(
             model,
             folder,
             version=number,
+            partial=partial,
             max_shard_bytes=shard_bytes,
             timeout=timeout,
             on_progress=on_progress,

@@ -152,6 +152,8 @@ def _show(report: SwapReport) -> None:
             f"({rate(report.bytes, report.stage_s)}), commit {duration(report.commit_s)}, "
             f"total {duration(report.total_s)}"
         )
+        if report.kept_tensors:
+            say(f"kept as they were, not sent: {report.kept_tensors} tensors, {size(report.kept_bytes)}")
         if report.sources:
             say(f"sources: {ways(report)}")
         if report.suspended:

@@ -101,8 +101,8 @@ def _undo(moved: list[tuple[int, int]], nbytes: int, spare: int, cause: OSError)
             _remapped(there, here, nbytes, _DONTUNMAP if there != spare else 0)
     except OSError as exc:
         raise ArenaError(
-            f"an exchange of mappings failed half way ({cause.strerror}), and undoing it too ({exc.strerror}); end this "
-            "process"
+            f"an exchange of mappings failed half way ({cause.strerror}), and undoing it too ({exc.strerror}); end "
+            "this process"
         ) from exc
     if spare and not moved:
         _libc.munmap(spare, nbytes)

@@ -37,6 +37,7 @@ def publish_checkpoint(
     version: int | None = None,
     rank: int = 0,
     world_size: int = 1,
+    partial: bool = False,
     timeout: float = WAIT_S,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Published:
@@ -54,6 +55,7 @@ def publish_checkpoint(
         rank: this node's number among `world_size` nodes that all see the folder, read one part each and share the
             memory. All must publish at the same time; each call returns when all parts are published.
         world_size: the number of nodes.
+        partial: the folder has only a part of what targets hold; see `Client.register_source`.
         timeout: seconds for memory and admission, and for the other nodes.
         on_progress: called with the bytes read so far and the total.
 
@@ -77,7 +79,9 @@ def publish_checkpoint(
 
     with Mapped(checkpoint) as mapped:
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mapped.tensors.items()}
-        source = client.declare_source(model, shapes, rank=rank, world_size=world_size, slots=1, timeout=timeout)
+        source = client.declare_source(
+            model, shapes, rank=rank, world_size=world_size, slots=1, partial=partial, timeout=timeout
+        )
         number = source.next_version if version is None else version
         try:
             source.publish_from(number, mapped.read(progress), timeout=timeout)

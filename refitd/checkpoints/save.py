@@ -53,6 +53,7 @@ def save_checkpoint(
     *,
     version: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    partial: bool = False,
     timeout: float = WAIT_S,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Saved:
@@ -70,6 +71,7 @@ def save_checkpoint(
         path: the folder to create, or whose weights to replace.
         version: the version that must be live; None: any.
         max_shard_bytes: the largest file; a larger tensor gets its own file.
+        partial: save what the sources offer although they say that it is a part of the model (`partial=True`).
         timeout: seconds for each shard to arrive.
         on_progress: called with the bytes written so far and the total.
 
@@ -82,7 +84,7 @@ def save_checkpoint(
     import torch  # noqa: F401  # before the clock starts, so that `seconds` excludes the import
 
     began = time.monotonic()
-    live = _savable(client, model, version)
+    live = _savable(client, model, version, partial)
     wanted = _wanted(client, model, timeout)
     shards = split(wanted, max_shard_bytes)
     total = sum(nbytes_of(*one) for one in wanted.values())
@@ -150,7 +152,7 @@ def _index(shards: Sequence[Shard], names: Sequence[str], total: int) -> bytes:
     return (json.dumps(said, indent=2) + "\n").encode()
 
 
-def _savable(client: Client, model: str, version: int | None) -> int:
+def _savable(client: Client, model: str, version: int | None, partial: bool) -> int:
     """Return the live version; raises RefusedError if it cannot be saved."""
     models = client.status().models
     found = next((m for m in models if m.model == model), None)
@@ -161,6 +163,11 @@ def _savable(client: Client, model: str, version: int | None) -> int:
         raise RefusedError(f"model {model!r}: no version is live; swap one first (refitctl swap {model})")
     if version not in (None, found.live):
         raise RefusedError(f"model {model!r}: version {found.live} is live, and {version} was to be saved")
+    if not partial and any(source.is_partial for source in found.sources):
+        raise RefusedError(
+            f"model {model!r}: its sources offer a part of the model, which is no whole checkpoint; save that part "
+            "with --partial (partial=True)"
+        )
     if found.live not in found.complete_versions:
         raise RefusedError(
             f"model {model!r}: version {found.live} is live, and the sources hold it no more (complete versions: "

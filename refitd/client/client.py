@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from refitd.client.devices import Arena
     from refitd.client.flip import ArenaPair, Contents
     from refitd.client.given import Tensors
+    from refitd.client.kept import Keeps
     from refitd.client.mxfp8 import MXFP8Offer, TargetTensors
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
     from refitd.client.target import Commit, Target
     from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
+    from refitd.describe.roster import Roster
 
 # The client's log lines go to the application's handlers and contain names and reasons from other processes.
 logging.getLogger("refitd.client").addFilter(Escaped())
@@ -95,6 +97,7 @@ class Client:
         slots: int = 2,
         pull: bool | None = None,
         mxfp8: MXFP8Offer | None = None,
+        partial: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
         timeout: float = 60.0,
     ) -> Source:
@@ -114,6 +117,10 @@ class Client:
                 process copies them once. None: the faster way, by a measurement at the first lend.
             mxfp8: tensors that are also, or only, offered in MXFP8, which halves the bytes for targets that take it.
                 They are converted when a version is published, and never lent.
+            partial: all source ranks together offer only a part of what targets hold (frozen weights are left out).
+                True: what is registered is that part. Names ("*" matches anything): only these tensors of it are
+                offered, on some ranks perhaps none. All ranks must be partial, or none. Targets say what they keep
+                (`register_target(keeps=)`).
             device: where the slots lie: "cuda:N", "cpu", or None for the tensors' own device.
             timeout: seconds for allocating the slots and being admitted.
 
@@ -121,6 +128,7 @@ class Client:
             RefusedError: the rank is taken, or the descriptions are invalid.
             ArenaError: there is not enough memory for the slots.
         """
+        from refitd.client.kept import NONE, Keeps, checked_part
         from refitd.client.mxfp8 import MXFP8Offer, SourceTensors
         from refitd.client.source import Source, check_slots
 
@@ -130,7 +138,9 @@ class Client:
         pull = None if pull is None else flag("pull", pull)
         if mxfp8 is not None and not isinstance(mxfp8, MXFP8Offer):
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
-        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8)
+        part = checked_part("partial", partial)
+        left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True, elsewhere=world_size > 1)
+        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out)
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
         live = () if tensors.is_converted else self._live(tensors)
@@ -138,7 +148,7 @@ class Client:
             model=model,
             rank=rank,
             world_size=world_size,
-            shard=shard_of(tensors.wire),
+            shard=shard_of(tensors.wire, is_partial=part is not False),
             slots=slots,
             live=live,
             device=_gpu_name(device, tensors),
@@ -160,6 +170,7 @@ class Client:
         world_size: int = 1,
         metadata: Sequence[ParameterMetadata] | None = None,
         slots: int = 2,
+        partial: bool = False,
         device: str | torch.device = "cpu",
         timeout: float = 60.0,
     ) -> StreamedSource:
@@ -172,6 +183,7 @@ class Client:
             world_size: as in `register_source`.
             metadata: how each tensor is split; without it, every tensor is whole.
             slots: as in `register_source`.
+            partial: what is declared is a part; see `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
             timeout: seconds for allocating the slots and being admitted.
 
@@ -192,7 +204,7 @@ class Client:
             model=model,
             rank=rank,
             world_size=world_size,
-            shard=shard_of(wire),
+            shard=shard_of(wire, is_partial=flag("partial", partial)),
             slots=check_slots(slots),
             live=(),
             device="" if gpu == HOST else name_of(gpu),
@@ -223,6 +235,7 @@ class Client:
         convert_on_send: bool = False,
         cast: bool | str | torch.dtype = False,
         derived: Mapping[str, Derived] | None = None,
+        keeps: bool | Sequence[str] = False,
         mode: Literal["shadow", "flip", "copy", "in-place"] = "shadow",
         device: str | torch.device | None = None,
         observes: bool = False,
@@ -253,6 +266,10 @@ class Client:
                 even), as `ParameterMetadata.cast_from` declares for one tensor. A dtype ("float32") names the type that
                 sources offer; True waits, up to `timeout`, until the sources have registered and say it themselves.
             derived: tensors computed from the weights, by name; their hooks are called inside every commit.
+            keeps: what this rank keeps of its own where sources offer only a part of the model (`partial=True`). It is
+                neither staged, written nor verified, and part of no version. Names as registered ("*" matches
+                anything), or True: every tensor of which the sources offer nothing. True waits, up to `timeout`, until
+                the sources have registered; the replica must then take all that they offer.
             mode: "shadow": a version is staged beside the live tensors and taken over whole: by "flip" where the
                 tensors are all of one arena (`allocate`, `adopt`), else by "copy". "flip": the live and the staging
                 memory are exchanged under the tensors' addresses, in microseconds whatever their size; refused where
@@ -270,9 +287,10 @@ class Client:
         Raises:
             RefusedError: the rank is taken, or the descriptions are invalid.
             ArenaError: there is not enough memory for staging.
-            DeadlineExceeded: with `cast=True`, the sources have not registered in time.
+            DeadlineExceeded: with `cast=True` or `keeps=True`, the sources have not registered in time.
         """
         from refitd.buffers.permits import Permit
+        from refitd.client.kept import checked_part
         from refitd.client.mxfp8 import TargetTensors
         from refitd.client.target import Target, registering
 
@@ -295,7 +313,15 @@ class Client:
                 f"replica {replica!r}: its controller says when a controlled rank commits; leave out on_commit, "
                 "on_pause, on_resume, agree and mode='in-place'"
             )
-        tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
+        kept = self._keeps(model, checked_part("keeps", keeps), world_size, timeout)
+        tensors = TargetTensors(
+            module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, kept
+        )
+        if tensors.kept and not tensors.wire and world_size == 1:
+            raise RefusedError(
+                f"replica {replica!r}: it would keep all that it registers ({tensors.kept[0].name}, ...) and take "
+                f"nothing that the sources of {model!r} offer; do the names differ?"
+            )
         if cast is True:
             tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
         elif cast is not False:
@@ -308,7 +334,7 @@ class Client:
                 replica=replica,
                 rank=rank,
                 world_size=world_size,
-                shard=shard_of(tensors.wire),
+                shard=shard_of(tensors.wire, kept=tensors.kept, keeps_rest=kept.offered is not None),
                 live=live,
                 in_place=mode == "in-place",
                 held=tensors.held,
@@ -601,11 +627,16 @@ class Client:
         """
         import torch
 
-        from refitd.describe.roster import Roster
         from refitd.plan.offered import offered_tensors
+
+        offered = offered_tensors(self._sources(text("model", model), seconds("timeout", timeout))[0])
+        return {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in offered.items()}
+
+    def _sources(self, model: str, timeout: float) -> tuple[list[Roster], bool]:
+        """Return what every source rank offers, and whether that is a part of the model; waits for all ranks."""
+        from refitd.describe.roster import Roster
         from refitd.protocol.shards import metadata_of
 
-        model, timeout = text("model", model), seconds("timeout", timeout)
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -622,7 +653,16 @@ class Client:
                 raise DeadlineExceeded(f"model {model!r}: no tensors are offered after {timeout:.1f} s: {missing}")
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
         rosters = [Roster(m.rank, source=metadata_of(found.shards[m.shard], m.rank)) for m in sources]
-        return {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in offered_tensors(rosters).items()}
+        return rosters, any(found.shards[m.shard].is_partial for m in sources)
+
+    def _keeps(self, model: str, keeps: bool | tuple[str, ...], world_size: int, timeout: float) -> Keeps:
+        """Return which tensors a target keeps; True asks what the sources offer."""
+        from refitd.client.kept import NONE, Keeps, offered_by
+
+        if not isinstance(keeps, bool):
+            return Keeps(keeps, elsewhere=world_size > 1)
+        rosters, is_partial = self._sources(model, timeout) if keeps else ([], False)
+        return Keeps(offered=offered_by(rosters)) if is_partial else NONE
 
     def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
         """Check every replica's live weights of `model` against the digests of the version that it serves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,11 @@ def checked_wanted(wanted: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]
             )
         found[name] = tuple(whole(f"a size of wanted[{name!r}]", size) for size in shape), dtype
     return found
+
+
+def is_called(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of the patterns matches the name; "*" matches anything."""
+    return any(re.fullmatch(".*".join(map(re.escape, p.split("*"))), name) for p in patterns)
 
 
 def held_of_given(name: str, value: Any) -> Any:
@@ -171,7 +177,7 @@ def described_again(
     """Describe the DTensors of a dict again. Other tensors have only a shape, which has already been compared."""
     found = []
     for m in before:
-        value = raw[m.name]
+        value: Any = raw.get(m.name)  # None where it is kept
         if is_dtensor(value):
             now = extract_param_metadata(value, unwrapped_name(m.name), rank, None, num_experts)
             found.append(replace(now, name=m.name, aliases=m.aliases))

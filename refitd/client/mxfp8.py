@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from refitd.buffers.arena import MappedArena
 from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
-from refitd.client.given import Tensors, refuse_all
+from refitd.client.given import Tensors, is_called, refuse_all
+from refitd.client.kept import NONE, Keeps
 from refitd.client.tensors import TensorSet, fingerprint
 from refitd.client.written_memory import WrittenMemory
 from refitd.describe.casts import CASTS, cast_problem
@@ -58,7 +58,7 @@ class MXFP8Offer:
 
     def matches(self, name: str) -> bool:
         """Return whether the tensor of this name is offered."""
-        return any(re.fullmatch(".*".join(map(re.escape, p.split("*"))), name) for p in self.names)
+        return is_called(name, self.names)
 
 
 class TargetTensors(TensorSet):
@@ -83,17 +83,20 @@ class TargetTensors(TensorSet):
         num_experts: int | None,
         convert_on_send: bool = False,
         derived: Mapping[str, Derived] | None = None,
+        keeps: Keeps = NONE,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, keeps)
         if derived is not None and not isinstance(derived, Mapping):
             raise RefusedError(f"derived is {type(derived).__name__}, expected {{name: refitd.Derived}}")
         self._made = dict(derived or {})
-        self.derived: tuple[DerivedTensor, ...] = check_derived(self._made, [m.name for m in self.metadata])
+        self.derived: tuple[DerivedTensor, ...] = check_derived(
+            self._made, [*(m.name for m in self.metadata), *(one.name for one in self.kept)]
+        )
         refuse_all(f"{name}: {problem}" for name, one in self._made.items() if (problem := tensor_problem(one.tensor)))
         self._made_prints = {name: fingerprint(one.tensor) for name, one in self._made.items()}
         self.wire: list[ParameterMetadata] = list(self.metadata)
@@ -106,6 +109,8 @@ class TargetTensors(TensorSet):
             self.offsets = list(staged(shard_of(self.wire), self.held).held)
         made = {name: one.tensor for name, one in self._made.items()}
         self.written = WrittenMemory(self.names, self.tensors, self.metadata, made)
+        self.written.check_kept(*self._live(self._unwritten))
+        self._unwritten = {}  # replaced ones may be freed
 
     def take_cast(self, offered: str | torch.dtype | Mapping[str, torch.dtype]) -> None:
         """Declare casts for tensors of another type than is offered: one for all, or by canonical name.
@@ -223,13 +228,15 @@ class SourceTensors(TensorSet):
         pg_collection: Any,
         num_experts: int | None,
         offer: MXFP8Offer | None = None,
+        left_out: Keeps = NONE,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, left_out)
+        self._unwritten = {}
         # tie names that share memory, for targets that hold the weight once
         self.metadata = [replace(m) for m in self.metadata]
         held = {n: v for n, v in self.values.items() if n not in self.quantized}

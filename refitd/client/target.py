@@ -199,6 +199,11 @@ class Target:
         )
 
     @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of the tensors that keep this engine's own values and that no version has; see `keeps`."""
+        return tuple(one.name for one in self._tensors.kept)
+
+    @property
     def pending(self) -> int | None:
         """The decided version that waits for this rank's commit point; None if there is none."""
         prepare = self._prepare

@@ -25,6 +25,7 @@ from refitd.client.given import (
     problem_of,
     refuse_all,
 )
+from refitd.client.kept import NONE, Keeps, kept_tensor
 from refitd.client.written_memory import one_of_each
 from refitd.copy_services.measure import Span
 from refitd.describe.layout import canonical_name
@@ -42,7 +43,7 @@ from refitd.describe.module import (
     is_dtensor,
 )
 from refitd.errors import CommitError, PlanError, RefusedError
-from refitd.protocol.shards import Place
+from refitd.protocol.shards import KeptTensor, Place
 from refitd.text import shown
 from refitd.transforms.mxfp8_buffers import MXFP8Buffer, held_of, is_quantized
 
@@ -83,6 +84,7 @@ class TensorSet:
         values: the registered values by name.
         quantized: the names of the MXFP8 values.
         names, tensors: all live tensors; an MXFP8 value has two, its data and its scales.
+        kept: what keeps its own values, or is left out. Nothing else here has it: it is neither copied nor watched.
     """
 
     # whether commits write the tensors; then two names for one memory must be one weight
@@ -95,6 +97,7 @@ class TensorSet:
         metadata: Sequence[ParameterMetadata] | None,
         pg_collection: Any,
         num_experts: int | None,
+        keeps: Keeps = NONE,
     ) -> None:
         """Describe a module, or take a dict with (or, for whole tensors, without) explicit metadata.
 
@@ -119,12 +122,19 @@ class TensorSet:
         if self._writes:
             self.metadata, self._tied = one_of_each(self.metadata, raw)
             raw = {name: value for name, value in raw.items() if name not in self._tied}
+        keeping = keeps.of(self.metadata)
+        kept = {m.name for m in keeping}
+        self._unwritten: dict[str, Any] = {name: held_here(value) for name, value in raw.items() if name in kept}
+        self.kept: tuple[KeptTensor, ...] = tuple(kept_tensor(m) for m in keeping)
+        if kept:
+            self.metadata = [m for m in self.metadata if m.name not in kept]
+            raw = {name: value for name, value in raw.items() if name not in kept}
         self._raw = raw
         self._specs = {name: value._spec for name, value in raw.items() if is_dtensor(value)}
         self._cuts = [copied_cut(cut_of(value)) for value in raw.values()]
         named = {name: held_here(value) for name, value in raw.items()}
         self.values: dict[str, Any] = named
-        self.quantized = frozenset(name for name, value in named.items() if is_quantized(value))
+        self.quantized = frozenset(n for n, value in (*named.items(), *self._unwritten.items()) if is_quantized(value))
         self.names, self.tensors = self._live(named)
         problems = [mismatch(m, named[m.name]) for m in self.metadata]
         refuse_all(problem for problem in problems if problem)
@@ -279,7 +289,7 @@ class TensorSet:
         return get_refit_tensor_dict(self._given)
 
     def _named_again(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the local tensors of `raw`, after removing tied names from it and restoring its registered order.
+        """Return the local tensors of `raw`, after removing tied and kept names from it and restoring its order.
 
         The order differs if an entry was removed and added again under its name.
 
@@ -291,6 +301,8 @@ class TensorSet:
                 if other in raw and first in raw and not _is_same_memory(raw[other], raw[first]):
                     raise RefusedError(f"{other}: it is no longer the memory of {first}, which it is tied to")
                 raw.pop(other, None)
+        for one in self.kept:
+            raw.pop(one.name, None)
         if list(raw) != list(self._raw):
             if changed := sorted(set(raw) ^ set(self._raw), key=str)[:10]:
                 whose = "dict" if isinstance(self._given, Mapping) else "module"

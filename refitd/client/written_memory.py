@@ -116,6 +116,20 @@ class WrittenMemory:
                 "so that what is written last would win; register one of them, or clone one"
             )
 
+    def check_kept(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse tensors that are to keep their values and share memory with what is written.
+
+        Raises:
+            RefusedError: names a tensor of each.
+        """
+        every, count = [*self._tensors, *tensors], len(self._tensors)
+        found = overlapping(every, extents(every), lambda a, b: (a < count) == (b < count)) if tensors else None
+        if found is not None:
+            raise RefusedError(
+                f"{names[found[1] - count]}: it is to keep its values and shares memory with {self._names[found[0]]}, "
+                "which is written; keep both, or clone one"
+            )
+
     def check_apart(self, other: WrittenMemory, whose: str) -> None:
         """Refuse `other` if it shares memory with this registration, which errors call `whose`.
 

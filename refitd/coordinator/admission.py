@@ -150,9 +150,12 @@ def check_shard(shard: Shard) -> None:
         total += prod(tensor.shape) * ELEMENT_SIZES.get(tensor.dtype, 0)
         if total > MAX_BYTES:
             raise ProtocolError(f"{tensor.name}: a shard of more than {MAX_BYTES} bytes, shape {tensor.shape}")
+    if (kept := sum(tensor.nbytes for tensor in shard.kept)) > MAX_BYTES:
+        raise ProtocolError(f"{shard.kept[0].name}: {kept} bytes are kept, at most {MAX_BYTES} are believed")
 
 
 def parts_of(shard: Shard) -> int:
     """Return roughly how many values a description holds, as a measure of its memory."""
     tiles = sum(len(tensor.tiles or ()) + len(tensor.aliases) for tensor in shard.tensors)
-    return len(shard.tensors) + tiles + sum(len(group) for group in shard.groups)
+    kept = sum(1 + len(tensor.tensors) for tensor in shard.kept)
+    return len(shard.tensors) + tiles + sum(len(group) for group in shard.groups) + kept

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from refitd.caches import BoundedCache
+from refitd.coordinator.partial import kept_names, part_problems
 from refitd.coordinator.records import LiveVersion
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
@@ -179,6 +180,20 @@ class Model:
             said.append(f"{self.sources[rank].describe()} has published {what}{gone}")
         return "; ".join(said)
 
+    def check_part(self, a: AddShard, shard: Shard) -> None:
+        """Check that a source rank says of the model's parts what the attached ones say.
+
+        Raises:
+            RefusedError: it says that all is offered and others that a part is, or the reverse.
+        """
+        others = self.sources.values() if a.role == "source" else ()
+        for other in others:
+            if other.attached and other.shard.is_partial != shard.is_partial and other.added.rank != a.rank:
+                raise RefusedError(
+                    f"model {self.name!r} source rank {a.rank} has partial={shard.is_partial}, {other.describe()} has "
+                    f"partial={other.shard.is_partial}; give all ranks of the trainer the same"
+                )
+
     def replaced_by(self, a: AddShard) -> list[Member]:
         """Return the detached ranks that a new rank replaces: its own, or a whole pool of another size.
 
@@ -333,6 +348,8 @@ class Model:
                         f"than {version}; publish a higher version, or `refitctl rollback` to it"
                     )
                 self._check_held(member)
+            if problems := self._unfollowable(replica):
+                raise RefusedError(f"model {self.name!r}: replica {replica!r}: {shortened(problems)}")
 
     def _lacks_controller(self, replica: str, ranks: Iterable[Member]) -> bool:
         return replica not in self.controllers and any(member.added.controlled for member in ranks)
@@ -347,8 +364,15 @@ class Model:
             raise RefusedError(f"model {self.name!r}: {member.describe()}: {shortened(problems)}")
 
     def unoffered(self) -> list[str]:
-        """Return the tensors that targets want in MXFP8 and no source offers, each with the target that wants it."""
-        return [f"{m.describe()}: {what}" for m in self.targets.values() for what in self._unoffered(m)]
+        """Return what targets want in MXFP8 and no source offers, and what replicas keep that they must not."""
+        found = [f"{m.describe()}: {what}" for m in self.targets.values() for what in self._unoffered(m)]
+        for replica in sorted({replica for replica, _ in self.targets}):
+            found += [f"replica {replica!r}: {what}" for what in self._unfollowable(replica)]
+        return found
+
+    def _unfollowable(self, replica: str) -> list[str]:
+        ranks = [m.shard for (r, _), m in self.targets.items() if r == replica]
+        return part_problems({m.added.digest: m.shard for m in self.sources.values()}.values(), ranks)
 
     def _unoffered(self, member: Member) -> list[str]:
         shards = {m.added.digest: m.shard for m in self.sources.values()} if member.wants else {}
@@ -421,6 +445,7 @@ class Model:
                 way=m.mode,
                 why=m.mode_reason,
                 run=m.run,
+                is_partial=m.shard.is_partial,
             )
             for rank, m in sorted(self.sources.items())
         )
@@ -452,6 +477,9 @@ class Model:
                 step=m.step,
                 events=m.events,
                 mode=_mode(m),
+                kept_tensors=len(m.shard.kept),
+                kept_bytes=sum(tensor.nbytes for tensor in m.shard.kept),
+                kept=kept_names(m.shard.kept),
             )
             for (replica, rank), m in sorted(self.targets.items())
         )

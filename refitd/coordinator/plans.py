@@ -20,7 +20,7 @@ from refitd.plan.fills import FillTable
 from refitd.plan.regions import Regions
 from refitd.plan.table import CopyTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
-from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
+from refitd.protocol.reports import KeptTraffic, PairTraffic, ParameterTraffic, PlanReport
 
 
 @dataclass
@@ -171,8 +171,16 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         ),
         parameters=(),
         unused_sources=plan.unused_sources,
+        kept=_kept(fleet),
     )
     return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
+
+
+def _kept(fleet: Model) -> tuple[KeptTraffic, ...]:
+    nbytes: dict[str, int] = {}
+    for one in (one for m in fleet.targets.values() for one in m.shard.kept):
+        nbytes[one.name] = nbytes.get(one.name, 0) + one.nbytes
+    return tuple(KeptTraffic(name=name, bytes=size) for name, size in sorted(nbytes.items(), key=lambda at: -at[1]))
 
 
 def _parameters(table: CopyTable) -> tuple[ParameterTraffic, ...]:

@@ -62,6 +62,7 @@ def swap_report(
     converted = sum(m.added.converted_bytes for m in members.values() if m.id in swap.members)
     if Phase.STAGED not in at:
         converted = max(0, swap.bytes_done - (swap.bytes_total - converted))
+    kept = [one for m in members.values() if m.added.role == "target" for one in m.shard.kept]
     return SwapReport(
         swap=swap.swap,
         model=swap.model,
@@ -81,6 +82,8 @@ def swap_report(
         sources=sources,
         kind=kind,
         events=swap.history,
+        kept_tensors=len(kept),
+        kept_bytes=sum(one.nbytes for one in kept),
         members=tuple(
             _member_report(swap, member)
             for member_id, member in members.items()

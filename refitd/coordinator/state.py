@@ -327,6 +327,7 @@ class Coordinator:
         check_replica(added, self._model_config(added.model))
         state = self.models.get(added.model) or self._new_state(added.model)
         shard = self._descriptions.of(added)
+        state.fleet.check_part(added, shard)
         if added.is_question:
             state.fleet.replaced_by(added)
             return local.Done()

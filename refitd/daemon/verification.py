@@ -85,8 +85,8 @@ class Proofs:
     """Digests committed versions in the background, and checks live tensors on request.
 
     The digests cover the staging arena, whose content was compared with the sources when it was staged. For a rank that
-    flips or is written in place they cover the live tensors, directly after the commit. Workers compute them, and also read live
-    tensors in arenas; a process's own tensors are read by its client. Instructions go to `out`.
+    flips or is written in place they cover the live tensors, directly after the commit. Workers compute them, and also
+    read live tensors in arenas; a process's own tensors are read by its client. Instructions go to `out`.
     """
 
     def __init__(

@@ -409,8 +409,9 @@ class PrepareCommit(Message, frozen=True):
     """A verified version is staged and decided: commit it at the next commit point.
 
     `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: the
-    live tensors already hold it. `lockstep`: answer StepReached, and commit in the poll that FlipAt names.
-    `flips`: exchange the live and the staging arena. `controlled`: answer StepReached, and commit in any later poll; the replica's controller calls for it.
+    live tensors already hold it. `flips`: exchange the live and the staging arena. `lockstep`: answer StepReached, and
+    commit in the poll that FlipAt names. `controlled`: answer StepReached, and commit in any later poll; the replica's
+    controller calls for it.
     """
 
     swap: Name

@@ -58,6 +58,8 @@ class SwapReport(Message, frozen=True):
     run: Label = ""  # of the trainer; number and run are a version's identity
     events: Events = ()  # events of the swap, with seconds since it began
     suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
+    kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
+    kept_bytes: Count = 0
 
 
 class SwapReports(Message, frozen=True):
@@ -181,6 +183,7 @@ class SourceStatus(Value, frozen=True):
     way: TransferMode = TransferMode.NONE  # transfer mode of its latest version
     why: Text = ""  # the measurement that chose between pulling and copying, if any
     run: Label = ""  # of the trainer that published its versions
+    is_partial: bool = False  # the sources offer a part of what targets hold
 
 
 class TargetStatus(Value, frozen=True):
@@ -203,6 +206,9 @@ class TargetStatus(Value, frozen=True):
     step: Label = ""  # its daemon's text for the state of its swap and live tensors
     mode: CommitMode = CommitMode.COPY
     events: Events = ()  # the events that led there
+    kept_tensors: Count = 0  # that no swap writes: it keeps its own values
+    kept_bytes: Count = 0
+    kept: tuple[Label, ...] = ()  # names of the first of them
 
 
 class ControllerStatus(Value, frozen=True):
@@ -300,6 +306,13 @@ class ParameterTraffic(Value, frozen=True):
     copies: Count
 
 
+class KeptTraffic(Value, frozen=True):
+    """A tensor that targets keep, by the name that they have for it, over all targets."""
+
+    name: Label
+    bytes: Count
+
+
 class PlanReport(Message, frozen=True):
     """What a swap of this model would move."""
 
@@ -314,6 +327,7 @@ class PlanReport(Message, frozen=True):
     converted_bytes: Count = 0  # read again by workers for conversions
     staging_bytes: Count = 0  # of all targets' staging arenas
     held_bytes: Count = 0  # of all targets' live tensors
+    kept: tuple[KeptTraffic, ...] = ()  # what targets keep of their own, largest first
 
 
 class DescribedMember(Value, frozen=True):

@@ -64,7 +64,15 @@ class WireTensor(Value, frozen=True, omit_defaults=True):
     stride_is_known: bool = True
 
 
-class Shard(Value, frozen=True):
+class KeptTensor(Value, frozen=True, array_like=True):
+    """A tensor of a target that no swap writes; `tensors` are the canonical tensors in it, aliases included."""
+
+    name: Name
+    tensors: tuple[Name, ...]
+    nbytes: Count
+
+
+class Shard(Value, frozen=True, omit_defaults=True):
     """All tensors of one rank. `groups` holds each rank list once, relative to the rank itself.
 
     Rank 5 of [4, 5, 6, 7] sends (-1, 0, 1, 2). So ranks with equal shards (data parallel) send equal bytes.
@@ -72,6 +80,9 @@ class Shard(Value, frozen=True):
 
     tensors: tuple[WireTensor, ...]
     groups: tuple[tuple[Step, ...], ...] = ()
+    is_partial: bool = False  # source: the sources together offer only a part of what targets hold
+    kept: tuple[KeptTensor, ...] = ()  # target: what keeps its own values
+    keeps_rest: bool = False  # target: it keeps whatever is not offered, so its replica must take all that is
 
 
 class Place(Value, frozen=True, array_like=True):
@@ -82,7 +93,13 @@ class Place(Value, frozen=True, array_like=True):
     strides: Shape
 
 
-def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
+def shard_of(
+    metadata: Sequence[ParameterMetadata],
+    *,
+    is_partial: bool = False,
+    kept: Sequence[KeptTensor] = (),
+    keeps_rest: bool = False,
+) -> Shard:
     """Pack the descriptions of one rank for the wire; groups become relative to their `owner_rank` (None: 0).
 
     Raises:
@@ -123,7 +140,7 @@ def shard_of(metadata: Sequence[ParameterMetadata]) -> Shard:
         )
         for m in metadata
     )
-    return Shard(tensors=tensors, groups=tuple(groups))
+    return Shard(tensors, tuple(groups), is_partial, tuple(kept), keeps_rest)
 
 
 def check_shard(shard: Shard) -> None:

@@ -33,6 +33,8 @@ def check_tensor_names(shard: Shard) -> None:
     """
     for tensor in shard.tensors:
         _check("tensor", (tensor.name, *tensor.aliases))
+    for kept in shard.kept:
+        _check("kept tensor", (kept.name, *kept.tensors))
 
 
 def _check(what: str, names: Iterable[object]) -> None:
