@@ -578,7 +578,10 @@ class Client:
         timeout: float | None = None,
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
-        """Make an older version (None: the one before the live one) live again; every source rank must still hold it.
+        """Make an older version (None: the one before the live one) live again.
+
+        Where every target rank flips and its other arena still holds that version, the arenas are exchanged again: no
+        byte moves and no source is needed. Otherwise every source rank must still hold it.
 
         Raises:
             RefusedError, SwapFailed, DeadlineExceeded: as in `swap`.

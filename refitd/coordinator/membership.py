@@ -61,6 +61,7 @@ class Member:
     staged: str | None = None  # target: a decided swap that it has not committed yet
     wants: frozenset[tuple[str, str]] = frozenset()  # target: parts that arrive in MXFP8: (tensor, rounding)
     suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
+    spare: tuple[int, str] | None = None  # target: the version, and its run, that its other arena holds
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again
     tries: int = 0  # target: catch-ups aborted since it registered
@@ -307,6 +308,19 @@ class Model:
             )
         self._check_targets(version, may_be_older)
         return version
+
+    def check_spare(self, version: int) -> str | None:
+        """Return the run of a version that every target rank can exchange its live one for; None if some cannot.
+
+        Raises:
+            RefusedError: a rank is missing, or has another version to commit first.
+        """
+        held = {m.spare for m in self.targets.values()}
+        found = held.pop() if len(held) == 1 else None
+        if found is None or found[0] != version:
+            return None
+        self._check_targets(version, may_be_older=True)
+        return found[1]
 
     def _check_run(self) -> None:
         if self.run() is not None:

@@ -51,6 +51,7 @@ class Running:
     plan: LoadedPlan | None = None
     comparison: RegionComparison | None = None  # of its sources, if needed
     held_until: float | None = None  # when unreachable engines have stopped serving; the decision waits until then
+    flips_back: bool = False  # it has no plan: targets exchange their arenas
     together: Together | None = None  # swaps that are decided with it
     suspended: tuple[str, ...] = ()  # replicas that it leaves out
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart

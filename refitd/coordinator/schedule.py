@@ -33,6 +33,7 @@ class DueSwap:
     fleet: Model
     timeout_s: float = 0.0  # 0: only the phases have deadlines
     waiters: tuple[Waiter, ...] = ()
+    flips_back: bool = False  # every target holds the version in its other arena; nothing moves
 
 
 def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: Past, waited_s: float = 0.0) -> DueSwap:
@@ -50,11 +51,13 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
             f"model {state.fleet.name!r}: every replica is suspended ({', '.join(state.fleet.suspended())}); an engine "
             "wakes by target.resume()"
         )
+    timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
+    if asked.rollback and version is not None and (spare_run := fleet.check_spare(version)) is not None:
+        return DueSwap(kind, version, spare_run, fleet, timeout_s, (waiter,), flips_back=True)
     version = fleet.version_to_swap(version, may_be_older=asked.rollback)
     run = state.fleet.run() or ""
     if text := used_up(state, version, run):
         raise RefusedError(f"model {state.fleet.name!r}: {text}")
-    timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
     return DueSwap(kind, version, run, fleet, timeout_s, (waiter,))
 
 

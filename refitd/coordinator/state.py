@@ -351,6 +351,7 @@ class Coordinator:
             staged=added.staged,
             poisoned=added.poisoned,
             suspended=added.suspended,
+            spare=None if added.spare is None else (added.spare, added.spare_run),
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
         replaced = state.fleet.replaced_by(added)

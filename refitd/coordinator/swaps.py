@@ -184,7 +184,10 @@ class Swaps:
         state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
-        if state.plan is not None and fleet is state.fleet:
+        if due.flips_back:
+            state.running.flips_back = True
+            self._planned_without(state, state.running, now)
+        elif state.plan is not None and fleet is state.fleet:
             self._plan_ready(state, state.plan, now)
         else:
             # only the present members: a rank that joins while the plan is made is caught up afterwards
@@ -219,15 +222,16 @@ class Swaps:
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan
-        ranks = {m.id: m.node for m in fleet.targets.values()}
-        controllers = [c for c in fleet.in_control() if c.id in running.swap.names]  # others came after its begin
-        members = ranks | {c.id: c.node for c in controllers}
-        nodes = frozenset(ranks.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
-        in_place = frozenset(m.id for m in fleet.targets.values() if m.added.in_place)
-        asked = frozenset(m.id for m in fleet.targets.values() if m.added.pauses)
-        asked |= {c.id for c in controllers if c.added.pauses}
         nbytes = plan.table.total_bytes + fleet.converted_bytes()
-        self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
+        more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())
+        self.step(state, _plan_ready(running, nbytes, more), now)
+
+    def _planned_without(self, state: ModelState, running: Running, now: float) -> None:
+        """Begin a swap in which nothing moves: no node has a plan to load."""
+        ready = _plan_ready(running, 0, frozenset())
+        self.step(state, ready, now)
+        for node in sorted(ready.nodes):
+            self.step(state, decision.NodeLoaded(node), now)
 
     def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
         """Handle a node's digests; after the last the swap continues with its plan, or aborts naming what differs."""
@@ -292,7 +296,9 @@ class Swaps:
                     state = self._models[found_member.added.model]
                     state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
                     self._flip(state, now)
-            case cluster.MemberCommitted(swap, member, paused_s):
+            case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run):
+                if (committed := self._members.get(member)) is not None:
+                    committed.spare = None if spare is None else (spare, spare_run)
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
@@ -384,6 +390,8 @@ class Swaps:
     def _perform(self, state: ModelState, running: Running, instruction: decision.Instruction, now: float) -> None:
         s, plan = running.swap, running.plan
         match instruction:
+            case decision.SendPlan() if running.flips_back:
+                pass
             case decision.SendPlan(node):
                 assert plan is not None
                 if node in plan.loaded_on:
@@ -394,13 +402,20 @@ class Swaps:
                 self.controllers.pause(s.swap, s.version, members)
                 if asked := tuple(member for member in members if member not in self.controllers):
                     self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=asked))
+            case decision.StageOn(node) if running.flips_back:
+                ids = tuple(m.id for m in running.fleet.targets.values() if m.node == node)
+                self._to_node(node, cluster.StageSpare(s.swap, s.version, running.run, ids))
             case decision.StageOn(node):
                 assert plan is not None
+                for member in running.fleet.targets.values():
+                    member.spare = None  # it is staged into
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
                 stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run)
                 self._to_node(node, stage)
+            case decision.ReleaseSources() if running.flips_back:
+                pass
             case decision.ReleaseSources():
                 sources = state.fleet.sources.values()
                 for node in sorted({m.node for m in sources}):
@@ -608,3 +623,17 @@ class Swaps:
 
     def _log(self, event: str, **fields: object) -> None:
         self._out(Log(event, fields))
+
+
+def _plan_ready(running: Running, nbytes: int, more: frozenset[str]) -> decision.PlanReady:
+    """Return the event that begins a planned swap; `more` are nodes that take part beside those of the targets."""
+    targets = running.fleet.targets.values()
+    ranks = {m.id: m.node for m in targets}
+    controllers = [c for c in running.fleet.in_control() if c.id in running.swap.names]  # others came after its begin
+    return decision.PlanReady(
+        members=ranks | {c.id: c.node for c in controllers},
+        nodes=frozenset(ranks.values()) | more,
+        bytes_total=nbytes,
+        asked=frozenset({m.id for m in targets if m.added.pauses} | {c.id for c in controllers if c.added.pauses}),
+        in_place=frozenset(m.id for m in targets if m.added.in_place),
+    )

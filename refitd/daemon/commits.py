@@ -216,9 +216,11 @@ class Commits:
         member.move(Committed(swap) if exchanged or not member.flips else CommittedByCopy(swap))
         if exchanged and member.flips:
             self._exchange(member.live_arena, member.staging)
+            member.proof, member.spare_proof = member.spare_proof, member.proof
         version = member.state.version
         self._log("swap", swap=swap, version=version, phase="committed", member=member.id, paused=paused_s)
-        self._say(cluster.MemberCommitted(swap=swap, member=member.id, paused_s=paused_s))
+        spare, run = member.state.spare, member.state.spare_run
+        self._say(cluster.MemberCommitted(swap, member.id, paused_s, spare=spare, spare_run=run))
         return True
 
     def failed(self, swap: str, member: LocalMember, reason: str) -> None:

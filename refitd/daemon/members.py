@@ -110,6 +110,7 @@ class LocalMember:
     suspended: bool = False  # target: its process has put the tensors away
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once taken
+    spare_proof: Proof | None = None  # of the version that its other arena holds, if taken while that was served
     newest: int = -1  # highest version ever published
     first: int = 0  # source: the lowest version that it may publish, set by the coordinator
     run: str = ""  # source: the incarnation of its trainer

@@ -347,6 +347,8 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
         observes=isinstance(r, local.RegisterTarget) and r.observes,
         flips=member.flips,
+        spare=member.state.spare,
+        spare_run=member.state.spare_run,
         suspended=member.suspended,
         controlled=isinstance(r, local.RegisterTarget) and r.controlled,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",

@@ -494,6 +494,8 @@ class Daemon:
                 self._commits.pause(swap, version, members)
             case cluster.Stage(swap, plan, version, timeout_s, verify, run):
                 self._swaps.stage(swap, plan, version, timeout_s, verify, run)
+            case cluster.StageSpare():
+                self._swaps.stage_spare(message)
             case cluster.CheckMembers():
                 self._proofs.check(message, self._now)
             case cluster.DigestRegions():

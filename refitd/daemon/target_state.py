@@ -102,6 +102,15 @@ class StageBegan:
 
 
 @dataclass(frozen=True, slots=True)
+class SpareStaged:
+    """The version that the other arena holds is to go live again; nothing is written."""
+
+    swap: str
+    version: int
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StageFinished:
     """The version is complete and verified."""
 
@@ -185,6 +194,7 @@ OfSwap: TypeAlias = (
     AskedToHalt
     | StoodStill
     | StageBegan
+    | SpareStaged
     | StageFinished
     | Decided
     | StoodAside
@@ -257,6 +267,7 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     (StageBegan, Step.IDLE): Step.STAGING,
     (StageBegan, Step.HALTED): Step.STAGING,
     (StageFinished, Step.STAGING): Step.STAGED,
+    (SpareStaged, Step.IDLE): Step.STAGED,
     (Decided, Step.STAGED): Step.COMMITTING,
     (Decided, Step.PAUSING): Step.COMMITTING,  # `StoodStill` was in flight when its coordinator was replaced
     (Decided, Step.PAUSED): Step.COMMITTING,
@@ -307,7 +318,7 @@ def step_of(state: TargetState, event: Event) -> TargetState:
     """
     to = STEPS.get((type(event), state.step))
     names = getattr(event, "swap", None)
-    begins = isinstance(event, AskedToHalt | StageBegan) and state.step is Step.IDLE
+    begins = isinstance(event, AskedToHalt | StageBegan | SpareStaged) and state.step is Step.IDLE
     if to is None or (names is not None and names != state.swap and not begins):
         raise IllegalTransition(f"{event} cannot happen while {state}")
     if isinstance(event, Decided) and event.version != state.next:
@@ -316,6 +327,8 @@ def step_of(state: TargetState, event: Event) -> TargetState:
         raise IllegalTransition(
             f"{event} cannot happen while {state}: a rank in place stands still first, others do not"
         )
+    if isinstance(event, SpareStaged) and (event.version, event.run) != (state.spare, state.spare_run):
+        raise IllegalTransition(f"{event} cannot happen: the other arena holds version {state.spare} ({state})")
     lives = {**LIVES, **LIVES_IN_PLACE} if state.in_place else LIVES
     live = lives.get((type(event), state.live), state.live)
     return _filled(state, event, replace(state, step=to, live=live, swap=state.swap or names))
@@ -327,6 +340,8 @@ def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetStat
         case StageBegan(_, version, run):
             holds = before.holds if before.flips else None
             moved = replace(moved, next=version, next_run=run, holds=holds, spare=None, spare_run="")
+        case SpareStaged(_, version, run):
+            moved = replace(moved, next=version, next_run=run)
         case Committed() if before.flips:
             moved = replace(moved, spare=before.holds, spare_run=before.run if before.holds is not None else "")
             moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)

@@ -120,9 +120,12 @@ class Proofs:
 
     def committed(self, member: LocalMember) -> None:
         """The member has committed its staging arena: schedule its digests, and restart a check under way."""
-        member.proof = None
+        if not member.flips or member.proof is None or member.proof.version != member.state.version:
+            member.proof = None  # a version that goes live again by an exchange keeps its first digests
         self._drop_work(member.id)
-        if member.verifies and member.is_proven_live:
+        if member.proof is not None:
+            pass
+        elif member.verifies and member.is_proven_live:
             # the engine may change tensors that were written in place: digest them at once
             self._take_stored(member, is_urgent=True)
         elif member.verifies:

@@ -118,6 +118,8 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     committing: bool = False  # target: it was told to commit, so the swap is decided
     observes: bool = False  # target: it takes part only in catch-ups
     flips: bool = False  # target: commits exchange its arenas
+    spare: Count | None = None  # target: the version that its other arena holds
+    spare_run: Label = ""
     suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
     controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
@@ -264,11 +266,13 @@ class MemberStep(Message, frozen=True):
 
 
 class MemberCommitted(Message, frozen=True):
-    """The version is live in this member's tensors."""
+    """The version is live in this member's tensors; its other arena holds version `spare`, if it flips."""
 
     swap: Name
     member: Name
     paused_s: Seconds
+    spare: Count | None = None
+    spare_run: Label = ""
 
 
 class MemberCommitFailed(Message, frozen=True):
@@ -412,6 +416,15 @@ class Stage(Message, frozen=True):
     run: Label = ""  # of the version
 
 
+class StageSpare(Message, frozen=True):
+    """Take the version that the other arenas of these members hold as staged. Reply: StageDone or StageFailed."""
+
+    swap: Name
+    version: Count
+    run: Label
+    members: tuple[Name, ...]
+
+
 class CommitStaged(Message, frozen=True):
     """The decision is journalled: make the staged version live. A controller calls `controlled` members to commit."""
 
@@ -535,6 +548,7 @@ CoordinatorMessage = (
     | FenceMember
     | Pause
     | Stage
+    | StageSpare
     | CommitStaged
     | FlipMember
     | PassMember

@@ -73,6 +73,57 @@ def test_versions_flip_under_the_same_addresses_and_are_proven(start_daemon: Cal
     assert holds(fleet.live, 7) and again.flips
 
 
+def test_a_rollback_flips_back_without_any_source(start_daemon: Callable[..., Daemon]) -> None:
+    fleet = Fleet(start_daemon())
+    other = fleet.engine.allocate(SHAPES)
+    second = fleet.engine.register_target("policy", other, replica="b")
+    for number in (1, 2):
+        fleet.swap(number, second)
+    assert fleet.trainer.verify("policy").outcome == "proven"
+    fleet.source.close()
+    with Engine(fleet.target, second):
+        report = fleet.trainer.rollback("policy", timeout=30)
+        assert (report.version, report.bytes, report.kind, report.outcome) == (1, 0, "rollback", "committed")
+        assert holds(fleet.live, 1) and holds(other, 1) and fleet.target.version == 1
+        assert fleet.trainer.verify("policy").outcome == "proven"
+        assert fleet.trainer.rollback("policy", 2, timeout=30).version == 2, "and forth"
+        assert holds(fleet.live, 2) and holds(other, 2)
+    other["w"][0, 0] = 7.0  # it holds what was verified before it was rolled back
+    fleet.live["w"].add_(0)
+    report_again = fleet.trainer.verify("policy")
+    assert {m.replica: m.state for m in report_again.members} == {"a": "proven", "b": "differs"}
+    with pytest.raises(refitd.RefusedError, match="no source"):
+        fleet.trainer.rollback("policy", 7, timeout=30)
+
+
+def test_a_rollback_that_is_aborted_can_be_tried_again_and_one_that_is_impossible_moves_bytes(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    fleet = Fleet(start_daemon())
+    refuses: list[int] = []
+
+    def pause(number: int) -> None:
+        if refuses:
+            raise RuntimeError(f"not {refuses.pop()}")
+
+    paused = fleet.engine.allocate(SHAPES)
+    fleet.engine.register_target("policy", paused, replica="p", on_pause=pause)
+    for number in (1, 2):
+        fleet.swap(number)
+    refuses.append(1)
+    with Engine(fleet.target):
+        with pytest.raises(refitd.SwapFailed, match="not 1"):
+            fleet.trainer.rollback("policy", timeout=30)
+        assert holds(fleet.live, 2) and fleet.trainer.rollback("policy", timeout=30).bytes == 0
+        assert holds(fleet.live, 1) and holds(paused, 1)
+        late = version(0)
+        joined = fleet.trainer.register_target("policy", late, replica="late")
+        with Engine(joined):
+            eventually(lambda: joined.version == 1, "it is caught up")
+            report = fleet.trainer.rollback("policy", 2, timeout=30)  # forth, with one that copies
+        assert report.bytes > 0 and all(holds(live, 2) for live in (fleet.live, paused, late))
+
+
 def kill_workers(daemon: Daemon) -> None:
     before = {*daemon.workers()}
     for pid in before:

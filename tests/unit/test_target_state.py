@@ -20,6 +20,7 @@ EVENTS: tuple[t.Event, ...] = (
     *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageFinished, t.StoodAside)),
     *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.CommittedByCopy, t.Failed)),
     *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
+    *(t.SpareStaged(swap, version) for swap in SWAPS for version in (1, 2)),
     *(t.Aborted(swap, "why") for swap in SWAPS),
     t.Doubted("out of reach"),
     t.FellBehind("2 is live"),
