@@ -40,6 +40,9 @@ PERMIT_WAIT_S = 0.05
 
 # A permit that ended longer ago was never given, or was withdrawn.
 MAX_SAID_S = 86_400.0
+# How long before a commit by exchange the tensors may have been checked.
+LOOKED_S = 1.0
+
 # How long a wait sleeps before it checks again.
 WAKE_S = 0.5
 
@@ -137,11 +140,13 @@ class Target:
         self._told = closed
         self._tensors = tensors
         self._staging = staging
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._prepare: local.PrepareCommit | None = None  # decided and not yet committed
         self._taking: local.PrepareCommit | None = None  # being committed by a thread now
         self._taker = 0  # that thread's id
         self._taken = ""  # the swap that was committed last
+        self._looked_at, self._looked_until = "", 0.0  # the swap before whose commit the tensors were checked
         self._exchanged = False  # whether that exchanged the arenas
         self._asked: local.AskPause | None = None  # the current request to pause
         self._fenced = ""
@@ -235,6 +240,13 @@ class Target:
             RefusedError: `step` went down; or the caller is a signal handler that interrupted a commit, or a forked
                 child.
         """
+        if agree is None and begin is True and self._agree is None and (step is None or type(step) is int):
+            # nothing pending, which is the case between almost any two tokens: as little as possible
+            with self._lock:
+                if self._prepare is None and self._failure is None and (step is None or step >= 0):
+                    check_process(self._pid)
+                    self._steps.count(step)
+                    return None
         check_process(self._pid)
         hook("agree", agree)
         step = None if step is None else whole("step", step)
@@ -458,7 +470,8 @@ class Target:
     def _take_over(self, prepare: local.PrepareCommit, started: float) -> int:
         exchanged = False
         try:
-            self._tensors.check_unmoved(is_described=True)
+            if not prepare.flips or prepare.swap != self._looked_at or time.monotonic() > self._looked_until:
+                self._tensors.check_unmoved(is_described=True)
             self._tensors.settle()  # kernels may still read the old version on a GPU
             if prepare.flips:
                 if self._pair is None:
@@ -545,6 +558,8 @@ class Target:
         if isinstance(message, local.DigestLive | local.CompareLive):
             self._checks.start(message)
             return
+        if isinstance(message, local.PrepareCommit) and message.flips:
+            self._look_before(message)  # without the lock: the engine may poll meanwhile
         with self._changed:
             match message:
                 case local.PrepareCommit(swap) if swap == self._taken:
@@ -588,6 +603,12 @@ class Target:
                 case local.Failure():
                     self._failure = message
             self._changed.notify_all()
+
+    def _look_before(self, prepare: local.PrepareCommit) -> None:
+        """Check the tensors of a target that flips before its commit point: that takes longer than the exchange."""
+        with contextlib.suppress(CommitError):  # the commit looks again, and fails
+            self._tensors.check_unmoved(is_described=True)
+            self._looked_at, self._looked_until = prepare.swap, time.monotonic() + LOOKED_S
 
     def _attend(self, on_pause: Callable[[int], object], on_resume: Callable[[int | None], object] | None) -> None:
         """Pause when asked, commit what is decided, resume: the body of the `on_pause` thread."""

@@ -145,6 +145,8 @@ class TensorSet:
             "reading, say); clone the tensor"
             for i in out_of_reach(lies, write=self._writes)
         )
+        self._settled: Sequence[torch.Tensor] = ()  # the tensors whose GPUs `_gpus` are
+        self._gpus: set[int] = set()
         self.arena_places: tuple[Place, ...] = ()  # set by the client that knows the arenas
         self._fingerprints = [fingerprint(tensor) for tensor in self._captured(named)]
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
@@ -427,7 +429,9 @@ class TensorSet:
 
     def settle(self) -> None:
         """Wait until the tensors' GPUs have finished this process's work."""
-        for gpu in {gpu_of(tensor) for tensor in self.tensors}:
+        if self._settled is not self.tensors:
+            self._settled, self._gpus = self.tensors, {gpu_of(tensor) for tensor in self.tensors}
+        for gpu in self._gpus:
             settle(gpu)
 
     def write_to(self, arena: Arena) -> None:
