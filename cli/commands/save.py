@@ -44,6 +44,14 @@ class Size(click.ParamType[int]):
     help="The folder to make, or whose weights to replace: its config and tokenizer stay.",
 )
 @click.option("--version", "number", type=click.IntRange(min=0), help="What must be live.  [default: whatever is]")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "dcp"]),
+    default="safetensors",
+    show_default=True,
+    help="dcp: for torch.distributed.checkpoint.",
+)
 @click.option("--max-shard-size", "shard_bytes", type=Size(), default="5GB", show_default=True, metavar="SIZE")
 @click.option(
     "--timeout",
@@ -61,12 +69,13 @@ def save(
     model: str,
     folder: Path,
     number: int | None,
+    kind: str,
     shard_bytes: int,
     timeout: float,
     address: str | None,
     as_json: bool,
 ) -> None:
-    """Write the live version of MODEL as safetensors files into DIR: all of it, or nothing.
+    """Write the live version of MODEL as a checkpoint into DIR: all of it, or nothing.
 
     Engines do not stand still for it, and no swap waits for it. It takes the memory of one shard.
     """
@@ -79,6 +88,7 @@ def save(
             model,
             folder,
             version=number,
+            format=kind,
             max_shard_bytes=shard_bytes,
             timeout=timeout,
             on_progress=on_progress,
