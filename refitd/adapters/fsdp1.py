@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from refitd.describe.flat import flat_tiles
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.wrappers import unwrapped_name
-from refitd.errors import PlanError
+from refitd import ParameterMetadata, PlanError, flat_tiles, unwrapped_name
 
 Held = tuple[dict[str, torch.Tensor], list[ParameterMetadata]]
 

@@ -10,8 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from refitd.checkpoints.archive import are_sizes, read_archive
 from refitd.checkpoints.folder import METADATA, PART, Checkpoint, Piece
 from refitd.checkpoints.header import Stored, refuse
@@ -19,7 +17,7 @@ from refitd.checkpoints.pickles import Call, Record, read_pickle
 from refitd.describe.layout import row_major
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import CheckpointError
-from refitd.plan.intersect import overlapping
+from refitd.plan.boxes import layout_violations
 from refitd.text import shown
 
 MAX_METADATA_BYTES = 1 << 30
@@ -280,7 +278,10 @@ def _add(
     """Add the chunks of one tensor to `files` and `pieces`; yield what is wrong with them."""
     full, tensor = entry
     chunks = [(offset, size) for offset, size in tensor.chunks if prod(size)]
-    yield from (f"{full!r}: {problem}" for problem in _layout_problems(tensor.shape, chunks))
+    problems = layout_violations(tensor.shape, chunks)
+    yield from (f"{full!r}: {problem}" for problem in problems)
+    if problems:
+        return
     if not prod(tensor.shape):
         chunks = list(tensor.chunks[:1])  # a tensor without elements is one piece, wherever it lies
         if not chunks:
@@ -327,26 +328,3 @@ def _doubled(path: Path, files: Mapping[str, Mapping[str, Stored]]) -> Iterator[
         for (one, a), (other, b) in itertools.pairwise(held.items()):
             if a.offset + a.nbytes > b.offset:
                 yield f"{path / file}: {one!r} and {other!r} lie in the same bytes"
-
-
-def _layout_problems(shape: tuple[int, ...], chunks: list[tuple[Offset, tuple[int, ...]]]) -> Iterator[str]:
-    """Yield why chunks do not make up a tensor: each element once."""
-    for offset, size in chunks:
-        if any(o + n > whole for o, n, whole in zip(offset, size, shape, strict=True)):
-            yield f"its chunk {_box(offset, size)} leaves its shape {list(shape)}"
-            return
-    if len(chunks) > 1 and not shape:
-        yield f"it is stored {len(chunks)} times"
-        return
-    if len(chunks) > 1:
-        offsets, sizes = (np.array([chunk[which] for chunk in chunks], np.int64) for which in (0, 1))
-        a, b = overlapping(offsets, sizes, offsets, sizes)
-        for i, j in zip(a[a < b].tolist(), b[a < b].tolist(), strict=True):
-            yield f"its chunks {_box(*chunks[i])} and {_box(*chunks[j])} overlap"
-            return
-    if (there := sum(prod(size) for _, size in chunks)) != prod(shape):
-        yield f"its {len(chunks)} chunks hold {there} of the {prod(shape)} elements of shape {list(shape)}: a hole"
-
-
-def _box(offset: Offset, size: tuple[int, ...]) -> str:
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(offset, size, strict=True)) + "]"
