@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -98,6 +99,19 @@ class _Said:
     paths: dict[str, tuple[Any, ...]]  # of entries in the nested state dict that was saved
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A chunk that is to be read: `length` bytes of its file, starting at byte `offset`, are its archive."""
+
+    local: str  # its name in the Checkpoint
+    what: str  # for errors
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+    piece: Piece | None  # None: it is the whole tensor
+
+
 def is_dcp(path: Path) -> bool:
     """Return whether torch.distributed.checkpoint has begun to save a checkpoint in this folder."""
     try:
@@ -131,25 +145,21 @@ def read_dcp(path: Path, prefix: str | None = None) -> Checkpoint:
     problems = [f"{path / name}: nothing in {METADATA} lies in it; remove it" for name in sorted(there - said.files)]
     chosen = _chosen(path, said, prefix)
     aside = len(said.tensors) + len(said.others) - len(chosen)
-    used = {file for entry in chosen.values() for file in _files_of(said, entry)}
-    problems += [f"{path / name}: missing, and {METADATA} lists it" for name in sorted(used - there)]
-    files: dict[str, dict[str, Stored]] = {name: {} for name in sorted(used & there)}
+    placed: dict[str, list[_Placed]] = {}
+    for name, (full, tensor) in chosen.items():
+        problems += _place(name, full, tensor, said, placed)
+    problems += [f"{path / name}: missing, and {METADATA} lists it" for name in sorted(placed.keys() - there)]
+    files: dict[str, dict[str, Stored]] = {}
     pieces: dict[str, Piece] = {}
-    opened = {name: os.open(path / name, os.O_RDONLY) for name in files}
-    try:
-        for name, entry in chosen.items():
-            problems += _add(name, entry, said, path, opened, files, pieces)
-    except OSError as exc:
-        raise CheckpointError(f"{path}: it cannot be read: {exc.strerror or exc}") from exc
-    finally:
-        for file in opened.values():
-            os.close(file)
-    in_order = {
-        file: dict(sorted(held.items(), key=lambda item: item[1].offset)) for file, held in files.items() if held
-    }
-    problems += _doubled(path, in_order)
+    for file in sorted(placed.keys() & there):
+        found, wrong = _read_file(path / file, placed[file])
+        problems += wrong
+        files[file] = {one.local: stored for one, stored in found}
+        pieces |= {one.local: one.piece for one, _ in found if one.piece is not None}
+    names = Counter(one.local for held in placed.values() for one in held)
+    problems += [f"{name!r}: several tensors or chunks are called so" for name, count in names.items() if count > 1]
     refuse(problems)
-    return Checkpoint(path, in_order, pieces, aside)
+    return Checkpoint(path, files, pieces, aside)
 
 
 # --- the metadata -----------------------------------------------------------------------------------------
@@ -256,75 +266,62 @@ def _chosen(path: Path, said: _Said, prefix: str | None) -> dict[str, tuple[str,
     return {name: (full, said.tensors[full]) for name, full in names.items()}
 
 
-def _files_of(said: _Said, entry: tuple[str, _Declared]) -> Iterator[str]:
-    full, tensor = entry
-    for offset, _ in tensor.chunks:
-        if (full, offset) in said.places:
-            yield said.places[full, offset][0]
-
-
 # --- the files --------------------------------------------------------------------------------------------
 
 
-def _add(
-    name: str,
-    entry: tuple[str, _Declared],
-    said: _Said,
-    path: Path,
-    opened: Mapping[str, int],
-    files: dict[str, dict[str, Stored]],
-    pieces: dict[str, Piece],
-) -> Iterator[str]:
-    """Add the chunks of one tensor to `files` and `pieces`; yield what is wrong with them."""
-    full, tensor = entry
+def _place(name: str, full: str, tensor: _Declared, said: _Said, placed: dict[str, list[_Placed]]) -> Iterator[str]:
+    """Add the chunks of one tensor to those of their files; yield what is wrong with them."""
     chunks = [(offset, size) for offset, size in tensor.chunks if prod(size)]
-    problems = layout_violations(tensor.shape, chunks)
-    yield from (f"{full!r}: {problem}" for problem in problems)
-    if problems:
+    if problems := layout_violations(tensor.shape, chunks):
+        yield from (f"{full!r}: {problem}" for problem in problems)
         return
     if not prod(tensor.shape):
         chunks = list(tensor.chunks[:1])  # a tensor without elements is one piece, wherever it lies
-        if not chunks:
-            yield f"{full!r}: it has no chunk"
+        if not chunks or chunks[0][1] != tensor.shape:
+            yield f"{full!r}: it has no elements, and no chunk of its shape {list(tensor.shape)}"
+            return
     for offset, size in chunks:
-        said_to_be = said.places.get((full, offset))
-        if said_to_be is None:
+        place = said.places.get((full, offset))
+        if place is None:
             yield f"{full!r}: its chunk at {list(offset)} lies in no file"
             continue
-        file, at, length = said_to_be
-        if file not in opened:
-            continue  # missing; said already
-        where = f"{path / file}: {full!r} at {list(offset)}"
-        if at + length > (end := os.fstat(opened[file]).st_size):
-            yield f"{where}: it ends at byte {at + length}, and the file at {end}: it is truncated"
-            continue
-        try:
-            found = read_archive(opened[file], at, length)
-        except ValueError as exc:
-            yield f"{where}: {exc}"
-            continue
-        if (found.dtype, found.shape) != (tensor.dtype, size):
-            yield (
-                f"{where}: the file has {list(found.shape)} {found.dtype}, {METADATA} says {list(size)} "
-                f"{tensor.dtype}; it is of another checkpoint"
-            )
-            continue
-        whole = size == tensor.shape
-        local = name if whole else f"{name} at {list(offset)}"
-        stride = None if found.stride == row_major(size) or not found.nbytes else found.stride
-        files[file][local] = Stored(found.dtype, size, found.offset, found.nbytes, stride)
-        if not whole:
-            pieces[local] = Piece(name, offset, tensor.shape)
+        file, at, length = place
+        is_whole = size == tensor.shape
+        local = name if is_whole else f"{name} at {list(offset)}"
+        piece = None if is_whole else Piece(name, offset, tensor.shape)
+        what = f"{full!r} at {list(offset)}"
+        placed.setdefault(file, []).append(_Placed(local, what, tensor.dtype, size, at, length, piece))
 
 
-def _doubled(path: Path, files: Mapping[str, Mapping[str, Stored]]) -> Iterator[str]:
-    """Yield what lies where something else does, or has another's name."""
-    owners: dict[str, str] = {}
-    for file, held in files.items():
-        for name in held:
-            if name in owners:
-                yield f"{name!r}: it is in {owners[name]} and in {file}"
-            owners[name] = file
-        for (one, a), (other, b) in itertools.pairwise(held.items()):
-            if a.offset + a.nbytes > b.offset:
-                yield f"{path / file}: {one!r} and {other!r} lie in the same bytes"
+def _read_file(path: Path, placed: list[_Placed]) -> tuple[list[tuple[_Placed, Stored]], list[str]]:
+    """Return where the elements of these chunks lie in their file, in its order, and what is wrong with them."""
+    found: list[tuple[_Placed, Stored]] = []
+    problems: list[str] = []
+    try:
+        with path.open("rb", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            for one in sorted(placed, key=lambda one: one.offset):
+                try:
+                    found.append((one, _read_chunk(file.fileno(), end, one)))
+                except ValueError as exc:
+                    problems.append(f"{path}: {one.what}: {exc}")
+    except OSError as exc:
+        problems.append(f"{path}: it cannot be read: {exc.strerror or exc}")
+    for (one, a), (other, b) in itertools.pairwise(found):
+        if a.offset + a.nbytes > b.offset:
+            problems.append(f"{path}: {one.what} and {other.what} lie in the same bytes")
+    return found, problems
+
+
+def _read_chunk(file: int, end: int, one: _Placed) -> Stored:
+    """Return where a chunk's elements lie in a file of `end` bytes; raises ValueError if they do not."""
+    if one.offset + one.length > end:
+        raise ValueError(f"it ends at byte {one.offset + one.length}, and the file at {end}: it is truncated")
+    found = read_archive(file, one.offset, one.length)
+    if (found.dtype, found.shape) != (one.dtype, one.shape):
+        raise ValueError(
+            f"the file has {list(found.shape)} {found.dtype}, {METADATA} says {list(one.shape)} {one.dtype}; it is of "
+            "another checkpoint"
+        )
+    stride = None if found.stride == row_major(one.shape) or not found.nbytes else found.stride
+    return Stored(found.dtype, found.shape, found.offset, found.nbytes, stride)

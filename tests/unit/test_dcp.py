@@ -217,6 +217,13 @@ def _same_bytes(metadata: said.Metadata, path: Path) -> None:
     metadata.storage_data[said.MetadataIndex("model.c", (0,))] = place
 
 
+def _same_name(metadata: said.Metadata, path: Path) -> None:
+    metadata.state_dict_metadata["model.w at [0, 0]"] = metadata.state_dict_metadata["model.b"]
+    metadata.planner_data["model.w at [0, 0]"] = ("model", "w at [0, 0]")
+    place = metadata.storage_data[said.MetadataIndex("model.b", (0,))]
+    metadata.storage_data[said.MetadataIndex("model.w at [0, 0]", (0,))] = place
+
+
 def _outside(metadata: said.Metadata, path: Path) -> None:
     metadata.storage_data[said.MetadataIndex("model.b", (0,))].relative_path = f"../{FILES[1]}"
 
@@ -249,7 +256,8 @@ def _cut_metadata(metadata: said.Metadata, path: Path) -> None:
         (_twice, "'model.w': chunks [0:4, 0:5] and [0:4, 0:5] overlap"),
         (_beyond, "'model.w': chunk [6:10, 0:5] lies outside the tensor [0:7, 0:5]"),
         (_nowhere, "'model.b': its chunk at [0] lies in no file"),
-        (_same_bytes, "'b' and 'c' lie in the same bytes"),
+        (_same_bytes, "'model.b' at [0] and 'model.c' at [0] lie in the same bytes"),
+        (_same_name, "'w at [0, 0]': several tensors or chunks are called so"),
         (_outside, "'model.b' (str): it lies in '../__1_0.distcp'"),
         (_compressed, "it was written through ['zstd']"),
         (_dict_as_list, "its state_dict_metadata or storage_data is missing"),
