@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -38,6 +38,16 @@ class Control(Protocol):
         on_progress: Callable[[SwapProgress], None] | None = None,
     ) -> SwapReport:
         """Make a version live everywhere; raise SwapFailed if it is not."""
+        ...
+
+    def swap_together(
+        self,
+        versions: Mapping[str, int | None],
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> dict[str, SwapReport]:
+        """Make versions of several models live by one decision; as `swap`."""
         ...
 
     def rollback(

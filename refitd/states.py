@@ -34,6 +34,7 @@ class ServingState(StrEnum):
     BEHIND = "behind"  # another version is live
     FENCED = "fenced"  # it serves nothing until the coordinator says which version is live
     POISONED = "poisoned"
+    SUSPENDED = "suspended"  # its process has put the tensors away; swaps leave its replica out
 
 
 class ProofState(StrEnum):

@@ -24,6 +24,7 @@ BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.PO
 @click.argument("model")
 @click.option("--version", "number", type=click.IntRange(min=0), help="Which one.  [default: the newest complete one]")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--with", "others", multiple=True, metavar="MODEL[:VERSION]", help="Decide this model together with it.")
 @click.option("--queue", is_flag=True, help="Wait for a swap of the model that is running, instead of being refused.")
 @address_option
 @json_option
@@ -33,6 +34,7 @@ def swap(
     model: str,
     number: int | None,
     timeout: float | None,
+    others: tuple[str, ...],
     queue: bool,
     address: str | None,
     as_json: bool,
@@ -41,6 +43,11 @@ def swap(
 
     Exit 0 only if every rank of every replica serves the version that is printed.
     """
+    if others:
+        if queue:
+            raise click.UsageError("--queue and --with exclude each other")
+        _perform_together(ctx, {model: number} | dict(map(_parsed, others)), timeout, address, as_json)
+        return
 
     def ask(client: Control, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
         return client.swap(model, number, timeout=timeout, queue=queue, on_progress=on_progress)
@@ -72,6 +79,36 @@ def perform(
     else:
         _show(report)
     ctx.exit(0 if report.outcome == SwapOutcome.COMMITTED and error is None else EXIT_FAILED)
+
+
+def _parsed(text: str) -> tuple[str, int | None]:
+    name, colon, number = text.rpartition(":")
+    if not colon:
+        return text, None
+    if not name or not number.isdecimal():
+        raise click.BadParameter(f"{text!r} is not MODEL or MODEL:VERSION", param_hint="--with")
+    return name, int(number)
+
+
+def _perform_together(
+    ctx: click.Context, versions: dict[str, int | None], timeout: float | None, address: str | None, as_json: bool
+) -> None:
+    """Swap several models by one decision, show the outcome of each, and exit."""
+    session: Session = ctx.obj
+    error: SwapFailed | None = None
+    reports: list[SwapReport] = []
+    with session.client(address) as client, swap_bar(", ".join(versions)) as on_progress:
+        try:
+            reports = [*client.swap_together(versions, timeout=timeout, on_progress=on_progress).values()]
+        except SwapFailed as exc:
+            reports, error = [*exc.together], exc
+    if as_json:
+        failed = {} if error is None else error_object(error)
+        print_json({"models": [to_json(report) for report in reports]} | failed)
+    else:
+        for report in reports:
+            _show(report)
+    ctx.exit(0 if error is None else EXIT_FAILED)
 
 
 def culprits(report: SwapReport) -> list[str]:
@@ -117,6 +154,8 @@ def _show(report: SwapReport) -> None:
         )
         if report.sources:
             say(f"sources: {ways(report)}")
+        if report.suspended:
+            say(f"left out, because their engines are suspended: {', '.join(report.suspended)}")
         return
     if report.outcome == SwapOutcome.DECIDED:
         told = "is decided and goes on; the time is over, and not every rank has it: see refitctl status"

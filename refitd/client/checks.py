@@ -41,6 +41,7 @@ class LiveChecks:
         self._tensors = tensors
         self._staging = staging
         self._commits = 0
+        self.suspended = False  # the tensors are put away: reading them may end the process
         self._still = Turn(f"the tensors of {member} are being taken over, or looked at,")
 
     def release(self) -> None:
@@ -120,6 +121,8 @@ class LiveChecks:
         return tuple(found)
 
     def _check_same(self, began: int) -> None:
+        if self.suspended:
+            raise CommitError("its engine is suspended, and its tensors are put away")
         if self._commits != began:
             raise _Overtaken
 

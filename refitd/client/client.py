@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from refitd.buffers.cuda import name_of
+from refitd.client.aio import awaitable
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
 from refitd.config import default_runtime_dir
 from refitd.errors import ConfigError, DeadlineExceeded, RefitdError, RefusedError
 from refitd.logs import Escaped
-from refitd.protocol import local
+from refitd.protocol import control, local
 from refitd.protocol.base import MAX_TEXT_BYTES
 from refitd.protocol.reports import (
     EvictReport,
@@ -32,6 +33,7 @@ from refitd.protocol.reports import (
     SwapFailed,
     SwapProgress,
     SwapReport,
+    SwapReports,
     VerifyReport,
 )
 from refitd.protocol.shards import Place, shard_of
@@ -41,6 +43,7 @@ from refitd.text import shown, unprintable
 if TYPE_CHECKING:
     import torch
 
+    from refitd.client.controller import ReplicaController
     from refitd.client.derived import Derived
     from refitd.client.devices import Arena
     from refitd.client.given import Tensors
@@ -69,7 +72,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._arenas: dict[int, Arena] = {}
-        self._registered: list[Source | StreamedSource | Target] = []
+        self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
         _open.add(self)
 
     @property
@@ -221,6 +224,7 @@ class Client:
         mode: Literal["shadow", "in-place"] = "shadow",
         device: str | torch.device | None = None,
         observes: bool = False,
+        controlled: bool = False,
         timeout: float = 60.0,
     ) -> Target:
         """Register this rank's tensors of `model` to receive versions. Swaps keep the tensors' storage.
@@ -254,6 +258,8 @@ class Client:
                 device. "cpu" saves one shard of GPU memory and makes commits (and MXFP8) slower.
             observes: this is not an engine (it saves a checkpoint, say). It is caught up to the live version like a
                 joining replica, and takes part in no other swap: none waits for it or fails with it.
+            controlled: commit only when the replica's controller (`control_replica`) calls for it: the ranks of the
+                replica need no lockstep, and no swap begins while the replica has no controller.
             timeout: seconds for allocating the staging arena and being admitted.
 
         Raises:
@@ -275,6 +281,13 @@ class Client:
             raise RefusedError(f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place'")
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
+        if flag("controlled", controlled) and (
+            mode == "in-place" or any(given is not None for given in hooks.values())
+        ):
+            raise RefusedError(
+                f"replica {replica!r}: its controller says when a controlled rank commits; leave out on_commit, "
+                "on_pause, on_resume, agree and mode='in-place'"
+            )
         tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
         if cast is True:
             tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
@@ -295,7 +308,8 @@ class Client:
                 derived=tensors.derived,
                 pauses=on_pause is not None,
                 observes=flag("observes", observes),
-                lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None,
+                lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None and not controlled,
+                controlled=controlled,
                 device=_gpu_name(device, tensors),
                 timeout_s=timeout,
             )
@@ -325,6 +339,51 @@ class Client:
             )
         self._registered.append(target)
         return target
+
+    def control_replica(
+        self,
+        model: str,
+        replica: str,
+        *,
+        pause: Callable[[int], object] | None = None,
+        commit: Callable[[int], object],
+        resume: Callable[[int | None], object] | None = None,
+        timeout: float = 60.0,
+    ) -> ReplicaController:
+        """Commit versions for all ranks of a replica at once, from one process that can reach the engine.
+
+        The hooks are called one after the other on a thread of the client, for every swap of the replica, catch-ups
+        included. A controller that comes while ranks have a decided version pending is called for that first.
+
+        Args:
+            model: the model's name.
+            replica: the engine's name, as its ranks registered it.
+            pause: called with the version before it is decided; it returns once the whole engine stands still. An
+                exception, or more than `deadlines.pause_s`, aborts the swap.
+            commit: called with the decided version once all ranks know of it: it makes every rank call
+                `target.poll()` (or `wait(version)`), by whatever reaches them, and returns when they have. After an
+                exception it is called again, after 3, 6 and 9 s, while ranks still have the version pending.
+            resume: called when no rank has the version pending any more, or the swap has been aborted; with the version
+                that the replica serves, or None if it must serve nothing (no version yet, or its ranks differ).
+            timeout: seconds for being admitted.
+
+        Raises:
+            RefusedError: the replica has a controller already.
+        """
+        from refitd.client.controller import ReplicaController
+
+        model, replica, timeout = text("model", model), text("replica", replica), seconds("timeout", timeout)
+        for what, given in {"pause": pause, "resume": resume}.items():
+            hook(what, given)
+        if not callable(commit):
+            raise RefusedError(f"commit is {shown(commit)}, expected a function that takes the version")
+        message = control.RegisterController(model=model, replica=replica, pauses=pause is not None)
+        registered = self._connection.request(message, control.ControllerRegistered, timeout)
+        controller = ReplicaController(
+            self._connection, model, replica, registered.member, pause, commit, resume, self._forget
+        )
+        self._registered.append(controller)
+        return controller
 
     def allocate(
         self,
@@ -414,6 +473,42 @@ class Client:
         message = local.StartSwap(model=model, version=version, timeout_s=within, queue=queue)
         return self._swap(message, timeout, on_progress)
 
+    def swap_together(
+        self,
+        versions: Mapping[str, int | None],
+        *,
+        timeout: float | None = None,
+        wait: float = 0.0,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> dict[str, SwapReport]:
+        """Make versions of several models (a policy and its draft, say) live by one decision: all of them, or none.
+
+        Args:
+            versions: the version of each model (None: its newest complete one). Engines that serve several of them
+                call `poll` of each at the same commit point.
+            timeout: as in `swap`.
+            wait: as in `swap`, for all models together.
+            on_progress: called with each progress message, which names its model.
+
+        Raises:
+            RefusedError, DeadlineExceeded: as in `swap`; none of them has begun.
+            SwapFailed: not every version is live everywhere; `report` is that of the first model at fault.
+        """
+        found = {model: _swapped(model, version, timeout, on_progress) for model, version in versions.items()}
+        deadline = time.monotonic() + (seconds("wait", wait) if wait else 0.0)
+        for model, version, _ in found.values() if wait else ():
+            self._wait_for_all(model, version, max(0.0, deadline - time.monotonic()))
+        within = next((timeout for _, _, timeout in found.values()), None)
+        message = local.StartSwaps(
+            swaps=tuple(local.ModelVersion(model, version) for model, version, _ in found.values()),
+            timeout_s=_on_the_wire(within),
+        )
+        waits = SWAP_S if within is None else within + MARGIN_S
+        reports = self._connection.request(message, SwapReports, waits, on_progress).reports
+        for report in reports:
+            _check_committed(report, reports)
+        return {report.model: report for report in reports}
+
     def _wait_for_all(self, model: str, version: int | None, wait: float) -> None:
         """Return when a swap could begin, or after `wait` seconds: the swap's refusal then says what is missing."""
         deadline = time.monotonic() + wait
@@ -448,13 +543,12 @@ class Client:
     ) -> SwapReport:
         wait = SWAP_S if timeout is None else timeout + MARGIN_S
         report = self._connection.request(message, SwapReport, wait, on_progress)
-        if report.outcome != SwapOutcome.COMMITTED:
-            causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
-            is_late = report.outcome == SwapOutcome.DECIDED
-            how = "not complete yet" if is_late else f"{report.outcome} in phase {report.phase}"
-            what = f"swap of {message.model!r} to version {report.version} {how}"
-            raise SwapFailed(f"{what}: {report.reason}", causes, report)
+        _check_committed(report)
         return report
+
+    swap_async = awaitable(swap)
+    swap_together_async = awaitable(swap_together)
+    rollback_async = awaitable(rollback)
 
     def status(self) -> StatusReport:
         """Return the cluster as the coordinator sees it."""
@@ -520,6 +614,8 @@ class Client:
         wait = SWAP_S if timeout is None else timeout + MARGIN_S
         return self._connection.request(local.Verify(model=model, timeout_s=_on_the_wire(timeout)), VerifyReport, wait)
 
+    verify_async = awaitable(verify)
+
     def abort(self, model: str, reason: str = "") -> None:
         """Abort the running swap of `model` unless it is decided."""
         message = local.AbortSwap(
@@ -566,7 +662,7 @@ class Client:
                 self._connection.request(local.Deregister(member=member), local.Done, REQUEST_S)
             raise
 
-    def _forget(self, registered: Source | StreamedSource | Target) -> None:
+    def _forget(self, registered: Source | StreamedSource | Target | ReplicaController) -> None:
         """Drop a closed registration, and with it its tensors."""
         self._registered = [kept for kept in self._registered if kept is not registered]
 
@@ -581,6 +677,16 @@ class Client:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_committed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> None:
+    """Raise SwapFailed unless every rank of every replica serves the version; `together` goes into the error."""
+    if report.outcome != SwapOutcome.COMMITTED:
+        causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
+        is_late = report.outcome == SwapOutcome.DECIDED
+        how = "not complete yet" if is_late else f"{report.outcome} in phase {report.phase}"
+        what = f"swap of {report.model!r} to version {report.version} {how}"
+        raise SwapFailed(f"{what}: {report.reason}", causes, report, together)
 
 
 def _gpu_name(device: str | torch.device | None, tensors: TensorSet) -> str:

@@ -39,7 +39,7 @@ from refitd.errors import (
     TransportError,
     from_code,
 )
-from refitd.protocol import local, sidecar
+from refitd.protocol import control, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.channel import Dealer, local_peer
 from refitd.protocol.codec import Decoder, encode
@@ -204,7 +204,7 @@ class Connection:
                 # the daemon reads Withdraw right after the request, so it undoes that request and nothing later
                 with contextlib.suppress(RefitdError):
                     self._push(0, _encoded(0, local.Withdraw(member=member, version=version)))
-            case local.RegisterSource() | local.RegisterTarget() | local.CreateArena():
+            case local.RegisterSource() | local.RegisterTarget() | local.CreateArena() | control.RegisterController():
                 self._abandoned.append(number)
 
     def _undo(self, number: int, reply: Message) -> None:
@@ -212,7 +212,7 @@ class Connection:
             return
         undo: Message
         match reply:
-            case local.SourceRegistered(member) | local.TargetRegistered(member):
+            case local.SourceRegistered(member) | local.TargetRegistered(member) | control.ControllerRegistered(member):
                 undo = local.Deregister(member=member)
             case local.ArenaCreated(arena):
                 undo = local.FreeArena(arena=arena)

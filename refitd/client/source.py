@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from refitd.client.aio import awaitable
 from refitd.client.arguments import flag, seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
@@ -88,6 +89,8 @@ class Source:
                 lease.wait(timeout)
             return
         self._copy(version, timeout, "")
+
+    publish_async = awaitable(publish)
 
     def lend(self, version: int, *, timeout: float = 60.0) -> Lease:
         """Publish the live tensors themselves; they must not change until the lease has ended.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from refitd.buffers.permits import Permit
+from refitd.client.aio import awaitable
 from refitd.client.arguments import flag, hook, seconds, whole
 from refitd.client.checks import LiveChecks
 from refitd.client.connection import Connection
@@ -143,7 +144,7 @@ class Target:
         self._failure: local.Failure | None = None
         self._version: int | None = registered.version
         self._permit: Permit | None = permit
-        self._closed = self._is_evicted = False
+        self._closed = self._is_evicted = self._suspended = False
         self.model = model
         self.replica = replica
         self.member = registered.member
@@ -169,7 +170,7 @@ class Target:
         forked children. It costs one read of shared memory: read it whenever it matters.
         """
         version = self._version
-        if version is None or self._fenced or os.getpid() != self._pid:
+        if version is None or self._fenced or self._suspended or os.getpid() != self._pid:
             return None
         permit = self._permit
         return version if permit is None or permit.left_s() > 0 else None
@@ -179,6 +180,8 @@ class Target:
         """Why this rank must not serve the version that it holds; "" if it may, or holds none."""
         if os.getpid() != self._pid:
             return "this process was forked from the one that has registered, and hears nothing; connect here"
+        if self._suspended and not self._fenced:
+            return "it is suspended: its tensors are put away until resume()"
         permit = self._permit
         if self._fenced or permit is None or self._version is None or (left_s := permit.left_s()) > 0:
             return self._fenced
@@ -283,6 +286,8 @@ class Target:
             if prepare is not None:
                 self._apply(prepare)
 
+    wait_async = awaitable(wait)
+
     def _next_in_step(self, step: int | None, begin: bool = True) -> local.PrepareCommit | None:
         """Count a poll; return the commit due in it, or None."""
         with self._changed:
@@ -332,6 +337,56 @@ class Target:
         if prepare is None or self._taking is not None or self._has_callback:
             return False  # with on_pause or on_commit, the thread of the callback commits
         return not prepare.lockstep or self._steps.flip_at is not None
+
+    def suspend(self, timeout: float = 10.0) -> None:
+        """Put this rank to sleep: its tensors may then be offloaded, discarded or unmapped until `resume`.
+
+        `version` is None meanwhile, and swaps leave the whole replica out; their reports name it. A swap of it that is
+        not decided yet aborts. Call it at a commit point, on every rank that sleeps.
+
+        Raises:
+            RefusedError: a version is decided and waits for this rank: take it over first (`poll`); or the target is
+                closed.
+            DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; nothing has changed.
+        """
+        check_process(self._pid)
+        self._check_open()
+        with self._changed:
+            if self._prepare is not None or self._taking is not None:
+                raise RefusedError(
+                    f"model {self.model!r} replica {self.replica!r}: version {self.pending} is decided and waits for "
+                    "this rank; take it over first (poll or wait), then suspend"
+                )
+        self._connection.request(local.Suspend(member=self.member), local.Done, seconds("timeout", timeout))
+        with self._checks.committing():  # waits for a check that reads the tensors
+            self._checks.suspended = self._suspended = True
+
+    def resume(self, *, kept: bool = True, timeout: float = 10.0) -> int | None:
+        """Wake up: the tensors are back at their addresses. Return the version to serve, None if that must come first.
+
+        Without `kept` their contents are lost, and the rank serves nothing until the live version has been brought to
+        it. So it is if another version went live meanwhile. Both happen by themselves, at this rank's commit points.
+
+        Raises:
+            CommitError: a tensor is not where it was at registration; close this target and register again.
+            RefusedError: the target is closed.
+            DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; the rank stays suspended.
+        """
+        check_process(self._pid)
+        self._check_open()
+        self._tensors.check_unmoved(is_described=True)
+        wake = local.Wake(member=self.member, is_lost=not flag("kept", kept))
+        self._connection.request(wake, local.Done, seconds("timeout", timeout))
+        with self._changed:
+            self._version = self._version if kept else None
+            self._checks.suspended = self._suspended = False
+            self._changed.notify_all()
+        return self.version
+
+    def _check_open(self) -> None:
+        self._check_connected()
+        if self._closed:
+            raise RefusedError(self._fenced)
 
     def close(self) -> None:
         """End the registration. The tensors keep their values, but `version` becomes None: no swap reaches them."""
@@ -480,10 +535,11 @@ class Target:
                     done = local.CommitDone(swap=swap, member=self.member, paused_s=self.last_pause_s)
                     self._connection.tell(done)
                 case local.PrepareCommit(swap):
-                    if self._prepare is None or self._prepare.swap != swap:
+                    is_told = self._prepare is not None and self._prepare.swap == swap
+                    if not is_told or (message.controlled and self._taking is None):
                         self._prepare = message
                         self._steps.decided()
-                    if message.lockstep:
+                    if message.lockstep or message.controlled:
                         self._say_where(message, self._steps.stands)
                 case local.FlipAt(swap, _, step, origin):
                     if self._prepare is not None and self._prepare.swap == swap:

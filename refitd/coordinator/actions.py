@@ -39,9 +39,9 @@ class Planned(Struct, frozen=True):
 
 
 class JournalWritten(Struct, frozen=True):
-    """The decision is durable (or `error` says why not)."""
+    """The decision about these swaps is durable (or `error` says why not)."""
 
-    swap: str
+    swaps: tuple[str, ...]
     error: RefitdError | None = None
 
 
@@ -75,9 +75,14 @@ class MakePlan(Struct, frozen=True):
 
 
 class Decide(Struct, frozen=True):
-    """Journal this decision durably, then feed JournalWritten."""
+    """Journal this decision, about one swap or several, in one durable write; then feed JournalWritten."""
 
-    record: Record
+    records: tuple[Record, ...]
+
+    @property
+    def swaps(self) -> tuple[str, ...]:
+        """The ids of the swaps."""
+        return tuple(record.swap for record in self.records)
 
 
 class Remember(Struct, frozen=True):

@@ -89,6 +89,7 @@ def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str
                 raise RefusedError(f"member {member!r}: holds {MAX_VERSIONS} versions already; withdraw some")
         case (
             cluster.RemoveShard(member)
+            | cluster.MemberSuspended(member)
             | cluster.DetachShard(member)
             | cluster.ShardWithdrawn(member)
             | cluster.WantsRoom(member)

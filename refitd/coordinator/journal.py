@@ -170,15 +170,17 @@ class Journal:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def write(self, record: Record) -> None:
-        """Insert or replace a record durably; a decision also updates what is live.
+    def write(self, *records: Record) -> None:
+        """Insert or replace records durably, all or none; a decision also updates what is live.
 
         Raises:
             CommitError: the disk is full, or the file was removed or changed by others; do not act on the decision
                 then.
         """
         self.flush()
-        self._write(record)
+        with self._writing():
+            for record in records:
+                self._insert(record)
 
     def note(self, entry: Record | Recovered) -> None:
         """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
@@ -201,25 +203,24 @@ class Journal:
         while self._late:
             entry = self._late[0]
             if isinstance(entry, Record):
-                self._write(entry)
+                with self._writing():
+                    self._insert(entry)
             else:
                 self._recover(entry)
             del self._late[0]
 
-    def _write(self, record: Record) -> None:
-        r = record
-        with self._writing():
-            self._db.execute(
-                f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
-            )
-            if r.state == "decided":
-                self._decide(r.model, r.version, r.run, r.swap, r.at)
-            else:
-                newest = "(SELECT max(rowid) FROM swaps)"
-                self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * KEPT,))
-            if r.state == "aborted":
-                self._tried(r.model, r.version, r.run)
+    def _insert(self, r: Record) -> None:
+        self._db.execute(
+            f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
+        )
+        if r.state == "decided":
+            self._decide(r.model, r.version, r.run, r.swap, r.at)
+        else:
+            newest = "(SELECT max(rowid) FROM swaps)"
+            self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * KEPT,))
+        if r.state == "aborted":
+            self._tried(r.model, r.version, r.run)
 
     def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> None:
         self._db.execute("UPDATE journal SET sequence = sequence + 1")

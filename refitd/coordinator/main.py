@@ -242,12 +242,12 @@ class CoordinatorShell:
                 self._answers.submit((identity, request), lambda: framed(request, make()))
             case act.MakePlan(ticket, rosters):
                 self._planner.submit(ticket, partial(self._plan, ticket, rosters))
-            case act.Decide(record):
+            case act.Decide(records) as decided:
                 try:
-                    self._journal.write(record)
+                    self._journal.write(*records)
                 except CommitError as exc:
-                    return act.JournalWritten(record.swap, exc)
-                return act.JournalWritten(record.swap)
+                    return act.JournalWritten(decided.swaps, exc)
+                return act.JournalWritten(decided.swaps)
             case act.Remember(record):
                 try:
                     self._journal.note(record)

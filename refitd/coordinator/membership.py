@@ -1,8 +1,9 @@
-"""Registered nodes, models, source ranks and target ranks, and which version may be swapped."""
+"""Registered nodes, models, source ranks, target ranks and controllers, and which version may be swapped."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import enum
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from refitd.caches import BoundedCache
@@ -11,6 +12,7 @@ from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import AddShard
+from refitd.protocol.control import AddController
 from refitd.protocol.reports import (
     DescribedMember,
     ModelDescription,
@@ -57,6 +59,7 @@ class Member:
     version: int | None = None  # target: served
     staged: str | None = None  # target: a decided swap that it has not committed yet
     wants: frozenset[tuple[str, str]] = frozenset()  # target: parts that arrive in MXFP8: (tensor, rounding)
+    suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again
     tries: int = 0  # target: catch-ups aborted since it registered
@@ -76,6 +79,44 @@ class Member:
         return f"{kind} rank {self.added.rank} (host {self.host}, pid {self.added.pid})"
 
 
+class ControlStep(enum.Enum):
+    """How far a controller is with a swap."""
+
+    FREE = "free"
+    PAUSING = "pausing"
+    PAUSED = "paused"  # the decision is not known yet
+    GATHERING = "gathering"  # decided; its ranks have yet to hear of it
+    COMMITTING = "committing"  # its commit hook runs
+    FAILED = "failed"  # its hook failed, and ranks still have the version pending
+    FINISHING = "finishing"  # its hook has returned; ranks have yet to report
+
+
+@dataclass(slots=True)
+class Controller:
+    """The controller of one replica."""
+
+    added: AddController
+    node: str
+    host: str
+    step: ControlStep = ControlStep.FREE
+    swap: str = ""
+    version: int = 0
+    is_decided: bool = False
+    acked: set[str] = field(default_factory=set)  # ranks that know of the decision
+    paused_s: float = 0.0
+    tries: int = 0  # calls of its commit hook that failed, in this swap
+    due_at: float | None = None
+
+    @property
+    def id(self) -> str:
+        """The id that its daemon gave it."""
+        return self.added.member
+
+    def describe(self) -> str:
+        """Return its name for people."""
+        return f"controller of {self.added.replica} (host {self.host}, pid {self.added.pid})"
+
+
 @dataclass(slots=True)
 class Model:
     """One model with its sources and targets."""
@@ -85,6 +126,7 @@ class Model:
     sources: dict[int, Member] = field(default_factory=dict)
     targets: dict[tuple[str, int], Member] = field(default_factory=dict)
     check_replicas: bool = True
+    controllers: dict[str, Controller] = field(default_factory=dict)  # by replica
     # keys of comparisons in which all source ranks were equal
     compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
 
@@ -185,12 +227,30 @@ class Model:
     def only(self, replicas: Collection[str]) -> Model:
         """Return this model with only these replicas; it shares the members."""
         targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
-        return Model(self.name, self.auto_swap, dict(self.sources), targets, self.check_replicas, self.compared)
+        return Model(
+            self.name,
+            self.auto_swap,
+            dict(self.sources),
+            targets,
+            self.check_replicas,
+            self.controllers,
+            self.compared,
+        )
+
+    def in_control(self) -> list[Controller]:
+        """Return the controllers of the replicas that have ranks here."""
+        replicas = {replica for replica, _ in self.targets}
+        return [found for replica, found in sorted(self.controllers.items()) if replica in replicas]
+
+    def suspended(self) -> list[str]:
+        """Return the replicas of which a rank is suspended."""
+        return sorted({replica for (replica, _), m in self.targets.items() if m.suspended})
 
     def engines(self) -> Model:
-        """Return this model without replicas that only observe; the model itself if there are none."""
+        """Return this model without replicas that only observe or are suspended; itself if there are none."""
         observers = {replica for (replica, _), m in self.targets.items() if m.added.observes}
-        return self.only({replica for replica, _ in self.targets} - observers) if observers else self
+        left_out = observers | set(self.suspended())
+        return self.only({replica for replica, _ in self.targets} - left_out) if left_out else self
 
     def behind(self, live: LiveVersion, *, only_observers: bool = False) -> list[str]:
         """Return the complete replicas that can be caught up to the live version."""
@@ -199,6 +259,8 @@ class Model:
             ranks = [m for (r, _), m in self.targets.items() if r == replica]
             late = [m for m in ranks if not live.is_at(m.version, m.run)]
             ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)
+            ready = ready and not self._lacks_controller(replica, ranks)
+            ready = ready and not any(m.suspended for m in ranks)
             if late and ready and not any(m.left_behind for m in late):
                 found.append(replica)
         return found
@@ -254,6 +316,11 @@ class Model:
                     f"model {self.name!r}: replica {replica!r} lacks ranks {missing} of {world}; "
                     "wait until they have registered, or stop the others"
                 )
+            if self._lacks_controller(replica, ranks.values()):
+                raise RefusedError(
+                    f"model {self.name!r}: replica {replica!r} commits only when its controller says so, and has none; "
+                    f"call client.control_replica({self.name!r}, {replica!r}, ...) in the process that drives it"
+                )
             for member in ranks.values():
                 if member.staged is not None:
                     raise RefusedError(
@@ -266,6 +333,9 @@ class Model:
                         f"than {version}; publish a higher version, or `refitctl rollback` to it"
                     )
                 self._check_held(member)
+
+    def _lacks_controller(self, replica: str, ranks: Iterable[Member]) -> bool:
+        return replica not in self.controllers and any(member.added.controlled for member in ranks)
 
     def _check_held(self, member: Member) -> None:
         if member.added.stale:
@@ -394,6 +464,8 @@ def poison(member: Member, swap: str, reason: str) -> None:
 def _state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.poisoned:
         return ServingState.POISONED
+    if member.suspended:
+        return ServingState.SUSPENDED
     if member.staged is not None:
         return ServingState.BEHIND
     if member.version is None:

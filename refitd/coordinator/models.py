@@ -26,6 +26,16 @@ Recent = Callable[[str, int], Sequence[Record]]
 
 
 @dataclass(slots=True)
+class Together:
+    """Swaps of several models that are decided together, and their reports so far."""
+
+    models: tuple[str, ...]
+    waiter: Waiter
+    reports: dict[str, SwapReport] = field(default_factory=dict)
+    aborted: str = ""  # why one of them was aborted: the others are, too
+
+
+@dataclass(slots=True)
 class Running:
     """A running swap and who waits for it."""
 
@@ -41,6 +51,8 @@ class Running:
     plan: LoadedPlan | None = None
     comparison: RegionComparison | None = None  # of its sources, if needed
     held_until: float | None = None  # when unreachable engines have stopped serving; the decision waits until then
+    together: Together | None = None  # swaps that are decided with it
+    suspended: tuple[str, ...] = ()  # replicas that it leaves out
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
 

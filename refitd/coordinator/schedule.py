@@ -45,6 +45,11 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
     if asked.rollback:
         version, kind = _version_before(state, past) if version is None else version, "rollback"
     fleet = state.fleet.engines()
+    if state.fleet.suspended() and not fleet.targets:
+        raise RefusedError(
+            f"model {state.fleet.name!r}: every replica is suspended ({', '.join(state.fleet.suspended())}); an engine "
+            "wakes by target.resume()"
+        )
     version = fleet.version_to_swap(version, may_be_older=asked.rollback)
     run = state.fleet.run() or ""
     if text := used_up(state, version, run):

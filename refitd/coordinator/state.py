@@ -30,7 +30,7 @@ from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, control, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.reports import (
     EvictReport,
@@ -111,8 +111,9 @@ class Coordinator:
                 self._from_node(event, now)
             case Planned():
                 self.swaps.planned(event, now)
-            case JournalWritten(swap, error):
-                self.swaps.journalled(swap, error, now)
+            case JournalWritten(swaps, error):
+                for swap in swaps:
+                    self.swaps.journalled(swap, error, now)
             case Busy(seconds):
                 for node in self.nodes.values():
                     node.last_heard = min(now, node.last_heard + seconds)  # nodes heard meanwhile gain nothing
@@ -233,6 +234,16 @@ class Coordinator:
                 reply = self._add(node, message, now)
             case cluster.RemoveShard(member, reason):
                 self._remove(member, reason, now)
+            case cluster.MemberSuspended(member, suspended, is_lost):
+                self._suspended(self._member(member), suspended, is_lost, now)
+                reply = local.Done()
+            case control.AddController():
+                state = self.models.get(message.model) or self._new_state(message.model)
+                self.swaps.controllers.add(node, message, state.fleet, now)
+                self.models[message.model] = state
+                reply = local.Done()
+            case control.RemoveController(member, reason):
+                self._remove_controller(member, node.status.node, reason, now)
             case cluster.DetachShard(member, reason):
                 self._detach(member, reason)
             case cluster.ShardPublished():
@@ -246,6 +257,8 @@ class Coordinator:
                 self._sources.wants_room(self.models[found.added.model], found, slots)
             case local.StartSwap():
                 self.swaps.start(message, (node.identity, request), now)
+            case local.StartSwaps():
+                self.swaps.start_together(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
                 reply = history_report(self._recent(model, min(limit, MAX_HISTORY)))
             case local.AbortSwap(model, reason):
@@ -274,9 +287,12 @@ class Coordinator:
         if reply is not None:
             self._send(node.identity, request, reply)
         # only after the reply: a rank must know that it is registered before a swap sends it anything
-        if isinstance(message, cluster.AddShard) and not message.is_question:
+        if isinstance(message, control.AddController) or (
+            isinstance(message, cluster.AddShard) and not message.is_question
+        ):
+            self.swaps.controllers.ranks_changed(message.model, message.replica, now)
             self.swaps.next(self.models[message.model], now)
-        elif isinstance(message, cluster.ShardPublished):
+        elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
             self.swaps.next(self.models[self._member(message.member).added.model], now)
 
     def _answer_checks(self, reports: Iterable[tuple[Waiter, VerifyReport]]) -> None:
@@ -291,6 +307,8 @@ class Coordinator:
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
             self._remove(member.id, f"node {name}: {reason}", now)
+        for controller in self.swaps.controllers.on_node(name):
+            self._remove_controller(controller, name, f"node {name}: {reason}", now)
 
     # --- members ------------------------------------------------------------------------------------------
 
@@ -331,6 +349,7 @@ class Coordinator:
             version=added.version,
             staged=added.staged,
             poisoned=added.poisoned,
+            suspended=added.suspended,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
         replaced = state.fleet.replaced_by(added)
@@ -390,6 +409,7 @@ class Coordinator:
             poison(member, swap, reason)
         self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
         self.swaps.fences.fence_unless_live(member)
+        self.swaps.controllers.ranks_changed(member.added.model, member.added.replica, now)
 
     def _remove(self, member_id: str, reason: str, now: float) -> None:
         member = self._members.pop(member_id, None)
@@ -402,12 +422,21 @@ class Coordinator:
         self.swaps.members_changed(state)
         if takes_part:
             self.swaps.step(state, decision.MemberLost(member_id, reason), now)
+        self.swaps.controllers.ranks_changed(state.fleet.name, member.added.replica, now)
         self._sources.room_changed(state)
-        if not state.fleet.members() and state.running is None:
+        self._forget_if_empty(state)
+
+    def _remove_controller(self, member: str, node: str, reason: str, now: float) -> None:
+        model = self.swaps.controllers.remove(member, node, reason, now)
+        if model is not None:
+            self._forget_if_empty(self.models[model])
+
+    def _forget_if_empty(self, state: ModelState) -> None:
+        if not state.fleet.members() and not state.fleet.controllers and state.running is None:
             for queued in state.queue:
                 gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
                 self._send(*queued.waiter, local.Failure(code=RefusedError.code, message=gone))
-            del self.models[member.added.model]
+            self.models.pop(state.fleet.name, None)
 
     def _evict(self, asked: local.Evict, now: float) -> EvictReport:
         """Evict a replica, or one of its ranks; for a running swap that is as if the process had died.
@@ -431,6 +460,29 @@ class Coordinator:
             self._remove(member.id, reason, now)  # first: the abort stops workers that write its arena
             self._to_node(member.node, cluster.EvictMember(member=member.id, reason=reason))
         return EvictReport(model=asked.model, replica=asked.replica, members=members)
+
+    def _suspended(self, member: Member, suspended: bool, is_lost: bool, now: float) -> None:
+        """Leave a replica out of swaps, or let it take part again; an undecided swap of it aborts.
+
+        Raises:
+            RefusedError: the rank has a decided version to commit first, or a decision about one is being written.
+        """
+        state = self.models[member.added.model]
+        running = state.running
+        takes_part = running is not None and state.takes_part(member)
+        being_decided = takes_part and running is not None and running.swap.phase is decision.Phase.STAGED
+        if suspended and (member.staged is not None or being_decided):
+            raise RefusedError(
+                f"{member.describe()} has a version that is decided, or is being decided; take it over first (poll or "
+                "wait), then suspend"
+            )
+        if suspended and takes_part:
+            self.swaps.step(state, decision.MemberLost(member.id, "its engine was suspended"), now)
+        self._log("suspended" if suspended else "woken", model=state.fleet.name, member=member.id)
+        member.suspended = suspended
+        if is_lost and not suspended:
+            member.version = None
+        self.swaps.fences.fence_unless_live(member)
 
     def _detach(self, member_id: str, reason: str) -> None:
         member = self._members.get(member_id)

@@ -9,7 +9,7 @@ from refitd.coordinator.membership import Node
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import swap_progress, written_report
-from refitd.protocol.reports import HistoryEntry, HistoryReport, LinkStatus, ModelStatus, StatusReport
+from refitd.protocol.reports import ControllerStatus, HistoryEntry, HistoryReport, LinkStatus, ModelStatus, StatusReport
 from refitd.states import LinkState, SwapOutcome
 
 
@@ -84,4 +84,8 @@ def _model_status(state: ModelState, config: Config) -> ModelStatus:
         swap_events=state.running.swap.history if state.running else (),
         last_swap=state.last,
         verify=config.models.get(fleet.name, ModelConfig()).verify,
+        controllers=tuple(
+            ControllerStatus(c.added.replica, c.node, c.host, c.added.pid, c.step.value, c.swap)
+            for _, c in sorted(fleet.controllers.items())
+        ),
     )

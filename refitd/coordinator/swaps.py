@@ -9,16 +9,17 @@ from functools import partial
 import msgspec
 
 from refitd.config import Config, ModelConfig
-from refitd.coordinator import decision
+from refitd.coordinator import decision, together
 from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.actions import Decide, Instruction, Planned, Remember, Send
 from refitd.coordinator.comparisons import Comparisons
+from refitd.coordinator.controllers import Controllers
 from refitd.coordinator.decision import Limits, Phase
 from refitd.coordinator.epochs import Epochs
 from refitd.coordinator.fences import Fences
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.membership import Member, Node
-from refitd.coordinator.models import Models, ModelState, Queued, Running, Waiter
+from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
 from refitd.coordinator.planning import Planning
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion, Record
@@ -45,7 +46,7 @@ from refitd.coordinator.schedule import (
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, control, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
 
@@ -82,7 +83,11 @@ class Swaps:
         self.planning = Planning(models, out)
         self._comparisons = Comparisons(self._to_node, self._log)
         self.fences = Fences(nodes, models, lives, decided, self._to_node)
+        self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin
         self._epochs = Epochs(boot, config, nodes, models, self._to_node)
+        self.controllers = Controllers(
+            models, self._to_node, self.step_swap, self.fences.identity_of, self._tell_staged, self._log
+        )
 
     # --- what begins --------------------------------------------------------------------------------------
 
@@ -100,12 +105,39 @@ class Swaps:
             state.running.gives_way = True
             self.step(state, decision.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
 
+    def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
+        """Begin swaps of several models that are decided together.
+
+        Raises:
+            RefusedError: one of them cannot begin now; none has.
+        """
+        states = together.named(self._models, asked)
+        if not self._lives.is_settled(now):
+            raise RefusedError("the coordinator has just started and waits for daemons; try again in some seconds")
+        dues = [
+            asked_for(state, local.StartSwap(one.model, one.version, asked.timeout_s), waiter, self._lives.past)
+            for state, one in zip(states, asked.swaps, strict=True)
+        ]
+        party = Together(tuple(one.model for one in asked.swaps), waiter)
+        self._joining = frozenset(party.models)  # the catch-ups that end here must not begin again
+        try:
+            for state in states:
+                if state.running is not None:
+                    state.running.gives_way = True
+                    self.step(state, decision.AbortAsked("it gives way to a swap that was asked for"), now)
+        finally:
+            self._joining = frozenset()
+        for state, due in zip(states, dues, strict=True):
+            self._begin(state, due, now, party)
+            if party.aborted:
+                self.step(state, decision.AbortAsked(party.aborted), now)
+
     def next(self, state: ModelState, now: float) -> None:
         """Start the due swap: a requested one first, then a newer version, then a catch-up.
 
         Nothing starts while daemons may still report what is live.
         """
-        if not self._lives.is_settled(now):
+        if not self._lives.is_settled(now) or state.fleet.name in self._joining:
             return
         while state.queue and state.running is None:
             queued = state.queue.pop(0)
@@ -134,17 +166,20 @@ class Swaps:
             if due is not None:
                 self._begin(state, due, now)
 
-    def _begin(self, state: ModelState, due: DueSwap, now: float) -> None:
+    def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
         self.ended_late(self._unfinished.replaced(state.fleet.name))
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
-        names = {m.id: m.describe() for m in fleet.members()}
+        names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
         swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
         members, sources = {m.id: m for m in fleet.members()}, fleet.source_reports(due.version)
         answer_by = now + due.timeout_s if due.timeout_s else None
         state.running = Running(
             swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
         )
+        state.running.together = party
+        if due.kind != "catch-up":
+            state.running.suspended = tuple(state.fleet.suspended())
         tried, run = state.tried
         state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
@@ -184,10 +219,13 @@ class Swaps:
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan
-        members = {m.id: m.node for m in fleet.targets.values()}
-        nodes = frozenset(members.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
+        ranks = {m.id: m.node for m in fleet.targets.values()}
+        controllers = [c for c in fleet.in_control() if c.id in running.swap.names]  # others came after its begin
+        members = ranks | {c.id: c.node for c in controllers}
+        nodes = frozenset(ranks.values()) | frozenset(plan.epoch.nodes if plan.epoch is not None else ())
         in_place = frozenset(m.id for m in fleet.targets.values() if m.added.in_place)
         asked = frozenset(m.id for m in fleet.targets.values() if m.added.pauses)
+        asked |= {c.id for c in controllers if c.added.pauses}
         nbytes = plan.table.total_bytes + fleet.converted_bytes()
         self.step(state, decision.PlanReady(members, nodes, nbytes, asked, in_place), now)
 
@@ -247,7 +285,9 @@ class Swaps:
                 self.step_swap(swap, decision.QuietReported(member), now)
             case cluster.MemberStep(swap, member, step, origin, stands, thread):
                 found_member = self._members.get(member)
-                if found_member is not None and found_member.staged == swap:
+                if found_member is not None and self.controllers.controls(swap, found_member):
+                    self.controllers.acked(swap, found_member, now)
+                elif found_member is not None and found_member.staged == swap:
                     polled_by = (name, found_member.added.pid, thread) if thread else None
                     state = self._models[found_member.added.model]
                     state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
@@ -256,6 +296,8 @@ class Swaps:
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
+            case control.Controlled():
+                self.controllers.said(name, message, now)
             case _:
                 pass
 
@@ -286,8 +328,11 @@ class Swaps:
                 member.version, member.run = found  # a late commit, or one decided before this coordinator started
                 self.ended_late(self._unfinished.committed(swap, member, paused_s))
                 self.fences.fence_unless_live(member)
+                self.controllers.ranks_changed(member.added.model, member.added.replica, now)
                 self.next(self._models[member.added.model], now)
         self.step_swap(swap, decision.CommitReported(member_id, paused_s), now)
+        if member is not None:
+            self.controllers.ranks_changed(member.added.model, member.added.replica, now)
 
     def _member_failed(self, swap: str, member_id: str, reason: str, now: float) -> None:
         member = self._members.get(member_id)
@@ -295,6 +340,8 @@ class Swaps:
             member.staged, member.version = None, None  # it may hold parts of two versions
             self.ended_late(self._unfinished.failed(swap, member, reason))
         self.step_swap(swap, decision.MemberFailed(member_id, reason), now)
+        if member is not None:
+            self.controllers.ranks_changed(member.added.model, member.added.replica, now)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -325,6 +372,15 @@ class Swaps:
         for instruction in instructions:
             self._perform(state, running, instruction, now)
 
+    def _tell_staged(self, ranks: Iterable[Member], swap: str, version: int, run: str) -> None:
+        """Tell ranks that the version they have staged is decided; a controller calls those that it controls."""
+        by_node: dict[str, list[Member]] = {}
+        for member in ranks:
+            by_node.setdefault(member.node, []).append(member)
+        for node, there in sorted(by_node.items()):
+            called = tuple(m.id for m in there if self.controllers.controls(swap, m))
+            self._to_node(node, cluster.CommitStaged(swap=swap, version=version, run=run, controlled=called))
+
     def _perform(self, state: ModelState, running: Running, instruction: decision.Instruction, now: float) -> None:
         s, plan = running.swap, running.plan
         match instruction:
@@ -335,7 +391,9 @@ class Swaps:
                 else:
                     self._to_node(node, plan.message(s.model, running.fleet, node))
             case decision.PauseOn(node, members):
-                self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=members))
+                self.controllers.pause(s.swap, s.version, members)
+                if asked := tuple(member for member in members if member not in self.controllers):
+                    self._to_node(node, cluster.Pause(swap=s.swap, version=s.version, members=asked))
             case decision.StageOn(node):
                 assert plan is not None
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
@@ -351,10 +409,10 @@ class Swaps:
             case decision.JournalDecision():
                 self._decide(state, running, now)
             case decision.CommitOn(node):
-                for member in running.fleet.targets.values():
-                    if member.node == node and member.id in s.members:
-                        member.staged = s.swap
-                self._to_node(node, cluster.CommitStaged(swap=s.swap, version=s.version, run=running.run))
+                ranks = [m for m in running.fleet.targets.values() if m.node == node and m.id in s.members]
+                for member in ranks:
+                    member.staged = s.swap
+                self._tell_staged(ranks, s.swap, s.version, running.run)
             case decision.AbortOn(node, reason):
                 self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))
             case decision.Finished():
@@ -363,27 +421,42 @@ class Swaps:
     def _decide(self, state: ModelState, running: Running, now: float) -> None:
         """Journal the decision with the ranks that must commit, so that a later coordinator can finish it.
 
-        The decision for a new version waits while unreachable engines may still serve the previous one.
+        The decision for a new version waits while unreachable engines may still serve the previous one; a joint one
+        waits until all of its swaps have come so far.
         """
-        s = running.swap
-        if text := used_up(state, running.version, running.run):  # learned since the swap began
-            self.step(state, decision.AbortAsked(text), now)
+        party = together.party_of(self._models, state, running)
+        if late := together.until_all_staged(running, party, now):
+            self.step(state, decision.DecisionHeld(late), now)
             return
-        until = 0.0
-        if not running.is_live(state.live):
-            unsure_until = self._lives.unsure_until(self._config.deadlines.lease_s)
-            until = max(self._absent.until(s.model, now), unsure_until)
+        for one, its in party:
+            if text := used_up(one, its.version, its.run):  # learned since the swap began
+                self.step(one, decision.AbortAsked(text), now)
+                return
+        until = max(self._held_until(one, its, now) for one, its in party)
+        if until > now:
+            for one, its in party:
+                its.held_until = until
+                self.step(one, decision.DecisionHeld(until), now)
+            return
+        records = []
+        for one, its in party:
+            its.held_until, s = None, its.swap
+            written = msgspec.json.encode(decided_report(self._report(one, its, now)))
+            plan, at = its.plan.id if its.plan else "", self._wall_clock()
+            records.append(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, its.run))
+        self._out(Decide(tuple(records)))
+
+    def _held_until(self, state: ModelState, running: Running, now: float) -> float:
+        """Return until when unreachable engines may serve the previous version; 0 if none does."""
+        if running.is_live(state.live):
+            return 0.0
+        s = running.swap
+        unsure_until = self._lives.unsure_until(self._config.deadlines.lease_s)
+        until = max(self._absent.until(s.model, now), unsure_until)
         if until > now:
             absent = self._absent.describe(s.model) or "whoever a lost journal knew"
             self._log("held", swap=s.swap, seconds=round(until - now, 1), absent=absent)
-            running.held_until = until
-            self.step(state, decision.DecisionHeld(until), now)
-            return
-        running.held_until = None
-        report = decided_report(self._report(state, running, now))
-        plan = running.plan.id if running.plan else ""
-        at, written = self._wall_clock(), msgspec.json.encode(report)
-        self._out(Decide(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, running.run)))
+        return until
 
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
         """Handle the journal's result: the decision is on disk, or could not be written."""
@@ -403,7 +476,10 @@ class Swaps:
             for member in state.fleet.targets.values():
                 if member.id not in running.swap.members:
                     self.fences.fence_unless_live(member)
+            self.controllers.decided(running.swap)
             self.step(state, decision.Journalled(), now)
+            for controller in state.fleet.in_control():
+                self.controllers.ranks_changed(model, controller.added.replica, now)
 
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
         left_behind(state, running, now)
@@ -415,17 +491,29 @@ class Swaps:
             self._epochs.drop(plan)  # an epoch does not outlive a failed swap
         if s.phase is Phase.ABORTED:
             self._comparisons.ended(running)
+            self.controllers.aborted(s.swap, now)
         outcome, written = report.outcome, msgspec.json.encode(report)
-        for waiter in running.waiters:
-            self._send(*waiter, report)
+        self._answer(running, report)
         # callers need not wait for this write: the decision is on disk
         self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
+        if s.phase is Phase.ABORTED:
+            for one, reason in together.also_aborted(self._models, running):
+                self.step(one, decision.AbortAsked(reason), now)
         self.next(state, now)
+
+    def _answer(self, running: Running, report: SwapReport) -> None:
+        """Answer whoever waits for a swap; a joint one is answered once all of its swaps have a report."""
+        for waiter in running.waiters:
+            if running.together is None:
+                self._send(*waiter, report)
+            elif (reports := together.reported(running.together, report)) is not None:
+                self._send(*waiter, reports)
 
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
         report = swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
-        return apart_report(msgspec.structs.replace(report, run=running.run), running.apart)
+        report = msgspec.structs.replace(report, run=running.run, suspended=running.suspended)
+        return apart_report(report, running.apart)
 
     def _remember(self, record: Record) -> None:
         """Journal how a swap ended, with the current time."""
@@ -465,14 +553,13 @@ class Swaps:
             return  # it ends now, by the same deadline
         report = late_report(self._report(state, running, now), running.swap, now)
         self._log("answered-in-time", swap=running.swap.swap, model=running.swap.model, reason=report.reason)
-        for waiter in running.waiters:
-            self._send(*waiter, report)
+        self._answer(running, report)
         running.waiters.clear()
         running.answer_by = None
 
     def next_deadline(self) -> float | None:
         """Return the next deadline of running and queued swaps and waiting ranks; None if there is none."""
-        found: list[float] = []
+        found = [at for at in (self.controllers.next_deadline(),) if at is not None]
         for state in self._models.values():
             found += [queued.deadline for queued in state.queue]
             if (due_at := state.steps.next_deadline()) is not None:
@@ -488,6 +575,7 @@ class Swaps:
     def tick(self, now: float) -> None:
         """Apply the deadlines of running and queued swaps."""
         self.ended_late(self._unfinished.tick(now))
+        self.controllers.tick(now)
         for state in list(self._models.values()):
             self._flip(state, now)
             running = state.running

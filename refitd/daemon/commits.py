@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,8 +132,11 @@ class Commits:
 
     # --- commit -------------------------------------------------------------------------------------------
 
-    def begin(self, swap: str, version: int) -> None:
-        """Tell every member that has this swap staged to take it over at its next commit point."""
+    def begin(self, swap: str, version: int, controlled: Collection[str] = ()) -> None:
+        """Tell every member that has this swap staged to take it over at its next commit point.
+
+        A controller calls `controlled` members to their commit points, once each has answered with its step.
+        """
         self._log("swap", swap=swap, version=version, phase="commit")
         for member in self._members.values():
             if member.state.staged != swap or member.session is None:
@@ -152,7 +155,10 @@ class Commits:
                 version=version,
                 by_worker=bool(member.live) and not member.in_place,
                 in_place=member.in_place,
-                lockstep=isinstance(member.registration, local.RegisterTarget) and member.registration.lockstep,
+                lockstep=member.id not in controlled
+                and isinstance(member.registration, local.RegisterTarget)
+                and member.registration.lockstep,
+                controlled=member.id in controlled,
             )
             self._out(ToClient(member.session, 0, prepare))
 

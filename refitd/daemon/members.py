@@ -107,6 +107,7 @@ class LocalMember:
     on_move: Callable[[LocalMember], None] = lambda member: None
     boot: str = ""  # of the coordinator that admitted it
     permit: PermitSlot | None = None  # where its process reads until when it may serve
+    suspended: bool = False  # target: its process has put the tensors away
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once taken
     newest: int = -1  # highest version ever published

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from refitd.daemon.members import LocalMember
+from refitd.daemon.target_state import Suspended, Woken, WokenEmpty
 from refitd.protocol import cluster
 from refitd.states import TransferMode
 
@@ -90,6 +91,21 @@ class Readmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Slept:
+    """A target that suspends, or wakes; its state changes once the coordinator agrees."""
+
+    member: LocalMember
+    event: Suspended | Woken | WokenEmpty
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerIntroduced:
+    """A replica controller, new or announced again; a new one is removed if the coordinator refuses it."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """A request that named a description; it is repeated with the description if the coordinator does not know it."""
 
@@ -115,7 +131,7 @@ class Announced:
     before: Before
 
 
-About = PassedOn | Asked | Introduced | Returned | Readmitted | Described | Announced
+About = PassedOn | Asked | Introduced | Returned | Readmitted | Slept | ControllerIntroduced | Described | Announced
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from refitd.daemon.actions import Instruction, Prepared, ToClient
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.members import LocalMember, Slot, new_member
-from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Readmitted, Returned, WantedArenas
+from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Readmitted, Returned, Slept, WantedArenas
 from refitd.daemon.permits import Permits
 from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
-from refitd.daemon.target_state import ContentRestored, Live
+from refitd.daemon.target_state import ContentRestored, Live, Suspended, Woken, WokenEmpty
 from refitd.daemon.verification import Proofs
 from refitd.errors import RefitdError, RefusedError
 from refitd.events import Log
@@ -228,6 +228,27 @@ class Registrations:
             self._drop(member, "the coordinator has not taken it in", False, kept)
         self._reply(session, request, reply)
 
+    # --- a rank that sleeps -------------------------------------------------------------------------------
+
+    def suspend(self, session: Session, request: int, member: LocalMember) -> None:
+        """Ask the coordinator to leave a target's replica out of swaps."""
+        about = Slept(member, Suspended())
+        self._link.ask(session.id, request, cluster.MemberSuspended(member=member.id, suspended=True), about)
+
+    def wake(self, session: Session, request: int, member: LocalMember, *, is_lost: bool) -> None:
+        """Tell the coordinator that a target has its tensors again."""
+        message = cluster.MemberSuspended(member=member.id, suspended=False, is_lost=is_lost)
+        self._link.ask(session.id, request, message, Slept(member, WokenEmpty() if is_lost else Woken()))
+
+    def slept(self, session: int, request: int, about: Slept, reply: Message) -> None:
+        """Handle the coordinator's answer about a target that suspends or wakes."""
+        member = about.member
+        if isinstance(reply, local.Done) and member.id in self._members:
+            member.suspended = isinstance(about.event, Suspended)
+            member.move(about.event)
+            self._permits.renew(member)
+        self._reply(session, request, reply)
+
     # --- what the coordinator knows -----------------------------------------------------------------------
 
     def readmit(self) -> None:
@@ -319,6 +340,8 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         in_place=member.in_place,
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
         observes=isinstance(r, local.RegisterTarget) and r.observes,
+        suspended=member.suspended,
+        controlled=isinstance(r, local.RegisterTarget) and r.controlled,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",
         held_bytes=figures.held_bytes,
         staging_bytes=figures.staging_bytes,

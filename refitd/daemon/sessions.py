@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from refitd.errors import RefusedError
-from refitd.protocol import local
+from refitd.protocol import control, local
 from refitd.protocol.roles import ALL_ROLES
 
 # Limits for one client: requests that wait for the coordinator or for arenas, and registered ranks.
@@ -21,6 +21,7 @@ _ENDINGS = (
     | local.CommitQuiet
     | local.CommitDone
     | local.CommitFailed
+    | control.Controlled
     | local.Paused
     | local.LiveDigests
     | local.LiveCompared
@@ -39,6 +40,7 @@ class Session:
     leaves: bool = False  # it has said goodbye
     members: set[str] = field(default_factory=set)
     arenas: set[int] = field(default_factory=set)
+    controllers: set[str] = field(default_factory=set)
 
     def check_room(self, message: local.ClientRequest, waiting: int) -> None:
         """Refuse a request beyond this client's limits; waiting requests take memory here.
@@ -50,6 +52,6 @@ class Session:
             return
         if waiting >= MAX_WAITING:
             raise RefusedError(f"this client waits for {waiting} answers already, at most {MAX_WAITING}; wait for them")
-        registers = isinstance(message, local.RegisterSource | local.RegisterTarget)
-        if registers and len(self.members) >= MAX_SESSION_MEMBERS:
-            raise RefusedError(f"this client has {len(self.members)} registrations already; close some first")
+        registers = isinstance(message, local.RegisterSource | local.RegisterTarget | control.RegisterController)
+        if registers and (count := len(self.members) + len(self.controllers)) >= MAX_SESSION_MEMBERS:
+            raise RefusedError(f"this client has {count} registrations already; close some first")

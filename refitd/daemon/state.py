@@ -32,6 +32,7 @@ from refitd.daemon.actions import (
 )
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.commits import Commits
+from refitd.daemon.controllers import LocalControllers
 from refitd.daemon.coordinator_link import COORDINATOR_SILENCE_S, CoordinatorLink
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
@@ -41,12 +42,14 @@ from refitd.daemon.pending import (
     Asked,
     ClientArena,
     Constants,
+    ControllerIntroduced,
     Described,
     Introduced,
     MemberArenas,
     PassedOn,
     Readmitted,
     Returned,
+    Slept,
     Waiting,
     WantedArenas,
 )
@@ -63,7 +66,7 @@ from refitd.daemon.verification import Proofs
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
-from refitd.protocol import cluster, local, sidecar
+from refitd.protocol import cluster, control, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.roles import check_role
@@ -143,6 +146,7 @@ class Daemon:
         self._proofs = Proofs(
             node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping, numbers
         )
+        self._controllers = LocalControllers(node, self._link, out)
         self._publishing = Publishing(self._swaps, self._link, self._reply)
         self._regions = RegionDigests(
             node, workers, self.members, out, self._maps.need, self._maps.homes, numbers, self._replace_worker
@@ -291,6 +295,13 @@ class Daemon:
                 self._reply(session.id, request, local.Done())
             case local.RegisterSource() | local.RegisterTarget():
                 self._registrations.register(session, request, message, prepared)
+            case control.RegisterController():
+                self._controllers.register(session, request, message)
+            case control.Controlled():
+                self._controllers.said(session, message)
+            case local.Deregister(member) if member in self._controllers:
+                self._controllers.remove(session, member, "its client has closed it")
+                self._reply(session.id, request, local.Done())
             case local.Deregister(member):
                 self._drop_member(self._own(session, member), "its client has closed it")
                 self._reply(session.id, request, local.Done())
@@ -318,12 +329,17 @@ class Daemon:
                     self._proofs.committed(found)
             case local.Restored(member):
                 self._registrations.restored(session, request, self._own(session, member))
+            case local.Suspend(member):
+                self._registrations.suspend(session, request, self._own(session, member))
+            case local.Wake(member, is_lost):
+                self._registrations.wake(session, request, self._own(session, member), is_lost=is_lost)
             case local.LiveDigests(member) | local.LiveCompared(member):
                 self._proofs.client_said(self._own(session, member), message)
             case local.CommitFailed(swap, member, reason):
                 self._commits.failed(swap, self._own(session, member), reason)
             case (
                 local.StartSwap()
+                | local.StartSwaps()
                 | local.AbortSwap()
                 | local.Evict()
                 | local.Verify()
@@ -361,6 +377,8 @@ class Daemon:
         if session is None:
             return
         self._log("session-closed", session=session_id, pid=session.pid, name=session.name, reason=reason)
+        for controller in sorted(session.controllers):
+            self._controllers.remove(session, controller, reason)
         for member_id in sorted(session.members):
             member = self.members[member_id]
             self._publishing.withdraw_leases(member)
@@ -477,8 +495,10 @@ class Daemon:
                 self._proofs.check(message, self._now)
             case cluster.DigestRegions():
                 self._regions.begin(message, self._now)
-            case cluster.CommitStaged(swap, version):
-                self._commits.begin(swap, version)
+            case cluster.CommitStaged(swap, version, _, controlled):
+                self._commits.begin(swap, version, controlled)
+            case control.Control():
+                self._controllers.told(message)
             case cluster.FlipMember(swap, member, step, origin):
                 self._commits.in_step(member, local.FlipAt(swap, member, step, origin))
             case cluster.PassMember(swap, member):
@@ -522,6 +542,7 @@ class Daemon:
             self._publishing.release(self.members.values(), swap)
         self.arenas.free(self._plans.drop_all())
         self._registrations.readmit()
+        self._controllers.readmit()
 
     def _answered(self, waiting: Waiting, reply: Message) -> None:
         """Route an answer to the part that made the request."""
@@ -542,6 +563,10 @@ class Daemon:
                 self._registrations.returned(session, request, about, reply)
             case Readmitted():
                 self._registrations.readmitted(about, reply)
+            case Slept():
+                self._registrations.slept(session, request, about, reply)
+            case ControllerIntroduced():
+                self._controllers.introduced(self._sessions.get(session), request, about, reply)
             case Announced():
                 self._publishing.announced(session, request, about, reply)
 

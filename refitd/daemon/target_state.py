@@ -60,6 +60,7 @@ class Live(enum.Enum):
     WRITTEN = "written"  # workers write them in place: parts of two versions
     DOUBTED = "doubted"  # fenced: the staged version may have been decided
     BEHIND = "behind"  # fenced: another version is live
+    SUSPENDED = "suspended"  # the process has put its tensors away, and takes part in no swap
     POISONED = "poisoned"  # parts of two versions; only another swap can repair that
 
     @property
@@ -157,10 +158,25 @@ class FellBehind:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The process puts its tensors away (a sleeping engine)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """The tensors are back, with what they held when the process suspended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WokenEmpty:
+    """The tensors are back, and their contents are lost."""
+
+
 OfSwap: TypeAlias = (
     AskedToHalt | StoodStill | StageBegan | StageFinished | Decided | StoodAside | Committed | Failed | Aborted
 )
-Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind
+Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind | Suspended | Woken | WokenEmpty
 
 
 # --- state ------------------------------------------------------------------------------------------------
@@ -234,6 +250,9 @@ STEPS: Mapping[tuple[type[Event], Step], Step] = {
     **{(Aborted, step): Step.IDLE for step in _UNDECIDED},
     **{(Doubted, step): step for step in _STAGED},
     **{(FellBehind, step): step for step in Step if step is not Step.RESTORING},
+    (Suspended, Step.IDLE): Step.IDLE,
+    (Woken, Step.IDLE): Step.IDLE,
+    (WokenEmpty, Step.IDLE): Step.IDLE,
 }
 
 # An event without a row leaves `live` unchanged.
@@ -246,6 +265,10 @@ LIVES: Mapping[tuple[type[Event], Live], Live] = {
     (Doubted, Live.SERVING): Live.DOUBTED,
     (FellBehind, Live.SERVING): Live.BEHIND,
     (FellBehind, Live.DOUBTED): Live.BEHIND,
+    (FellBehind, Live.SUSPENDED): Live.BEHIND,
+    (Suspended, Live.SERVING): Live.SUSPENDED,
+    (Woken, Live.SUSPENDED): Live.SERVING,
+    **{(WokenEmpty, live): Live.EMPTY for live in (Live.SERVING, Live.SUSPENDED, Live.BEHIND)},
 }
 
 # For ranks written in place; looked up before LIVES.

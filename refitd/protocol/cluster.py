@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Small, Step, Text, Value
+from refitd.protocol.control import AddController, Control, Controlled, RemoveController
 from refitd.protocol.local import (
     AbortSwap,
     Done,
@@ -17,6 +18,7 @@ from refitd.protocol.local import (
     GetPlan,
     GetStatus,
     StartSwap,
+    StartSwaps,
     Verify,
 )
 from refitd.protocol.reports import (
@@ -29,6 +31,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    SwapReports,
     VerifyReport,
 )
 from refitd.states import ProofState, TransferMode
@@ -114,7 +117,20 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     staged_run: Label = ""
     committing: bool = False  # target: it was told to commit, so the swap is decided
     observes: bool = False  # target: it takes part only in catch-ups
+    suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
+    controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
+
+
+class MemberSuspended(Message, frozen=True):
+    """A target rank has put its tensors away, or has them again (`is_lost`: without their contents).
+
+    Reply: Done, or Failure if it has a decided version pending, which it must commit first.
+    """
+
+    member: Name
+    suspended: bool
+    is_lost: bool = False
 
 
 class RemoveShard(Message, frozen=True):
@@ -396,11 +412,12 @@ class Stage(Message, frozen=True):
 
 
 class CommitStaged(Message, frozen=True):
-    """The decision is journalled: make the staged version live."""
+    """The decision is journalled: make the staged version live. A controller calls `controlled` members to commit."""
 
     swap: Name
     version: Count
     run: Label = ""
+    controlled: tuple[Name, ...] = ()
 
 
 class FlipMember(Message, frozen=True):
@@ -472,6 +489,7 @@ NodeMessage = (
     | DescribeShard
     | AddShard
     | RemoveShard
+    | MemberSuspended
     | DetachShard
     | ShardPublished
     | ShardWithdrawn
@@ -489,7 +507,11 @@ NodeMessage = (
     | MemberCommitFailed
     | MembersChecked
     | RegionsDigested
+    | AddController
+    | RemoveController
+    | Controlled
     | StartSwap
+    | StartSwaps
     | AbortSwap
     | Evict
     | Verify
@@ -515,6 +537,7 @@ CoordinatorMessage = (
     | CommitStaged
     | FlipMember
     | PassMember
+    | Control
     | Abort
     | EndSwap
     | CheckMembers
@@ -523,6 +546,7 @@ CoordinatorMessage = (
     | EvictReport
     | SwapProgress
     | SwapReport
+    | SwapReports
     | VerifyReport
     | StatusReport
     | PlanReport

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, clipped
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
+from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
     EvictReport,
     HistoryReport,
@@ -13,6 +14,7 @@ from refitd.protocol.reports import (
     StatusReport,
     SwapProgress,
     SwapReport,
+    SwapReports,
     VerifyReport,
 )
 from refitd.protocol.shards import Place, Shard
@@ -79,12 +81,26 @@ class RegisterTarget(Message, frozen=True):
     device: Label = ""  # the GPU for its staging arena; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
     observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
+    controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
 
 
 class Restored(Message, frozen=True):
     """This rank has restored the version of TargetRegistered and compared it byte for byte. Reply: Done."""
 
     member: Name
+
+
+class Suspend(Message, frozen=True):
+    """This rank puts its tensors away: no swap reaches its replica until Wake. Reply: Done."""
+
+    member: Name
+
+
+class Wake(Message, frozen=True):
+    """The tensors of a suspended rank are back at their addresses; `is_lost`: without their contents. Reply: Done."""
+
+    member: Name
+    is_lost: bool = False
 
 
 class Deregister(Message, frozen=True):
@@ -222,6 +238,20 @@ class StartSwap(Message, frozen=True):
     timeout_s: Seconds = 0.0  # 0: only the configured deadlines
     queue: bool = False  # if a swap of the model is running, wait for it instead of being refused
     rollback: bool = False  # the version may be older than the served one; None: the previous one
+
+
+class ModelVersion(Value, frozen=True):
+    """A model, and the version to make live (None: the newest complete one)."""
+
+    model: Name
+    version: Count | None = None
+
+
+class StartSwaps(Message, frozen=True):
+    """Make versions of several models live by one decision. Replies: SwapProgress repeatedly, then SwapReports."""
+
+    swaps: tuple[ModelVersion, ...]
+    timeout_s: Seconds = 0.0  # as in StartSwap
 
 
 class AbortSwap(Message, frozen=True):
@@ -375,6 +405,7 @@ class PrepareCommit(Message, frozen=True):
 
     `by_worker`: report CommitQuiet and wait for CommitApplied; otherwise copy and report CommitDone. `in_place`: the
     live tensors already hold it. `lockstep`: answer StepReached, and commit in the poll that FlipAt names.
+    `controlled`: answer StepReached, and commit in any later poll; the replica's controller calls for it.
     """
 
     swap: Name
@@ -383,6 +414,7 @@ class PrepareCommit(Message, frozen=True):
     by_worker: bool
     in_place: bool = False
     lockstep: bool = False
+    controlled: bool = False
 
 
 class FlipAt(Message, frozen=True):
@@ -449,7 +481,10 @@ ClientRequest = (
     | FreeArena
     | RegisterSource
     | RegisterTarget
+    | RegisterController
     | Restored
+    | Suspend
+    | Wake
     | Deregister
     | BeginPublish
     | Publish
@@ -461,9 +496,11 @@ ClientRequest = (
     | CommitQuiet
     | CommitDone
     | CommitFailed
+    | Controlled
     | LiveDigests
     | LiveCompared
     | StartSwap
+    | StartSwaps
     | AbortSwap
     | Evict
     | Verify
@@ -483,6 +520,7 @@ ClientReply = (
     | ArenaCreated
     | SourceRegistered
     | TargetRegistered
+    | ControllerRegistered
     | SlotGranted
     | PullMeasured
     | AskPause
@@ -492,6 +530,7 @@ ClientReply = (
     | FlipAt
     | PassPoll
     | CommitApplied
+    | Control
     | DigestLive
     | CompareLive
     | LeaseEnded
@@ -499,6 +538,7 @@ ClientReply = (
     | EvictReport
     | SwapProgress
     | SwapReport
+    | SwapReports
     | VerifyReport
     | StatusReport
     | PlanReport

@@ -57,14 +57,27 @@ class SwapReport(Message, frozen=True):
     converted_bytes: Count = 0  # read again by workers for conversions
     run: Label = ""  # of the trainer; number and run are a version's identity
     events: Events = ()  # events of the swap, with seconds since it began
+    suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
+
+
+class SwapReports(Message, frozen=True):
+    """How the swaps of several models ended that were decided together, in the order in which they were asked for."""
+
+    reports: tuple[SwapReport, ...]
 
 
 class SwapFailed(RefitFailed):
-    """A swap ended, or its caller's timeout passed, without every replica serving the version."""
+    """A swap ended, or its caller's timeout passed, without every replica serving the version.
 
-    def __init__(self, message: str, causes: Mapping[str, str], report: SwapReport) -> None:
+    `report` is that of the swap; `together` has the reports of all swaps that were decided with it.
+    """
+
+    def __init__(
+        self, message: str, causes: Mapping[str, str], report: SwapReport, together: tuple[SwapReport, ...] = ()
+    ) -> None:
         super().__init__(message, causes)
         self.report = report
+        self.together = together or (report,)
 
 
 class EvictReport(Message, frozen=True):
@@ -191,6 +204,17 @@ class TargetStatus(Value, frozen=True):
     events: Events = ()  # the events that led there
 
 
+class ControllerStatus(Value, frozen=True):
+    """The process that pauses, commits and resumes a replica; `step`: how far it is with `swap` ("": none)."""
+
+    replica: Label
+    node: Label
+    host: Label
+    pid: Count
+    step: Label
+    swap: Label = ""
+
+
 class ModelStatus(Value, frozen=True):
     """One model: its sources, its targets, its running swap."""
 
@@ -208,6 +232,7 @@ class ModelStatus(Value, frozen=True):
     live_run: Label = ""  # of the live version
     next_version: Count = 1  # the lowest that a new trainer may publish
     swap_events: Events = ()  # of `swap`, as in SwapReport
+    controllers: tuple[ControllerStatus, ...] = ()
 
 
 class GpuStatus(Value, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from refitd.errors import RefusedError
-from refitd.protocol import cluster, local
+from refitd.protocol import cluster, control, local
 from refitd.protocol.base import Message
 
 TRAINER, ENGINE, OPERATOR = "trainer", "engine", "operator"
@@ -19,7 +19,12 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.RegisterSource: frozenset({TRAINER}),
     local.RegisterTarget: frozenset({ENGINE}),
     local.Restored: frozenset({ENGINE}),
+    local.Suspend: frozenset({ENGINE}),
+    local.Wake: frozenset({ENGINE}),
+    control.RegisterController: frozenset({ENGINE}),
+    control.AddController: frozenset({ENGINE}),
     local.StartSwap: _SWAPS,
+    local.StartSwaps: _SWAPS,
     local.AbortSwap: _SWAPS,
     local.Evict: _SWAPS,
     local.Verify: _SWAPS,  # it reads every byte of every replica

@@ -94,10 +94,10 @@ class Harness:
                             pending.append(act.Planned(ticket, make_plan(rosters)))
                         except RefitdError as exc:
                             pending.append(act.Planned(ticket, None, exc))
-                    case act.Decide(record):
+                    case act.Decide(records) as decided:
                         if self.journal_error is None:
-                            self.journal[record.swap] = record
-                        pending.append(act.JournalWritten(record.swap, self.journal_error))
+                            self.journal |= {record.swap: record for record in records}
+                        pending.append(act.JournalWritten(decided.swaps, self.journal_error))
                     case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
                     case act.Remember(Recovered() as found):

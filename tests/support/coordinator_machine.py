@@ -109,12 +109,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
                             pending.append(act.Planned(ticket, make_plan(rosters)))
                         except RefitdError as exc:
                             pending.append(act.Planned(ticket, None, exc))
-                    case act.Decide(record):
+                    case act.Decide((record,)):
                         self.decide(record.swap)
                         try:
                             self.journal.write(record)
                         except CommitError as exc:
-                            pending.append(act.JournalWritten(record.swap, exc))
+                            pending.append(act.JournalWritten((record.swap,), exc))
                         else:
                             self.decided[record.swap] = record.version, record.run
                             self.journalled.add(record.swap)
@@ -123,7 +123,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                                 self.dies_deciding = False
                                 self.coordinator_is_killed_and_started_again()
                                 return
-                            pending.append(act.JournalWritten(record.swap))
+                            pending.append(act.JournalWritten((record.swap,)))
                     case act.Remember(Recovered() as found):
                         with contextlib.suppress(CommitError):
                             self.journal.note(found)

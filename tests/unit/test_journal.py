@@ -78,10 +78,10 @@ def test_what_cannot_be_written_is_written_before_anything_later(tmp_path: Path)
     class Disk(Journal):
         full = False
 
-        def _write(self, record: Record) -> None:
+        def _insert(self, r: Record) -> None:
             if self.full:
                 raise CommitError("full")
-            super()._write(record)
+            super()._insert(r)
 
     journal = Disk(tmp_path / "j")
     journal.write(DECIDED)

@@ -23,6 +23,9 @@ EVENTS: tuple[t.Event, ...] = (
     *(t.Aborted(swap, "why") for swap in SWAPS),
     t.Doubted("out of reach"),
     t.FellBehind("2 is live"),
+    t.Suspended(),
+    t.Woken(),
+    t.WokenEmpty(),
 )
 
 
