@@ -71,6 +71,9 @@ _CLASSES = {
 _KNOWN: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): cls for name, cls in _CLASSES.items()},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    # Megatron keeps every rank's plan, too
+    **{("torch.distributed.checkpoint.planner", n): _Other for n in ("SavePlan", "WriteItem", "TensorWriteData")},
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): Call(lambda *_: None),
     ("torch.serialization", "_get_layout"): Call(lambda *_: None),
     ("torch", "Size"): tuple,
     ("pathlib", "PosixPath"): Call(lambda *_: None),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as said
+from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from refitd.checkpoints.folder import METADATA, part_of
@@ -151,6 +152,16 @@ def test_weights_beside_a_nested_optimizer_are_the_empty_prefix(tmp_path: Path) 
     metadata.planner_data = None
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     assert whole(folder).keys() == {"model.w", "model.b"}
+
+
+def test_plans_that_megatron_keeps_in_the_metadata_are_passed_over(tmp_path: Path) -> None:
+    def planned(metadata: said.Metadata, path: Path) -> None:
+        chunk = said.ChunkStorageMetadata(torch.Size((0,)), torch.Size((5,)))
+        data = planner.TensorWriteData(chunk, said.TensorProperties(torch.float32), torch.Size((5,)))
+        item = planner.WriteItem(said.MetadataIndex("model.b"), planner.WriteItemType.TENSOR, tensor_data=data)
+        metadata.all_local_plans = [planner.SavePlan([item])]  # type: ignore[attr-defined]
+
+    assert whole(made(tmp_path / "c", planned)).keys() == {"w", "b"}
 
 
 # --- what is refused --------------------------------------------------------------------------------------
