@@ -19,6 +19,7 @@ BENCHMARKS = {
     "plan": "benchmarks.plan",
     "swap": "benchmarks.swap",
     "mxfp8-swap": "benchmarks.mxfp8_swap",
+    "checkpoint": "benchmarks.checkpoint",
 }
 
 

@@ -1,7 +1,7 @@
 """What `refitd` exports, each name once: type checkers read this file, and `refitd/__init__.py` loads names by it."""
 
 from . import testing as testing
-from .adapters.uneven_dtensor import (
+from .inprocess.uneven_dtensor import (
     filter_unflattened_state_dict as filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata as gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor as gather_uneven_dtensor_to_full_tensor,
@@ -30,13 +30,15 @@ from .copy_services.exchange import (
     ExchangeResult as ExchangeResult,
     ExchangeService as ExchangeService,
 )
-from .adapters.loader import (
+from .tracing.loader import (
     LoaderTrace as LoaderTrace,
     check_layout as check_layout,
     trace_loader as trace_loader,
 )
+from .describe import fused as fused
 from .describe.metadata import ParameterMetadata as ParameterMetadata
 from .describe.module import (
+    describe_module as describe_module,
     extract_param_metadata as extract_param_metadata,
     get_refit_tensor_dict as get_refit_tensor_dict,
     invalidate_refit_tensor_cache as invalidate_refit_tensor_cache,
@@ -53,6 +55,7 @@ from .describe.tiles import (
     Repeat as Repeat,
     Tile as Tile,
 )
+from .describe.wrappers import unwrapped_name as unwrapped_name
 from .errors import (
     ArenaError as ArenaError,
     CheckpointError as CheckpointError,

@@ -39,9 +39,14 @@ class Part(click.ParamType[tuple[int, int]]):
     required=True,
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="A folder with model.safetensors, or with shards and their index.",
+    help="A folder with model.safetensors, with shards and their index, or of torch.distributed.checkpoint.",
 )
 @click.option("--version", "number", type=click.IntRange(min=0), help="Its number.  [default: the next one]")
+@click.option(
+    "--prefix",
+    metavar="P",
+    help="Publish the tensors whose names begin with P, without it: model. leaves the optimizer aside.",
+)
 @click.option(
     "--part",
     type=Part(),
@@ -68,6 +73,7 @@ def publish(
     model: str,
     folder: Path,
     number: int | None,
+    prefix: str | None,
     part: tuple[int, int],
     partial: bool,
     swap: bool,
@@ -88,6 +94,7 @@ def publish(
             model,
             folder,
             version=number,
+            prefix=prefix,
             rank=part[0] - 1,
             world_size=part[1],
             partial=partial,
@@ -99,6 +106,7 @@ def publish(
         say(
             f"{model}: version {done.version} is published: {done.tensors} tensors in {done.files} files, "
             f"{size(done.bytes)} in {duration(done.seconds)} ({rate(done.bytes, done.seconds)})"
+            + (f"; {done.aside} other entries are left aside" if done.aside else "")
         )
     elif not swap:
         print_json(told)

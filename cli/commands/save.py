@@ -45,6 +45,14 @@ class Size(click.ParamType[int]):
 )
 @click.option("--version", "number", type=click.IntRange(min=0), help="What must be live.  [default: whatever is]")
 @click.option("--partial", is_flag=True, help="Save what the sources offer, where they offer a part of the model.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "dcp"]),
+    default="safetensors",
+    show_default=True,
+    help="dcp: for torch.distributed.checkpoint.",
+)
 @click.option("--max-shard-size", "shard_bytes", type=Size(), default="5GB", show_default=True, metavar="SIZE")
 @click.option(
     "--timeout",
@@ -63,12 +71,13 @@ def save(
     folder: Path,
     number: int | None,
     partial: bool,
+    kind: str,
     shard_bytes: int,
     timeout: float,
     address: str | None,
     as_json: bool,
 ) -> None:
-    """Write the live version of MODEL as safetensors files into DIR: all of it, or nothing.
+    """Write the live version of MODEL as a checkpoint into DIR: all of it, or nothing.
 
     Engines do not stand still for it, and no swap waits for it. It takes the memory of one shard.
     """
@@ -82,6 +91,7 @@ def save(
             folder,
             version=number,
             partial=partial,
+            format=kind,
             max_shard_bytes=shard_bytes,
             timeout=timeout,
             on_progress=on_progress,

@@ -1,1 +1,1 @@
-"""What other frameworks keep tensors in, brought to the form that refitd describes."""
+"""Other frameworks, over what `refitd` exports and nothing else of it."""

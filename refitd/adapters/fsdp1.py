@@ -1,11 +1,11 @@
-"""FSDP1 (FullyShardedDataParallel) and DeepSpeed ZeRO-3 modules as sources: each rank offers its flat slices.
+"""Describe FSDP1 (FullyShardedDataParallel) and DeepSpeed ZeRO-3 modules as sources: each rank offers its flat slices.
 
-Both cut parameters into runs of elements of the flattened tensor. A rank offers what it holds of each, without a
-gather; nothing is copied. The tensors are views of the framework's own shards, so they follow every optimizer step.
+Both frameworks split flattened parameters into contiguous runs of elements. A rank offers its runs without gathering or
+copying: the tensors are views of the framework's own shards, so they follow every optimizer step.
 
-The FSDP1 part reads private attributes of torch 2.13 (`FlatParameter`). It was run on CPUs; hybrid sharding was not
-tried. The ZeRO-3 part reads the attributes that DeepSpeed puts on parameters (`ds_tensor`, `ds_shape`,
-`ds_process_group`). It was tried with stand-ins for these only, never with DeepSpeed.
+The FSDP1 part reads private attributes of torch 2.13 (`FlatParameter`). It ran on CPUs, without hybrid sharding. The
+ZeRO-3 part reads the attributes that DeepSpeed sets on parameters (`ds_tensor`, `ds_shape`, `ds_process_group`). It ran
+only with stand-ins for them, never with DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from refitd.describe.flat import flat_tiles
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.wrappers import unwrapped_name
-from refitd.errors import PlanError
+from refitd import ParameterMetadata, PlanError, flat_tiles, unwrapped_name
 
 Held = tuple[dict[str, torch.Tensor], list[ParameterMetadata]]
 
 
 def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
-    """Return what this rank holds of a module wrapped in FullyShardedDataParallel, and its descriptions.
+    """Return this rank's tensors of a module wrapped in FullyShardedDataParallel, and their descriptions.
 
         tensors, metadata = fsdp1_tensors(model, rank)
         source = client.register_source("policy", tensors, metadata=metadata, rank=rank, world_size=world_size)
 
     Call it while the module is sharded: not inside `summon_full_params`, nor between forward and backward. Hybrid
-    sharding strategies were not tried. Shared parameters are described as ties.
+    sharding strategies are untested. Shared parameters become ties.
 
     Args:
-        module: the root.
-        rank: of this process among all source ranks.
+        module: the root module.
+        rank: this process's rank among all source ranks.
 
     Raises:
         PlanError: a parameter's memory is not contiguous, or the module is not sharded now. Names the parameter.
@@ -50,7 +47,7 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
             continue
         flat: Any = handle.flat_param
         managed |= {id(flat), *(id(param) for param in getattr(flat, "_params", None) or ())}
-        shard = getattr(flat, "_local_shard", flat.data)  # made before the first forward pass, of the same memory
+        shard = getattr(flat, "_local_shard", flat.data)  # FSDP sets it before the first forward pass; same memory
         is_sharded = handle.uses_sharded_strategy
         if is_sharded and (flat.data_ptr() != shard.data_ptr() or flat.shape != flat._sharded_size):
             raise PlanError(
@@ -74,10 +71,11 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
 
 
 def zero3_tensors(module: nn.Module, rank: int) -> Held:
-    """Return what this rank holds of a module partitioned by DeepSpeed ZeRO stage 3, as `fsdp1_tensors` does.
+    """Return this rank's tensors of a module partitioned by DeepSpeed ZeRO stage 3, as `fsdp1_tensors` does.
 
-    Each parameter is taken to be cut into equal runs, one for each data-parallel rank, the last ones padded. Never run
-    with DeepSpeed; parameters below `stage3_param_persistence_threshold`, which it keeps whole, were not tried at all.
+    It assumes that each parameter is split into equal runs, one for each data-parallel rank, with padding at the end.
+    It never ran with DeepSpeed. Parameters below `stage3_param_persistence_threshold`, which DeepSpeed keeps whole, are
+    untested.
 
     Raises:
         PlanError: a parameter has no partition on this rank. Names it.
@@ -127,7 +125,7 @@ def _add(
 
 
 def _add_rest(held: Held, module: nn.Module, managed: set[int], rank: int) -> None:
-    """Add what the framework does not cut: ignored parameters, and persistent buffers."""
+    """Add tensors that the framework does not split: ignored parameters and persistent buffers."""
     tensors, metadata = held
     rest = [(name, param) for name, param in module.named_parameters() if id(param) not in managed]
     for prefix, owner in module.named_modules():
@@ -146,7 +144,7 @@ def _add_rest(held: Held, module: nn.Module, managed: set[int], rank: int) -> No
 
 
 def _whole(flat: Any) -> list[Any]:
-    """Return shard infos of a flat parameter that is not sharded: each parameter is there, one after the other."""
+    """Return shard infos of a flat parameter that is not sharded: all parameters, one after the other."""
     from torch.distributed.fsdp._flat_param import _ShardParamInfo
 
     found, offset = [], 0

@@ -3,8 +3,9 @@
     policy.generation.refit_transport: "refitd.adapters.nemo_rl:RefitdTransport"
     policy.generation.refit_cfg: {"refitd.adapters.nemo_rl:RefitdTransport": {model: policy}}
 
-It has the methods of NeMo-RL's `CheckpointEngine`. NeMo-RL makes one in each policy worker and one in each vLLM worker;
-its driver calls both sides at the same time. NeMo-RL is not imported here. docs/nemo_rl.md has the rest.
+`RefitdTransport` has the methods of NeMo-RL's `CheckpointEngine`. NeMo-RL creates one in each policy worker and one in
+each vLLM worker, and its driver calls both sides at the same time. This module does not import NeMo-RL. See
+docs/nemo_rl.md.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import refitd
 from refitd.adapters.refit_room import GENERATION, TRAINER, Room
 from refitd.adapters.refit_shares import Share, Weights
 
-POLL_S = 0.1  # between two looks at what is still missing
-STILL_S = 600.0  # that an engine may take to load; the coordinator's own deadline ends a swap before that
-BEAT_S = 0.25  # between two looks at whether another rank has failed
+POLL_S = 0.1  # interval between checks for what is still missing
+STILL_S = 600.0  # an engine's time to load; the coordinator's deadline ends a swap earlier
+BEAT_S = 0.25  # interval between checks for a failure of another rank
 
 
 class RefitdTransport:
-    """One rank's end of every refit: policy ranks publish, the first one swaps, generation ranks load.
+    """One rank's side of all refits: policy ranks publish, the first one swaps, generation ranks load.
 
-    Every policy rank yields the same whole tensors in the same order; each publishes its part of them. A generation
-    rank holds all of them in buffers that stay, and hands views of these to the engine once the version is decided.
+    Every policy rank yields the same whole tensors in the same order and publishes its part of them. A generation rank
+    keeps buffers for all tensors, and passes views of them to the engine once the version is decided.
     """
 
     shard_expert_weights = False  # generation ranks receive whole tensors
@@ -47,16 +48,16 @@ class RefitdTransport:
         slots: int = 2,
         release_after_refit: bool = False,
     ) -> None:
-        """Take the settings of `refit_cfg`; nothing is connected yet.
+        """Store the settings of `refit_cfg`, without connecting.
 
         Args:
-            bucket_size: bytes that a batch for the engine's loader has at most, unless one tensor is larger.
+            bucket_size: the largest batch for the engine's loader, in bytes; a larger tensor is a batch of its own.
             model: the model's name in refitd.
-            replica: the name that all generation ranks share in refitd.
-            directory: the daemon's directory; "" is this user's default one.
-            timeout_s: seconds for one refit, on each rank from its own beginning.
-            slots: versions that a policy rank's node keeps.
-            release_after_refit: NeMo-RL acts on it: it finalizes after each refit and prepares before the next.
+            replica: the replica's name in refitd, shared by all generation ranks.
+            directory: the daemon's directory; "": this user's default.
+            timeout_s: seconds for one refit, counted on each rank from when it begins.
+            slots: the number of versions that a policy rank's node keeps.
+            release_after_refit: read by NeMo-RL, which then finalizes after each refit and prepares before the next.
         """
         if bucket_size < 1 or timeout_s <= 0:
             raise refitd.RefusedError(
@@ -75,7 +76,7 @@ class RefitdTransport:
     # --- NeMo-RL's lifecycle ------------------------------------------------------------------------------
 
     def prepare(self) -> dict[str, Any]:
-        """Connect to this node's daemon. All ranks get what is returned; the first policy rank's session counts."""
+        """Connect to this node's daemon; return a session, of which NeMo-RL gives all ranks the first policy rank's."""
         self.finalize()
         self._client = refitd.connect(self._directory or None, name="nemo-rl")
         return {"refitd": uuid.uuid4().hex[:12], "model": self._model}
@@ -87,33 +88,33 @@ class RefitdTransport:
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Be policy rank `worker_rank` from now on."""
+        """Make this worker policy rank `worker_rank`."""
         self._enter(TRAINER, worker_rank, {TRAINER: train_world_size, GENERATION: rollout_world_size}, metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Be generation rank `rollout_rank` from now on."""
+        """Make this worker generation rank `rollout_rank`."""
         self._enter(GENERATION, rollout_rank, {TRAINER: train_world_size, GENERATION: rollout_world_size}, metadata)
 
     def finalize(self) -> None:
-        """Give all memory back and leave; `prepare` begins anew."""
+        """Free all memory and disconnect; `prepare` connects again."""
         self._let_go()
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
     async def send_weights(self, weights: Weights) -> None:
-        """Publish this rank's part; on the first rank return once the version is live in every generation rank.
+        """Publish this rank's part. The first rank returns once the version is live in every generation rank.
 
-        The first time, a rank holds its part in main memory until the last tensor has come: the shapes are declared
-        then. Later each tensor is copied into a slot as it comes.
+        In the first refit a rank keeps its part in main memory until the iterator ends, because shapes are declared
+        then. Later refits copy each tensor into a slot at once.
 
         Raises:
-            RefusedError: the iterator yields other names, shapes or dtypes than the first time, or than other ranks.
-            RefitFailed: another rank has failed; says which and why. SwapFailed is one: the version is not live.
-            PeerLost: a rank, or the daemon, has gone.
-            DeadlineExceeded: not all ranks were there within `timeout_s`.
+            RefusedError: names, shapes or dtypes differ from the first refit's or from other ranks'.
+            RefitFailed: another rank failed; says which and why. Its subclass SwapFailed: the version is not live.
+            PeerLost: a rank or the daemon is gone.
+            DeadlineExceeded: some rank did not take part within `timeout_s`.
         """
         left = iter(weights)
         try:
@@ -128,10 +129,10 @@ class RefitdTransport:
             raise
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
-        """Wait for this refit's version, and yield views of its tensors, valid until the next batch is asked for.
+        """Wait for this refit's version and yield views of its tensors, each valid until the next batch is requested.
 
         Raises:
-            RefitFailed, PeerLost, DeadlineExceeded: as in `send_weights`. Nothing has been yielded.
+            RefitFailed, PeerLost, DeadlineExceeded: as in `send_weights`, before anything is yielded.
         """
         deadline = time.monotonic() + self._timeout
         try:
@@ -142,7 +143,7 @@ class RefitdTransport:
                 buffers = self._buffers
                 buffers.take(room, deadline)
         except BaseException as exc:
-            if not isinstance(exc, refitd.RefitFailed):  # else the buffers are fit for the next refit
+            if not isinstance(exc, refitd.RefitFailed):  # after RefitFailed the next refit can use the buffers
                 self._drop_buffers()
             raise
         with buffers.held():
@@ -171,7 +172,7 @@ class RefitdTransport:
 
     @contextlib.contextmanager
     def _refit(self, side: str) -> Iterator[Room]:
-        """Begin the next refit; what the block raises is told to all who wait."""
+        """Begin the next refit, and report an exception of the block to all waiting ranks."""
         room = self._room
         if room is None or room.side != side:
             raise refitd.RefusedError(f"this is no {side} rank yet; init_*_process_group comes first")
@@ -183,7 +184,7 @@ class RefitdTransport:
             raise
 
     def _let_go(self) -> None:
-        """Take back what this rank has registered, and forget what it has learned."""
+        """Close this rank's registrations and forget the tensors' names and shapes."""
         source, self._source = self._source, None
         self._share, self._is_compared = None, False
         with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
@@ -197,7 +198,7 @@ class RefitdTransport:
     # --- policy ranks -------------------------------------------------------------------------------------
 
     def _publish(self, room: Room, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """Publish this rank's part, and return the version's number, which all ranks find by themselves."""
+        """Publish this rank's part, and return the version's number, which every rank computes by itself."""
         mark = [(room.mark, torch.tensor([room.serial]))] if room.rank == 0 else []
         if self._share is None:
             share, held = Share(room.rank, room.worlds[TRAINER]), {}
@@ -218,9 +219,9 @@ class RefitdTransport:
             mine: Iterator[tuple[str, torch.Tensor]] = iter(held.items())
         else:
             mine = self._share.again(weights)
-        version = self._first_version + room.serial - 1  # a number is used up whether or not its refit succeeds
+        version = self._first_version + room.serial - 1  # a failed refit uses up its number, too
         if self._source is None:
-            for _ in mine:  # this rank holds nothing, and takes part in the collectives of the iterator
+            for _ in mine:  # this rank publishes nothing, but the iterator's collectives need it
                 pass
         else:
             self._source.publish_from(version, _chained(mine, mark), timeout=self._timeout)
@@ -258,7 +259,7 @@ class RefitdTransport:
     # --- generation ranks ---------------------------------------------------------------------------------
 
     def _wait_for_offer(self, room: Room, deadline: float) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the tensors that this session's trainer offers, once all of its ranks have declared them."""
+        """Return this session's tensors once all policy ranks have declared them."""
         client = self._connected()
         while True:
             room.check()
@@ -285,7 +286,7 @@ class RefitdTransport:
 
 
 class _Buffers:
-    """A generation rank's own copy of all tensors, registered as a target; workers of the daemon write it in place."""
+    """A generation rank's copy of all tensors, registered as a target that the daemon's workers write in place."""
 
     def __init__(
         self,
@@ -319,11 +320,11 @@ class _Buffers:
             raise
 
     def take(self, room: Room, deadline: float) -> None:
-        """Return once this refit's version is in the buffers, which stay as they are until `held` ends."""
+        """Return once the buffers hold this refit's version. They do not change until `held` ends."""
         while True:
             room.check()
             room.look_at_times()
-            # a replica that joins is brought to the version that is live, which may be an earlier refit's
+            # a replica that joins first gets the live version, which may be of an earlier refit
             if self._lock.acquire(timeout=BEAT_S):
                 if self._target.version is not None and int(self._tensors[self._mark]) == room.serial:
                     return
@@ -338,7 +339,7 @@ class _Buffers:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let the buffers be written again afterwards."""
+        """Allow writes to the buffers again when the block ends."""
         try:
             yield
         finally:
@@ -360,7 +361,7 @@ class _Buffers:
             yield batch
 
     def close(self) -> None:
-        """Give the registration and the memory back."""
+        """Close the registration and free the memory."""
         self._target.close()
         self._client.free(self._tensors)
 

@@ -11,9 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from refitd.describe.metadata import ParameterMetadata
-from refitd.describe.wrappers import unwrapped_name
-from refitd.errors import RefusedError
+from refitd import ParameterMetadata, RefusedError, unwrapped_name
 
 
 def adapter_tensors(peft_model: torch.nn.Module, adapter_name: str = "default") -> Mapping[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The ranks of both sides of a refit: each hears when another fails, and sees when one has gone."""
+"""Connect the ranks of both sides of a refit: each learns when another fails or disappears."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 import refitd
 
 TRAINER, GENERATION = "trainer", "generation"
-LOOK_S = 1.0  # between two looks at whether a rank has gone without a word
-WORD_S = 0.25  # for the word of a rank that has failed to arrive
-TELL_S = 3.0  # for the others to be there, so that they hear of a failure
+LOOK_S = 1.0  # interval between checks for ranks that disappeared without a message
+WORD_S = 0.25  # time for a failed rank's message to arrive
+TELL_S = 3.0  # time for the other ranks to register, so that they can be told of a failure
 RETRY_S = 0.1
 MAX_REASON = 1000  # characters of an error that travel
 
 
 class Room:
-    """All ranks of one session, each registered as a target that no version reaches: evicting them tells them why.
+    """All ranks of one session. Each registers a target ("seat") that receives no versions.
 
-    So a rank that waits hears at once that another has failed, and sees that one has gone without a word.
+    A rank that fails evicts the other ranks' targets and gives the reason, so a waiting rank learns of it at once. A
+    rank that disappears without a message is missing from the coordinator's status.
     """
 
     def __init__(
@@ -30,8 +31,8 @@ class Room:
     ) -> None:
         self._client, self._name, self._session = client, f"{model}.refit", session
         self.side, self.rank, self.worlds = side, rank, worlds
-        self.serial = 0  # of the refit; all ranks count alike, because the driver calls all of them for each
-        self.mark = f"refitd.refit.{session}"  # the tensor that says which refit a version is of
+        self.serial = 0  # the refit's number; equal on all ranks, because the driver calls all of them for each refit
+        self.mark = f"refitd.refit.{session}"  # the tensor that holds a version's refit number
         self._seen: set[tuple[str, int]] = set()
         self._gone: set[tuple[str, int]] = set()
         self._looked = 0.0
@@ -49,12 +50,12 @@ class Room:
         )
 
     def begin(self) -> None:
-        """Begin the next refit; a failure of an earlier one is over."""
+        """Begin the next refit; failures of earlier ones no longer count."""
         self.serial += 1
         self.check()
 
     def check(self) -> None:
-        """Raise RefitFailed if another rank has failed in this refit, PeerLost if the daemon has gone."""
+        """Raise RefitFailed if another rank failed in this refit, PeerLost if the daemon is gone."""
         found = self._heard()
         if found is None:
             return
@@ -68,22 +69,22 @@ class Room:
             why = "it is not registered"
         except (refitd.RefusedError, refitd.ArenaError) as exc:
             why = str(exc)
-        self._seat = None  # it was evicted before it could hear of it
+        self._seat = None  # evicted before this rank could read the reason
         raise refitd.RefitFailed(f"refit {self.serial} has failed elsewhere while this rank came in: {why}")
 
     def leave(self) -> None:
-        """Give the seat back."""
+        """Close this rank's target."""
         with contextlib.suppress(refitd.RefitdError):  # the daemon may have gone
             if self._seat is not None:
                 self._seat.close()
 
     def look(self) -> Any:
-        """Return the cluster's status; raise PeerLost if a rank that was here has gone."""
+        """Return the cluster's status; raise PeerLost if a rank that was registered is gone."""
         report = self._client.status()
         here = self._here(report)
         if self._seen - here:
             time.sleep(WORD_S)
-            self.check()  # who was told of a failure has not gone
+            self.check()  # a rank that was told of a failure is not lost
             report = self._client.status()
             here = self._here(report)
         if gone := self._seen - here:
@@ -94,29 +95,29 @@ class Room:
         return report
 
     def _here(self, report: Any) -> set[tuple[str, int]]:
-        """Return which ranks of this session a status has."""
+        """Return the ranks of this session that a status lists."""
         sides = {f"{side}-{self._session}": side for side in self.worlds}
         targets = [t for m in report.models if m.model == self._name for t in m.targets]
         return {(sides[t.replica], t.rank) for t in targets if t.replica in sides}
 
     def look_at_times(self) -> None:
-        """Look, if this is its side's first rank and it has not looked just now."""
+        """Call `look` every LOOK_S seconds on the first rank of each side; do nothing on others."""
         if self.rank == 0 and time.monotonic() > self._looked + LOOK_S:
             self._looked = time.monotonic()
             self.look()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell those who may wait why this refit has failed, unless this rank was told: all ranks were, then."""
+        """Tell the waiting ranks why this refit failed, unless this rank was told itself: then all ranks were."""
         why = " ".join(f"{type(exc).__name__}: {exc}".split())[:MAX_REASON]
         why = "".join(c if c.isprintable() else "?" for c in why)
         reason = f"refit {self.serial}: {self.side} rank {self.rank}: {why}"
         waiting = {(TRAINER, 0), *((GENERATION, rank) for rank in range(self.worlds[GENERATION]))}
         untold, until = waiting - {(self.side, self.rank)}, time.monotonic() + TELL_S
-        self._seen = set()  # they sit down again in the next refit
-        with contextlib.suppress(refitd.RefitdError):  # without a daemon nobody can be told
+        self._seen = set()  # all ranks register again in the next refit
+        with contextlib.suppress(refitd.RefitdError):  # without a daemon no rank can be told
             while untold and not self._is_told() and time.monotonic() < until:
                 for side, rank in sorted(untold):
-                    with contextlib.suppress(refitd.RefusedError):  # it has yet to begin this refit
+                    with contextlib.suppress(refitd.RefusedError):  # the rank has not begun this refit yet
                         self._client.evict(self._name, f"{side}-{self._session}", rank, reason)
                         untold.discard((side, rank))
                 if untold <= self._gone:
@@ -128,7 +129,7 @@ class Room:
         return self._seat is None or (found is not None and found[0] >= self.serial)
 
     def _heard(self) -> tuple[int, str] | None:
-        """Return which refit this rank was told has failed, and why."""
+        """Return the number of the failed refit that this rank was told of, and the reason; None if it was not told."""
         if self._seat is None:
             return -1, ""
         try:

@@ -1,4 +1,4 @@
-"""Which trainer rank publishes which tensor, where all of them yield all tensors."""
+"""Divide tensors among trainer ranks that all yield all of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Share:
-    """Which policy rank publishes which tensor: each goes to the rank with the fewest bytes, in the first order.
+    """The tensors that one policy rank publishes: each goes to the rank with the fewest bytes so far.
 
-    All ranks see all tensors, so that each finds the same without a word.
+    All ranks see all tensors in the same order, so they agree without communication.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._rank, self._bytes, self._mine = rank, [0] * world_size, set[str]()
-        self.holders = 0  # ranks that publish anything: the first ones
+        self.holders = 0  # the number of ranks that publish anything; they are the first ones
 
     def first(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Learn the tensors; yield those of this rank."""
+        """Record all tensors of the first refit; yield those of this rank."""
         for name, tensor in _pairs(weights):
             if name in self.shapes:
                 raise refitd.RefusedError(f"{name}: the iterator yields it twice")
@@ -38,7 +38,7 @@ class Share:
             raise refitd.RefusedError("the iterator yields no tensors")
 
     def again(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Check that all tensors are those of the first time; yield those of this rank."""
+        """Check that all tensors are those of the first refit; yield those of this rank."""
         left = dict(self.shapes)
         for name, tensor in _pairs(weights):
             if name not in left:
@@ -58,7 +58,7 @@ class Share:
             )
 
     def check_offered(self, offered: dict[str, tuple[tuple[int, ...], torch.dtype]], mark: str) -> None:
-        """Refuse policy ranks that have not yielded the same tensors: some would reach no engine."""
+        """Raise RefusedError if policy ranks yielded different tensors: some would reach no engine."""
         theirs = {name: what for name, what in offered.items() if name != mark}
         if theirs != self.shapes:
             differ = [n for n in {**self.shapes, **theirs} if self.shapes.get(n) != theirs.get(n)]
@@ -69,7 +69,7 @@ class Share:
 
 
 def _pairs(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what an iterator yields; refuse what is no name with a tensor."""
+    """Yield the iterator's items; raise RefusedError for one that is not (name, tensor)."""
     for item in weights:
         try:
             name, tensor = item

@@ -3,8 +3,8 @@
     actor_rollout_ref.rollout.checkpoint_engine.backend=refitd
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=refitd.adapters.verl
 
-Importing this module registers the backend. The trainer's rank 0 streams what verl yields into a source; each rollout
-worker is a replica with one rank, whose target is a buffer that verl's server adapter reads. docs/verl.md says more.
+Importing this module registers the backend. The trainer's rank 0 publishes the tensors that verl yields. Each rollout
+worker is a replica of one rank; its target is a buffer that verl's server adapter reads. See docs/verl.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import refitd
 
 log = logging.getLogger("refitd.verl")
 
-PREFIX = "verl-"  # of the replicas that are rollout workers
-POLL_S = 0.01  # how often a rollout worker looks whether the version has come
-LOOK_S = 0.5  # how often each side asks the coordinator about the other
+PREFIX = "verl-"  # of rollout workers' replica names
+POLL_S = 0.01  # interval between a rollout worker's checks for the version
+LOOK_S = 0.5  # interval between status requests about the other side
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @CheckpointEngineRegistry.register("refitd")
 class RefitdCheckpointEngine(CheckpointEngine):
-    """One worker's part in an update: verl calls prepare, init_process_group, send or receive_weights, finalize."""
+    """One worker's side of updates. verl calls prepare, init_process_group, send or receive_weights, finalize."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class RefitdCheckpointEngine(CheckpointEngine):
         device: str = "cpu",
         keep_buffers: bool = True,
     ) -> None:
-        """Connect to nothing yet. verl gives the first two; the others are `engine_kwargs.refitd`.
+        """Store the settings, without connecting. verl passes the first two; the others are `engine_kwargs.refitd`.
 
         Args:
-            bucket_size: verl's; larger tensors are yielded from the GPU, where there is one.
+            bucket_size: verl's bucket size in bytes. Larger tensors are yielded on the GPU, if there is one.
             is_master: whether this is the trainer's rank 0.
             model: the model's name in refitd.
-            directory: the daemon's directory; "" is this user's default one.
-            timeout: seconds for each wait. A rollout worker waits so long for a version, from the trainer's first
-                gather to the commit.
-            slots: versions that the trainer's node keeps.
-            device: where slots and buffers lie, "cpu" or "cuda:N".
-            keep_buffers: keep slots and buffers between updates. False gives the memory back in `finalize`.
+            directory: the daemon's directory; "": this user's default.
+            timeout: seconds for each wait. A rollout worker's wait for a version lasts from the trainer's first gather
+                to the commit.
+            slots: the number of versions that the trainer's node keeps.
+            device: the device of slots and buffers, "cpu" or "cuda:N".
+            keep_buffers: keep slots and buffers between updates. False: `finalize` frees them.
         """
         self.bucket_size, self.is_master = bucket_size, is_master
         self._model, self._directory, self._timeout = model, directory, float(timeout)
@@ -85,16 +85,16 @@ class RefitdCheckpointEngine(CheckpointEngine):
     # verl's lifecycle
 
     def prepare(self) -> dict[str, Any]:
-        """Return what `build_topology` needs of this worker; on the trainer's rank 0, what the next version is called.
+        """Return this worker's entry for `build_topology`; the trainer's rank 0 adds the next version's number.
 
-        The trainer registers as two source ranks. Rank 1 holds no tensors: it is there from now on, before shapes are
-        known, so that rollout workers see at once when the trainer fails or dies.
+        The trainer registers as two source ranks. Rank 1 holds no tensors and registers now, before shapes are known,
+        so that rollout workers notice at once if the trainer fails or dies.
         """
         self._update = None
         if not self.is_master:
             return {"model": self._model, "name": self._name}
         client = self._connected()
-        if self._sending is not None:  # verl has given that update up
+        if self._sending is not None:  # verl abandoned that update
             self._sending = None
             self._withdraw()
         if self._announcer is None:
@@ -106,10 +106,10 @@ class RefitdCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return the arguments of `init_process_group` for each worker: its role, and what the update is called.
+        """Return the arguments of `init_process_group` for each worker: its role and the update.
 
         Raises:
-            RefusedError: rank 0 of the trainer is not the master, or workers name different models.
+            RefusedError: the trainer's rank 0 is not the master, or workers have different models.
         """
         if len(metadata) != actor_wg_world_size + rollout_world_size or not metadata or "first" not in metadata[0]:
             raise refitd.RefusedError(
@@ -126,20 +126,20 @@ class RefitdCheckpointEngine(CheckpointEngine):
         return actors, {"role": ["receiver"] * rollout_world_size, "update": [update] * rollout_world_size}
 
     def init_process_group(self, *, role: str, update: dict[str, Any]) -> None:
-        """Take this worker's role in the next update; a rollout worker connects to its node's daemon."""
+        """Set this worker's role in the next update. A rollout worker connects to its node's daemon."""
         if role == "receiver":
             self._connected()
         self._update = {"role": role, **update}
 
     def finalize(self) -> None:
-        """End the update; with `keep_buffers=False`, give slots and buffers back."""
+        """End the update; with `keep_buffers=False`, free slots and buffers."""
         self._update = None
         if not self._keeps:
             self._withdraw()
             self._release()
 
     def close(self) -> None:
-        """End the session with the daemon, as the end of the process does. verl does not call it."""
+        """Close the session with the daemon, as the end of the process does. verl does not call it."""
         self._update = None
         client, self._client = self._client, None
         self._source = self._announcer = self._target = None
@@ -150,14 +150,14 @@ class RefitdCheckpointEngine(CheckpointEngine):
     # the trainer
 
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
-        """Publish what `weights` yields and make it live in every rollout worker; ranks above 0 walk it only.
+        """Publish the tensors of `weights` and make them live in every rollout worker. Ranks above 0 only iterate.
 
-        Producing a tensor is collective over the trainer's ranks, so every rank walks all of them, also after an error
-        of refitd's. In the first update rank 0 copies all of them into main memory before it knows their shapes.
+        Each tensor is gathered collectively by the trainer's ranks, so every rank iterates to the end, even after an
+        error of refitd. In the first update rank 0 copies all tensors into main memory to learn their shapes.
 
         Raises:
-            RefusedError, SwapFailed, PeerLost, DeadlineExceeded: no rollout worker gets this version, except those that
-                `SwapFailed.report` says have it. The source is withdrawn, which ends the wait of the others.
+            RefusedError, SwapFailed, PeerLost, DeadlineExceeded: no rollout worker gets this version, except those
+                listed in `SwapFailed.report`. The source is withdrawn, which ends the other workers' waits.
         """
         update = self._begun("sender", "walker")
         walk = _walked(weights)
@@ -188,7 +188,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         return {"refitd/version": version, "refitd/publish_s": published - began, "refitd/swap_s": swap_s}
 
     def _publish(self, client: refitd.Client, version: int, walk: Weights) -> None:
-        """Publish from this thread: what the iterator gathers belongs to it (the current CUDA device, collectives)."""
+        """Publish on this thread, because the iterator's gathers depend on it (current CUDA device, collectives)."""
         stream, shapes = walk, self._shapes
         if self._announcer is None:
             raise refitd.RefusedError(f"model {self._model!r}: the daemon has ended since prepare; update again")
@@ -197,12 +197,12 @@ class RefitdCheckpointEngine(CheckpointEngine):
             if not first:
                 raise refitd.RefusedError(f"model {self._model!r}: the trainer yields no tensors")
             shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
-            stream = (first.popleft() for _ in range(len(first)))  # each is freed once it is in the slot
+            stream = (first.popleft() for _ in range(len(first)))  # frees each tensor once it is in the slot
         if self._source is None:
             self._source = self._declared(client, shapes, rank=0)
         self._source.publish_from(version, stream, timeout=self._timeout)
         self._announcer.publish_from(version, (), timeout=self._timeout)
-        self._shapes = shapes  # later updates yield the same tensors
+        self._shapes = shapes  # later updates must have the same tensors
 
     def _declared(self, client: refitd.Client, shapes: Shapes, rank: int) -> refitd.StreamedSource:
         return client.declare_source(
@@ -210,7 +210,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         )
 
     async def _assembled(self, client: refitd.Client, update: dict[str, Any], there: set[str]) -> None:
-        """Return when all rollout workers have registered (`there`: before the update); evict those left out."""
+        """Wait until all rollout workers are registered (`there`: those before the update); evict any others."""
         wanted = {_replica(name, update["run"]) for name in update["replicas"]}
         deadline = time.monotonic() + self._timeout
         while True:
@@ -218,7 +218,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             if self._sending is not update:
                 raise refitd.RefusedError(f"model {self._model!r}: verl has begun another update")
             for replica in sorted(one for one in found if one.rpartition(".")[0] not in update["replicas"]):
-                with contextlib.suppress(refitd.RefusedError):  # it has left by itself
+                with contextlib.suppress(refitd.RefusedError):  # it left by itself
                     client.evict(self._model, replica, reason="this rollout worker is not in verl's update")
             missing = sorted(wanted - found)
             if not missing:
@@ -231,12 +231,12 @@ class RefitdCheckpointEngine(CheckpointEngine):
             await asyncio.sleep(LOOK_S / 5)
 
     def _registered(self, client: refitd.Client) -> set[str]:
-        """Return the replicas that are rollout workers; other engines may take part, and nobody waits for them."""
+        """Return the replicas that are rollout workers. Other engines may take part, but are not waited for."""
         found = _model(client, self._model)
         return {one.replica for one in found.targets if one.replica.startswith(PREFIX)} if found is not None else set()
 
     def _withdraw(self) -> None:
-        """Take both source ranks and their versions back; rollout workers that wait see that, and stop."""
+        """Close both source ranks, which withdraws their versions. Waiting rollout workers notice it and stop."""
         sources = [source for source in (self._source, self._announcer) if source is not None]
         self._source = self._announcer = None
         for source in sources:
@@ -248,21 +248,21 @@ class RefitdCheckpointEngine(CheckpointEngine):
     # a rollout worker
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the version that this update sends, as views of this worker's buffer.
+        """Yield every tensor of this update's version, as views of this worker's buffer.
 
-        Nothing is yielded before all of it is here and is decided for every rollout worker. Nothing writes the buffer
-        before the next update, nor while this generator is open.
+        Tensors are yielded once the whole version has arrived and is decided for every rollout worker. The buffer does
+        not change before the next update, nor while this generator is open.
 
         Raises:
-            PeerLost: the trainer has withdrawn the version, or has gone; says how the last swap ended.
-            DeadlineExceeded: the version is not here in time.
+            PeerLost: the trainer withdrew the version, or is gone; says how the last swap ended.
+            DeadlineExceeded: the version did not arrive in time.
         """
         update = self._begun("receiver")
         version = _version(update, global_steps)
         await self._arrive(version, update["run"])
         try:
             for name, tensor in self._buffers.items():
-                # verl's adapter to vLLM copies tensors into a bucket, and shares those that are larger from their GPU
+                # verl's vLLM adapter copies tensors into a bucket, and shares larger ones through their GPU's memory
                 is_shared = tensor.nbytes > self.bucket_size > 0 and torch.cuda.is_available()
                 yield name, tensor.to("cuda") if is_shared else tensor
         finally:
@@ -271,7 +271,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 self._changed.notify_all()
 
     async def _arrive(self, version: int, run: str) -> None:
-        """Return when `version` is in the buffer, which nobody writes from then on until `_is_read` is false."""
+        """Wait until the buffer holds `version`, and set `_is_read`, which blocks writes to the buffer."""
         client = self._connected()
         began = time.monotonic()
         looked = began - LOOK_S
@@ -298,7 +298,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             await asyncio.sleep(POLL_S)
 
     def _register(self, client: refitd.Client, run: str) -> None:
-        """Register the buffer for what this run of the trainer offers; one that fits is used again."""
+        """Register a buffer for the tensors of this run of the trainer; reuse the old buffer if it fits."""
         self._leave()
         shapes = client.tensors(self._model, timeout=self._timeout)
         if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._buffers.items()} != shapes:
@@ -308,14 +308,14 @@ class RefitdCheckpointEngine(CheckpointEngine):
             self._model,
             self._buffers,
             replica=_replica(self._name, run),
-            mode="in-place",  # the engine holds its own weights: this is a buffer, and needs none beside it
+            mode="in-place",  # this is only a buffer, the engine has its own weights: it needs no staging arena
             on_pause=self._stand_still,
             on_resume=self._go_on,
             timeout=self._timeout,
         )
 
     def _release(self) -> None:
-        """Give the registration and the buffer back."""
+        """Close the registration and free the buffer."""
         self._leave()
         buffers, self._buffers = self._buffers, {}
         if buffers and self._client is not None:
@@ -324,7 +324,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
     def _leave(self) -> None:
         target, self._target = self._target, None
         if target is not None:
-            with contextlib.suppress(refitd.RefusedError):  # the trainer is just evicting it
+            with contextlib.suppress(refitd.RefusedError):  # the trainer evicts it at this moment
                 target.close()
 
     def _begin_to_read(self, version: int) -> bool:
@@ -336,7 +336,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
             return True
 
     def _stand_still(self, version: int) -> None:
-        """Called on refitd's thread before the buffer is written; an error aborts the swap, by name."""
+        """Wait until nobody reads the buffer; called on refitd's thread before it is written. Errors abort the swap."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_read, self._timeout):
                 raise refitd.DeadlineExceeded(f"the rollout still reads its weights after {self._timeout:.0f} s")
@@ -357,7 +357,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         return update
 
     def _connected(self) -> refitd.Client:
-        """Return a client whose daemon answers; one that has ended since is replaced, with all that it held."""
+        """Return a client whose daemon answers. If the daemon has ended, drop all registrations and connect again."""
         if self._client is not None:
             try:
                 self._client.status()
@@ -371,7 +371,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
 
 def _walked(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator that can be walked on after its user has failed; where `weights` fails, it has ended."""
+    """Return an iterator that can be continued after its consumer failed. It ends where `weights` itself fails."""
     yield from weights
 
 
@@ -384,12 +384,12 @@ def _copied(item: Any) -> tuple[str, torch.Tensor]:
 
 
 def _version(update: dict[str, Any], global_steps: int | None) -> int:
-    """Return the number of this update's version, which both sides derive: verl's step, where that is free."""
+    """Return the version's number, which both sides compute: verl's step if it is not below the first free number."""
     return max(int(update["first"]), int(global_steps or 0))
 
 
 def _replica(name: str, run: str) -> str:
-    """Return a rollout worker's replica; it names the trainer's run, since another run may offer other tensors."""
+    """Return a rollout worker's replica name. It includes the trainer's run, as other runs may have other tensors."""
     return f"{name}.{run}"
 
 

@@ -1,1 +1,1 @@
-"""Publish a folder of safetensors files as a version, and save the live version as such a folder."""
+"""Publish a checkpoint on disk as a version, and save the live version as a checkpoint."""

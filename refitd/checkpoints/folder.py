@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from refitd.checkpoints.header import Stored, read_header, refuse, unique_keys
 from refitd.errors import CheckpointError
@@ -16,20 +17,39 @@ from refitd.text import shown
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+PART = re.compile(r"__\d+_\d+\.distcp")  # one of its files
 MAX_INDEX_BYTES = 256_000_000
+
+
+class Piece(NamedTuple):
+    """Where a part of a tensor belongs: at `offset` of a tensor `tensor` of shape `shape`."""
+
+    tensor: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked folder of safetensors.
+    """A checked folder.
 
     Attributes:
         path: the folder.
-        files: each file's tensors, in the order of their bytes.
+        files: each file's tensors and pieces of tensors, in the order of their bytes. Names are distinct in all files.
+        pieces: by their names in `files`, those that are parts of tensors.
+        aside: the number of the folder's entries that were not chosen, or are no tensors.
     """
 
     path: Path
     files: dict[str, dict[str, Stored]]
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    aside: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of tensors, of which it may hold pieces only."""
+        return len({self.pieces[name].tensor if name in self.pieces else name for _, name, _ in self.tensors()})
 
     @property
     def nbytes(self) -> int:
@@ -55,12 +75,39 @@ def part_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Checkpoint:
         if min(middle * world_size // total, world_size - 1) == rank:
             files.setdefault(file, {})[name] = tensor
         before += tensor.nbytes
-    return Checkpoint(checkpoint.path, files)
+    return replace(checkpoint, files=files)
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file of this name holds or indexes a checkpoint's weights."""
+    """Return whether a file of this name holds or indexes a checkpoint's weights, in either format."""
+    return name in (WHOLE, INDEX, METADATA) or any(kind.fullmatch(name) for kind in (SHARD, PART))
+
+
+def is_safetensors(name: str) -> bool:
+    """Return whether a file of this name holds or indexes weights of a Hugging Face folder."""
     return name in (WHOLE, INDEX) or SHARD.fullmatch(name) is not None
+
+
+def under(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    """Return the tensors whose names begin with `prefix`, under the rest of their names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    files = {
+        file: {
+            name.removeprefix(prefix): tensor
+            for name, tensor in held.items()
+            if name.startswith(prefix) and name != prefix
+        }
+        for file, held in checkpoint.files.items()
+    }
+    chosen = {file: held for file, held in files.items() if held}
+    if not chosen:
+        has = ", ".join(repr(name) for _, name, _ in itertools.islice(checkpoint.tensors(), 5))
+        raise CheckpointError(f"{checkpoint.path}: the name of no tensor begins with {prefix!r}; it has {has}, ...")
+    left = sum(map(len, checkpoint.files.values())) - sum(map(len, chosen.values()))
+    return replace(checkpoint, files=chosen, aside=left)
 
 
 def read_folder(path: Path) -> Checkpoint:
@@ -73,7 +120,7 @@ def read_folder(path: Path) -> Checkpoint:
             index and files disagree. Names all of them.
     """
     try:
-        there = sorted(each.name for each in path.iterdir() if is_weights(each.name))
+        there = sorted(each.name for each in path.iterdir() if is_safetensors(each.name))
     except OSError as exc:
         raise CheckpointError(
             f"{path}: {exc.strerror or exc}; give a folder with {WHOLE}, or with shards and {INDEX}"
@@ -138,6 +185,6 @@ def _read_index(path: Path) -> dict[str, str]:
     refuse(
         f"{path}: {name!r} is said to be in {shown(file)}, expected the name of a shard in this folder"
         for name, file in index.items()
-        if not isinstance(file, str) or file != Path(file).name or not is_weights(file) or file == INDEX
+        if not isinstance(file, str) or file != Path(file).name or not is_safetensors(file) or file == INDEX
     )
     return index

@@ -47,12 +47,16 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 class Stored(NamedTuple):
-    """One tensor in a file: `nbytes` bytes starting at byte `offset` of the file."""
+    """One tensor in a file: `nbytes` bytes starting at byte `offset` of the file, without gaps between elements.
+
+    `stride` counts elements, as torch's strides do; None: row-major.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stride: tuple[int, ...] | None = None
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -103,7 +107,7 @@ def header(tensors: dict[str, tuple[tuple[int, ...], str]]) -> bytes:
 
 def in_file_order(tensors: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the tensors in the order of the format's own library: wide types first, so that all are aligned."""
-    return dict(sorted(tensors.items(), key=lambda item: (_ORDER[item[1][1]], item[0])))
+    return dict(sorted(tensors.items(), key=lambda item: (_ORDER.get(item[1][1], 0), item[0])))
 
 
 def is_writable(dtype: str) -> bool:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from io import RawIOBase
 from pathlib import Path
 
-from refitd.checkpoints.folder import INDEX, WHOLE, is_weights
+from refitd.checkpoints.folder import INDEX, METADATA, WHOLE, is_weights
 from refitd.errors import CheckpointError
 
 CHUNK_BYTES = 64 << 20  # written between two calls of `on_progress`
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
-_KNOWN = ("config.json", WHOLE, INDEX)
+_KNOWN = ("config.json", WHOLE, INDEX, METADATA)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -80,17 +80,29 @@ def write_file(
     Raises:
         CheckpointError: the disk is full or fails.
     """
-    with _told(path), path.open("xb", buffering=0) as file:
-        _write(file, memoryview(head))
+    with new_file(path) as file:
+        write_all(file, memoryview(head))
         for part in parts:
             for at in range(0, len(part), CHUNK_BYTES):
                 chunk = part[at : at + CHUNK_BYTES]
-                _write(file, chunk)
+                write_all(file, chunk)
                 on_progress(len(chunk))
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[RawIOBase]:
+    """Yield a new file, unbuffered; sync it to disk when the block ends.
+
+    Raises:
+        CheckpointError: an OSError was raised in the block: the disk is full or fails.
+    """
+    with _told(path), path.open("xb", buffering=0) as file:
+        yield file
         os.fsync(file.fileno())
 
 
-def _write(file: RawIOBase, chunk: memoryview) -> None:
+def write_all(file: RawIOBase, chunk: memoryview) -> None:
+    """Write all of a chunk."""
     while chunk:  # one write() takes at most 2 GiB
         chunk = chunk[file.write(chunk) or 0 :]
 

@@ -1,4 +1,4 @@
-"""Publish a folder of safetensors as a version, without a trainer."""
+"""Publish a checkpoint on disk as a version, without a trainer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from refitd.checkpoints.folder import part_of, read_folder
+from refitd.checkpoints.dcp import is_dcp, read_dcp
+from refitd.checkpoints.folder import METADATA, Checkpoint, is_safetensors, part_of, read_folder, under
 from refitd.client.client import Client
-from refitd.errors import DeadlineExceeded
+from refitd.describe.layout import row_major
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.tiles import Tile
+from refitd.dtypes import element_size
+from refitd.errors import CheckpointError, DeadlineExceeded
 
 WAIT_S = 60.0
 POLL_S = 0.1  # interval between looks at whether others have published
@@ -18,7 +23,7 @@ POLL_S = 0.1  # interval between looks at whether others have published
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The result of publishing a folder."""
+    """The result of publishing a folder; `aside` counts its entries that were not chosen, or are no tensors."""
 
     model: str
     version: int
@@ -27,6 +32,7 @@ class Published:
     tensors: int
     bytes: int
     seconds: float
+    aside: int = 0
 
 
 def publish_checkpoint(
@@ -35,13 +41,17 @@ def publish_checkpoint(
     path: str | os.PathLike[str],
     *,
     version: int | None = None,
+    prefix: str | None = None,
     rank: int = 0,
     world_size: int = 1,
     partial: bool = False,
     timeout: float = WAIT_S,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Published:
-    """Publish a Hugging Face folder of safetensors as a version of `model`, which must have no other source.
+    """Publish a folder as a version of `model`, which must have no other source.
+
+    The folder is Hugging Face's (model.safetensors, or shards with model.safetensors.index.json) or one that
+    torch.distributed.checkpoint has saved (.metadata and __*_*.distcp), in any layout.
 
     The files are mapped and read once, into a slot that this node's daemon owns. Like the version of an ended trainer,
     it outlives this client, until another source of the model registers. Nothing is published unless the whole folder
@@ -50,8 +60,11 @@ def publish_checkpoint(
     Args:
         client: a separate session (`refitd.connect`); close it afterwards.
         model: the name that engines use.
-        path: the folder, with model.safetensors, or with shards and model.safetensors.index.json.
+        path: the folder.
         version: the version's number; None: the next one.
+        prefix: publish the tensors whose names begin so, under the rest of their names. None: all of a Hugging Face
+            folder; of torch.distributed.checkpoint the only dict of tensors, where the folder has one ("": the tensors
+            at the top level).
         rank: this node's number among `world_size` nodes that all see the folder, read one part each and share the
             memory. All must publish at the same time; each call returns when all parts are published.
         world_size: the number of nodes.
@@ -60,7 +73,8 @@ def publish_checkpoint(
         on_progress: called with the bytes read so far and the total.
 
     Raises:
-        CheckpointError: shards are missing, truncated, damaged, duplicated or of another checkpoint; names them.
+        CheckpointError: files are missing, truncated, damaged, duplicated or of another checkpoint, chunks of a tensor
+            overlap or leave holes, or the prefix chooses no tensor; names them.
         RefusedError: the model has an attached trainer, or the version is not above those that were live.
         ArenaError: the daemon does not have enough memory for a slot.
         DeadlineExceeded: another node has not published its part in time.
@@ -68,7 +82,7 @@ def publish_checkpoint(
     from refitd.checkpoints.reading import Mapped
 
     began = time.monotonic()
-    checkpoint = part_of(read_folder(Path(path)), rank, world_size)
+    checkpoint = part_of(read_checkpoint(Path(path), prefix), rank, world_size)
     total = checkpoint.nbytes
     done = 0
 
@@ -80,7 +94,14 @@ def publish_checkpoint(
     with Mapped(checkpoint) as mapped:
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mapped.tensors.items()}
         source = client.declare_source(
-            model, shapes, rank=rank, world_size=world_size, slots=1, partial=partial, timeout=timeout
+            model,
+            shapes,
+            metadata=described(checkpoint, rank),
+            rank=rank,
+            world_size=world_size,
+            slots=1,
+            partial=partial,
+            timeout=timeout,
         )
         number = source.next_version if version is None else version
         try:
@@ -90,8 +111,48 @@ def publish_checkpoint(
         except BaseException:
             source.close()
             raise
-        count = len(mapped.tensors)
-    return Published(model, number, str(path), len(checkpoint.files), count, total, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Published(
+        model, number, str(path), len(checkpoint.files), checkpoint.count, total, seconds, checkpoint.aside
+    )
+
+
+def read_checkpoint(path: Path, prefix: str | None) -> Checkpoint:
+    """Check a folder of either format, and return the tensors that the prefix chooses.
+
+    Raises:
+        CheckpointError: it is neither, both, or its files do not belong together.
+    """
+    if not is_dcp(path):
+        found = read_folder(path)
+        return under(found, prefix) if prefix else found
+    if others := sorted(each.name for each in path.iterdir() if is_safetensors(each.name)):
+        raise CheckpointError(
+            f"{path}: it has {METADATA} or .distcp files of torch.distributed.checkpoint, and {others[0]} of Hugging "
+            "Face; move one of the two checkpoints elsewhere"
+        )
+    return read_dcp(path, prefix)
+
+
+def described(checkpoint: Checkpoint, rank: int) -> list[ParameterMetadata]:
+    """Describe each tensor of a checkpoint as whole, and each piece as a box of its tensor."""
+    found = []
+    for _, name, stored in checkpoint.tensors():
+        piece = checkpoint.pieces.get(name)
+        box = piece and Tile(piece.tensor, piece.offset, stored.shape, 0, row_major(stored.shape))
+        found.append(
+            ParameterMetadata(
+                name=name,
+                shape=stored.shape,
+                dtype=stored.dtype,
+                element_size=element_size(stored.dtype),
+                owner_rank=rank,
+                resolved_name=piece.tensor if piece else name,
+                tiles=(box,) if box else None,
+                global_shape=piece.shape if piece else None,
+            )
+        )
+    return found
 
 
 def _wait_for_others(client: Client, model: str, version: int, world_size: int, timeout: float) -> None:

@@ -55,7 +55,7 @@ class Mapped:
         for file, name, stored in self._checkpoint.tensors():
             asked[file] = self._read_ahead(file, max(asked[file], stored.offset), stored.offset + stored.nbytes)
             self._populate(file, stored, on_progress)
-            yield name, self.tensors[name]
+            yield name, self._row_major(name, stored)
             self._advise(file, stored.offset, stored.nbytes, mmap.MADV_DONTNEED)
         for file, was in self._stats.items():
             self._check(file, was)
@@ -67,9 +67,15 @@ class Mapped:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
             flat = torch.frombuffer(self._maps[file], dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
-        if flat.data_ptr() % dtype.itemsize:
-            return flat.clone().view(dtype).view(stored.shape)  # another library may write unaligned tensors
+        # it may lie at any byte, so that only its bytes may be copied
         return flat.view(dtype).view(stored.shape)
+
+    def _row_major(self, name: str, stored: Stored) -> torch.Tensor:
+        tensor = self.tensors[name]
+        if stored.stride is None:
+            return tensor
+        # a copy of its own, which is aligned
+        return tensor.view(-1).view(torch.uint8).clone().view(tensor.dtype).as_strided(stored.shape, stored.stride)
 
     def _read_ahead(self, file: str, asked: int, used: int) -> int:
         """Ask the kernel to read ahead of the bytes in use; return the end of what has been requested."""

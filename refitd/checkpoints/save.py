@@ -1,32 +1,29 @@
-"""Save the live version of a model as a folder of safetensors, from whatever layout its sources have."""
+"""Save the live version of a model as a folder, from whatever layout its sources have."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refitd.checkpoints.folder import INDEX, WHOLE
-from refitd.checkpoints.header import header, in_file_order, is_writable, nbytes_of, refuse
-from refitd.checkpoints.new_folder import new_folder, write_file
+from refitd.checkpoints.formats import FORMATS, Format, Shard
+from refitd.checkpoints.header import in_file_order, nbytes_of, refuse
+from refitd.checkpoints.new_folder import new_folder
 from refitd.client.client import Client
 from refitd.describe.mxfp8 import MARK
 from refitd.dtypes import dtype_name
 from refitd.errors import CheckpointError, DeadlineExceeded, RefusedError
+from refitd.text import shown
 
 if TYPE_CHECKING:
     import torch
 
 MAX_SHARD_BYTES = 5_000_000_000
 WAIT_S = 120.0
-
-# {name: (shape, dtype name)} of one file's tensors, in the file's order
-Shard = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +49,13 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     *,
     version: int | None = None,
+    format: str = "safetensors",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     partial: bool = False,
     timeout: float = WAIT_S,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Saved:
-    """Save the live version of `model` as safetensors: model.safetensors, or shards with an index.
+    """Save the live version of `model` as a folder.
 
     Shards are brought here one by one, each by a catch-up as for a joining replica: planned, verified byte for byte
     against the sources, all or nothing. This takes the memory of one shard. If another version goes live meanwhile, all
@@ -70,6 +68,8 @@ def save_checkpoint(
         model: the model whose live version is saved.
         path: the folder to create, or whose weights to replace.
         version: the version that must be live; None: any.
+        format: "safetensors" (model.safetensors, or shards with an index), or "dcp", for
+            torch.distributed.checkpoint.load.
         max_shard_bytes: the largest file; a larger tensor gets its own file.
         partial: save what the sources offer although they say that it is a part of the model (`partial=True`).
         timeout: seconds for each shard to arrive.
@@ -77,18 +77,21 @@ def save_checkpoint(
 
     Raises:
         RefusedError: no version or another one is live, or the sources no longer hold the live version.
-        CheckpointError: safetensors cannot hold a tensor, the place cannot be used, or the disk is full.
+        CheckpointError: the format is unknown or cannot hold a tensor, the place cannot be used, or the disk is full.
         DeadlineExceeded: a shard did not arrive in time; says why if known.
         ArenaError: there is not enough memory for a shard.
     """
     import torch  # noqa: F401  # before the clock starts, so that `seconds` excludes the import
 
+    if format not in FORMATS:
+        raise CheckpointError(f"format is {shown(format)}, known are {', '.join(FORMATS)}")
+    writer = FORMATS[format]()
     began = time.monotonic()
     live = _savable(client, model, version, partial)
-    wanted = _wanted(client, model, timeout)
+    wanted = _wanted(client, model, format, writer, timeout)
     shards = split(wanted, max_shard_bytes)
     total = sum(nbytes_of(*one) for one in wanted.values())
-    names = file_names(len(shards))
+    names = writer.file_names(len(shards))
     done = 0
 
     def progress(nbytes: int) -> None:
@@ -106,11 +109,8 @@ def save_checkpoint(
                     raise _Moved(arrived)
                 first = arrived
                 for index in group:
-                    (folder / names[index]).unlink(missing_ok=True)
-                    parts = (_bytes(held[name]) for name in shards[index])
-                    write_file(folder / names[index], header(dict(shards[index])), parts, progress)
-        if len(shards) > 1:
-            write_file(folder / INDEX, _index(shards, names, total))
+                    writer.write(folder / names[index], shards[index], held, progress)
+        writer.finish(folder, dict(zip(names, shards, strict=True)))
         assert first is not None
         return first
 
@@ -141,17 +141,6 @@ def split(wanted: Shard, max_bytes: int) -> list[Shard]:
     return [in_file_order(shard) for shard in found]
 
 
-def file_names(count: int) -> list[str]:
-    """Return Hugging Face's names for `count` weight files."""
-    return [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def _index(shards: Sequence[Shard], names: Sequence[str], total: int) -> bytes:
-    where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    said = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    return (json.dumps(said, indent=2) + "\n").encode()
-
-
 def _savable(client: Client, model: str, version: int | None, partial: bool) -> int:
     """Return the live version; raises RefusedError if it cannot be saved."""
     models = client.status().models
@@ -176,11 +165,13 @@ def _savable(client: Client, model: str, version: int | None, partial: bool) -> 
     return found.live
 
 
-def _wanted(client: Client, model: str, timeout: float) -> dict[str, tuple[tuple[int, ...], str]]:
+def _wanted(
+    client: Client, model: str, format: str, writer: Format, timeout: float
+) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return {name: (shape, dtype name)} of the sources' tensors.
 
     Raises:
-        CheckpointError: safetensors cannot hold some tensors; names them.
+        CheckpointError: the format cannot hold some tensors; names them.
     """
     offered = {
         name: (shape, dtype_name(dtype)) for name, (shape, dtype) in client.tensors(model, timeout=timeout).items()
@@ -190,7 +181,7 @@ def _wanted(client: Client, model: str, timeout: float) -> dict[str, tuple[tuple
     refuse(
         [
             *(f"{name}: it is offered in MXFP8 alone" for name in sorted(converted - plain.keys())),
-            *(f"{name}: safetensors has no {dtype}" for name, (_, dtype) in plain.items() if not is_writable(dtype)),
+            *(f"{name}: {format} has no {dtype}" for name, (_, dtype) in plain.items() if not writer.can_hold(dtype)),
         ]
     )
     if not plain:
@@ -244,10 +235,3 @@ def _take(client: Client, model: str, tensors: dict[str, torch.Tensor], timeout:
 def _why(client: Client, model: str) -> str:
     swap = next((m.last_swap for m in client.status().models if m.model == model), None)
     return "" if swap is None or not swap.reason else f"; its last swap was {swap.outcome}: {swap.reason}"
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)  # type: ignore[arg-type]  # a buffer, as numpy declares only from Python 3.12 on

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import refitd
-from refitd.adapters.loader import check_layout
 from refitd.testing import Daemon, Engine
+from refitd.tracing.loader import check_layout
 
 HEADS, HEAD, HIDDEN, VOCABULARY, EXPERTS = 4, 8, 16, 13, 3
 SHAPES = {

@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import refitd
-from refitd.adapters import uneven_dtensor
-from refitd.adapters.uneven_dtensor import UnevenLayoutError
 from refitd.describe.dtensors import mesh_splits
 from refitd.describe.placements import split_tiles
+from refitd.inprocess import uneven_dtensor
+from refitd.inprocess.uneven_dtensor import UnevenLayoutError
 from tests.spmd.cases import TIMEOUT_S, World, bits, linear, numbers, refused
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from refitd.checkpoints import new_folder as placing
 from refitd.checkpoints.folder import INDEX, WHOLE, part_of, read_folder
+from refitd.checkpoints.formats import Safetensors
 from refitd.checkpoints.header import NAMES, header, in_file_order, read_header
 from refitd.checkpoints.new_folder import new_folder, write_file
 from refitd.checkpoints.reading import Mapped
-from refitd.checkpoints.save import file_names, split
+from refitd.checkpoints.save import split
 from refitd.errors import CheckpointError
 from refitd_cli.commands.save import Size
 from refitd_cli.control import main as refitctl
@@ -236,8 +237,8 @@ def test_tensors_are_dealt_to_files_up_to_a_size_and_a_larger_one_is_alone() -> 
     wanted = {"a": ((4,), "uint8"), "b": ((4,), "uint8"), "c": ((9,), "uint8"), "d": ((1,), "int64")}
     assert [list(shard) for shard in split(wanted, 8)] == [["a", "b"], ["c"], ["d"]]
     assert [list(shard) for shard in split(wanted, 100)] == [["d", "a", "b", "c"]]  # wide types first
-    assert file_names(1) == [WHOLE]
-    assert file_names(2) == [A, B]
+    assert Safetensors().file_names(1) == [WHOLE]
+    assert Safetensors().file_names(2) == [A, B]
 
 
 def test_a_folder_is_there_when_it_is_whole_and_readable_by_the_formats_own_library(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 
 import refitd
-from refitd.adapters.loader import LoaderTrace, check_layout, trace_loader
 from refitd.describe.metadata import ParameterMetadata
+from refitd.tracing.loader import LoaderTrace, check_layout, trace_loader
 
 HALF = torch.float16
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -33,8 +33,12 @@ def packages() -> set[str]:
     return found
 
 
+def modules() -> set[str]:
+    return {p.stem for p in FOLDERS["refitd"].iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+
+
 def imports(package: str) -> set[str]:
-    """The first names below refitd that the modules of `package` import."""
+    """The modules and packages in refitd that the modules of `package` import; names that it exports are none."""
     path = FOLDERS["refitd"] / package
     found = set()
     for file in path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]:
@@ -45,7 +49,7 @@ def imports(package: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
             found |= {name.split(".")[1] for name in names if name.startswith("refitd.")}
-    return found
+    return found & modules()
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -126,10 +130,7 @@ def import_table() -> dict[str, set[str]]:
 
 
 def test_the_table_of_imports_names_every_package():
-    found = {
-        path.stem for path in FOLDERS["refitd"].iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert set(import_table()) == found - {"__init__"}
+    assert set(import_table()) == modules() - {"__init__"}
 
 
 @pytest.mark.parametrize("package", import_table())
@@ -140,6 +141,25 @@ def test_a_package_imports_what_its_row_lists_and_all_of_it_stands_above(package
     assert table[package] <= set(above), "it stands below"
     if package in BASE:
         assert imports(package) <= BASE & set(above)
+
+
+ADAPTERS = sorted((FOLDERS["refitd"] / "adapters").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.relative_to(FOLDERS["refitd"]).as_posix())
+def test_an_adapter_imports_what_refitd_exports_or_another_adapter_and_is_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 400
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names=names):
+                private = [n.name for n in names if n.name.startswith("refitd.")]
+                assert all(name.startswith("refitd.adapters.") for name in private), private
+            case ast.ImportFrom(module="refitd", names=names):
+                assert {n.name for n in names} <= set(refitd.__all__)
+            case ast.ImportFrom(module=module, level=level):
+                assert not level, "a relative import"
+                assert not module.startswith("refitd.") or module.startswith("refitd.adapters"), module
 
 
 def test_no_process_imports_another():

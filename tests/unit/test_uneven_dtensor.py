@@ -5,13 +5,11 @@ import random
 
 import pytest
 
-from refitd.adapters.uneven_dtensor import (
+from refitd.inprocess.uneven_dtensor import (
     filter_unflattened_state_dict,
     get_unflattened_state_dict,
-    layout_violations,
-    slice_intersection,
-    slice_moved,
 )
+from refitd.plan.boxes import layout_violations, slice_intersection, slice_moved
 
 
 def test_boxes_that_tile_a_tensor_have_no_violations() -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from refitd.errors import RefusedError
+from refitd import RefusedError
 
 TESTED = ("0.32.",)
 

@@ -10,8 +10,6 @@ from math import gcd
 import numpy as np
 import torch
 
-from refitd.adapters.traced_memory import Origin, Written
-from refitd.adapters.tracing import Shape, Tracer
 from refitd.describe.layout import row_major
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
@@ -19,6 +17,8 @@ from refitd.describe.walks import Axis, Laid, Walk, along
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.text import nearest
+from refitd.tracing.memory import Origin, Written
+from refitd.tracing.tracer import Shape, Tracer
 
 # Units of one tensor that are looked at where its writes overlap, four bytes each.
 MAX_PAINTED = 1 << 28

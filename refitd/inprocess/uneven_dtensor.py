@@ -19,7 +19,6 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -29,11 +28,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.describe.dtensors import mesh_splits
 from refitd.errors import PlanError
-from refitd.plan.intersect import overlapping
+from refitd.plan.boxes import Box, layout_violations, slice_intersection, slice_moved
 
 DEFAULT_TIMEOUT_S = 300.0
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 
 class UnevenLayoutError(PlanError, AssertionError):
@@ -110,30 +107,6 @@ def validate_uneven_dtensor(dtensor: DTensor, *, timeout: float = DEFAULT_TIMEOU
     problems += layout_violations(tuple(dtensor.shape), boxes)
     if problems:
         raise UnevenLayoutError([f"DTensor {tuple(dtensor.shape)} {dtensor.placements}: {p}" for p in problems])
-
-
-def layout_violations(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Return why boxes (offset, size) do not hold every element of a tensor exactly once; empty boxes are ignored."""
-    problems = []
-    held = [box for box in boxes if prod(box[1])]
-    inside = []
-    for offset, size in held:
-        if all(o >= 0 and o + n <= whole for o, n, whole in zip(offset, size, shape, strict=True)):
-            inside.append((offset, size))
-        else:
-            problems.append(f"chunk {_said(offset, size)} lies outside the tensor {_said((0,) * len(shape), shape)}")
-    if inside and shape:
-        offsets, sizes = (np.array([box[i] for box in inside], np.int64) for i in (0, 1))
-        a, b = overlapping(offsets, sizes, offsets, sizes)
-        problems += [
-            f"chunks {_said(*inside[i])} and {_said(*inside[j])} overlap"
-            for i, j in zip(a.tolist(), b.tolist(), strict=True)
-            if i < j
-        ]
-    gap = _first_gap(shape, inside)
-    if gap is not None:
-        problems.append(f"no chunk holds {_said(*gap)}")
-    return problems
 
 
 def filter_unflattened_state_dict(
@@ -241,17 +214,6 @@ def split_dtensor(
     sections = _sections(int(dtensor.shape[dim]), split_size_or_sections, dim)
     chunk = _chunk(dtensor, deadline)
     return _split(dtensor, chunk, sections, dim, deadline if update_uneven_dtensor_chunk_meta else None)
-
-
-def slice_intersection(a: slice, b: slice) -> slice:
-    """Return what two slices with bounds have in common; an empty slice at the later start where that is nothing."""
-    start = max(a.start, b.start)
-    return slice(start, max(start, min(a.stop, b.stop)))
-
-
-def slice_moved(s: slice, offset: int) -> slice:
-    """Return the slice with both bounds `offset` further along."""
-    return slice(s.start + offset, s.stop + offset)
 
 
 def local_shard(dtensor: DTensor) -> torch.Tensor:
@@ -411,36 +373,3 @@ def _dtensor(
     else:
         spec = DTensorSpec(like.device_mesh, tuple(placements), meta)
     return DTensor(local.detach(), spec, requires_grad=False)
-
-
-def _first_gap(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
-    """Return a box of the tensor that none of the boxes touches, or None."""
-    rest: list[Box] = [((0,) * len(shape), tuple(shape))] if prod(shape) else []
-    for offset, size in boxes:
-        rest = [part for left in rest for part in _without(left, (offset, size))]
-    return min(rest) if rest else None
-
-
-def _without(box: Box, cut: Box) -> Iterator[Box]:
-    """Yield boxes that together are `box` without `cut`."""
-    (low, size), (cut_low, cut_size) = box, cut
-    both = [
-        slice_intersection(slice(a, a + n), slice(b, b + m))
-        for a, n, b, m in zip(low, size, cut_low, cut_size, strict=True)
-    ]
-    if any(s.start >= s.stop for s in both):
-        yield box
-        return
-    start, end = list(low), [a + n for a, n in zip(low, size, strict=True)]
-    for dim, s in enumerate(both):
-        for a, b in ((start[dim], s.start), (s.stop, end[dim])):
-            if a < b:
-                yield (
-                    (*start[:dim], a, *start[dim + 1 :]),
-                    tuple(b - a if d == dim else end[d] - start[d] for d in range(len(low))),
-                )
-        start[dim], end[dim] = s.start, s.stop
-
-
-def _said(offset: Sequence[int], size: Sequence[int]) -> str:
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(offset, size, strict=True)) + "]"

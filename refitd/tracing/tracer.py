@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from refitd.adapters.traced_memory import (
+from refitd.describe.layout import row_major
+from refitd.describe.walks import Laid, Walk, along, inside, walk_between
+from refitd.errors import PlanError, RefusedError
+from refitd.tracing.memory import (
     Origin,
     OriginBox,
     TracedStorage,
@@ -21,9 +24,7 @@ from refitd.adapters.traced_memory import (
     view_of,
     walk_through,
 )
-from refitd.describe.layout import row_major
-from refitd.describe.walks import Laid, Walk, along, inside, walk_between
-from refitd.errors import PlanError, RefusedError
+from refitd.tracing.operators import HARMLESS, LAZY, SAME, is_lossless, is_written, tensors_in, without_values
 
 aten = torch.ops.aten
 
@@ -83,8 +84,8 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         """Follow one operator."""
         kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
-        writes = [a for a, arg in zip(args, func._schema.arguments, strict=False) if _is_written(arg)]
+        tensors = list(tensors_in((args, kwargs)))
+        writes = [a for a, arg in zip(args, func._schema.arguments, strict=False) if is_written(arg)]
         target = writes[0] if writes and isinstance(writes[0], torch.Tensor) else None
         if target is not None and self._is_ours(target):
             return self._write(func, target, args, kwargs)
@@ -98,10 +99,10 @@ class Tracer(TorchDispatchMode):
             return self._scalar(args[0])
         if func.is_view or packet is aten._unsafe_view:
             made = func(*args, **kwargs)
-            if packet in _LAZY or any(view.dtype != tensors[0].dtype for view in _tensors(made)):
+            if packet in LAZY or any(view.dtype != tensors[0].dtype for view in tensors_in(made)):
                 self._compute(tensors[0], self._names(tensors[0]))  # other values, or elements of another size
             return made
-        made = self._run(func, args, kwargs)
+        made = without_values(func, args, kwargs)
         if isinstance(made, torch.Tensor) and not (made.is_contiguous() and made.storage_offset() == 0):
             made = torch.empty(made.shape, dtype=made.dtype, device="meta")  # the same elements, in row-major order
         self._follow(packet, args, kwargs, made, tensors)
@@ -124,21 +125,6 @@ class Tracer(TorchDispatchMode):
             fill = float(first) if bool((values == first).all()) else None
         self._memories[key] = TracedStorage(base, grid_of(tensor, count), fill=fill)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator without values: everything it takes is on the meta device."""
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device.type != "meta":
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            if isinstance(value, list | tuple):
-                return type(value)(moved(v) for v in value)
-            return value
-
-        kwargs = {k: moved(v) for k, v in kwargs.items()}
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        return func(*moved(args), **kwargs)
-
     def _follow(
         self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, tensors: list[torch.Tensor]
     ) -> None:
@@ -153,15 +139,15 @@ class Tracer(TorchDispatchMode):
                 pass
         sources = frozenset().union(*(self._names(t) for t in tensors))
         self.used |= sources
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             self._memories[_key(tensor)] = TracedStorage(tensor, (), tainted=sources, is_tainted=True)
 
     def _moves(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], memory: TracedStorage) -> bool:
         """Fill in what an operator moves that only moves; return False for any other."""
         zero = (0,) * len(memory.shape)
-        if packet in _SAME:
+        if packet in SAME:
             self._put(memory, zero, args[0])
-            if not _is_lossless(args[0].dtype, memory.keep.dtype):
+            if not is_lossless(args[0].dtype, memory.keep.dtype):
                 memory.through |= {memory.keep.dtype}
         elif packet in (aten.cat, aten.concat, aten.concatenate):
             dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(1, len(memory.shape))
@@ -222,7 +208,7 @@ class Tracer(TorchDispatchMode):
             raise PlanError("computed")
         size = tuple(part.shape)
         memory.through |= source.through
-        if part.dtype != memory.keep.dtype and not _is_lossless(part.dtype, memory.keep.dtype):
+        if part.dtype != memory.keep.dtype and not is_lossless(part.dtype, memory.keep.dtype):
             memory.through |= {memory.keep.dtype}  # joined with tensors of another dtype, say
         whole = sum(prod(b.size) for b in source.boxes) == prod(source.shape)
         if not whole:
@@ -302,13 +288,13 @@ class Tracer(TorchDispatchMode):
                 self._record(target, [], float(value))
         elif packet is aten.zero_:
             self._record(target, [], 0.0)
-        elif packet in _HARMLESS:
+        elif packet in HARMLESS:
             return func(*args, **kwargs)
         elif packet is aten.set_:
             names = ", ".join(one.name for one in self.written.get(_key(target), ()))
             raise PlanError(f"{names or 'a tensor'}: the loader gives it other memory; nothing has been replaced")
         else:
-            others = frozenset().union(*(self._names(t) for t in _tensors((args, kwargs))))
+            others = frozenset().union(*(self._names(t) for t in tensors_in((args, kwargs))))
             self._compute(target, others)
         return target
 
@@ -399,40 +385,3 @@ class Tracer(TorchDispatchMode):
         except (PlanError, ValueError):
             memory.tainted = frozenset(box.origin.name for box in memory.boxes) | {o.name for _, o in pieces}
             memory.is_tainted = True
-
-
-_SAME = frozenset(
-    {
-        aten.clone,
-        aten._to_copy,
-        aten.contiguous,
-        aten.lift_fresh_copy,
-        aten._reshape_copy,
-        aten.view_copy,
-        aten.alias_copy,
-        aten.detach_copy,
-    }
-)
-_HARMLESS = frozenset({aten.requires_grad_, aten.detach_})
-_LAZY = frozenset({aten._conj, aten._neg_view, aten.view_as_real, aten.view_as_complex})
-
-
-def _is_lossless(held: torch.dtype, made: torch.dtype) -> bool:
-    """Whether every value of one dtype is one of the other."""
-    if held.is_floating_point != made.is_floating_point or held.is_complex != made.is_complex:
-        return False
-    return held == made or (made.itemsize > held.itemsize and torch.promote_types(held, made) == made)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write

@@ -1,0 +1,1 @@
+"""Learn an engine's layout by following its own weight loader."""

@@ -1,0 +1,65 @@
+"""What the tracer knows of torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# the same elements, in new memory
+SAME = frozenset(
+    {
+        aten.clone,
+        aten._to_copy,
+        aten.contiguous,
+        aten.lift_fresh_copy,
+        aten._reshape_copy,
+        aten.view_copy,
+        aten.alias_copy,
+        aten.detach_copy,
+    }
+)
+HARMLESS = frozenset({aten.requires_grad_, aten.detach_})
+LAZY = frozenset({aten._conj, aten._neg_view, aten.view_as_real, aten.view_as_complex})
+
+
+def without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator without values: everything it takes is on the meta device."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple):
+            return type(value)(moved(v) for v in value)
+        return value
+
+    kwargs = {k: moved(v) for k, v in kwargs.items()}
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    return func(*moved(args), **kwargs)
+
+
+def is_lossless(held: torch.dtype, made: torch.dtype) -> bool:
+    """Whether every value of one dtype is one of the other."""
+    if held.is_floating_point != made.is_floating_point or held.is_complex != made.is_complex:
+        return False
+    return held == made or (made.itemsize > held.itemsize and torch.promote_types(held, made) == made)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operator."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def is_written(argument: Any) -> bool:
+    """Return whether an operator writes this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
