@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from refitd.client.target import Commit, Target
     from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
+    from refitd.describe.renames import Names
 
 # The client's log lines go to the application's handlers and contain names and reasons from other processes.
 logging.getLogger("refitd.client").addFilter(Escaped())
@@ -87,6 +88,7 @@ class Client:
         metadata: Sequence[ParameterMetadata] | None = None,
         pg_collection: Any = None,
         num_experts: int | None = None,
+        names: Names | None = None,
         slots: int = 2,
         pull: bool | None = None,
         mxfp8: MXFP8Offer | None = None,
@@ -104,6 +106,8 @@ class Client:
             metadata: for a dict, how each tensor is split; without it, every tensor is whole.
             pg_collection: the parallel groups, if the module has none of its own.
             num_experts: the number of experts in the whole model.
+            names: canonical names for the module's own, if engines have others: {pattern: name, names.Fused or
+                names.Padded}, such as `refitd.names.megatron_to_hf(config)`. Every tensor needs one.
             slots: the number of versions to keep; each slot takes one shard's size of this node's memory.
             pull: how lent tensors outside arenas travel. True: the workers read this process's memory. False: this
                 process copies them once. None: the faster way, by a measurement at the first lend.
@@ -114,6 +118,7 @@ class Client:
 
         Raises:
             RefusedError: the rank is taken, or the descriptions are invalid.
+            PlanError: a tensor cannot be described, or has no canonical name in `names`.
             ArenaError: there is not enough memory for the slots.
         """
         from refitd.client.mxfp8 import MXFP8Offer, SourceTensors
@@ -125,7 +130,7 @@ class Client:
         pull = None if pull is None else flag("pull", pull)
         if mxfp8 is not None and not isinstance(mxfp8, MXFP8Offer):
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
-        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8)
+        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, names)
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
         live = () if tensors.is_converted else self._live(tensors)
@@ -154,6 +159,7 @@ class Client:
         rank: int = 0,
         world_size: int = 1,
         metadata: Sequence[ParameterMetadata] | None = None,
+        names: Names | None = None,
         slots: int = 2,
         device: str | torch.device = "cpu",
         timeout: float = 60.0,
@@ -166,6 +172,7 @@ class Client:
             rank: as in `register_source`.
             world_size: as in `register_source`.
             metadata: how each tensor is split; without it, every tensor is whole.
+            names: as in `register_source`. `publish_from` takes the module's own names.
             slots: as in `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
             timeout: seconds for allocating the slots and being admitted.
@@ -181,7 +188,7 @@ class Client:
 
         model, timeout = text("model", model), seconds("timeout", timeout)
         rank, world_size, _ = _ranks(rank, world_size, None)
-        wire = declared(shapes, metadata, rank)
+        wire = declared(shapes, metadata, rank, names)
         gpu = number_of(device)
         message = local.RegisterSource(
             model=model,
@@ -211,6 +218,7 @@ class Client:
         metadata: Sequence[ParameterMetadata] | None = None,
         pg_collection: Any = None,
         num_experts: int | None = None,
+        names: Names | None = None,
         on_commit: Callable[[Commit], object] | None = None,
         on_pause: Callable[[int], object] | None = None,
         on_resume: Callable[[int | None], object] | None = None,
@@ -234,6 +242,7 @@ class Client:
             metadata: as in `register_source`.
             pg_collection: as in `register_source`.
             num_experts: as in `register_source`.
+            names: as in `register_source`, if sources have other names than this module.
             on_commit: called on a thread of the client when a version is decided; without it, call `poll` or `wait`.
             on_pause: called on that thread with the version before it is decided; it must return once this rank
                 stands still. The decision waits for that, and the client then commits by itself. A pause longer than
@@ -275,7 +284,9 @@ class Client:
             raise RefusedError(f"replica {replica!r}: mode is {shown(mode)}, expected 'shadow' or 'in-place'")
         if on_pause is not None and on_commit is not None:
             raise RefusedError(f"replica {replica!r}: give on_commit or on_pause; with on_pause the stub commits")
-        tensors = TargetTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived)
+        tensors = TargetTensors(
+            module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, names
+        )
         if cast is True:
             tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
         elif cast is not False:

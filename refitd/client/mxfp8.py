@@ -19,6 +19,7 @@ from refitd.describe.casts import CASTS, cast_problem
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
+from refitd.describe.renames import Names
 from refitd.describe.ties import tie_by_memory
 from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
@@ -83,13 +84,14 @@ class TargetTensors(TensorSet):
         num_experts: int | None,
         convert_on_send: bool = False,
         derived: Mapping[str, Derived] | None = None,
+        names: Names | None = None,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, names)
         if derived is not None and not isinstance(derived, Mapping):
             raise RefusedError(f"derived is {type(derived).__name__}, expected {{name: refitd.Derived}}")
         self._made = dict(derived or {})
@@ -223,13 +225,14 @@ class SourceTensors(TensorSet):
         pg_collection: Any,
         num_experts: int | None,
         offer: MXFP8Offer | None = None,
+        names: Names | None = None,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, names)
         # tie names that share memory, for targets that hold the weight once
         self.metadata = [replace(m) for m in self.metadata]
         held = {n: v for n, v in self.values.items() if n not in self.quantized}
