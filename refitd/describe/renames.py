@@ -52,13 +52,13 @@ class Fused:
 
     Attributes:
         parts: the parts, in order.
-        groups: the number of equal groups along the rows, each with its share of every part in turn (Megatron's
-            linear_qkv: one per query group). With one group, ranks that split the rows hold a share of every part
-            (linear_fc1: gate | up on each rank).
+        groups: the number of equal groups along the rows, each with its share of every part in turn; ranks split the
+            rows as they lie (Megatron's linear_qkv: one per query group). None: the parts lie one after the other, and
+            each rank that splits the rows has its share of every part (linear_fc1: gate | up on each rank).
     """
 
     parts: tuple[Part, ...]
-    groups: int = 1
+    groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ def _rule_problem(pattern: object, rule: object) -> str:
             return f"is {rule}, expected 1 row or more"
     elif isinstance(rule, Fused):
         targets = [part.tensor for part in rule.parts]
-        if not rule.parts or rule.groups < 1 or any(p.rows < 1 or p.rows % rule.groups for p in rule.parts):
+        groups = 1 if rule.groups is None else rule.groups
+        if not rule.parts or groups < 1 or any(p.rows < 1 or p.rows % groups for p in rule.parts):
             return f"is {rule}, expected parts with rows that the groups divide"
         if any(p.first < 0 or p.step < 1 or p.stack < 0 for p in rule.parts):
             return f"is {rule}, expected first and stack of 0 or more, step of 1 or more"
@@ -225,7 +226,7 @@ def _single_name(alias: str, rules: _Rules, subject: str) -> str:
 
 def _with_shares(meta: ParameterMetadata, rule: Fused) -> ParameterMetadata:
     """Return the description of rows that ranks split with the share of every part that each holds."""
-    if rule.groups > 1 or len(rule.parts) == 1 or not is_sharded(meta) or meta.partition_dim:
+    if rule.groups is not None or len(rule.parts) == 1 or not is_sharded(meta) or meta.partition_dim:
         return meta
     ways, rows = len(meta.tensor_parallel_group_ranks or ()), [part.rows for part in rule.parts]
     if meta.partition_sizes is not None or any(n % ways for n in rows):
@@ -287,14 +288,15 @@ def _beside(tile: Tile) -> list[Tile]:
 
 def _composed(whole: Tile, rule: Fused, marks: Mapping[str, str]) -> Iterator[Tile]:
     """Yield the tiles of the canonical tensors for what a tile of the fused tensor holds of each part."""
+    groups = rule.groups or 1
     for tile in _beside(whole):
-        group, before = sum(part.rows for part in rule.parts) // rule.groups, 0
+        group, before = sum(part.rows for part in rule.parts) // groups, 0
         for part in rule.parts:
-            here = part.rows // rule.groups
+            here = part.rows // groups
             spots: dict[int, list[tuple[int, int]]] = {}
             for start, local in _rows_of(tile):
                 end = start + tile.size[0]
-                for number in range(start // group, min(rule.groups, -(-end // group))):
+                for number in range(start // group, min(groups, -(-end // group))):
                     begin = number * group + before
                     first, last = max(begin, start), min(begin + here, end)
                     if first < last:

@@ -87,7 +87,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "mixtral EP2": {"hf": MIXTRAL, "world_size": 2, "ep": 2},
     "deepseek_v3 TP2": {"hf": DEEPSEEK, "world_size": 2, "tp": 2},
     "deepseek_v3 EP2": {"hf": DEEPSEEK, "world_size": 2, "ep": 2},
-    "gpt_oss TP2": {"hf": GPT_OSS, "world_size": 2, "tp": 2},
+    "gpt_oss TP2, ETP1": {"hf": GPT_OSS, "world_size": 2, "tp": 2, "etp": 1},
     "gpt_oss EP2": {"hf": GPT_OSS, "world_size": 2, "ep": 2},
 }
 
@@ -170,7 +170,7 @@ def test_a_hugging_face_model_computes_what_the_megatron_trainer_computes(daemon
         ranks.end()
 
 
-@pytest.mark.parametrize("which", ["llama TP2, PP2", "qwen2 PP2, tied", "qwen3_moe EP2, grouped", "gpt_oss TP2"])
+@pytest.mark.parametrize("which", ["llama TP2, PP2", "qwen2 PP2, tied", "qwen3_moe EP2, grouped", "gpt_oss TP2, ETP1"])
 def test_a_megatron_target_computes_what_the_hugging_face_trainer_computes(daemon, tmp_path, tokens, which):
     job = {**JOBS[which], "fused_experts": True, "is_target": True}
     model = hf_model(job["hf"])

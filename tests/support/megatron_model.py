@@ -20,10 +20,21 @@ def without_cuda(*, grouped: bool) -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.current_stream = torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import grouped_gemm_util
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
 
     tracker = random.get_cuda_rng_tracker()
     tracker.fork = contextlib.nullcontext
+    # names that are undefined, or no types, without Transformer Engine
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.TELinear = type("TELinear", (), {})
+    made = DotProductAttention.__init__
+
+    def without_channels(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)  # what latent attention passes is for Transformer Engine; config.kv_channels says it
+
+    DotProductAttention.__init__ = without_channels
     if grouped:
         grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = _GroupedGemm, _GroupedGemm
 
@@ -87,7 +98,7 @@ def build(job: dict[str, Any], hf: Any) -> list[torch.nn.Module]:
                 position_embedding_type="rope",
                 rotary_base=int(hf.rope_parameters["rope_theta"]),
                 vp_stage=virtual,
-            )
+            ).eval()
         )
     fill(chunks, job.get("seed", 0))
     for module in (m for chunk in chunks for m in chunk.modules()):
@@ -129,8 +140,9 @@ def _config(job: dict[str, Any], hf: Any) -> Any:
         "expert_model_parallel_size": job.get("ep", 1),
         "expert_tensor_parallel_size": job.get("etp"),
     }
-    if kind != "deepseek_v3":
-        said["kv_channels"] = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    said["kv_channels"] = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if kind == "deepseek_v3":
+        said["kv_channels"] = hf.v_head_dim
     experts = getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", None)
     experts = experts or getattr(hf, "num_local_experts", None)
     if experts:
@@ -187,7 +199,7 @@ def fill(chunks: list[torch.nn.Module], seed: int) -> None:
                 tensor, "shared_embedding", False
             )
             is_split = getattr(tensor, "tensor_model_parallel", False) or name.endswith("softmax_offset")
-            is_expert = getattr(tensor, "allreduce", True) is False
+            is_expert = ".experts." in name
             place = (
                 "tied" if is_shared else f"{name} {groups.get_pipeline_model_parallel_rank()} {number}",
                 (groups.get_expert_tensor_parallel_rank() if is_expert else groups.get_tensor_model_parallel_rank())
