@@ -112,7 +112,7 @@ class _Rules:
         problems: list[str] = []
         for pattern, rule in names.items():
             if problem := _rule_problem(pattern, rule):
-                problems.append(f"names[{shown(pattern)}] {problem}")
+                problems.append(f"names[{pattern!r}] {problem}" if isinstance(pattern, str) else f"names {problem}")
                 continue
             split = _PLACEHOLDER.split(pattern)
             text = "".join(
@@ -141,7 +141,7 @@ class _Rules:
 
 def _rule_problem(pattern: object, rule: object) -> str:
     if not isinstance(pattern, str) or not pattern:
-        return "is no pattern of names; expected a text"
+        return f"has the key {shown(pattern)}, expected a pattern of names"
     known = _PLACEHOLDER.findall(pattern)
     if len(set(known)) != len(known):
         return "has a placeholder twice"

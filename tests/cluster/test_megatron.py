@@ -6,9 +6,10 @@ scripts/try-megatron runs these: they need megatron-core and transformers.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,30 +149,34 @@ def tokens(tmp_path: Path) -> torch.Tensor:
     return found
 
 
-def check(model: torch.nn.Module, tokens: torch.Tensor, folder: Path) -> None:
+def check(model: torch.nn.Module, tokens: torch.Tensor, folder: Path, record: Callable[[str, object], None]) -> None:
     with torch.no_grad():
         ours = model(tokens).logits
     theirs = torch.load(folder / "logits.pt")[..., : ours.shape[-1]]
-    worst = float((ours - theirs).abs().max())
-    print(f"logits up to {float(theirs.abs().max()):.2f}, largest difference {worst:.1e}")
+    record("largest logit", f"{float(theirs.abs().max()):.2f}")
+    record("largest difference", f"{float((ours - theirs).abs().max()):.1e}")
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
-def test_a_hugging_face_model_computes_what_the_megatron_trainer_computes(daemon, tmp_path, tokens, job):
+def test_a_hugging_face_model_computes_what_the_megatron_trainer_computes(
+    daemon, tmp_path, tokens, job, record_property
+):
     model = hf_model(job["hf"])
     with started(daemon, tmp_path, {**job, "fused_experts": True}) as ranks, daemon.connect() as client:
         ranks.wait("ready")
         target = client.register_target("policy", model, replica="hf")
         with Engine(target):
             client.swap("policy", 1, wait=60)
-        check(model, tokens, tmp_path)
+        check(model, tokens, tmp_path, record_property)
         target.close()
         ranks.end()
 
 
 @pytest.mark.parametrize("which", ["llama TP2, PP2", "qwen2 PP2, tied", "qwen3_moe EP2, grouped", "gpt_oss TP2, ETP1"])
-def test_a_megatron_target_computes_what_the_hugging_face_trainer_computes(daemon, tmp_path, tokens, which):
+def test_a_megatron_target_computes_what_the_hugging_face_trainer_computes(
+    daemon, tmp_path, tokens, which, record_property
+):
     job = {**JOBS[which], "fused_experts": True, "is_target": True}
     model = hf_model(job["hf"])
     with started(daemon, tmp_path, job) as ranks, daemon.connect() as client:
@@ -181,4 +186,18 @@ def test_a_megatron_target_computes_what_the_hugging_face_trainer_computes(daemo
         client.swap("policy", 1, wait=60)
         ranks.end()
         source.close()
-    check(model, tokens, tmp_path)
+    check(model, tokens, tmp_path, record_property)
+
+
+def test_the_example_runs_as_it_says(daemon, tmp_path):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("REFITD_")}
+    env |= {"REFITD_RUNTIME_DIR": str(daemon.directory), "OMP_NUM_THREADS": "1"}
+    example = str(ROOT / "examples" / "megatron_trainer.py")
+    spawn = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    said = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with ended(subprocess.Popen([sys.executable, example, "--engine"], **said)) as engine:
+        with ended(subprocess.Popen([sys.executable, *spawn, example, "--tp", "2", "--pp", "2"], **said)) as trainer:
+            gave, _ = trainer.communicate(timeout=200)
+        took, _ = engine.communicate(timeout=60)
+    assert [line.split(" answers ")[0] for line in took.splitlines()] == [f"engine: version {n}" for n in (1, 2, 3)]
+    assert gave.splitlines() == [f"trainer: version {n}" for n in (1, 2, 3)]

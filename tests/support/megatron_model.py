@@ -32,7 +32,9 @@ def without_cuda(*, grouped: bool) -> None:
     made = DotProductAttention.__init__
 
     def without_channels(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)  # what latent attention passes is for Transformer Engine; config.kv_channels says it
+        made(
+            self, *args, **kwargs
+        )  # what latent attention passes is for Transformer Engine; config.kv_channels says it
 
     DotProductAttention.__init__ = without_channels
     if grouped:
