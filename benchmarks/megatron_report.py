@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 
 HEAD = """# Megatron-Core into Hugging Face models
 
-`scripts/try-megatron` with megatron-core {megatron}, transformers {transformers} and torch {torch}, on the CPU. Small models of
-random weights in float32 (4 layers, with experts 2; 8 heads; vocabulary of 99, padded to 128). Megatron's ranks and the daemon are processes
-of one machine. After the swap both models compute logits for 12 tokens; `difference` is the largest one between them,
-beside the largest logit. "into Megatron": the Hugging Face model is the trainer and the ranks are the engine.
+`scripts/try-megatron` with megatron-core {megatron}, transformers {transformers} and torch {torch}, on the CPU.
+Small models of random weights in float32 (4 layers, with experts 2; 8 heads; vocabulary of 99, padded to 128).
+Megatron's ranks and the daemon are processes of one machine. After the swap both models compute logits for 12
+tokens; `difference` is the largest one between them, beside the largest logit. "into Megatron": the Hugging Face
+model is the trainer, the ranks are the engine.
 
 | job | outcome | largest logit | difference |
 | --- | --- | --- | --- |"""

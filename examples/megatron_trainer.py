@@ -1,7 +1,7 @@
 """Give the weights of a Megatron-Core GPTModel, tensor and pipeline parallel, to a Hugging Face model."""
 
-# Needs megatron-core and transformers (`pip install 'refitd[megatron]'`). On CPUs, where Megatron does not train, a step of
-# training is a factor here:
+# Needs megatron-core and transformers (`pip install 'refitd[megatron]'`). It runs on CPUs, where Megatron does not
+# train: a step only scales the weights.
 #
 #     refitd serve --standalone --config configs/laptop.toml &
 #     python examples/megatron_trainer.py --engine &

@@ -19,6 +19,7 @@ def without_cuda(*, grouped: bool) -> None:
     """Make Megatron-Core run on CPUs."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.current_stream = torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment, method-assign]
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
