@@ -186,7 +186,7 @@ def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> Paramet
             shapes[_filled(rule, marks)] = shape
             tiles += [replace(tile, tensor=_filled(rule, marks)) for tile in held]
             continue
-        if problem := _shape_problem(rule, name, held, shape):
+        if problem := _shape_problem(rule, name, held, shape) or _stack_problem(rule, marks):
             raise PlanError(f"{meta.name}: {problem}; check the config that names were made of, and the tensor's split")
         if isinstance(rule, Padded):
             fill = rule.fill if is_target and fill is None else fill
@@ -253,6 +253,14 @@ def _shape_problem(rule: Fused | Padded, name: str, held: Sequence[Tile], shape:
         return f"it has {shape[0]} rows in the whole model, expected {want} ({parts})"
     if any(start + tile.size[0] > want for tile in held for start, _ in _rows_of(tile)):
         return f"it holds rows of {name} beyond the {want} that names say there are ({parts})"
+    return ""
+
+
+def _stack_problem(rule: Fused | Padded, marks: Mapping[str, str]) -> str:
+    """Return that an expert is not among those of a stacked tensor, or ""."""
+    for part in rule.parts if isinstance(rule, Fused) else ():
+        if part.stack and int(marks["expert"]) >= part.stack:
+            return f"it is expert {marks['expert']}, and names say that {part.tensor} has {part.stack} (from 0)"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_a_stack_of_experts_has_one_more_dimension():
     names = {"fc1.weight{expert}": Fused((Part(both, 2, 0, stack=4), Part(both, 2, 2, stack=4)))}
     found = renamed(meta("fc1.weight3", (4, 5)), names)
     assert found.resolved_name == both and found.global_shape == (4, 4, 5)
+    assert "it is expert 4, and names say that gate_up has 4" in refused(meta("fc1.weight4", (4, 5)), names)
     assert [(t.offset, t.size, t.local_offset) for t in found.tiles or ()] == [
         ((3, 0, 0), (1, 2, 5), 0),
         ((3, 2, 0), (1, 2, 5), 10),
@@ -346,3 +348,16 @@ def test_a_grouped_mlp_and_sinks_get_names_by_layer_and_expert(fused):
         missing = [line for line in refusals([*offered[:2], Roster(9, destination=everything)])]
         assert any(f"{at}.3.up_proj.weight" in line for line in missing)
         assert np.prod(found[f"{at}.3.up_proj.weight"][0]) == 48
+
+
+def test_thousands_of_tiles_in_one_tensor_plan_in_little_memory():
+    config = {"model_type": "gpt_oss", "vocab_size": 3, "hidden_size": 8, "head_dim": 2, "num_attention_heads": 4}
+    names = megatron_to_hf({**config, "intermediate_size": 512, "num_local_experts": 4})
+    held = [meta(f"decoder.layers.0.mlp.experts.linear_fc1.weight{e}", (1024, 8), 0) for e in range(4)]
+    engine = [meta("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 1024), 1)]
+    tracemalloc.start()
+    plan = plan_copies([Roster(0, source=rename(held, names, is_target=False)), Roster(1, destination=engine)])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(plan.table) == 4 * 1024
+    assert peak < 30e6  # bytes; comparing every place with every tile took 660e6
