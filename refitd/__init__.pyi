@@ -1,6 +1,9 @@
 """What `refitd` exports, each name once: type checkers read this file, and `refitd/__init__.py` loads names by it."""
 
-from . import testing as testing
+from . import (
+    names as names,
+    testing as testing,
+)
 from .inprocess.uneven_dtensor import (
     filter_unflattened_state_dict as filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata as gather_and_compute_chunk_metadata,

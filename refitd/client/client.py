@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from refitd.client.target import Commit, Target
     from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
+    from refitd.describe.renames import Names
     from refitd.describe.roster import Roster
 
 # The client's log lines go to the application's handlers and contain names and reasons from other processes.
@@ -94,6 +95,7 @@ class Client:
         metadata: Sequence[ParameterMetadata] | None = None,
         pg_collection: Any = None,
         num_experts: int | None = None,
+        names: Names | None = None,
         slots: int = 2,
         pull: bool | None = None,
         mxfp8: MXFP8Offer | None = None,
@@ -112,6 +114,8 @@ class Client:
             metadata: for a dict, how each tensor is split; without it, every tensor is whole.
             pg_collection: the parallel groups, if the module has none of its own.
             num_experts: the number of experts in the whole model.
+            names: canonical names for the module's own, if engines have others: {pattern: name, names.Fused or
+                names.Padded}, such as `refitd.names.megatron_to_hf(config)`. Every tensor needs one.
             slots: the number of versions to keep; each slot takes one shard's size of this node's memory.
             pull: how lent tensors outside arenas travel. True: the workers read this process's memory. False: this
                 process copies them once. None: the faster way, by a measurement at the first lend.
@@ -126,6 +130,7 @@ class Client:
 
         Raises:
             RefusedError: the rank is taken, or the descriptions are invalid.
+            PlanError: a tensor cannot be described, or has no canonical name in `names`.
             ArenaError: there is not enough memory for the slots.
         """
         from refitd.client.kept import NONE, Keeps, checked_part
@@ -140,7 +145,7 @@ class Client:
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
         part = checked_part("partial", partial)
         left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True, elsewhere=world_size > 1)
-        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out)
+        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names)
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
         live = () if tensors.is_converted else self._live(tensors)
@@ -169,6 +174,7 @@ class Client:
         rank: int = 0,
         world_size: int = 1,
         metadata: Sequence[ParameterMetadata] | None = None,
+        names: Names | None = None,
         slots: int = 2,
         partial: bool = False,
         device: str | torch.device = "cpu",
@@ -182,6 +188,7 @@ class Client:
             rank: as in `register_source`.
             world_size: as in `register_source`.
             metadata: how each tensor is split; without it, every tensor is whole.
+            names: as in `register_source`. `publish_from` takes the module's own names.
             slots: as in `register_source`.
             partial: what is declared is a part; see `register_source`.
             device: where the slots lie: "cpu" or "cuda:N".
@@ -198,7 +205,7 @@ class Client:
 
         model, timeout = text("model", model), seconds("timeout", timeout)
         rank, world_size, _ = _ranks(rank, world_size, None)
-        wire = declared(shapes, metadata, rank)
+        wire = declared(shapes, metadata, rank, names)
         gpu = number_of(device)
         message = local.RegisterSource(
             model=model,
@@ -228,6 +235,7 @@ class Client:
         metadata: Sequence[ParameterMetadata] | None = None,
         pg_collection: Any = None,
         num_experts: int | None = None,
+        names: Names | None = None,
         on_commit: Callable[[Commit], object] | None = None,
         on_pause: Callable[[int], object] | None = None,
         on_resume: Callable[[int | None], object] | None = None,
@@ -253,6 +261,7 @@ class Client:
             metadata: as in `register_source`.
             pg_collection: as in `register_source`.
             num_experts: as in `register_source`.
+            names: as in `register_source`, if sources have other names than this module.
             on_commit: called on a thread of the client when a version is decided; without it, call `poll` or `wait`.
             on_pause: called on that thread with the version before it is decided; it must return once this rank
                 stands still. The decision waits for that, and the client then commits by itself. A pause longer than
@@ -315,7 +324,7 @@ class Client:
             )
         kept = self._keeps(model, checked_part("keeps", keeps), world_size, timeout)
         tensors = TargetTensors(
-            module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, kept
+            module_or_tensors, rank, metadata, pg_collection, num_experts, convert_on_send, derived, kept, names
         )
         if tensors.kept and not tensors.wire and world_size == 1:
             raise RefusedError(

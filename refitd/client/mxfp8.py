@@ -19,6 +19,7 @@ from refitd.describe.casts import CASTS, cast_problem
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
+from refitd.describe.renames import Names
 from refitd.describe.ties import tie_by_memory
 from refitd.describe.usable import tensor_problem
 from refitd.dtypes import dtype_name
@@ -84,13 +85,14 @@ class TargetTensors(TensorSet):
         convert_on_send: bool = False,
         derived: Mapping[str, Derived] | None = None,
         keeps: Keeps = NONE,
+        names: Names | None = None,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be held in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts, keeps)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, keeps, names)
         if derived is not None and not isinstance(derived, Mapping):
             raise RefusedError(f"derived is {type(derived).__name__}, expected {{name: refitd.Derived}}")
         self._made = dict(derived or {})
@@ -229,13 +231,14 @@ class SourceTensors(TensorSet):
         num_experts: int | None,
         offer: MXFP8Offer | None = None,
         left_out: Keeps = NONE,
+        names: Names | None = None,
     ) -> None:
         """Describe the tensors.
 
         Raises:
             RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split. Names all of them.
         """
-        super().__init__(tensors, rank, metadata, pg_collection, num_experts, left_out)
+        super().__init__(tensors, rank, metadata, pg_collection, num_experts, left_out, names)
         self._unwritten = {}
         # tie names that share memory, for targets that hold the weight once
         self.metadata = [replace(m) for m in self.metadata]

@@ -17,6 +17,7 @@ from refitd.client.devices import Arena
 from refitd.client.given import held_of_given
 from refitd.client.reentrant_lock import Turn, check_process
 from refitd.describe.metadata import ParameterMetadata, plain
+from refitd.describe.renames import Names, rename
 from refitd.dtypes import dtype_name
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol import local
@@ -117,13 +118,24 @@ class StreamedSource:
 
 
 def declared(
-    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Sequence[ParameterMetadata] | None, rank: int
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    metadata: Sequence[ParameterMetadata] | None,
+    rank: int,
+    names: Names | None = None,
 ) -> list[ParameterMetadata]:
     """Return the descriptions of declared tensors.
 
     Raises:
         RefusedError: an entry is malformed, or shapes and metadata disagree.
+        PlanError: a tensor has no canonical name in `names`.
     """
+    wire = _declared(shapes, metadata, rank)
+    return wire if names is None else rename(wire, names, is_target=False)
+
+
+def _declared(
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Sequence[ParameterMetadata] | None, rank: int
+) -> list[ParameterMetadata]:
     found = {}
     for name, value in dict(shapes).items():
         try:

@@ -42,6 +42,7 @@ from refitd.describe.module import (
     get_refit_tensor_dict,
     is_dtensor,
 )
+from refitd.describe.renames import Names, rename
 from refitd.errors import CommitError, PlanError, RefusedError
 from refitd.protocol.shards import KeptTensor, Place
 from refitd.text import shown
@@ -98,6 +99,7 @@ class TensorSet:
         pg_collection: Any,
         num_experts: int | None,
         keeps: Keeps = NONE,
+        names: Names | None = None,
     ) -> None:
         """Describe a module, or take a dict with (or, for whole tensors, without) explicit metadata.
 
@@ -107,6 +109,7 @@ class TensorSet:
         """
         self._given: Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module] = checked_tensors(tensors)
         self._describe: Callable[[Mapping[str, Any]], list[ParameterMetadata]] | None = None
+        self._canonical_names = names
         self._tied: dict[str, str] = {}
         self._one_memory: list[list[str]] = []  # groups of names that were tied because they share memory
         raw = self._read()
@@ -118,7 +121,7 @@ class TensorSet:
             module = self._given
             self._describe = lambda raw: describe_module(module, rank, pg_collection, num_experts)
             metadata = self._describe(raw)
-        self.metadata = matched_metadata(metadata, raw)
+        self.metadata = self._renamed(matched_metadata(metadata, raw))
         if self._writes:
             self.metadata, self._tied = one_of_each(self.metadata, raw)
             raw = {name: value for name, value in raw.items() if name not in self._tied}
@@ -366,7 +369,7 @@ class TensorSet:
                     )
             return
         try:
-            described = {m.name: m for m in self._describe(raw)}
+            described = {m.name: m for m in self._renamed(self._describe(raw))}
         except PlanError as exc:
             raise RefusedError(f"{exc}; it has changed since registration") from exc
         one_memory = {name for names in self._one_memory for name in names}
@@ -396,6 +399,10 @@ class TensorSet:
                         f"{other}: it is no longer the memory of {first}, which it was tied to at registration; keep "
                         "them tied, or register the source again"
                     )
+
+    def _renamed(self, metas: list[ParameterMetadata]) -> list[ParameterMetadata]:
+        names = self._canonical_names
+        return metas if names is None else rename(metas, names, is_target=self._writes)
 
     def _captured(self, named: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the original tensors in the order of `names`; `self.tensors` holds views of them."""

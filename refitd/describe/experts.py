@@ -5,6 +5,7 @@
     experts over EP     likewise, without `allreduce = False`
     GroupedMLP          weight1 [hidden, E * f] and weight2 [E * f, hidden] are used as [E, hidden, f] and
                         [E, f, hidden]: one tensor per expert, named and laid out like those of other experts
+    softmax_offset      one number per attention head (attention sinks), split like the heads without any attribute
 
 An fc1 is gated if `gated_linear_unit` of a module or its config says so, else by the sizes of fc1 and fc2. If neither
 tells, the stride is unknown: other descriptions of the tensor then decide, and a plan that depends on an expert's
@@ -113,6 +114,8 @@ def findings(module: nn.Module, ep_size: int, expert_tp_size: int, num_experts: 
         for name, param in child._parameters.items():
             if param is None:
                 continue
+            if name == "softmax_offset" and _is_share_of_heads(path, param, modules):
+                found[f"{here}{name}"] = Finding(dim=0)
             is_first = last in _FC1 or (name == "weight1" and last not in _FC2)
             is_second = last in _FC2 or (name == "weight2" and last not in _FC1)
             if is_first or is_second:
@@ -166,6 +169,11 @@ def _linear(
         # gate and up are equally large, so an odd size cannot be gated
         return Finding(is_expert=is_expert, dim=dim, stride_is_known=bool(param.shape[split_dim] % 2))
     return Finding(is_expert=is_expert, dim=dim, stride=2 if gated else 1)
+
+
+def _is_share_of_heads(path: str, param: torch.Tensor, modules: Mapping[str, nn.Module]) -> bool:
+    heads = _nearest(path, modules, "num_attention_heads")
+    return param.dim() == 1 and isinstance(heads, int) and 0 < param.shape[0] < heads
 
 
 def _grouped_mlp(

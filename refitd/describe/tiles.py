@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +34,19 @@ class Tile:
     local_offset: int
     local_stride: tuple[int, ...]
     repeat: Repeat | None = None
+
+
+def spaced(spots: Sequence[tuple[int, int]], size: int, dim: int) -> list[tuple[int, int, Repeat | None]]:
+    """Join runs of one size along `dim` into one with a repeat if they are equally far apart at both ends.
+
+    Args:
+        spots: (first element of the canonical tensor along `dim`, local offset) of each run.
+        size: the number of elements of each run along `dim`.
+        dim: the dimension.
+    """
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(spots)}
+    if len(steps) == 1:
+        ((far, local_far),) = steps
+        if far >= size and local_far >= 0:
+            return [(*spots[0], Repeat(dim, len(spots), far, local_far))]
+    return [(*spot, None) for spot in spots]

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from refitd.describe.layout import row_major
-from refitd.describe.tiles import Repeat
+from refitd.describe.tiles import Repeat, spaced
 from refitd.offline.layouts import group_of
 from refitd.offline.values import Layout, Split, TensorSpec
 
@@ -98,16 +98,8 @@ def _boxes(runs: list[Run], dim: int, step: int) -> list[Box]:
     by_tensor: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for (number, start, size), local in zip(runs, places, strict=False):
         by_tensor.setdefault((number, size), []).append((start, local * step))
-    found: list[Box] = []
-    for (number, size), spots in by_tensor.items():
-        steps = {(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(spots)}
-        if len(steps) == 1 and next(iter(steps))[0] >= size:
-            ((far, local_far),) = steps
-            found.append((number, *_spot(spots[0], size), Repeat(dim, len(spots), far, local_far)))
-        else:
-            found += [(number, *_spot(spot, size), None) for spot in spots]
-    return found
-
-
-def _spot(spot: tuple[int, int], size: int) -> tuple[int, int, int]:
-    return spot[0], size, spot[1]
+    return [
+        (number, start, size, local, repeat)
+        for (number, size), spots in by_tensor.items()
+        for start, local, repeat in spaced(spots, size, dim)
+    ]

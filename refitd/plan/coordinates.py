@@ -41,7 +41,7 @@ class TileIndex:
         geometries = layouts.geometries
         entry, row = side.tiles(geometries)
         key = self._key(layouts, side.entry_class[entry], side.entry_local[entry], side.entry_tensor[entry])
-        order = np.argsort(key, kind="stable")
+        order = np.lexsort((geometries.tile_offset[row], key))
         entry, row = entry[order], row[order]
         self._layouts = layouts
         self.key = key[order]
@@ -57,6 +57,7 @@ class TileIndex:
         self.local_offset = geometries.tile_offset[row]
         # the stride of a dimension of one element is meaningless
         self.stride = np.where(self.size > 1, geometries.tile_stride[row], 0)
+        self.local_end = self.local_offset + ((self.size - 1) * self.stride).sum(axis=1) + 1
 
     @staticmethod
     def _key(layouts: Layouts, layout_class: Ints, local: Ints, tensor: Ints) -> Ints:
@@ -69,8 +70,7 @@ class TileIndex:
         start = rows.src_offset if is_source else rows.dst_offset
         stride = rows.src_stride if is_source else rows.dst_stride
         key = self._key(self._layouts, layout_class, local, rows.tensor)
-        first = np.searchsorted(self.key, key, side="left")
-        row, tile = ranges(first, np.searchsorted(self.key, key, side="right") - first)
+        row, tile = ranges(*self._near(key, start))
         coordinates, inside = self._coordinates(start[row], tile)
         row, tile, coordinates = row[inside], tile[inside], coordinates[inside]
         chosen = np.full(len(key), -1, np.int64)
@@ -78,6 +78,24 @@ class TileIndex:
         begin = np.zeros((len(key), self.offset.shape[1]), np.int64)
         begin[row[::-1]] = coordinates[::-1]
         return self._extended(rows, chosen, begin, stride)
+
+    def _near(self, key: Ints, start: Ints) -> tuple[Ints, Ints]:
+        """Return the first tile, and the number of tiles, among which is each place's if it has one.
+
+        A tensor may have thousands of tiles (every other column is one of its own): only those are looked at that
+        begin at or before the place, after the last whose predecessors all end before it.
+        """
+        places = np.unique(np.concatenate([self.local_offset, self.local_end, start]))
+        keys = np.unique(np.concatenate([self.key, key]))
+
+        def numbered(of: Ints, place: Ints) -> Ints:
+            # numbers, because key and place do not fit into 64 bits together
+            return np.searchsorted(keys, of) * len(places) + np.searchsorted(places, place)
+
+        last = np.searchsorted(numbered(self.key, self.local_offset), numbered(key, start), side="right")
+        ends = np.maximum.accumulate(numbered(self.key, self.local_end)) if len(self.key) else last[:0]
+        first = np.searchsorted(ends, numbered(key, start), side="right")
+        return first, np.maximum(last - first, 0)
 
     def _coordinates(self, start: Ints, tile: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Return each place's coordinates in its tile, and whether the place belongs to the tile."""

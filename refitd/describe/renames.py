@@ -1,0 +1,337 @@
+"""Describe tensors by the canonical names of another framework: a map from name patterns to names and fused parts.
+
+    "decoder.layers.{layer}.mlp.linear_fc2.weight": "model.layers.{layer}.mlp.down_proj.weight"
+    "decoder.layers.{layer}.mlp.linear_fc1.weight": Fused((Part(gate, 11008), Part(up, 11008)))
+    "embedding.word_embeddings.weight":             Padded("model.embed_tokens.weight", 32003)
+
+Patterns are matched against the names that a description has already: layers and experts are numbered over the whole
+model. A tensor's tiles, whatever cut them (TP, FSDP, several experts in one tensor), are intersected with the parts:
+
+    2 groups of q0 q1 k0 v0 | q2 q3 k1 v1 over TP2: rank 1 holds rows 2:4 of q, row 1 of k and row 1 of v
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from refitd.describe.layout import canonical_name, global_shape_of, is_sharded, tiles_of
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.names import detect_expert_index, with_expert_index
+from refitd.describe.tiles import Repeat, Tile, spaced
+from refitd.errors import PlanError
+from refitd.text import nearest, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive rows of a fused tensor, and where they lie in a canonical tensor.
+
+    Attributes:
+        tensor: the canonical name; it may use the placeholders of the pattern.
+        rows: the number of rows in the whole fused tensor.
+        first: the row of the canonical tensor that the first of them is.
+        step: the distance between two of them in the canonical tensor (2: every other row).
+        stack: if not 0, the canonical tensor has one more dimension in front, of this size, indexed by {expert}.
+        is_transposed: whether rows of the fused tensor are columns of the canonical one.
+    """
+
+    tensor: str
+    rows: int
+    first: int = 0
+    step: int = 1
+    stack: int = 0
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A tensor whose rows are those of several parts.
+
+    Attributes:
+        parts: the parts, in order.
+        groups: the number of equal groups along the rows, each with its share of every part in turn; ranks split the
+            rows as they lie (Megatron's linear_qkv: one per query group). None: the parts lie one after the other, and
+            each rank that splits the rows has its share of every part (linear_fc1: gate | up on each rank).
+    """
+
+    parts: tuple[Part, ...]
+    groups: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A tensor with more rows than the canonical one. Sources do not offer the padding; targets write `fill` there."""
+
+    tensor: str
+    rows: int
+    fill: float = 0.0
+
+
+Names = Mapping[str, str | Fused | Padded]
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+def rename(metas: Sequence[ParameterMetadata], names: Names, *, is_target: bool) -> list[ParameterMetadata]:
+    """Return the descriptions under the canonical names that `names` gives them.
+
+    Args:
+        metas: descriptions with canonical names of their own framework.
+        names: {pattern: canonical name, Fused or Padded}. `{layer}`, `{expert}` and other placeholders stand for
+            digits, `{rest}` for anything. The first pattern that matches counts.
+        is_target: whether the tensors are written, so that padding needs a fill.
+
+    Raises:
+        PlanError: lists every tensor that no pattern matches, with the nearest names, and every tensor that is not
+            what its rule says.
+    """
+    rules = _Rules(names)
+    found: list[ParameterMetadata] = []
+    problems: list[str] = []
+    for meta in metas:
+        try:
+            found.append(_renamed(meta, rules, is_target))
+        except PlanError as error:
+            problems += error.violations
+    if problems:
+        raise PlanError(problems)
+    return found
+
+
+class _Rules:
+    """The map, with patterns compiled."""
+
+    def __init__(self, names: Names) -> None:
+        if not isinstance(names, Mapping):
+            raise PlanError(f"names is {shown(names)}, expected {{pattern: canonical name, Fused or Padded}}")
+        self._rules: list[tuple[re.Pattern[str], str | Fused | Padded]] = []
+        self._patterns = list(names)
+        problems: list[str] = []
+        for pattern, rule in names.items():
+            if problem := _rule_problem(pattern, rule):
+                problems.append(f"names[{pattern!r}] {problem}" if isinstance(pattern, str) else f"names {problem}")
+                continue
+            split = _PLACEHOLDER.split(pattern)
+            text = "".join(
+                re.escape(piece) if i % 2 == 0 else f"(?P<{piece}>{'.+' if piece == 'rest' else '[0-9]+'})"
+                for i, piece in enumerate(split)
+            )
+            self._rules.append((re.compile(text), rule))
+        if problems:
+            raise PlanError(problems)
+
+    def find(self, name: str, subject: str) -> tuple[str | Fused | Padded, dict[str, str]]:
+        """Return the rule for a name, and what its placeholders stand for; `subject` is for the error."""
+        index = detect_expert_index(name)
+        for spelled in (name, *(() if index is None else (with_expert_index(name, index),))):
+            for pattern, rule in self._rules:
+                if match := pattern.fullmatch(spelled):
+                    return rule, match.groupdict()
+        numbers = re.findall(r"\d+", name)
+        layer = numbers[0] if numbers else "0"
+        close = nearest(name, [p.replace("{layer}", layer) for p in self._patterns], 5)
+        raise PlanError(
+            f"{subject}: no rule of names matches {name}; nearest: {', '.join(close) or 'none'}; check the model's "
+            f"architecture, or add a rule ({{**names, {name!r}: ...}})"
+        )
+
+
+def _rule_problem(pattern: object, rule: object) -> str:
+    if not isinstance(pattern, str) or not pattern:
+        return f"has the key {shown(pattern)}, expected a pattern of names"
+    known = _PLACEHOLDER.findall(pattern)
+    if len(set(known)) != len(known):
+        return "has a placeholder twice"
+    targets: list[str] = []
+    if isinstance(rule, str):
+        targets = [rule]
+    elif isinstance(rule, Padded):
+        targets = [rule.tensor]
+        if rule.rows < 1:
+            return f"is {rule}, expected 1 row or more"
+    elif isinstance(rule, Fused):
+        targets = [part.tensor for part in rule.parts]
+        groups = 1 if rule.groups is None else rule.groups
+        if not rule.parts or groups < 1 or any(p.rows < 1 or p.rows % groups for p in rule.parts):
+            return f"is {rule}, expected parts with rows that the groups divide"
+        if any(p.first < 0 or p.step < 1 or p.stack < 0 for p in rule.parts):
+            return f"is {rule}, expected first and stack of 0 or more, step of 1 or more"
+        if any(p.stack for p in rule.parts) and "expert" not in known:
+            return "stacks experts, and the pattern has no {expert}"
+    else:
+        return f"is {shown(rule)}, expected a canonical name, Fused or Padded"
+    if unknown := sorted({mark for target in targets for mark in _PLACEHOLDER.findall(target)} - set(known)):
+        return f"has no {{{unknown[0]}}}, and its canonical name has"
+    return ""
+
+
+def _renamed(meta: ParameterMetadata, rules: _Rules, is_target: bool) -> ParameterMetadata:
+    aliases = tuple(_single_name(alias, rules, meta.name) for alias in meta.aliases)
+    if meta.tiles is None:
+        rule, marks = rules.find(canonical_name(meta), meta.name)
+        if isinstance(rule, str):
+            # without tiles, so that what other ranks say of the cut can still complete it
+            return replace(meta, resolved_name=_filled(rule, marks), aliases=aliases)
+        if isinstance(rule, Fused):
+            meta = _with_shares(meta, rule)
+    shape, fill = global_shape_of(meta), meta.fill
+    tiles: list[Tile] = []
+    shapes: dict[str, tuple[int, ...] | None] = {}  # of the canonical tensors; None: not known
+    for name, held in _by_tensor(meta).items():
+        rule, marks = rules.find(name, meta.name)
+        if isinstance(rule, str):
+            shapes[_filled(rule, marks)] = shape
+            tiles += [replace(tile, tensor=_filled(rule, marks)) for tile in held]
+            continue
+        if problem := _shape_problem(rule, name, held, shape) or _stack_problem(rule, marks):
+            raise PlanError(f"{meta.name}: {problem}; check the config that names were made of, and the tensor's split")
+        if isinstance(rule, Padded):
+            fill = rule.fill if is_target and fill is None else fill
+            rule = Fused((Part(rule.tensor, rule.rows),))
+        for part in rule.parts:
+            shapes[_filled(part.tensor, marks)] = None if shape is None else _canonical_shape(part, rule, shape[1:])
+        tiles += [found for tile in held for found in _composed(tile, rule, marks)]
+    only = next(iter(shapes)) if len(shapes) == 1 else None
+    return replace(
+        meta,
+        resolved_name=only or canonical_name(meta),
+        tiles=tuple(tiles),
+        global_shape=shapes[only] if only else None,
+        aliases=aliases,
+        fill=fill,
+    )
+
+
+def _by_tensor(meta: ParameterMetadata) -> dict[str, list[Tile]]:
+    """Return a description's tiles by the tensor they are of; an empty shard's tensor has none."""
+    found: dict[str, list[Tile]] = {}
+    for tile in tiles_of(meta):
+        found.setdefault(tile.tensor, []).append(tile)
+    return found or {canonical_name(meta): []}
+
+
+def _filled(name: str, marks: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: marks[found[1]], name)
+
+
+def _single_name(alias: str, rules: _Rules, subject: str) -> str:
+    rule, marks = rules.find(alias, f"{subject} (tied)")
+    if isinstance(rule, Fused):
+        raise PlanError(f"{subject}: it is tied to {alias}, which names say is fused; register an untied model")
+    return _filled(rule if isinstance(rule, str) else rule.tensor, marks)
+
+
+def _with_shares(meta: ParameterMetadata, rule: Fused) -> ParameterMetadata:
+    """Return the description of rows that ranks split with the share of every part that each holds."""
+    if rule.groups is not None or len(rule.parts) == 1 or not is_sharded(meta) or meta.partition_dim:
+        return meta
+    ways, rows = len(meta.tensor_parallel_group_ranks or ()), [part.rows for part in rule.parts]
+    if meta.partition_sizes is not None or any(n % ways for n in rows):
+        return meta
+    if len(set(rows)) == 1:
+        return replace(meta, partition_stride=len(rows), stride_is_known=True)
+    return replace(meta, partition_stride=1, partition_sizes=[n // ways for n in rows], stride_is_known=True)
+
+
+def _shape_problem(rule: Fused | Padded, name: str, held: Sequence[Tile], shape: tuple[int, ...] | None) -> str:
+    """Return how a tensor of this whole shape, of which these tiles are held, differs from its rule, or ""."""
+    dims = {len(tile.size) for tile in held} | ({len(shape)} if shape is not None else set())
+    if 0 in dims:
+        return "it has no rows, and names say that it is fused or padded"
+    if isinstance(rule, Padded):
+        if shape is not None and shape[0] < rule.rows:
+            return f"it has {shape[0]} rows in the whole model, expected {rule.rows} or more for {rule.tensor}"
+        return ""
+    if any(part.is_transposed for part in rule.parts) and dims - {2}:
+        return f"it has {max(dims)} dimensions, and names say that it is a transposed matrix"
+    want = sum(part.rows for part in rule.parts)
+    parts = " + ".join(f"{part.rows} of {part.tensor}" for part in rule.parts)
+    if shape is not None and shape[0] != want:
+        return f"it has {shape[0]} rows in the whole model, expected {want} ({parts})"
+    if any(start + tile.size[0] > want for tile in held for start, _ in _rows_of(tile)):
+        return f"it holds rows of {name} beyond the {want} that names say there are ({parts})"
+    return ""
+
+
+def _stack_problem(rule: Fused | Padded, marks: Mapping[str, str]) -> str:
+    """Return that an expert is not among those of a stacked tensor, or ""."""
+    for part in rule.parts if isinstance(rule, Fused) else ():
+        if part.stack and int(marks["expert"]) >= part.stack:
+            return f"it is expert {marks['expert']}, and names say that {part.tensor} has {part.stack} (from 0)"
+    return ""
+
+
+def _canonical_shape(part: Part, rule: Fused, trailing: Sequence[int]) -> tuple[int, ...]:
+    """Return the whole shape of the canonical tensor that a part lies in."""
+    rows = max(p.first + (p.rows - 1) * p.step + 1 for p in rule.parts if p.tensor == part.tensor)
+    shape = (*trailing, rows) if part.is_transposed else (rows, *trailing)
+    return (part.stack, *shape) if part.stack else shape
+
+
+def _rows_of(tile: Tile) -> list[tuple[int, int]]:
+    """Return (first row, local offset) of a tile's boxes; repeats along other dimensions count as one."""
+    r = tile.repeat
+    if r is None or r.dim:
+        return [(tile.offset[0], tile.local_offset)]
+    return [(tile.offset[0] + i * r.step, tile.local_offset + i * r.local_step) for i in range(r.count)]
+
+
+def _beside(tile: Tile) -> list[Tile]:
+    """Return the tile without a repeat along dimensions other than rows, once for each time it is repeated."""
+    r = tile.repeat
+    if r is None or r.dim == 0:
+        return [tile]
+    found = []
+    for i in range(r.count):
+        offset = list(tile.offset)
+        offset[r.dim] += i * r.step
+        found.append(
+            replace(tile, offset=tuple(offset), local_offset=tile.local_offset + i * r.local_step, repeat=None)
+        )
+    return found
+
+
+def _composed(whole: Tile, rule: Fused, marks: Mapping[str, str]) -> Iterator[Tile]:
+    """Yield the tiles of the canonical tensors for what a tile of the fused tensor holds of each part."""
+    groups = rule.groups or 1
+    for tile in _beside(whole):
+        group, before = sum(part.rows for part in rule.parts) // groups, 0
+        for part in rule.parts:
+            here = part.rows // groups
+            spots: dict[int, list[tuple[int, int]]] = {}
+            for start, local in _rows_of(tile):
+                end = start + tile.size[0]
+                for number in range(start // group, min(groups, -(-end // group))):
+                    begin = number * group + before
+                    first, last = max(begin, start), min(begin + here, end)
+                    if first < last:
+                        place = local + (first - start) * tile.local_stride[0]
+                        spots.setdefault(last - first, []).append((number * here + first - begin, place))
+            for size, found in spots.items():
+                joined = spaced(found, size, 0) if part.step == 1 else [(*spot, None) for spot in found]
+                for row, place, repeat in joined:
+                    offset, sizes = (row, *tile.offset[1:]), (size, *tile.size[1:])
+                    yield _placed(Tile("", offset, sizes, place, tile.local_stride, repeat), part, marks)
+            before += here
+
+
+def _placed(box: Tile, part: Part, marks: Mapping[str, str]) -> Tile:
+    """Return the tile of the canonical tensor for a box of a part's rows, which count from its first one."""
+    offset, size, stride, repeat = list(box.offset), list(box.size), list(box.local_stride), box.repeat
+    offset[0] = part.first + offset[0] * part.step
+    if part.step > 1 and size[0] > 1:
+        repeat = Repeat(0, size[0], part.step, stride[0])
+        size[0] = 1
+    dim = 0 if repeat is None else repeat.dim
+    if part.is_transposed:
+        offset, size, stride, dim = offset[::-1], size[::-1], stride[::-1], 1 - dim
+    if part.stack:
+        offset, stride, dim = [int(marks["expert"]), *offset], [prod(size) * max(1, *stride), *stride], dim + 1
+        size = [1, *size]
+    if repeat is not None:
+        repeat = replace(repeat, dim=dim)
+    name = _filled(part.tensor, marks)
+    return Tile(name, tuple(offset), tuple(size), box.local_offset, tuple(stride), repeat)
