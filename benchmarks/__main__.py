@@ -20,6 +20,7 @@ BENCHMARKS = {
     "swap": "benchmarks.swap",
     "mxfp8-swap": "benchmarks.mxfp8_swap",
     "checkpoint": "benchmarks.checkpoint",
+    "flip": "benchmarks.flip",
 }
 
 

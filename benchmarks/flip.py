@@ -1,0 +1,159 @@
+"""How long an engine stands still when a version goes live: by exchanging arenas, and by copying, for several sizes.
+
+One trainer lends its tensors from an arena, one engine in a process of its own polls all the time. The unit is one
+thread's memcpy of the same bytes in the same round. Rollbacks exchange the arenas again; nothing else moves.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refitd
+from benchmarks import machine
+from benchmarks.swap_processes import Memcpy, available_bytes
+from refitd.testing import Daemon
+
+RESULTS = Path(__file__).parent / "results"
+TENSORS = 64
+MIB = 1 << 20
+# model bytes, ways, rounds
+CASES = ((MIB, ("flip", "copy"), 200), (1 << 30, ("flip", "copy"), 15), (2 << 30, ("flip", "copy"), 11))
+LARGE = ((4 << 30, ("flip",), 9), (6 << 30, ("flip",), 7))
+
+
+def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+    """Measure every case and return the figures; they are kept in benchmarks/results unless it was quick."""
+    cases = tuple((nbytes, ways, 3) for nbytes, ways, _ in CASES[:2]) if quick else CASES + LARGE
+    results: dict[str, Any] = {"machine": machine.describe(), "cases": [], "poll_us": _poll_us()}
+    for nbytes, ways, rounds in cases:
+        for way in ways:
+            results["cases"].append(_measure(nbytes, way, rounds))
+            if not json_output:
+                print(_row(results["cases"][-1]), flush=True)
+    if not quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "flip.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "flip.md").write_text(_markdown(results))
+    return results
+
+
+def _shapes(nbytes: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    rows = nbytes // TENSORS // 2 // 1024
+    return {f"layers.{i}.weight": ((rows, 1024), torch.bfloat16) for i in range(TENSORS)}
+
+
+def _engine(directory: str, nbytes: int, mode: Any, ready: Event, stop: Event) -> None:
+    with refitd.connect(directory) as client:
+        live = client.allocate(_shapes(nbytes), timeout=300)
+        target = client.register_target("bench", live, replica="engine", mode=mode, timeout=300)
+        assert target.flips == (mode == "flip")
+        ready.set()
+        while not stop.is_set():
+            target.poll()
+            time.sleep(20e-6)
+
+
+def _measure(nbytes: int, way: str, rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"bytes": nbytes, "way": way, "rounds": rounds}
+    if 3 * nbytes > available_bytes():
+        return found | {"left_out": f"it takes {3 * nbytes / 2**30:.0f} GiB"}
+    spawn = multiprocessing.get_context("spawn")
+    ready, stop = spawn.Event(), spawn.Event()
+    taken: dict[str, list[float]] = {name: [] for name in ("memcpy", "swap", "stage", "commit", "pause", "rollback")}
+    with Daemon(config="[node]\nworkers = 2\n") as daemon, daemon.connect() as client:
+        engine = spawn.Process(target=_engine, args=(str(daemon.directory), nbytes, way, ready, stop))
+        engine.start()
+        try:
+            given = client.allocate(_shapes(nbytes), timeout=300)
+            for tensor in given.values():
+                tensor.fill_(1)
+            source = client.register_source("bench", given, timeout=300)
+            if not ready.wait(300):
+                raise TimeoutError("the engine has not registered")
+            unit, version = Memcpy(min(nbytes, 1 << 30)), 0
+            for number in range(rounds + 2):
+                memcpy_s, version = unit.seconds(nbytes), version + 1
+                with source.lend(version):
+                    report = client.swap("bench", version, timeout=300)
+                back = None
+                if way == "flip" and version > 1:
+                    back = client.rollback("bench", timeout=300)
+                    assert back.bytes == 0
+                    client.rollback("bench", version, timeout=300)
+                if number < 2:
+                    continue
+                for name, value in (
+                    ("memcpy", memcpy_s),
+                    ("swap", report.total_s),
+                    ("stage", report.stage_s),
+                    ("commit", report.commit_s),
+                    ("pause", report.members[0].paused_s),
+                ):
+                    taken[name].append(value)
+                if back is not None:
+                    taken["rollback"].append(back.total_s)
+        finally:
+            stop.set()
+            engine.join(30)
+            engine.kill()
+    return found | {
+        name: {"median_s": statistics.median(all_), "most_s": max(all_)} for name, all_ in taken.items() if all_
+    }
+
+
+def _poll_us() -> float:
+    """Return the microseconds of a poll with nothing pending, the least of five times 100,000."""
+    with Daemon() as daemon, daemon.connect() as client:
+        target = client.register_target("bench", {"w": torch.zeros(4)}, replica="engine")
+        least = float("inf")
+        for first in range(0, 500_000, 100_000):
+            started = time.perf_counter()
+            for step in range(first, first + 100_000):
+                target.poll(step=step)
+            least = min(least, time.perf_counter() - started)
+    return least * 10
+
+
+def _row(case: dict[str, Any]) -> str:
+    size = f"{case['bytes'] / 2**30:.0f} GiB" if case["bytes"] >= 1 << 30 else f"{case['bytes'] / MIB:.0f} MiB"
+    if "left_out" in case:
+        return f"| {size} | {case['way']} | left out: {case['left_out']} |  |  |  |  |  |"
+    unit = case["memcpy"]["median_s"]
+
+    def shown(name: str) -> str:
+        if name not in case:
+            return ""
+        one = case[name]
+        return f"{one['median_s'] * 1e3:.2f} (most {one['most_s'] * 1e3:.2f})"
+
+    swap = case["swap"]["median_s"]
+    ratio = f"{swap / unit:.2f}" if case["bytes"] > MIB else ""
+    return f"| {size} | {case['way']} | {shown('pause')} | {shown('stage')} | {shown('swap')} | {ratio} | {shown('rollback')} |"
+
+
+def _markdown(results: dict[str, Any]) -> str:
+    m = results["machine"]
+    lines = [
+        "# Going live: arenas exchanged, or bytes copied",
+        "",
+        f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, Linux {m['kernel']}, Python {m['python']}, "
+        f"torch {m['packages'].get('torch')}.",
+        "One trainer that lends from an arena, one engine that polls, every byte compared when staged. Milliseconds,",
+        "medians over the rounds. Written by `scripts/bench flip`.",
+        "",
+        "| model | way | engine paused | staged | whole swap | in memcpys | rollback |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *map(_row, results["cases"]),
+        "",
+        f"A poll with nothing pending takes {results['poll_us']:.2f} us (the least of five times 100,000).",
+        "",
+    ]
+    return "\n".join(lines)
