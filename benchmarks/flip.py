@@ -136,7 +136,8 @@ def _row(case: dict[str, Any]) -> str:
 
     swap = case["swap"]["median_s"]
     ratio = f"{swap / unit:.2f}" if case["bytes"] > MIB else ""
-    return f"| {size} | {case['way']} | {shown('pause')} | {shown('stage')} | {shown('swap')} | {ratio} | {shown('rollback')} |"
+    columns = (size, case["way"], shown("pause"), shown("stage"), shown("swap"), ratio, shown("rollback"))
+    return f"| {' | '.join(columns)} |"
 
 
 def _markdown(results: dict[str, Any]) -> str:
@@ -144,8 +145,8 @@ def _markdown(results: dict[str, Any]) -> str:
     lines = [
         "# Going live: arenas exchanged, or bytes copied",
         "",
-        f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, Linux {m['kernel']}, Python {m['python']}, "
-        f"torch {m['packages'].get('torch')}.",
+        f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, Linux {m['kernel']}, "
+        f"Python {m['python']}, torch {m['packages'].get('torch')}.",
         "One trainer that lends from an arena, one engine that polls, every byte compared when staged. Milliseconds,",
         "medians over the rounds. Written by `scripts/bench flip`.",
         "",

@@ -311,32 +311,56 @@ class MappedDeviceArena:
         self.writable = write
         with self._context:
             self._size = _whole(self._driver, device, nbytes)
-            handle = ctypes.c_ulonglong()
+            self._handle = ctypes.c_ulonglong()  # kept for `exchange`
             try:
-                self._driver.call("cuMemImportFromShareableHandle", ctypes.byref(handle), fd, _POSIX_FD)
+                self._driver.call("cuMemImportFromShareableHandle", ctypes.byref(self._handle), fd, _POSIX_FD)
                 try:
-                    self.address = self._map(handle, write)
-                finally:
-                    self._driver.call("cuMemRelease", handle)  # the mapping holds the memory
+                    self.address = self._reserved_and_mapped()
+                except ArenaError:
+                    self._driver.call("cuMemRelease", self._handle)
+                    raise
             except ArenaError as exc:
                 raise ArenaError(f"descriptor {fd} as an arena of {nbytes} bytes on GPU {device}: {exc}") from exc
             self._context.keep()
 
-    def _map(self, handle: ctypes.c_ulonglong, write: bool) -> int:
-        call, address = self._driver.call, ctypes.c_ulonglong()
-        call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
+    def _reserved_and_mapped(self) -> int:
+        address = ctypes.c_ulonglong()
+        self._driver.call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
         try:
-            call("cuMemMap", address, self._size, 0, handle, 0)
-            try:
-                access = _Access(_Location(_ON_DEVICE, self.device), _READ_WRITE if write else _READ)
-                call("cuMemSetAccess", address, self._size, ctypes.byref(access), 1)
-            except ArenaError:
-                call("cuMemUnmap", address, self._size)
-                raise
+            self._map(address.value)
         except ArenaError:
-            call("cuMemAddressFree", address, self._size)
+            self._driver.call("cuMemAddressFree", address, self._size)
             raise
         return address.value
+
+    def _map(self, address: int) -> None:
+        """Map the arena's memory at a free address; raises ArenaError, and then nothing is mapped."""
+        self._driver.call("cuMemMap", address, self._size, 0, self._handle, 0)
+        try:
+            access = _Access(_Location(_ON_DEVICE, self.device), _READ_WRITE if self.writable else _READ)
+            self._driver.call("cuMemSetAccess", address, self._size, ctypes.byref(access), 1)
+        except ArenaError:
+            self._driver.call("cuMemUnmap", address, self._size)
+            raise
+
+    def exchange(self, other: MappedDeviceArena) -> None:
+        """Exchange what two arenas of one size hold, in this process, after the GPU's queued work; addresses stay.
+
+        Captured CUDA graphs keep working: they know addresses only.
+
+        Raises:
+            ArenaError: the sizes or devices differ, and nothing has changed; or the driver fails half way, and neither
+                arena may be used any more.
+        """
+        if (self._size, self.device) != (other._size, other.device):
+            raise ArenaError(f"arenas of {self._size} and {other._size} bytes on GPUs {self.device} and {other.device}")
+        with self._context:
+            self._driver.call("cuCtxSynchronize")
+            for one in (self, other):
+                self._driver.call("cuMemUnmap", one.address, one._size)
+            self._handle, other._handle = other._handle, self._handle
+            for one in (self, other):
+                one._map(one.address)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -359,6 +383,7 @@ class MappedDeviceArena:
             self._driver.call("cuCtxSynchronize")
             self._driver.call("cuMemUnmap", address, self._size)
             self._driver.call("cuMemAddressFree", address, self._size)
+            self._driver.call("cuMemRelease", self._handle)
         self._context.let_go()
 
     def __del__(self) -> None:

@@ -337,7 +337,7 @@ class Client:
             tensors.take_cast(cast)
         with registering(tensors):
             live = self._live(tensors)
-            flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, must=mode == "flip")
+            flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, device, must=mode == "flip")
             message = local.RegisterTarget(
                 model=model,
                 replica=replica,
@@ -747,11 +747,14 @@ class Client:
         tensors.arena_places = tensors.places({n: arena for n, arena in self._arenas.items() if n not in switched})
         return tensors.arena_places
 
-    def _may_flip(self, tensors: TargetTensors, live: tuple[Place, ...], *, must: bool) -> bool:
+    def _may_flip(
+        self, tensors: TargetTensors, live: tuple[Place, ...], device: str | torch.device | None, *, must: bool
+    ) -> bool:
         """Return whether versions can go live by exchanging arenas; raise RefusedError if they `must` and cannot."""
+        from refitd.client.devices import number_of
         from refitd.client.flip import obstacle
 
-        found = obstacle(tensors, live, self._arenas, self._contents)
+        found = obstacle(tensors, live, self._contents, None if device is None else number_of(device))
         if not found and any(one.arenas() & {live[0].arena} for one in self._registered):
             found = "its arena holds tensors of another registration, which an exchange would take from it"
         if found and must:
@@ -759,12 +762,10 @@ class Client:
         return not found
 
     def _paired(self, live: tuple[Place, ...], staging: Arena | None) -> ArenaPair:
-        from refitd.buffers.arena import MappedArena
         from refitd.client.flip import ArenaPair
 
-        arena = self._arenas[live[0].arena]
-        assert isinstance(arena, MappedArena) and isinstance(staging, MappedArena)
-        return ArenaPair(arena, staging)
+        assert staging is not None
+        return ArenaPair(self._arenas[live[0].arena], staging)
 
     def __enter__(self) -> Client:
         return self

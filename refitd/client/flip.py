@@ -6,9 +6,12 @@ import ctypes
 import logging
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from refitd.buffers.arena import MappedArena
 from refitd.client.devices import Arena
 from refitd.client.mxfp8 import TargetTensors
+from refitd.describe.memory import gpu_of
 from refitd.errors import ArenaError, CommitError
 from refitd.protocol.shards import Place
 
@@ -22,11 +25,12 @@ Contents = Mapping[str, tuple[int, int]]
 
 
 def obstacle(
-    tensors: TargetTensors, places: tuple[Place, ...], arenas: Mapping[int, Arena], contents: Mapping[int, Contents]
+    tensors: TargetTensors, places: tuple[Place, ...], contents: Mapping[int, Contents], device: int | None
 ) -> str:
     """Return why these tensors cannot go live by exchanging arenas; "" if they can.
 
-    An exchange moves everything in the arena, so everything there must be registered.
+    An exchange moves everything in the arena, so everything there must be registered. `device` is where the staging
+    arena is wanted, if not beside the tensors.
     """
     numbers = sorted({place.arena for place in places})
     if not places:
@@ -35,9 +39,8 @@ def obstacle(
         return f"its tensors lie in {len(numbers)} arenas; allocate all of them with one call"
     if tensors.held or tensors.conversions:
         return "some tensors are held otherwise than they arrive (MXFP8)"
-    arena = arenas[numbers[0]]
-    if not isinstance(arena, MappedArena):
-        return "its tensors lie on a GPU"
+    if device is not None and any(gpu_of(tensor) != device for tensor in tensors.tensors if tensor.numel()):
+        return "its staging arena is wanted on another device"
     spans = sorted(
         (place.offset, place.offset + _span(tensor.shape, place.strides, tensor.element_size()))
         for place, tensor in zip(places, tensors.tensors, strict=True)
@@ -52,7 +55,8 @@ def obstacle(
 class ArenaPair:
     """A target's live arena and its staging arena, mapped in this process."""
 
-    def __init__(self, live: MappedArena, staging: MappedArena) -> None:
+    def __init__(self, live: Arena, staging: Arena) -> None:
+        """Both are of one size and on one device."""
         self._live = live
         self._staging = staging
 
@@ -62,11 +66,19 @@ class ArenaPair:
         Raises:
             CommitError: the exchange failed half way; nothing may be served.
         """
+        live, staging = self._live, self._staging
+        if not isinstance(live, MappedArena) or not isinstance(staging, MappedArena):
+            assert not isinstance(live, MappedArena) and not isinstance(staging, MappedArena)
+            try:
+                live.exchange(staging)
+            except ArenaError as exc:
+                raise CommitError(f"the arenas on GPU {live.device} could not be exchanged: {exc}") from exc
+            return True
         try:
-            self._live.exchange(self._staging)
+            live.exchange(staging)
         except ArenaError as exc:
             _log.warning("%s; the version is copied", exc)
-            ctypes.memmove(self._live.address, self._staging.address, self._live.nbytes)
+            ctypes.memmove(live.address, staging.address, live.nbytes)
             return False
         return True
 
@@ -76,8 +88,14 @@ class ArenaPair:
         Raises:
             CommitError: the live arena does not hold what was copied into it.
         """
-        ctypes.memmove(self._live.address, self._staging.address, self._live.nbytes)
-        if _libc.memcmp(self._live.address, self._staging.address, self._live.nbytes):
+        live, staging = self._live, self._staging
+        if not isinstance(live, MappedArena) or not isinstance(staging, MappedArena):
+            assert not isinstance(live, MappedArena) and not isinstance(staging, MappedArena)
+            differs = not torch.equal(live.tensor.copy_(staging.tensor), staging.tensor)
+        else:
+            ctypes.memmove(live.address, staging.address, live.nbytes)
+            differs = bool(_libc.memcmp(live.address, staging.address, live.nbytes))
+        if differs:
             raise CommitError("the live arena does not hold what was restored to it; something else writes to it")
 
 

@@ -151,10 +151,13 @@ class LocalArenas(dict[int, Arena]):
             raise RefusedError(f"arena {arena} ({found.label}) is handed out for reading only")
         return found
 
-    def exchange(self, arena: int, other: int) -> None:
-        """Exchange what two arenas of one size hold, here and in the workers; ids, owners and labels stay."""
+    def exchange(self, arena: int, other: int) -> list[int]:
+        """Exchange what two arenas of one size hold, here and in the workers; ids, owners and labels stay.
+
+        Return the workers that must be replaced: they know only one of the two.
+        """
         self._out(SwitchArenas(arena, other))
-        self._maps.exchange(arena, other)
+        return self._maps.exchange(arena, other)
 
     def gpus(self) -> Iterator[GpuStatus]:
         """Yield the arena count and bytes of each GPU."""

@@ -129,7 +129,7 @@ class Daemon:
             self._maps,
             out,
             self._replace_worker,
-            self.arenas.exchange,
+            self._exchange,
         )
         self._swaps = LocalSwaps(
             node,
@@ -394,7 +394,7 @@ class Daemon:
             else:
                 kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
                 if kept and member.flips:  # its live arena goes with the session; the staging arena stays
-                    self.arenas.exchange(member.live_arena, member.staging)
+                    self._exchange(member.live_arena, member.staging)
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))
         for arena in sorted(session.arenas):
             self.arenas.free({arena})
@@ -617,6 +617,10 @@ class Daemon:
     def _stops_digesting(self, worker: int, *, died: bool) -> None:
         self._proofs.worker_gone(worker, died=died)
         self._regions.worker_gone(worker, died=died)
+
+    def _exchange(self, arena: int, other: int) -> None:
+        for worker in self.arenas.exchange(arena, other):
+            self._replace_worker(worker, f"arenas {arena} and {other} were exchanged, and it has mapped only one")
 
     def _replace_worker(self, worker: int, reason: str) -> None:
         self._swaps.replace_worker(worker, reason)

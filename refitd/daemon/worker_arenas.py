@@ -47,13 +47,15 @@ class WorkerArenas:
             mapped.discard(arena)
             self._out(ToWorker(worker, sidecar.UnmapArena(arena=arena)))
 
-    def exchange(self, arena: int, other: int) -> None:
-        """Have the workers exchange what two arenas hold; one that has a single one of them maps it again."""
+    def exchange(self, arena: int, other: int) -> list[int]:
+        """Have the workers exchange what two arenas hold; return those that have only one, whose jobs would err."""
+        odd = []
         for worker, mapped in enumerate(self._mapped):
             if {arena, other} <= mapped:
                 self._out(ToWorker(worker, sidecar.ExchangeArenas(arena=arena, other=other)))
-            else:
-                mapped -= {arena, other}
+            elif {arena, other} & mapped:
+                odd.append(worker)
+        return odd
 
     def renewed(self, worker: int) -> None:
         """A worker is a new process without any mapping: map its arenas again."""

@@ -58,6 +58,11 @@ class Devices:
         self._lacking.pop(arena, None)
         self._arenas.pop(arena, None)  # unmapped with its last view
 
+    def exchange(self, arena: int, other: int) -> None:
+        """Exchange what two arenas on one GPU hold; raises ArenaError if one is not mapped, or cannot be."""
+        mine = self.mapped({arena, other})
+        mine[arena].exchange(mine[other])
+
     @property
     def arenas(self) -> Mapping[int, MappedDeviceArena]:
         """The mapped arenas by id."""

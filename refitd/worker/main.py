@@ -138,7 +138,10 @@ class Worker:
                 self._devices.unmap(arena)
             case sidecar.ExchangeArenas(arena, other):
                 # addresses stay, and with them prepared jobs; a failure ends this worker, and the next one maps anew
-                self._arenas[arena].exchange(self._arenas[other])
+                if arena in self._arenas:
+                    self._arenas[arena].exchange(self._arenas[other])
+                else:
+                    self._devices.exchange(arena, other)
             case sidecar.JoinEpoch():
                 self._join(message)
             case sidecar.LaneValue(epoch, key, value):

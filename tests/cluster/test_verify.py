@@ -36,7 +36,8 @@ class Fleet:
         self.tensors = whole()
         self.source = self.trainer.register_source("policy", self.tensors)
         self.live = self.empty(way, self.engine)
-        self.target = self.engine.register_target("policy", self.live, replica="a")
+        # by copy: the staging arena then still holds what was staged, and finds the very elements that differ
+        self.target = self.engine.register_target("policy", self.live, replica="a", mode="copy")
         self.swap(1)
 
     def empty(self, way: str, client: Client) -> dict[str, torch.Tensor]:

@@ -39,13 +39,14 @@ def cast_to(dtype: torch.dtype, cast_from: str) -> list[refitd.ParameterMetadata
     return [refitd.ParameterMetadata(name="w", shape=(40, 8), resolved_name="w", **fields)]
 
 
-@pytest.mark.parametrize("live_on", ["arena", pytest.param("private", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("live_on", ["arena", "flip", pytest.param("private", marks=pytest.mark.slow)])
 def test_what_is_live_on_a_gpu_is_verified(daemon: Daemon, live_on: str) -> None:
     full = shards.whole(4)
     with daemon.connect() as client:
-        live = allocated(client, full, "cuda:0") if live_on == "arena" else private(full, 0)
+        live = private(full, 0) if live_on == "private" else allocated(client, full, "cuda:0")
         source = client.register_source("policy", full)
-        target = client.register_target("policy", live, replica="r")
+        target = client.register_target("policy", live, replica="r", mode="copy" if live_on == "arena" else "shadow")
+        assert target.flips == (live_on == "flip")
         source.publish(1)
         with Engine(target):
             client.swap("policy", 1, timeout=60)
