@@ -22,6 +22,7 @@ CHECKS = {
     "swap": "tensors in an arena keep their addresses while their content changes",
     "copies": "copies between arenas of one GPU are right, and how fast they are",
     "graph": "a CUDA graph captured before a swap replays with the new weights, bit for bit as eager",
+    "flip": "a captured graph reads the other weights once two arenas are exchanged",
     "mxfp8": "the MXFP8 kernel writes the bytes of the CPU; a captured graph replays with converted weights",
     "nccl-1": "NCCL, one rank: communicators through a mailbox, exchanges with itself",
     "nccl-2": "NCCL, two ranks on one GPU",

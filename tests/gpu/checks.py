@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from refitd.errors import RefitdError
-from tests.gpu.memory_checks import arena, arena_child, copies, digest, graph, swap
+from tests.gpu.memory_checks import arena, arena_child, copies, digest, flip, graph, swap
 from tests.gpu.mxfp8_checks import mxfp8
 from tests.gpu.outcomes import DEVICE, Outcome, Skip, need
 from tests.gpu.rank_checks import nccl_one, nccl_two, nvshmem_two, rank_main
@@ -72,6 +72,7 @@ CHECKS: dict[str, Callable[[float], Outcome]] = {
     "swap": swap,
     "copies": copies,
     "graph": graph,
+    "flip": flip,
     "mxfp8": mxfp8,
     "nccl-1": nccl_one,
     "nccl-2": nccl_two,

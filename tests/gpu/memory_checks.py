@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -228,3 +229,33 @@ def graph(seconds: float) -> Outcome:
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in source.tensors().items())
         assert torch.equal(y, run_mlp(tensors, x, layers)), f"version {version}: the replay differs from eager"
     return Outcome({"versions": 3})
+
+
+def flip(seconds: float) -> Outcome:
+    """A graph that was captured over one arena reads the other one's weights after an exchange, and the reverse."""
+    layers, shapes = 4, mlp_shapes(512, 4)
+    live, staging = Shard.make(1, shapes), Shard.make(2, shapes)
+    tensors, x = live.tensors(), torch.randn(16, 512, device=DEVICE, dtype=torch.bfloat16)
+    for tensor in tensors.values():
+        tensor.normal_(0, 0.05)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run_mlp(tensors, x, layers)
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = run_mlp(tensors, x, layers)
+    pauses = []
+    for version in range(5):
+        staged = {name: tensor.normal_(0, 0.05).clone() for name, tensor in staging.tensors().items()}
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        live.arena.exchange(staging.arena)
+        pauses.append(time.perf_counter() - began)
+        captured.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in staged.items()), f"version {version}"
+        assert torch.equal(y, run_mlp(staged, x, layers)), f"version {version}: the replay reads other weights"
+    return Outcome({"versions": 5, "exchange us": sorted(pauses)[2] * 1e6})

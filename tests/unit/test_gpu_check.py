@@ -21,6 +21,7 @@ NAMES = [
     "swap",
     "copies",
     "graph",
+    "flip",
     "mxfp8",
     "nccl-1",
     "nccl-2",
