@@ -84,6 +84,12 @@ def _show(report: PlanReport, top: int) -> None:
         ("source", "target", ">bytes", ">copies"),
         ((pair.source, pair.target, size(pair.bytes), str(pair.copies)) for pair in shown),
     )
+    if report.links:
+        print_table(
+            "between nodes",
+            ("from", "to", ">crosses", ">needed there"),
+            ((link.source, link.target, size(link.bytes), size(link.needed_bytes)) for link in report.links),
+        )
     parameters: Sequence[ParameterTraffic] = sorted(report.parameters, key=lambda parameter: -parameter.bytes)
     _show_parameters([(p.name, p.bytes, p.copies) for p in parameters], top)
     _show_unused(report.unused_sources, top)

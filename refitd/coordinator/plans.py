@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,10 +17,11 @@ from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
+from refitd.plan.onward import split
 from refitd.plan.regions import Regions
 from refitd.plan.table import CopyTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
-from refitd.protocol.reports import KeptTraffic, PairTraffic, ParameterTraffic, PlanReport
+from refitd.protocol.reports import KeptTraffic, LinkTraffic, PairTraffic, ParameterTraffic, PlanReport
 
 
 @dataclass
@@ -38,6 +39,7 @@ class LoadedPlan:
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of each pair
+    _split: tuple[dict[int, str], CopyTable, CopyTable] | None = None  # `_crossing`, and for which nodes
 
     @functools.cached_property
     def senders(self) -> frozenset[int]:
@@ -59,7 +61,9 @@ class LoadedPlan:
         here = [rank for rank, where in node_of.items() if where == node]
         sent, received = np.isin(self.table.src_rank, here), np.isin(self.table.dst_rank, here)
         table = self.table.select(sent & received)
-        crossing = self.table.select(sent ^ received)
+        crossing, onward = self._crossing(node_of)
+        crossing = crossing.select(np.isin(crossing.src_rank, here) | np.isin(crossing.dst_rank, here))
+        onward = onward.select(np.isin(onward.dst_rank, here))
         fills = self.fills.select(np.isin(self.fills.rank, here))
         ranks = {rank: member for member, rank in self.members.items()}
         epoch = self.epoch if self.epoch is not None and node in self.epoch.nodes else None
@@ -72,6 +76,7 @@ class LoadedPlan:
             table=table.with_own_names().to_wire(),
             fills=fills.with_own_names().to_wire() if len(fills) else {},
             crossing=crossing.with_own_names().to_wire() if epoch is not None else {},
+            onward=onward.with_own_names().to_wire() if epoch is not None and len(onward) else {},
             crossing_nodes=tuple(position.get(node_of[rank], -1) for rank in ranks) if epoch is not None else (),
             epoch=epoch,
         )
@@ -79,12 +84,23 @@ class LoadedPlan:
     def links(self, fleet: Model) -> dict[tuple[str, str], int]:
         """Return the bytes that cross between nodes in one swap, by (source node, target node)."""
         node_of = self._node_of(fleet)
+        crossing, _ = self._crossing(node_of)
         found: dict[tuple[str, str], int] = {}
-        for src, dst, moved, _ in self.pairs:
+        for src, dst, moved, _ in _pairs(crossing):
             link = node_of[src], node_of[dst]
-            if link[0] != link[1]:
-                found[link] = found.get(link, 0) + moved
+            found[link] = found.get(link, 0) + moved
         return found
+
+    def _crossing(self, node_of: Mapping[int, str]) -> tuple[CopyTable, CopyTable]:
+        """Return the rows that cross between nodes, and those that copy onward; see refitd.plan.onward."""
+        if self._split is None or self._split[0] != node_of:
+            nodes = {name: number for number, name in enumerate(sorted(set(node_of.values())))}
+            at = np.full(1 + max([*node_of, *self.table.src_rank.tolist()[:1]], default=0), -1, np.int64)
+            for rank, name in node_of.items():
+                at[rank] = nodes[name]
+            rows = self.table.select(at[self.table.src_rank] != at[self.table.dst_rank])
+            self._split = dict(node_of), *split(rows, node_of)
+        return self._split[1:]
 
     def _node_of(self, fleet: Model) -> dict[int, str]:
         return {self.members[m.id]: m.node for m in fleet.members() if m.id in self.members}
@@ -172,8 +188,18 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         parameters=(),
         unused_sources=plan.unused_sources,
         kept=_kept(fleet),
+        links=_links(fleet, plan),
     )
     return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
+
+
+def _links(fleet: Model, plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
+    node_of = {plan.members[m.id]: m.node for m in fleet.members() if m.id in plan.members}
+    needed: dict[tuple[str, str], int] = {}
+    for src, dst, nbytes, _ in plan.pairs:
+        link = node_of[src], node_of[dst]
+        needed[link] = needed.get(link, 0) + nbytes
+    return tuple(LinkTraffic(*link, nbytes, needed[link]) for link, nbytes in sorted(plan.links(fleet).items()))
 
 
 def _kept(fleet: Model) -> tuple[KeptTraffic, ...]:

@@ -32,6 +32,7 @@ class NodePlan:
     fills: FillTable | None
     constants: int  # arena of the fill constants; -1 if there are none
     outer: OuterTransfers | None = None
+    onward: CopyTable | None = None  # copies between targets, once everything has arrived
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class _Loading:
     table: CopyTable
     fills: FillTable | None
     outer: OuterTransfers | None
+    onward: CopyTable | None
     constants: int = -1
     missing: set[str] = field(default_factory=set)
 
@@ -108,11 +110,12 @@ class LocalPlans:
             table = CopyTable.from_wire(message.table)
             fills = FillTable.from_wire(message.fills) if message.fills else None
             outer = self._outer(message)
+            onward = CopyTable.from_wire(message.onward) if message.onward else None
         except ValueError as exc:
             self._plan_refused(message, str(exc))
             return
         members = dict(zip(message.ranks, message.members, strict=True))
-        loading = _Loading(message.plan, members, table, fills, outer)
+        loading = _Loading(message.plan, members, table, fills, outer, onward)
         self._loading[message.plan] = loading
         if outer is not None:
             loading.missing.add("epoch")
@@ -150,7 +153,7 @@ class LocalPlans:
         plan = loading.plan
         del self._loading[plan]
         self._plans[plan] = NodePlan(
-            plan, loading.members, loading.table, loading.fills, loading.constants, loading.outer
+            plan, loading.members, loading.table, loading.fills, loading.constants, loading.outer, loading.onward
         )
         self._say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
 

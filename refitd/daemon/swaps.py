@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class _LocalSwap:
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
     verify: bool = True
-    converts: bool = False  # whether everything has arrived
+    phase: Literal["arriving", "onward", "converting"] = "arriving"
     progress: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     crossing_s: float = 0.0
@@ -181,8 +182,33 @@ class LocalSwaps:
         return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
 
     def _arrived(self, local_swap: _LocalSwap) -> None:
-        """Everything has arrived: start the conversions; without any, the version is staged."""
-        local_swap.converts = True
+        """Everything has arrived: copy onward what other targets of this node need of it."""
+        local_swap.phase = "onward"
+        plan = local_swap.plan
+        if plan.onward is None:
+            self._gathered(local_swap)
+            return
+        table = plan.onward
+
+        def onward() -> list[Share]:
+            places = {rank: member.destinations() for rank, member in self._targets(plan)}
+            copies = address(table, places, places)
+            return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
+
+        key = ("stage", plan.id, "onward")
+        try:
+            runs = self._jobs.start(key, onward, _Staging(local_swap.swap), verify=local_swap.verify)
+        except (KeyError, ValueError) as exc:
+            reason = f"the plan does not fit the tensors registered here: {exc}"
+            self._stage_failed(local_swap.swap, f"node {self._node}", reason)
+            return
+        local_swap.outstanding = {run.number for run in runs}
+        if not runs:
+            self._gathered(local_swap)
+
+    def _gathered(self, local_swap: _LocalSwap) -> None:
+        """All targets have what they need: start the conversions; without any, the version is staged."""
+        local_swap.phase = "converting"
         targets = [member for _, member in self._targets(local_swap.plan)]
 
         def convert() -> list[Share]:
@@ -215,6 +241,8 @@ class LocalSwaps:
                 member.move(StageFinished(local_swap.swap))
         plan = local_swap.plan
         rows, nbytes = plan.outer.received() if plan.outer is not None else (0, 0)
+        if plan.onward is not None:
+            rows, nbytes = rows + len(plan.onward), nbytes + plan.onward.total_bytes
         self._say(
             cluster.StageDone(
                 swap=local_swap.swap,
@@ -296,10 +324,13 @@ class LocalSwaps:
                 local_swap.crossing_s = max(local_swap.crossing_s, done.seconds)
                 local_swap.staging_bytes = max(local_swap.staging_bytes, done.staging_bytes)
             if not local_swap.outstanding and not local_swap.failed:
-                if local_swap.converts:
-                    self._staged(local_swap)
-                else:
-                    self._arrived(local_swap)
+                match local_swap.phase:
+                    case "arriving":
+                        self._arrived(local_swap)
+                    case "onward":
+                        self._gathered(local_swap)
+                    case "converting":
+                        self._staged(local_swap)
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
         """A message did not reach a worker: fail what needs it; the next attempt sends it again."""
@@ -326,8 +357,11 @@ class LocalSwaps:
             local_swap = self._swaps.get(run.purpose.swap)
             row = self._jobs.copy_origin(run, copy)
             what = f"worker {worker} on node {self._node}"
-            if not run.crosses and local_swap is not None and row is not None and row < len(local_swap.plan.table):
-                what = self._row_name(local_swap.plan, local_swap.plan.table, row)
+            if not run.crosses and local_swap is not None and row is not None:
+                plan = local_swap.plan
+                table = plan.onward if local_swap.phase == "onward" and plan.onward is not None else plan.table
+                if row < len(table):
+                    what = self._row_name(plan, table, row)
             self._stage_failed(run.purpose.swap, what, reason)
 
     def worker_died(self, worker: int, who: str, how: str) -> None:

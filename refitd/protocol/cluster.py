@@ -359,9 +359,10 @@ class LoadPlan(Message, frozen=True):
     """The part of a plan that this node executes; `members[i]` has rank `ranks[i]`.
 
     `table` (CopyTable.to_wire()) lists the copies within this node, `fills` (FillTable.to_wire()) what is filled with
-    constants, `crossing` (CopyTable.to_wire()) what this node sends to or receives from others. Each is empty if there
-    is nothing. With `crossing`, `crossing_nodes[i]` is the position of rank `ranks[i]`'s node in the epoch, or -1 if
-    that node takes no part.
+    constants, `crossing` (CopyTable.to_wire()) what this node sends to or receives from others, `onward` (likewise)
+    what is copied between targets of this node once that has arrived. Each is empty if there is nothing. With
+    `crossing`, `crossing_nodes[i]` is the position of rank `ranks[i]`'s node in the epoch, or -1 if that node takes no
+    part.
     """
 
     plan: Name
@@ -371,6 +372,7 @@ class LoadPlan(Message, frozen=True):
     table: dict[str, int | bytes | list[str]]
     fills: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
     crossing: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
+    onward: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
     crossing_nodes: tuple[Step, ...] = ()
     epoch: EpochPlan | None = None
 

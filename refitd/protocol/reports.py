@@ -313,6 +313,15 @@ class KeptTraffic(Value, frozen=True):
     bytes: Count
 
 
+class LinkTraffic(Value, frozen=True):
+    """What crosses from one node to another: `bytes`, of `needed_bytes` that ranks there need (each copy counted)."""
+
+    source: Label
+    target: Label
+    bytes: Count
+    needed_bytes: Count
+
+
 class PlanReport(Message, frozen=True):
     """What a swap of this model would move."""
 
@@ -328,6 +337,7 @@ class PlanReport(Message, frozen=True):
     staging_bytes: Count = 0  # of all targets' staging arenas
     held_bytes: Count = 0  # of all targets' live tensors
     kept: tuple[KeptTraffic, ...] = ()  # what targets keep of their own, largest first
+    links: tuple[LinkTraffic, ...] = ()
 
 
 class DescribedMember(Value, frozen=True):

@@ -1,0 +1,53 @@
+"""Several ranks of one node need the same bytes from another node: they cross once, and everybody gets them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from refitd.testing import Daemon, Engine
+from tests.support import shards
+
+Nodes = tuple[Daemon, ...]
+
+
+def test_replicas_of_one_node_get_what_crosses_once(nodes: Callable[..., Nodes]) -> None:
+    n0, n1 = nodes(2, workers=(2, 2))
+    with n0.connect() as c0, n1.connect() as c1:
+        full = shards.whole(0)
+        source = c0.register_source("policy", full)
+        targets, held = [], []
+        for replica in ("a", "b", "c"):
+            for rank in range(2):
+                mine = shards.cut(shards.whole(0), rank, 2)
+                described = shards.describe(mine, rank, 2)
+                live = shards.zeros_like(mine)
+                if replica == "b":  # one that flips: it is copied from where nothing is live
+                    live = c1.allocate({name: (t.shape, t.dtype) for name, t in mine.items()})
+                target = c1.register_target(
+                    "policy", live, replica=replica, rank=rank, world_size=2, metadata=described
+                )
+                assert target.flips == (replica == "b")
+                targets.append(target)
+                held.append((rank, live))
+        narrow = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+        targets.append(c1.register_target("policy", narrow, replica="whole"))
+        with Engine(*targets):
+            for version in (1, 2, 3):
+                for name, tensor in shards.whole(version).items():
+                    full[name].copy_(tensor)
+                source.publish(version)
+                report = c0.swap("policy", version, timeout=60)
+                whole = sum(t.numel() * t.element_size() for t in full.values())
+                split = sum(t.numel() * t.element_size() for _, live in held[:2] for t in live.values())
+                assert report.bytes == 3 * split + whole
+                for rank, live in held:
+                    assert shards.equal(live, shards.cut(full, rank, 2)), (version, rank)
+                assert shards.equal(narrow, full), version
+        (link,) = c0.status().links
+        assert whole <= link.bytes <= whole + split, "what three replicas are cut alike for has crossed once"
+        (planned,) = c0.plan("policy").links
+        assert (planned.source, planned.target, planned.bytes) == ("n0", "n1", link.bytes)
+        assert planned.needed_bytes == 3 * split + whole
+        assert c0.verify("policy").outcome == "proven"

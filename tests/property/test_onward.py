@@ -1,0 +1,93 @@
+"""What crosses to a node once and is copied onward there is what every rank would have received by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.plan.build import plan_copies
+from refitd.plan.onward import split
+from refitd.plan.table import CopyTable
+from refitd.testing import oracle
+
+SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 6, 8)}
+
+
+def held(rank: int, group: list[int], dims: dict[str, int | None]) -> list[ParameterMetadata]:
+    found = []
+    for name, shape in SHAPES.items():
+        dim = dims[name] if len(group) > 1 else None
+        local = tuple(n // len(group) if d == dim else n for d, n in enumerate(shape))
+        found.append(
+            ParameterMetadata(
+                name=name,
+                shape=local,
+                dtype=torch.int16,
+                element_size=2,
+                is_tp=dim is not None,
+                partition_dim=dim or 0,
+                owner_rank=rank,
+                tensor_parallel_group_ranks=group if dim is not None else None,
+            )
+        )
+    return found
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[list[Roster], dict[int, str]]:
+    """Sources and some replicas, each split by a number of its own, over a few nodes."""
+    dims: dict[str, int | None] = {"a": draw(st.sampled_from([0, 1, None])), "b": 0, "c": draw(st.sampled_from([1, 2]))}
+    rosters: list[Roster] = []
+    sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2]), min_size=1, max_size=4))]
+    for number, size in enumerate(sizes):
+        group = list(range(len(rosters), len(rosters) + size))
+        for rank in group:
+            metas = held(rank, group, dims)
+            rosters.append(Roster(rank, source=metas) if number == 0 else Roster(rank, destination=metas))
+    nodes = draw(st.integers(1, 3))
+    node_of = {roster.rank: f"n{draw(st.integers(0, nodes - 1))}" for roster in rosters}
+    return rosters, node_of
+
+
+def perform(
+    table: CopyTable, read: dict[tuple[int, str], np.ndarray], written: dict[tuple[int, str], np.ndarray]
+) -> None:
+    for i in range(len(table)):
+        source = read[int(table.src_rank[i]), table.locals[table.src_local[i]]]
+        target = written[int(table.dst_rank[i]), table.locals[table.dst_local[i]]]
+        box = np.indices(table.size[i]).reshape(len(table.size[i]), -1)
+        there = int(table.src_offset[i]) + table.src_stride[i] @ box
+        here = int(table.dst_offset[i]) + table.dst_stride[i] @ box
+        target.reshape(-1)[here] = source.reshape(-1)[there]
+
+
+@settings(max_examples=60, deadline=None)
+@given(fleets())
+def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) -> None:
+    rosters, node_of = fleet
+    table = plan_copies(rosters).table
+    crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
+    crossing, onward = split(table.select(crosses), node_of)
+    assert len(crossing) + len(onward) == crosses.sum()
+    boxes = [
+        (node_of[int(d)], int(s), int(name), int(offset), tuple(size))
+        for d, s, name, offset, size in zip(
+            crossing.dst_rank, crossing.src_rank, crossing.src_local, crossing.src_offset, crossing.size, strict=True
+        )
+    ]
+    assert len(set(boxes)) == len(boxes), "a byte crosses to a node twice"
+    whole = oracle.canonical_tensors(SHAPES)
+    sources = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.source}
+    wanted = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
+    written = {key: np.full(value.shape, -1, value.dtype) for key, value in wanted.items()}
+    perform(table.select(~crosses), sources, written)
+    perform(crossing, sources, written)
+    for src, dst in zip(onward.src_rank.tolist(), onward.dst_rank.tolist(), strict=True):
+        assert node_of[src] == node_of[dst] and src != dst
+    perform(onward, written, written)
+    for key, value in wanted.items():
+        np.testing.assert_array_equal(written[key], value, err_msg=str(key))
