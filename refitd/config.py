@@ -90,6 +90,7 @@ class LogConfig(Section, frozen=True):
     """How much is logged. Log lines go to stderr."""
 
     level: Annotated[str, msgspec.Meta(pattern="^(debug|info|warning|error)$")] = "info"
+    format: Annotated[str, msgspec.Meta(pattern="^(text|json)$")] = "text"
 
 
 class Config(Section, frozen=True):

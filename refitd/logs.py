@@ -1,33 +1,99 @@
-"""Structured log lines on stderr: one event per line, as key=value pairs."""
+"""Structured log lines on stderr: one event per line, as key=value pairs or as JSON, each with its severity."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TextIO
 
 from refitd.text import printable, printable_lines
 
 _QUOTED = set(' "=')
 
 
+# What is not `info`. warning: something has failed or is missing, and the service has coped; somebody may have to look.
+# error: weights, decisions or this process itself are not as promised. debug: what only a developer follows.
+_LEVELS = {
+    "apart": logging.WARNING,
+    "bad-plan": logging.WARNING,
+    "coordinator-refused": logging.WARNING,
+    "coordinator-silent": logging.WARNING,
+    "differs": logging.ERROR,
+    "digests-failed": logging.WARNING,
+    "epoch-failed": logging.WARNING,
+    "evicted": logging.WARNING,
+    "fenced": logging.WARNING,
+    "illegal": logging.WARNING,
+    "internal-error": logging.ERROR,
+    "journal-failed": logging.ERROR,
+    "live-outranked": logging.WARNING,
+    "live-recovered": logging.WARNING,
+    "node-lost": logging.WARNING,
+    "not-readmitted": logging.WARNING,
+    "not-sent": logging.WARNING,
+    "plan-lost": logging.WARNING,
+    "session": logging.DEBUG,
+    "slow-turn": logging.WARNING,
+    "stage-failed": logging.WARNING,
+    "stranger": logging.WARNING,
+    "worker-died": logging.WARNING,
+}
+_SWAP_LEVELS = {"aborted": logging.WARNING, "failed": logging.WARNING, "incomplete": logging.ERROR}
+
+# syslog's numbers, by which journald sorts lines that begin with them (man 3 sd-daemon)
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+
+
+def severity(event: str, fields: Mapping[str, object]) -> int:
+    """Return the level of an event, as `logging` numbers it."""
+    if event == "swap":
+        return _SWAP_LEVELS.get(str(fields.get("phase")), logging.INFO)
+    if event == "session-closed":
+        return logging.WARNING if fields.get("lost") else logging.DEBUG
+    return _LEVELS.get(event, logging.INFO)
+
+
 class _LineFormatter(logging.Formatter):
+    def __init__(self, *, as_json: bool, for_journald: bool) -> None:
+        super().__init__()
+        self._as_json, self._for_journald = as_json, for_journald
+
     def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         fields = {
-            "t": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "t": at,
             "level": record.levelname.lower(),
             "process": record.name,
             "event": record.getMessage(),
         } | getattr(record, "fields", {})
-        line = " ".join(f"{key}={_value(value)}" for key, value in fields.items() if value not in ("", None))
-        return f"{line}\n{printable_lines(self.formatException(record.exc_info))}" if record.exc_info else line
+        fields = {key: value for key, value in fields.items() if value not in ("", None)}
+        trace = printable_lines(self.formatException(record.exc_info)) if record.exc_info else ""
+        if self._as_json:
+            line = json.dumps(fields | ({"traceback": trace} if trace else {}), default=str)
+        else:
+            line = " ".join(f"{key}={_value(value)}" for key, value in fields.items())
+            line = f"{line}\n{trace}" if trace else line
+        return f"<{_PRIORITIES.get(record.levelno, 6)}>{line}" if self._for_journald else line
 
 
-def setup(level: str) -> None:
-    """Send every log line of this process to stderr."""
+def setup(level: str, style: str = "text") -> None:
+    """Send every log line of this process to stderr, as "text" or "json"; with priorities where journald reads it."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter())
+    handler.setFormatter(_LineFormatter(as_json=style == "json", for_journald=_is_journal(sys.stderr)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Return whether systemd has connected this stream to its journal (JOURNAL_STREAM, man 5 systemd.exec)."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 class Escaped(logging.Filter):
@@ -57,7 +123,7 @@ class EventLog:
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Write one line."""
-        self._log.info(event, extra={"fields": dict(fields)})
+        self._log.log(severity(event, fields), event, extra={"fields": dict(fields)})
 
 
 class Throttle:

@@ -275,7 +275,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     """
     if with_parent:
         die_with_parent()
-    setup(config.log.level)
+    setup(config.log.level, config.log.format)
     log = EventLog("coordinator")
     raise_descriptor_limit()  # unfinished connections take descriptors, too
     require_descriptors(SERVER_DESCRIPTORS, "a coordinator")

@@ -173,7 +173,8 @@ class Coordinator:
         # a daemon without an answer repeats its NodeHello
         repeats = old is not None and same and old.identity == identity
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
-            self._forget_node(name, f"its daemon has {'introduced itself' if same else 'started'} again", now)
+            said = f"its daemon has {'introduced itself' if same else 'started'} again"
+            self._forget_node(name, said, now, is_back=same)
         self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host)
         changed = self._lives.said(name, message.live)
@@ -300,10 +301,10 @@ class Coordinator:
             self._log("verified", model=report.model, outcome=report.outcome, mixed=len(report.mixed))
             self._send(*waiter, report)
 
-    def _forget_node(self, name: str, reason: str, now: float) -> None:
+    def _forget_node(self, name: str, reason: str, now: float, *, is_back: bool = False) -> None:
         node = self.nodes.pop(name)
         self._answer_checks(self._checks.lost(name, reason, now))
-        self._log("node-lost", node=name, pid=node.status.pid, reason=reason)
+        self._log("node-again" if is_back else "node-lost", node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
             self._remove(member.id, f"node {name}: {reason}", now)

@@ -469,7 +469,7 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     Raises:
         RefitdError: a socket is in use, the directory is unsafe, a worker or the coordinator cannot be kept alive.
     """
-    setup(config.log.level)
+    setup(config.log.level, config.log.format)
     log = EventLog("daemon")
     was, now = capacity.raise_descriptor_limit()
     if was != now:

@@ -377,7 +377,10 @@ class Daemon:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return
-        self._log("session-closed", session=session_id, pid=session.pid, name=session.name, reason=reason)
+        is_lost = bool(session.members or session.controllers) and not session.leaves
+        said = "its client has said goodbye" if session.leaves else reason
+        lost = "yes" if is_lost else ""
+        self._log("session-closed", session=session_id, pid=session.pid, name=session.name, reason=said, lost=lost)
         for controller in sorted(session.controllers):
             self._controllers.remove(session, controller, reason)
         for member_id in sorted(session.members):

@@ -39,7 +39,7 @@ def test_a_daemon_that_has_introduced_itself_several_times_before_it_was_answere
     assert "node-lost" not in logged
     h.add("src")
     h.join()  # now it has somebody registered, and has forgotten that
-    assert "node-lost" in logged and not h.state.models
+    assert "node-again" in logged and "node-lost" not in logged and not h.state.models
 
 
 def test_a_node_that_is_no_part_of_a_swap_is_refused_and_the_log_has_the_swaps_last_events() -> None:
