@@ -72,6 +72,9 @@ class _Lying(NamedTuple):
     is_registered: bool
 
 
+_Storages = list[tuple[torch.UntypedStorage, list[_Lying]]]
+
+
 class Adoption:
     """The move of a module's tensors into an arena: what moves, and where each part begins.
 
@@ -110,9 +113,10 @@ class Adoption:
         registered = {name: value for name, value in registered.items() if name not in self.left and value.numel()}
         self.gpu = common_gpu([*registered], [*registered.values()])
         others = {n: b for n, b in unsaved.items() if b.numel() and (is_draft or not problem_of(b))}
+        storages = _storages(registered, others)
         if not is_draft:
-            _check_memory(registered, others, home)
-        found = _parts(registered, others)
+            _check_memory(storages, home)
+        found = _parts(registered, storages)
         first = {name: index for index, name in enumerate(registered)}
         self.parts = sorted(found, key=lambda part: first[part.names[0]])
         self.offsets, nbytes = packed_offsets([part.nbytes for part in self.parts])
@@ -188,9 +192,7 @@ def kind_problem(value: Any) -> str:
     return ""
 
 
-def _storages(
-    registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.UntypedStorage, list[_Lying]]]:
+def _storages(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> _Storages:
     """Return every storage of these tensors with what is known to lie there: they, and what they are views of."""
     found: dict[int, tuple[torch.UntypedStorage, dict[int, _Lying]]] = {}
     for named in (registered, others):
@@ -205,20 +207,18 @@ def _storages(
     return [(storage, [*lying.values()]) for storage, lying in found.values()]
 
 
-def _check_memory(
-    registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor], home: Arena | None
-) -> None:
+def _check_memory(storages: _Storages, home: Arena | None) -> None:
     """Raise RefusedError if others than this module would keep the memory of registered tensors."""
     mappings, homes = _Mappings(), {} if home is None else {0: home}
     refuse_all(
         f"{one.name}: {problem}"
-        for storage, lying in _storages(registered, others)
+        for storage, lying in storages
         for one in lying
         if one.is_registered and (problem := mappings.problem_of(storage, len(lying), place_of(one.tensor, homes)))
     )
 
 
-def _parts(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> list[Part]:
+def _parts(registered: Mapping[str, torch.Tensor], storages: _Storages) -> list[Part]:
     """Return the parts in which registered tensors lie.
 
     Raises:
@@ -229,7 +229,7 @@ def _parts(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Te
         names.setdefault(id(tensor), []).append(name)
     found: list[Part] = []
     problems: list[str] = []
-    for storage, lying in _storages(registered, others):
+    for storage, lying in storages:
         for group in _overlapping(sorted(lying, key=lambda one: one.start)):
             moved = [one for one in group if one.is_registered]
             if not moved:
@@ -304,7 +304,7 @@ class _Mappings:
             return "its memory belongs to another object (of numpy, say), which would keep it; clone it"
         if (others := holders(storage) - known) > 0:
             return (
-                f"{others} tensors outside this module share its memory (a view, a state dict, a registration here) "
-                "and would keep the old one; drop them first, or clone it"
+                f"tensors outside this module ({others}: a view, a state dict, a registration here, an autograd graph) "
+                "share its memory and would keep the old one; drop them first, or clone it"
             )
         return ""

@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "wrapper": (lambda: with_buffer(Wrapper()), "x: it is a Wrapper, which has no memory"),
     "shared": (lambda: with_buffer(torch.ones(2).share_memory_()), "x: its memory is shared with other processes"),
     "numpy": (kept_by_numpy, "x: its memory belongs to another object"),
-    "view": (lambda: with_a_view(HELD), "weight: 1 tensors outside this module share its memory"),
+    "view": (lambda: with_a_view(HELD), "weight: tensors outside this module .1: "),
     "unsaved": (with_unsaved_neighbour, "y: it shares memory with x, and no version has it"),
 }
 
