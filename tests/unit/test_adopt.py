@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_moved_is_refused_by_name_and_stays(kind: str) -> None:
     make, problem = REFUSED[kind]
@@ -305,8 +307,32 @@ def test_values_loaded_and_types_changed_while_a_module_is_built_are_kept() -> N
     assert all(lies_in(arena, param) for param in module.parameters())
 
 
+def test_what_a_constructor_still_writes_by_other_names_or_other_threads_register_does_not_disturb_a_build() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.ones(3)
+            self.first = nn.Parameter(values)
+            values.mul_(5.0)
+            if values.device.type != "meta":
+                thread = threading.Thread(target=lambda: others.append(nn.Linear(2, 2)))
+                thread.start()
+                thread.join()
+            self.second = nn.Linear(2, 2)
+            placed.append(self.second.weight.data_ptr())
+
+    others: list[nn.Module] = []
+    placed: list[int] = []
+    draft = Draft(Odd)
+    arena = arena_of(draft.nbytes)
+    model = draft.build_in(arena)
+    assert model.first.tolist() == [5.0, 5.0, 5.0]
+    assert placed[-1] == model.second.weight.data_ptr(), "it was there before it was initialised"
+    assert others and not lies_in(arena, next(others[0].parameters()))
+
+
 def test_a_function_that_builds_something_else_the_second_time_or_fails_on_meta_is_refused() -> None:
-    sizes = iter((3, 4))
+    sizes = iter((3, 4000))
     draft = Draft(lambda: nn.Linear(2, next(sizes)))
     with pytest.raises(RefusedError, match=r"two different modules.*\(bias, weight\)"):
         draft.build_in(arena_of(draft.nbytes))
