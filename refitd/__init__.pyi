@@ -20,6 +20,7 @@ from .client import (
     Client as Client,
     connect as connect,
 )
+from .client.adopt import Adopted as Adopted
 from .client.controller import ReplicaController as ReplicaController
 from .client.derived import Derived as Derived
 from .client.mxfp8 import MXFP8Offer as MXFP8Offer

@@ -68,7 +68,7 @@ def same_bytes(tensor: torch.Tensor, arena: Arena, offset: int) -> bool:
     """Return whether a tensor's bytes, in row-major order, equal those at `offset` of an arena."""
     if not tensor.numel():
         return True
-    held = _view(arena, offset, tensor.shape, tensor.dtype)
+    held = view_of(arena, offset, tensor.shape, tensor.dtype)
     if tensor.device.type == "cpu" and arena.device == HOST and tensor.is_contiguous():
         size = tensor.numel() * tensor.element_size()
         differs: int = _libc.memcmp(tensor.data_ptr(), held.data_ptr(), size)
@@ -85,7 +85,7 @@ def tensors_in(arena: Arena, wanted: Mapping[str, tuple[Sequence[int], torch.dty
     """Return tensors of these shapes and dtypes laid out in a writable arena."""
     offsets, _ = packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])
     return {
-        name: _view(arena, offset, shape, dtype)
+        name: view_of(arena, offset, shape, dtype)
         for offset, (name, (shape, dtype)) in zip(offsets, wanted.items(), strict=True)
     }
 
@@ -114,7 +114,8 @@ def packed_bytes(wanted: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> int
     return packed_offsets([prod(shape) * dtype.itemsize for shape, dtype in wanted.values()])[1]
 
 
-def _view(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def view_of(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over the bytes of an arena from `offset` on."""
     if prod(shape) == 0:
         where = arena.tensor.device if isinstance(arena, MappedDeviceArena) else None
         return torch.empty(tuple(shape), dtype=dtype, device=where)
@@ -128,7 +129,7 @@ def _view(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype) -
 
 
 def _copy(tensor: torch.Tensor, arena: Arena, offset: int, *, into_arena: bool) -> None:
-    staged = _view(arena, offset, tensor.shape, tensor.dtype)
+    staged = view_of(arena, offset, tensor.shape, tensor.dtype)
     if into_arena:
         copy_bytes(staged, tensor)
     else:

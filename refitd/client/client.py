@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import environ
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refitd.buffers.cuda import name_of
 from refitd.client.aio import awaitable
@@ -43,6 +43,7 @@ from refitd.text import shown, unprintable
 if TYPE_CHECKING:
     import torch
 
+    from refitd.client.adopt import Adopted
     from refitd.client.controller import ReplicaController
     from refitd.client.derived import Derived
     from refitd.client.devices import Arena
@@ -68,6 +69,8 @@ MARGIN_S = 1.0
 SWAP_S = 3600.0
 SHORTEST_S = 0.001
 POLL_S = 0.2  # interval between looks at who has registered
+
+M = TypeVar("M", bound="torch.nn.Module | Sequence[torch.nn.Module]")
 
 
 class Client:
@@ -460,17 +463,84 @@ class Client:
         wanted, timeout = checked_wanted(wanted), seconds("timeout", timeout)
         gpu = number_of(device)
         name = "" if gpu == HOST else name_of(gpu)
-        message = local.CreateArena(nbytes=packed_bytes(wanted), label="tensors", device=name, timeout_s=timeout)
-        created = self._connection.request(message, local.ArenaCreated, timeout)
-        arena = self._connection.map_arena(created.arena, write=True)
-        self._arenas[created.arena] = arena
-        found = tensors_in(arena, wanted)
-        self._contents[created.arena] = {
-            name: (tensor.data_ptr() - arena.address, tensor.numel() * tensor.element_size())
-            for name, tensor in found.items()
-            if tensor.numel()
-        }
+        with self._new_arena(packed_bytes(wanted), name, timeout) as (number, arena):
+            found = tensors_in(arena, wanted)
+            self._contents[number] = {
+                name: (tensor.data_ptr() - arena.address, tensor.numel() * tensor.element_size())
+                for name, tensor in found.items()
+                if tensor.numel()
+            }
         return found
+
+    @contextlib.contextmanager
+    def _new_arena(self, nbytes: int, device: str, timeout: float) -> Iterator[tuple[int, Arena]]:
+        """Yield the number of a new arena, and the arena; it is freed if the block raises."""
+        message = local.CreateArena(nbytes=nbytes, label="tensors", device=device, timeout_s=timeout)
+        number = self._connection.request(message, local.ArenaCreated, timeout).arena
+        try:
+            arena = self._connection.map_arena(number, write=True)
+            yield number, arena
+        except BaseException:
+            with contextlib.suppress(RefitdError):
+                self._connection.request(local.FreeArena(arena=number), local.Done, REQUEST_S)
+            raise
+        self._arenas[number] = arena
+
+    def adopt(self, module: torch.nn.Module | Sequence[torch.nn.Module], *, timeout: float = 60.0) -> Adopted:
+        """Move what registrations take of a module, its parameters and persistent buffers, into one arena.
+
+        Parameter objects, ties, views, strides, attributes, gradients and optimizers stay; addresses change, so adopt
+        before CUDA graphs are captured. Buffers that state_dict does not save stay where they are. The old memory is
+        free afterwards. A target of this module flips, and a source lends it without a copy. Nobody may use the module
+        meanwhile, and memory for a second copy is needed.
+
+        Args:
+            module: a module, or a list of modules, as it will be registered. It must not be registered yet.
+            timeout: seconds for the memory.
+
+        Raises:
+            RefusedError: tensors cannot be moved; names them, and says why. Nothing has been moved.
+            ArenaError: there is not enough memory. Nothing has been moved.
+        """
+        from refitd.client.adopt import Adopted, Adoption
+        from refitd.describe.memory import HOST
+
+        timeout = seconds("timeout", timeout)
+        adoption = Adoption(module, self._arenas)
+        if adoption.nbytes:
+            device = "" if adoption.gpu == HOST else name_of(adoption.gpu)
+            with self._new_arena(adoption.nbytes, device, timeout) as (number, arena):
+                adoption.perform(arena)
+                self._contents[number] = adoption.contents
+        return Adopted(adoption.tensors, adoption.nbytes, adoption.left)
+
+    def build(self, make: Callable[[], M], *, timeout: float = 60.0) -> M:
+        """Return the module that `make()` builds, its parameters and persistent buffers in one arena from the start.
+
+        `make` is called twice, first on torch's meta device, where nothing takes memory, to learn the sizes. In the
+        second call every parameter moves into the arena when it is registered, before its module initialises it: the
+        model is never in memory twice, and its values are those of `make()`. The arena lies in main memory.
+
+        Args:
+            make: builds a module (or a list of modules) and returns it, the same each time.
+            timeout: seconds for the memory.
+
+        Raises:
+            RefusedError: the two modules differ, or a tensor cannot be moved (see `adopt`).
+            ArenaError: there is not enough memory.
+        """
+        from refitd.client.build import Draft
+
+        timeout = seconds("timeout", timeout)
+        if not callable(make):
+            raise RefusedError(f"make is {shown(make)}, expected a function that builds a module")
+        draft = Draft(make)
+        if not draft.nbytes:
+            return make()
+        with self._new_arena(draft.nbytes, "", timeout) as (number, arena):
+            module = draft.build_in(arena)
+            self._contents[number] = draft.contents
+        return module
 
     def free(self, tensors: torch.Tensor | Mapping[str, torch.Tensor], *, timeout: float = 60.0) -> None:
         """Free the whole arenas from `allocate` that hold these tensors.

@@ -53,6 +53,15 @@ def named_persistent_buffers(
                 yield (f"{prefix}.{name}" if prefix else name), parent, name, tensor
 
 
+def named_unsaved_buffers(module: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of every buffer that a refit does not move, because state_dict would not save it."""
+    for prefix, chunk in _chunks(module):
+        for path, parent in chunk.named_modules():
+            for name, tensor in parent._buffers.items():
+                if tensor is not None and name in parent._non_persistent_buffers_set:
+                    yield prefix + (f"{path}.{name}" if path else name), tensor
+
+
 def named_refit_tensors(module: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of everything that a refit moves: every parameter, then every persistent buffer.
 
