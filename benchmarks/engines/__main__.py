@@ -18,6 +18,7 @@ CASE_S = 900
 
 # (model, tensor-parallel size, lifecycle)
 CASES = (("llama", 1, "driven"), ("llama", 2, "driven"), ("qwen2", 1, "driven"), ("qwen2", 2, "driven"))
+EXPERTS = (("moe", 1, "driven"), ("moe", 2, "driven"), ("moe", 2, "follow"))
 FOLLOWING = (("llama", 1, "follow"), ("llama", 2, "follow"))
 OVER_HTTP = (("llama", 1, "trl"), ("llama", 1, "native"))
 
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     found, failed = [], []
-    for kind, tp, lifecycle in CASES + FOLLOWING + OVER_HTTP:
+    for kind, tp, lifecycle in CASES + EXPERTS + FOLLOWING + OVER_HTTP:
         name = f"{kind}-tp{tp}-{lifecycle}"
         if not fnmatch.fnmatch(name, options.only):
             continue

@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ SIZES = {"tiny": (256, 4, 1003), "246MB": (768, 10, 32003)}
 def checkpoint(kind: str, size: str, folder: Path) -> int:
     """Write a model with random weights; return its bytes in bfloat16."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
     hidden, layers, vocabulary = SIZES[size]
     common: dict[str, Any] = {
@@ -39,7 +38,11 @@ def checkpoint(kind: str, size: str, folder: Path) -> int:
         "vocab_size": vocabulary,
         "max_position_embeddings": 512,
     }
-    config = LlamaConfig(**common) if kind == "llama" else Qwen2Config(**common, tie_word_embeddings=True)
+    if kind == "moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
+        config: Any = Qwen3MoeConfig(**common, **experts, head_dim=hidden // 8)
+    else:
+        config = LlamaConfig(**common) if kind == "llama" else Qwen2Config(**common, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -134,15 +137,19 @@ def run(kind: str, tp: int, size: str, rounds: int, follow: bool) -> dict[str, A
             shutil.copy(file, saved)
         with daemon(work), refitd.connect(work) as client:
             return {
-                "engine": f"{kind} TP{tp}" + (", follows" if follow else ""),
+                "engine": f"{kind} TP{tp}"
+                + (" EP" if kind == "moe" and tp > 1 else "")
+                + (", follows" if follow else ""),
                 "bytes": nbytes,
-                **_measured(client, work, folder, saved, tp, rounds, follow),
+                **_measured(client, work, folder, saved, tp, rounds, follow, is_moe=kind == "moe"),
             }
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, follow: bool) -> dict[str, Any]:
+def _measured(
+    client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, follow: bool, is_moe: bool
+) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm import __version__ as vllm_version
 
@@ -153,6 +160,7 @@ def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, round
         enforce_eager=True,
         skip_tokenizer_init=True,
         tensor_parallel_size=tp,
+        enable_expert_parallel=is_moe and tp > 1,
         max_model_len=256,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "refitd"},
@@ -205,25 +213,28 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
         report = client.swap("policy", version, wait=60)
         blocked = max(member.paused_s for member in report.members)
     else:
-        failed: list[BaseException] = []
+        blocked = _drive(client, llm, version)
+    return {"refitd_s": time.perf_counter() - started, "publish_s": published, "refitd_blocked_s": blocked}
 
-        def swap() -> None:
-            try:
-                client.swap("policy", version, wait=60)
-            except BaseException as exc:
-                failed.append(exc)
 
-        swapping = threading.Thread(target=swap)
-        swapping.start()
+def _drive(client: Any, llm: Any, version: int) -> float:
+    """Have the engine take the version over as refitd's trainers do; return how long it has answered nothing."""
+    from refitd.adapters.driving import swap_and_drive
+
+    blocked = [0.0, 0.0]
+
+    def take_over() -> None:
         begun = time.perf_counter()
-        llm.start_weight_update()
         llm.update_weights({"update_info": {"version": version}})
         llm.finish_weight_update()
-        blocked = time.perf_counter() - begun
-        swapping.join()
-        if failed:
-            raise failed[0]
-    return {"refitd_s": time.perf_counter() - started, "publish_s": published, "refitd_blocked_s": blocked}
+        blocked[1] = time.perf_counter() - begun
+
+    begun = time.perf_counter()
+    llm.start_weight_update()
+    blocked[0] = time.perf_counter() - begun
+    report = swap_and_drive(client, "policy", version, take_over, wait=60)
+    print("paused", [m.paused_s for m in report.members], blocked, file=sys.stderr)
+    return sum(blocked)
 
 
 def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
