@@ -52,7 +52,7 @@ def run(kind: str, size: str, follow: bool) -> dict[str, Any]:
         }
     except BaseException:
         log = work / "vllm.log"
-        print("\n".join(log.read_text().splitlines()[-60:]) if log.exists() else "", file=sys.stderr)
+        print("\n".join(log.read_text().splitlines()[-400:]) if log.exists() else "", file=sys.stderr)
         raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
