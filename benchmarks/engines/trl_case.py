@@ -1,7 +1,7 @@
 """TRL's AsyncGRPOTrainer against a vLLM server, with refitd as its weight transfer; prints JSON.
 
-TRL's rollout worker, its trainer and vLLM's server are the real ones. TRL's attention needs a GPU kernel: a plain
-function of the same arguments stands in for it on the CPU.
+TRL's rollout worker, its trainer and vLLM's server are the real ones. Two things of TRL need a GPU and are replaced:
+its attention kernel, by a plain function of the same arguments, and the look-up of the GPU's speed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from benchmarks.engines.vllm_case import daemon
 from refitd.adapters.trl import RefitdWeightTransfer
 
 STEPS = 3
-WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", *(f"w{i}" for i in range(60))]
-TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + ' ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
+WORDS = ["<pad>", "<|im_end|>", "<|im_start|>", "user", "assistant", *(f"w{i}" for i in range(59))]
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -90,11 +86,13 @@ def checkpoint(folder: Path) -> int:
     """Write a small Llama with random weights, and a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from trl.chat_template_utils import qwen3_chat_template
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = qwen3_chat_template  # the worker takes those that TRL knows
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -116,11 +114,12 @@ def checkpoint(folder: Path) -> int:
 def run() -> dict[str, Any]:
     """Return what was found."""
     from datasets import Dataset
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     import refitd
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1e12  # it asks for the GPU's name
     work = Path(tempfile.mkdtemp(prefix="rfdg"))
     os.chmod(work, 0o700)
     folder, saved = work / "model", work / "saved"

@@ -123,7 +123,7 @@ def load(tensors: list[tuple[str, Any]], model: Any) -> None:
     model.load_weights(iter(tensors))
 
 
-def run(kind: str, tp: int, size: str, rounds: int, follow: bool) -> dict[str, Any]:
+def run(kind: str, tp: int, size: str, rounds: int, lifecycle: str) -> dict[str, Any]:
     """Return what was measured."""
     import refitd
 
@@ -137,22 +137,26 @@ def run(kind: str, tp: int, size: str, rounds: int, follow: bool) -> dict[str, A
             shutil.copy(file, saved)
         with daemon(work), refitd.connect(work) as client:
             return {
-                "engine": f"{kind} TP{tp}"
-                + (" EP" if kind == "moe" and tp > 1 else "")
-                + (", follows" if follow else ""),
+                "engine": _engine(kind, tp, lifecycle),
                 "bytes": nbytes,
-                **_measured(client, work, folder, saved, tp, rounds, follow, is_moe=kind == "moe"),
+                **_measured(client, work, folder, saved, tp, rounds, lifecycle, is_moe=kind == "moe"),
             }
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _engine(kind: str, tp: int, lifecycle: str) -> str:
+    experts = " EP" if kind == "moe" and tp > 1 else ""
+    return f"{kind} TP{tp}{experts}" + {"driven": "", "follow": ", follows", "pipeline": " PP2"}[lifecycle]
+
+
 def _measured(
-    client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, follow: bool, is_moe: bool
+    client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, lifecycle: str, is_moe: bool
 ) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm import __version__ as vllm_version
 
+    follow, stages = lifecycle == "follow", 2 if lifecycle == "pipeline" else 1
     trainer = Trainer(folder, work)
     llm = LLM(
         model=str(folder),
@@ -160,6 +164,7 @@ def _measured(
         enforce_eager=True,
         skip_tokenizer_init=True,
         tensor_parallel_size=tp,
+        pipeline_parallel_size=stages,
         enable_expert_parallel=is_moe and tp > 1,
         max_model_len=256,
         enable_prefix_caching=False,
@@ -169,6 +174,8 @@ def _measured(
     greedy = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
 
     def answer() -> list[int]:
+        if stages > 1:
+            return []  # on CPUs vLLM's pipelines die at the first generation
         return list(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
 
     started = time.perf_counter()
@@ -184,7 +191,7 @@ def _measured(
         mine, told = llm.collective_rpc("compute_weight_checksums"), answer()
         times |= _disk(llm, trainer, saved)
         theirs, native = llm.collective_rpc("compute_weight_checksums"), answer()
-        if not follow:
+        if lifecycle == "driven":
             times |= _pickled(llm, saved)
         equal.append(mine == theirs and told == native)
         answers.append(told)
@@ -192,14 +199,15 @@ def _measured(
             for name, seconds in times.items():
                 figures.setdefault(name, []).append(seconds)
     tensors = len(mine[0])
+    differ = stages > 1 or len({*map(tuple, answers)}) == len(answers)
     proven = client.verify("policy").outcome
     trainer.close()
     return {
         "vllm": vllm_version,
         "tensors": tensors,
         "rounds": rounds - 1,
-        "equal": all(equal),
-        "answers_differ_between_versions": len({*map(tuple, answers)}) == len(answers),
+        "equal": all(equal) and differ,
+        "generates": stages == 1,
         "verified": str(proven),
         "bind_s": bound,
         **{name: statistics.median(found) for name, found in figures.items()},
@@ -211,14 +219,23 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
     published = trainer("publish", version)
     if follow:
         report = client.swap("policy", version, wait=60)
-        blocked = max(member.paused_s for member in report.members)
+        blocked = commit = max(member.paused_s for member in report.members)
     else:
-        blocked = _drive(client, llm, version)
-    return {"refitd_s": time.perf_counter() - started, "publish_s": published, "refitd_blocked_s": blocked}
+        blocked, commit = drive(client, llm, version)
+    return {
+        "refitd_s": time.perf_counter() - started,
+        "publish_s": published,
+        "refitd_blocked_s": blocked,
+        "commit_s": commit,
+    }
 
 
-def _drive(client: Any, llm: Any, version: int) -> float:
-    """Have the engine take the version over as refitd's trainers do; return how long it has answered nothing."""
+def drive(client: Any, llm: Any, version: int) -> tuple[float, float]:
+    """Have the engine take the version over as refitd's trainers do.
+
+    Returns:
+        The seconds in which it has answered nothing, and those of the commit itself.
+    """
     from refitd.adapters.driving import swap_and_drive
 
     blocked = [0.0, 0.0]
@@ -233,8 +250,7 @@ def _drive(client: Any, llm: Any, version: int) -> float:
     llm.start_weight_update()
     blocked[0] = time.perf_counter() - begun
     report = swap_and_drive(client, "policy", version, take_over, wait=60)
-    print("paused", [m.paused_s for m in report.members], blocked, file=sys.stderr)
-    return sum(blocked)
+    return sum(blocked), max(member.paused_s for member in report.members)
 
 
 def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
@@ -260,8 +276,9 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(int(sys.argv[2]))))
+    workers = 2 if sys.argv[5] == "pipeline" else int(sys.argv[2])
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(workers)))
     print(
-        json.dumps(run(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "follow")),
+        json.dumps(run(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])),
         flush=True,
     )
