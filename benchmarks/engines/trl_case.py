@@ -129,7 +129,9 @@ def run() -> dict[str, Any]:
         for file in folder.glob("*.json"):
             shutil.copy(file, saved)
         with daemon(work):
-            server = Server(folder, work, options=["--served-model-name", "policy", str(folder)])
+            server = Server(
+                folder, work, options=["--no-skip-tokenizer-init", "--served-model-name", "policy", str(folder)]
+            )
             try:
                 server.wait()
                 transfer = Checked(server, saved, work)
