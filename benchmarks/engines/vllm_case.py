@@ -227,6 +227,7 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
         "publish_s": published,
         "refitd_blocked_s": blocked,
         "commit_s": commit,
+        "blocked_per_commit": blocked / commit,
     }
 
 
@@ -238,19 +239,18 @@ def drive(client: Any, llm: Any, version: int) -> tuple[float, float]:
     """
     from refitd.adapters.driving import swap_and_drive
 
-    blocked = [0.0, 0.0]
+    blocked = 0.0
 
     def take_over() -> None:
+        nonlocal blocked
         begun = time.perf_counter()
         llm.update_weights({"update_info": {"version": version}})
-        llm.finish_weight_update()
-        blocked[1] = time.perf_counter() - begun
+        blocked = time.perf_counter() - begun
+        llm.finish_weight_update()  # as `start_weight_update`, a call between two steps
 
-    begun = time.perf_counter()
     llm.start_weight_update()
-    blocked[0] = time.perf_counter() - begun
     report = swap_and_drive(client, "policy", version, take_over, wait=60)
-    return sum(blocked), max(member.paused_s for member in report.members)
+    return blocked, max(member.paused_s for member in report.members)
 
 
 def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
