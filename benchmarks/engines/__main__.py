@@ -125,7 +125,7 @@ def _shapes(failed: list[str]) -> list[dict[str, Any]]:
 
 
 def _table(found: list[dict[str, Any]]) -> str:
-    rows = [[_shown(row.get(key)) for _, key in COLUMNS] for row in found]
+    rows = [[_shown({**row, "bytes": f"{row['bytes'] / 1e6:.3g}"}.get(key)) for _, key in COLUMNS] for row in found]
     head = [title for title, _ in COLUMNS]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -136,8 +136,6 @@ def _shown(value: Any) -> str:
         return "yes" if value else "NO"
     if isinstance(value, float):
         return f"{value:.3f}"
-    if isinstance(value, int) and value > 1_000_000:
-        return f"{value / 1e6:.0f}"
     return "" if value is None else str(value)
 
 
