@@ -161,6 +161,8 @@ bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every roun
   PP2 and data-parallel experts die in vLLM at their first generation on CPUs: only checksums are compared. MiniLM's
   embeddings are compared before a refit and after one to other weights and one back.
 - Cases may have been run at different times beside other work on the machine: compare within a row.
+- Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`). With two of them on two cores that
+  second is taken from the staging of a driven refit, which begins with a call: the rows of about 1.2 s and more.
 
 {table}
 
