@@ -16,10 +16,22 @@ from benchmarks.machine import describe
 RESULTS = Path(__file__).parents[1] / "results"
 CASE_S = 900
 
-# (model, tensor-parallel size, lifecycle)
+# (model, tensor-parallel size, lifecycle); a mixture of experts on several ranks is expert parallel
 CASES = (("llama", 1, "driven"), ("llama", 2, "driven"), ("qwen2", 1, "driven"), ("qwen2", 2, "driven"))
+EXPERTS = (("moe", 1, "driven"), ("moe", 2, "driven"), ("moe", 2, "follow"))
 FOLLOWING = (("llama", 1, "follow"), ("llama", 2, "follow"))
+PIPELINE = (("llama", 1, "pipeline"),)
 OVER_HTTP = (("llama", 1, "trl"), ("llama", 1, "native"))
+
+# name -> module and its arguments, but for the size where it takes one
+OTHERS = {
+    "llama-dp2-driven": ("parallel_case", "llama", "{size}", "driven"),
+    "llama-dp2-follow": ("parallel_case", "llama", "{size}", "follow"),
+    "moe-dp2-driven": ("parallel_case", "moe", "{size}", "driven"),
+    "moe-dp2-follow": ("parallel_case", "moe", "{size}", "follow"),
+    "minilm": ("trained_case",),
+    "async-grpo": ("trl_case",),
+}
 
 COLUMNS = (
     ("engine", "engine"),
@@ -30,6 +42,7 @@ COLUMNS = (
     ("bind s", "bind_s"),
     ("refitd s", "refitd_s"),
     ("blocked s", "refitd_blocked_s"),
+    ("of the commit", "blocked_per_commit"),
     ("disk s", "disk_s"),
     ("blocked s", "disk_blocked_s"),
     ("pickled call s", "pickled_s"),
@@ -44,15 +57,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     found, failed = [], []
-    for kind, tp, lifecycle in CASES + FOLLOWING + OVER_HTTP:
-        name = f"{kind}-tp{tp}-{lifecycle}"
+    size, rounds = ("tiny", 3) if options.quick else ("246MB", 6)
+    for name, case in _cases(size, rounds).items():
         if not fnmatch.fnmatch(name, options.only):
             continue
-        size, rounds = ("tiny", 3) if options.quick else ("246MB", 6)
         print(f"==> vllm {name} {size}", file=sys.stderr, flush=True)
-        case = [sys.executable, "-m", "benchmarks.engines.vllm_case", kind, str(tp), size, str(rounds), lifecycle]
-        if (kind, tp, lifecycle) in OVER_HTTP:
-            case = [sys.executable, "-m", "benchmarks.engines.http_case", str(tp), size, lifecycle]
         ran = subprocess.run(case, capture_output=True, text=True, timeout=CASE_S, check=False)
         lines = [line for line in ran.stdout.splitlines() if line.startswith('{"engine"')]
         if ran.returncode or not lines:
@@ -68,13 +77,34 @@ def main() -> int:
         print(json.dumps({"machine": describe(), "engines": found, "learned": learned, "failed": failed}))
     else:
         print(table)
-    if found and not options.quick and options.only == "*" and not failed:
-        kept = {"machine": describe(), "engines": found, "learned": learned}
-        (RESULTS / "engines.json").write_text(json.dumps(kept, indent=1) + "\n")
-        (RESULTS / "engines.md").write_text(_page(table, found, learned))
+    if found and not options.quick:
+        _keep(found, learned)
     if failed or wrong:
         print(f"failed: {failed}; weights differ: {wrong}", file=sys.stderr)
     return 1 if failed or wrong or not found else 0
+
+
+def _keep(found: list[dict[str, Any]], learned: list[dict[str, Any]]) -> None:
+    """Write the results, with what was found before of cases that were not run now."""
+    file = RESULTS / "engines.json"
+    before = json.loads(file.read_text()) if file.exists() else {"engines": [], "learned": []}
+    rows = {row["engine"]: row for row in [*before["engines"], *found]}
+    shapes = {row["model"]: row for row in [*before["learned"], *learned]}
+    kept = {"machine": describe(), "engines": [*rows.values()], "learned": [*shapes.values()]}
+    file.write_text(json.dumps(kept, indent=1) + "\n")
+    (RESULTS / "engines.md").write_text(_page(_table(kept["engines"]), kept["engines"], kept["learned"]))
+
+
+def _cases(size: str, rounds: int) -> dict[str, list[str]]:
+    """Return each case's command by its name."""
+    found = {}
+    for kind, tp, lifecycle in CASES + EXPERTS + PIPELINE + FOLLOWING:
+        found[f"{kind}-tp{tp}-{lifecycle}"] = ("vllm_case", kind, str(tp), size, str(rounds), lifecycle)
+    for kind, tp, lifecycle in OVER_HTTP:
+        found[f"{kind}-tp{tp}-{lifecycle}"] = ("http_case", str(tp), size, lifecycle)
+    for name, case in OTHERS.items():
+        found[name] = tuple(part.format(size=size) for part in case)
+    return {name: [sys.executable, "-m", f"benchmarks.engines.{case[0]}", *case[1:]] for name, case in found.items()}
 
 
 def _shapes(failed: list[str]) -> list[dict[str, Any]]:
@@ -95,7 +125,7 @@ def _shapes(failed: list[str]) -> list[dict[str, Any]]:
 
 
 def _table(found: list[dict[str, Any]]) -> str:
-    rows = [[_shown(row.get(key)) for _, key in COLUMNS] for row in found]
+    rows = [[_shown({**row, "bytes": f"{row['bytes'] / 1e6:.3g}"}.get(key)) for _, key in COLUMNS] for row in found]
     head = [title for title, _ in COLUMNS]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -106,8 +136,6 @@ def _shown(value: Any) -> str:
         return "yes" if value else "NO"
     if isinstance(value, float):
         return f"{value:.3f}"
-    if isinstance(value, int) and value > 1_000_000:
-        return f"{value / 1e6:.0f}"
     return "" if value is None else str(value)
 
 
@@ -124,11 +152,17 @@ def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]
 on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
 bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every round, with the same new weights.
 
-- refitd: from the first `publish` until the version is live, the cast included. `blocked`: the engine answers nothing.
+- refitd: from the first `publish` until the version is live, the cast included. `blocked`: the engine answers nothing;
+  `of the commit`: that, in units of the time in which the weights change.
 - disk: the trainer gathers, rank 0 writes safetensors, vLLM's `reload_weights` reads it.
 - pickled call: vLLM's loader on whole tensors that are sent with a call; gathering them is not counted.
 - equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload; over
   HTTP, first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
+  PP2 and data-parallel experts die in vLLM at their first generation on CPUs: only checksums are compared. MiniLM's
+  embeddings are compared before a refit and after one to other weights and one back.
+- Cases may have been run at different times beside other work on the machine: compare within a row.
+- Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`). With two of them on two cores that
+  second is taken from the staging of a driven refit, which begins with a call: the rows of about 1.2 s and more.
 
 {table}
 

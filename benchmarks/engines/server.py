@@ -9,15 +9,20 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class Server:
     """`vllm serve`, as a process."""
 
-    def __init__(self, folder: Path, work: Path, tp: int = 1, **settings: object) -> None:
-        """Start it; `settings` are refitd's, as in docs/vllm.md."""
+    def __init__(
+        self, folder: Path, work: Path, tp: int = 1, *, options: Sequence[str] = (), **settings: object
+    ) -> None:
+        """Start it; `options` are vLLM's, `settings` refitd's, as in docs/vllm.md."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -29,7 +34,7 @@ class Server:
             *("--skip-tokenizer-init", "--max-model-len", "256", "--tensor-parallel-size", str(tp)),
             *("--weight-transfer-config", json.dumps({"backend": "refitd"}), "--served-model-name", "policy"),
             *("--additional-config", json.dumps({"refitd": {"directory": str(work), **settings}})),
-            "--no-enable-prefix-caching",
+            *("--no-enable-prefix-caching", *options),
         ]
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
@@ -50,14 +55,24 @@ class Server:
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """Return a greedy answer, as token numbers."""
         body = {"model": "policy", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-        body |= {"return_token_ids": True, "detokenize": False}
+        answer = self.post("v1/completions", {**body, "return_token_ids": True, "detokenize": False})
+        return list(answer["choices"][0]["token_ids"])
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Return vLLM's checksums of the weights, of every worker."""
+        return list(self.post("collective_rpc", {"method": "compute_weight_checksums"})["results"])
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Return what an endpoint answers."""
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            f"{self.url}/{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return list(json.load(answer)["choices"][0]["token_ids"])
+        try:
+            with urllib.request.urlopen(request, timeout=180) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as exc:
+            raise RuntimeError(f"{path} answered {exc.code}: {exc.read(2000).decode(errors='replace')}") from exc
+        return json.loads(text) if text else None
 
     def close(self) -> None:
         """End it."""

@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ SIZES = {"tiny": (256, 4, 1003), "246MB": (768, 10, 32003)}
 def checkpoint(kind: str, size: str, folder: Path) -> int:
     """Write a model with random weights; return its bytes in bfloat16."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
     hidden, layers, vocabulary = SIZES[size]
     common: dict[str, Any] = {
@@ -39,7 +38,11 @@ def checkpoint(kind: str, size: str, folder: Path) -> int:
         "vocab_size": vocabulary,
         "max_position_embeddings": 512,
     }
-    config = LlamaConfig(**common) if kind == "llama" else Qwen2Config(**common, tie_word_embeddings=True)
+    if kind == "moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
+        config: Any = Qwen3MoeConfig(**common, **experts, head_dim=hidden // 8)
+    else:
+        config = LlamaConfig(**common) if kind == "llama" else Qwen2Config(**common, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -120,7 +123,7 @@ def load(tensors: list[tuple[str, Any]], model: Any) -> None:
     model.load_weights(iter(tensors))
 
 
-def run(kind: str, tp: int, size: str, rounds: int, follow: bool) -> dict[str, Any]:
+def run(kind: str, tp: int, size: str, rounds: int, lifecycle: str) -> dict[str, Any]:
     """Return what was measured."""
     import refitd
 
@@ -134,18 +137,26 @@ def run(kind: str, tp: int, size: str, rounds: int, follow: bool) -> dict[str, A
             shutil.copy(file, saved)
         with daemon(work), refitd.connect(work) as client:
             return {
-                "engine": f"{kind} TP{tp}" + (", follows" if follow else ""),
+                "engine": _engine(kind, tp, lifecycle),
                 "bytes": nbytes,
-                **_measured(client, work, folder, saved, tp, rounds, follow),
+                **_measured(client, work, folder, saved, tp, rounds, lifecycle, is_moe=kind == "moe"),
             }
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, follow: bool) -> dict[str, Any]:
+def _engine(kind: str, tp: int, lifecycle: str) -> str:
+    experts = " EP" if kind == "moe" and tp > 1 else ""
+    return f"{kind} TP{tp}{experts}" + {"driven": "", "follow": ", follows", "pipeline": " PP2"}[lifecycle]
+
+
+def _measured(
+    client: Any, work: Path, folder: Path, saved: Path, tp: int, rounds: int, lifecycle: str, is_moe: bool
+) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm import __version__ as vllm_version
 
+    follow, stages = lifecycle == "follow", 2 if lifecycle == "pipeline" else 1
     trainer = Trainer(folder, work)
     llm = LLM(
         model=str(folder),
@@ -153,6 +164,8 @@ def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, round
         enforce_eager=True,
         skip_tokenizer_init=True,
         tensor_parallel_size=tp,
+        pipeline_parallel_size=stages,
+        enable_expert_parallel=is_moe and tp > 1,
         max_model_len=256,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "refitd"},
@@ -161,6 +174,8 @@ def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, round
     greedy = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
 
     def answer() -> list[int]:
+        if stages > 1:
+            return []  # on CPUs vLLM's pipelines die at the first generation
         return list(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
 
     started = time.perf_counter()
@@ -176,7 +191,7 @@ def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, round
         mine, told = llm.collective_rpc("compute_weight_checksums"), answer()
         times |= _disk(llm, trainer, saved)
         theirs, native = llm.collective_rpc("compute_weight_checksums"), answer()
-        if not follow:
+        if lifecycle == "driven":
             times |= _pickled(llm, saved)
         equal.append(mine == theirs and told == native)
         answers.append(told)
@@ -184,14 +199,15 @@ def _measured(client: Any, work: Path, folder: Path, saved: Path, tp: int, round
             for name, seconds in times.items():
                 figures.setdefault(name, []).append(seconds)
     tensors = len(mine[0])
+    differ = stages > 1 or len({*map(tuple, answers)}) == len(answers)
     proven = client.verify("policy").outcome
     trainer.close()
     return {
         "vllm": vllm_version,
         "tensors": tensors,
         "rounds": rounds - 1,
-        "equal": all(equal),
-        "answers_differ_between_versions": len({*map(tuple, answers)}) == len(answers),
+        "equal": all(equal) and differ,
+        "generates": stages == 1,
         "verified": str(proven),
         "bind_s": bound,
         **{name: statistics.median(found) for name, found in figures.items()},
@@ -203,27 +219,38 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
     published = trainer("publish", version)
     if follow:
         report = client.swap("policy", version, wait=60)
-        blocked = max(member.paused_s for member in report.members)
+        blocked = commit = max(member.paused_s for member in report.members)
     else:
-        failed: list[BaseException] = []
+        blocked, commit = drive(client, llm, version)
+    return {
+        "refitd_s": time.perf_counter() - started,
+        "publish_s": published,
+        "refitd_blocked_s": blocked,
+        "commit_s": commit,
+        "blocked_per_commit": blocked / commit,
+    }
 
-        def swap() -> None:
-            try:
-                client.swap("policy", version, wait=60)
-            except BaseException as exc:
-                failed.append(exc)
 
-        swapping = threading.Thread(target=swap)
-        swapping.start()
+def drive(client: Any, llm: Any, version: int) -> tuple[float, float]:
+    """Have the engine take the version over as refitd's trainers do.
+
+    Returns:
+        The seconds in which it has answered nothing, and those of the commit itself.
+    """
+    from refitd.adapters.driving import swap_and_drive
+
+    blocked = 0.0
+
+    def take_over() -> None:
+        nonlocal blocked
         begun = time.perf_counter()
-        llm.start_weight_update()
         llm.update_weights({"update_info": {"version": version}})
-        llm.finish_weight_update()
         blocked = time.perf_counter() - begun
-        swapping.join()
-        if failed:
-            raise failed[0]
-    return {"refitd_s": time.perf_counter() - started, "publish_s": published, "refitd_blocked_s": blocked}
+        llm.finish_weight_update()  # as `start_weight_update`, a call between two steps
+
+    llm.start_weight_update()
+    report = swap_and_drive(client, "policy", version, take_over, wait=60)
+    return blocked, max(member.paused_s for member in report.members)
 
 
 def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
@@ -249,8 +276,9 @@ if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(int(sys.argv[2]))))
+    workers = 2 if sys.argv[5] == "pipeline" else int(sys.argv[2])
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(workers)))
     print(
-        json.dumps(run(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "follow")),
+        json.dumps(run(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])),
         flush=True,
     )

@@ -10,17 +10,19 @@ vLLM is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 import refitd
+from refitd.adapters.driving import swap_and_drive
 
 READY_POLL_S = 1.0
 
@@ -51,6 +53,7 @@ class RefitdWeightTransfer:
         self._servers = (servers,) if isinstance(servers, str) else tuple(servers)
         self._model, self._directory, self._pause, self._timeout = model, directory, pause, timeout
         self._engine = engine or {}
+        self._pauses_late = False
         self._client: refitd.Client | None = None
         self._source: refitd.StreamedSource | None = None
 
@@ -65,11 +68,14 @@ class RefitdWeightTransfer:
                 time.sleep(READY_POLL_S)
 
     def pause(self) -> None:
-        """Have the servers stand still; caches of the old weights are dropped by vLLM."""
-        self._post("pause", query=f"?mode={self._pause}")
+        """Have the servers stand still; with "wait" now, else for the commit alone, while `send_weights` runs."""
+        self._pauses_late = self._pause != "wait"
+        if not self._pauses_late:
+            self._post("pause", query="?mode=wait")
 
     def resume(self) -> None:
         """Have the servers go on."""
+        self._pauses_late = False
         self._post("resume")
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -87,30 +93,25 @@ class RefitdWeightTransfer:
             first = list(iterator)
             shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
             self._source = self._client.declare_source(self._model, shapes, timeout=self._timeout)
-            for server in self._servers:
-                replica = server.partition("//")[2].rstrip("/") or server
-                settings = {"model": self._model, "replica": replica, **self._engine}
-                self._request(server, "init_weight_transfer_engine", {"init_info": settings})
             weights = iter(first)
         version = self._source.next_version
         self._source.publish_from(version, weights, timeout=self._timeout)
+        self._init_engines()  # one that has been started again since then has to register
         self._post("start_weight_update")
-        failed: list[Exception] = []
-        waiting = [
-            threading.Thread(target=self._update, args=(server, version, failed), daemon=True)
-            for server in self._servers
-        ]
-        for thread in waiting:
-            thread.start()
         try:
-            self._client.swap(self._model, version, wait=self._timeout, timeout=self._timeout, queue=True)
-        finally:
-            # the servers wait for the version at most as long as their `timeout_s` says; that ends their update, too
-            for thread in waiting:
-                thread.join()
-        if failed:
-            raise failed[0]
-        self._post("finish_weight_update")
+            swap_and_drive(
+                self._client,
+                self._model,
+                version,
+                lambda: self._update(version),
+                wait=self._timeout,
+                timeout=self._timeout,
+            )
+        except BaseException:
+            for server in self._servers:  # the version was not decided: vLLM's update is still open
+                with contextlib.suppress(refitd.RefitdError):
+                    self._request(server, "finish_weight_update", {})
+            raise
 
     def destroy(self) -> None:
         """End this trainer's part; the servers serve on."""
@@ -118,11 +119,22 @@ class RefitdWeightTransfer:
         if client is not None:
             client.close()
 
-    def _update(self, server: str, version: int, failed: list[Exception]) -> None:
-        try:
-            self._request(server, "update_weights", {"update_info": {"version": version}})
-        except Exception as exc:
-            failed.append(exc)
+    def _init_engines(self) -> None:
+        for server in self._servers:
+            replica = server.partition("//")[2].rstrip("/") or server
+            settings = {"model": self._model, "replica": replica, **self._engine}
+            self._request(server, "init_weight_transfer_engine", {"init_info": settings})
+
+    def _update(self, version: int) -> None:
+        """Have all servers stand still and take the version over, at the same time."""
+        with ThreadPoolExecutor(max(1, len(self._servers))) as each:
+            list(each.map(lambda server: self._update_one(server, version), self._servers))
+
+    def _update_one(self, server: str, version: int) -> None:
+        if self._pauses_late:
+            self._request(server, f"pause?mode={self._pause}", {})
+        self._request(server, "update_weights", {"update_info": {"version": version}})
+        self._request(server, "finish_weight_update", {})
 
     def _post(self, path: str, query: str = "") -> None:
         for server in self._servers:

@@ -20,6 +20,7 @@ _SHOWN = {
     Phase.HALTING: "pause",
     Phase.STAGING: "stage",
     Phase.PAUSING: "pause",
+    Phase.STAGED: "decide",  # trainers that drive engines call them at "commit", which may be seconds later
 }
 
 _OUTCOMES = {Phase.COMMITTED: SwapOutcome.COMMITTED, Phase.INCOMPLETE: SwapOutcome.INCOMPLETE}

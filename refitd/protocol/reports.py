@@ -41,7 +41,7 @@ class SwapReport(Message, frozen=True):
     model: Label
     version: Count | None
     outcome: SwapOutcome
-    phase: Label = ""  # in which it failed: "plan", "stage", "commit"
+    phase: Label = ""  # in which it failed: "plan", "pause", "stage", "decide", "commit"
     reason: Text = ""
     bytes: Count = 0
     copies: Count = 0
@@ -115,7 +115,7 @@ class SwapProgress(Message, frozen=True):
     swap: Label
     model: Label
     version: Count
-    phase: Label  # "plan", "stage", "commit"
+    phase: Label  # "plan", "pause", "stage", "decide", "commit"
     bytes_done: Count = 0
     bytes_total: Count = 0
     members_done: Count = 0

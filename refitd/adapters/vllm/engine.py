@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
-from refitd.adapters.vllm.seams import check_version
+from refitd.adapters.vllm.seams import check_version, is_one_of_many
 
 log = logging.getLogger("refitd.vllm")
 
@@ -31,6 +31,9 @@ TRY_AGAIN_S = 2.0
 IDLE_S = 0.005
 LOOK_S = 1.0
 
+# How long an engine that is driven waits for the version that the others serve, when it registers.
+CATCH_UP_S = 20.0
+
 
 @dataclass
 class RefitdInitInfo(WeightTransferInitInfo):
@@ -38,7 +41,8 @@ class RefitdInitInfo(WeightTransferInitInfo):
 
     Attributes:
         model: the model's name in refitd.
-        replica: this engine's name; "" is its host and vLLM's instance id. Data-parallel engines add their index.
+        replica: this engine's name; "" is its host and vLLM's instance id. Data-parallel engines of a dense model add
+            their index.
         directory: the daemon's directory; "" is this user's default one.
         follow: take every decided version over between two steps; nobody drives the engine.
         check: compare what the engine holds with the checkpoint that it was started with before the layout is trusted.
@@ -63,7 +67,7 @@ class RefitdUpdateInfo(WeightTransferUpdateInfo):
 
 
 class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
-    """vLLM's lifecycle: init binds, update waits for a version; start and finish have nothing to do."""
+    """vLLM's lifecycle: init binds, update takes over a version that is decided; finish has nothing to do."""
 
     init_info_cls = RefitdInitInfo
     update_info_cls = RefitdUpdateInfo
@@ -101,11 +105,31 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         """Register this rank: afterwards swaps reach it."""
         if self._follower is not None:
             raise refitd.RefusedError("this engine follows by itself (follow = true); nobody needs to drive it")
+        if self._target is not None and isinstance(self._target.error, refitd.PeerLost):
+            self._let_go()  # its daemon has gone
         if self._target is None:
             self._bind(init_info)
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Take over what the other replicas serve: a commit that nobody drives would hold up the next swap."""
+        assert self._client is not None
+        target = self._bound()
+        live = next((m.live for m in self._client.status().models if m.model == target.model), None)
+        if live is not None:
+            self._take_over(live, CATCH_UP_S)
+
+    def _take_over(self, version: int, timeout_s: float) -> None:
+        try:
+            with self._lock:
+                self._wait(version, timeout_s)
+        except refitd.DeadlineExceeded as exc:
+            log.warning("refitd: this engine serves what it has until the next version: %s", exc)
 
     def start_weight_update(self) -> None:
-        """Nothing is to be prepared: versions are staged beside the live weights."""
+        """Take over what was decided while nobody drove this engine. The next version is staged beside the live one."""
+        if (late := self._bound().pending) is not None:
+            self._take_over(late, CATCH_UP_S)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Wait until the version is live here."""
@@ -113,9 +137,18 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def receive_weights(self, update_info: RefitdUpdateInfo) -> None:
         """Take the version over, in place, as soon as it is decided."""
-        target = self._bound()
         with self._lock:
-            target.wait(update_info.version, timeout=self._info.timeout_s)
+            self._wait(update_info.version, self._info.timeout_s)
+
+    def _wait(self, version: int, timeout_s: float) -> None:
+        """Commit up to a version, under the lock."""
+        target = self._bound()
+        try:
+            target.wait(version, timeout=timeout_s)
+        except refitd.CommitError as exc:
+            self._torn = str(exc)
+            raise
+        self._torn = ""
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: the version is live."""
@@ -209,7 +242,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         rank, world_size, replica = self._place(info)
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
         params = dict(self.model.named_parameters())
-        held = {**dict(self.model.named_buffers()), **params}
+        # what no checkpoint holds (tables of experts, of rotations) is the engine's own, and its loader may read it
+        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self.model)}, **params}
         with self._lock:  # the model's loader and vLLM's configuration of the moment are nothing for two threads
             trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
             self._check(trace, params)
@@ -240,11 +274,11 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         """Return rank, world size and name of the replica that this worker is part of."""
         p = self.parallel_config
         replica = info.replica or f"{socket.gethostname()}-{self.vllm_config.instance_id}"
-        if p.data_parallel_size == 1:
-            return p.rank, p.world_size, replica
-        if p.enable_expert_parallel:  # experts of one layer lie on all of them: they take versions over together
+        if p.data_parallel_size > 1:  # a mixture of experts: each layer's lie on all of them, so they flip together
             return p.data_parallel_index * p.world_size + p.rank, p.data_parallel_size * p.world_size, replica
-        return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
+        if is_one_of_many(p):
+            return p.rank, p.world_size, f"{replica}-dp{p.data_parallel_index}"
+        return p.rank, p.world_size, replica
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with set_current_vllm_config(self.vllm_config):

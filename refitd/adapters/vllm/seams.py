@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from refitd import RefusedError
+from refitd.adapters.vllm import unpacked_experts
 
 TESTED = ("0.32.",)
 
@@ -34,6 +35,16 @@ def open_seams() -> None:
     Worker.execute_model = _before(Worker.execute_model)
     Worker.execute_dummy_batch = _before(Worker.execute_dummy_batch)
     utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
+    unpacked_experts.keep()
+
+
+def is_one_of_many(parallel: Any) -> bool:
+    """Whether this engine is one of several data-parallel ones of a dense model.
+
+    vLLM makes such an engine believe that it is alone (`reconfigure_for_independent_dp_rank`); beside its index, this
+    bound is what still tells how many there are.
+    """
+    return bool(parallel.data_parallel_index or (parallel.elastic_ep_max_dp_size or 1) > 1)
 
 
 def _before(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +53,8 @@ def _before(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.weight_transfer_engine, "refitd_step", None)
-        if step is None:
+        if step is None or not getattr(args[0] if args else None, "total_num_scheduled_tokens", 1):
+            # Nothing is computed. Data-parallel ranks must count what they compute together, and nothing else.
             return method(self, *args, **kwargs)
         with step():
             return method(self, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
+from refitd.adapters.driving import swap_and_drive
 
 
 @dataclass
@@ -59,7 +60,7 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         """Register this rank; rank 0 has the engines register, too."""
         made = cls(init_info, client, source)
         if made.is_sender:
-            client.init_weight_transfer_engine({"model": init_info.model, **(init_info.engine or {})})
+            made._init_engines()
         return made
 
     def send_weights(self) -> None:
@@ -72,25 +73,22 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         self._source.publish(self._version)
         if not self.is_sender:
             return
+        self._init_engines()  # one that has been started again since then has to register
         self.client.start_weight_update()
-        failed: list[Exception] = []
-        waiting = threading.Thread(target=self._update, args=(failed,), daemon=True)
-        waiting.start()
         try:
             # other ranks may not have published yet
-            self._refitd.swap(self._info.model, self._version, wait=self._info.wait_s, queue=True)
-        finally:
-            # the engines wait for the version at most as long as their `timeout_s` says; that ends their update, too
-            waiting.join()
-        if failed:
-            raise failed[0]
-        self.client.finish_weight_update()
+            swap_and_drive(self._refitd, self._info.model, self._version, self._update, wait=self._info.wait_s)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()  # the version was not decided: vLLM's update is still open
+            raise
 
-    def _update(self, failed: list[Exception]) -> None:
-        try:
-            self.client.update_weights({"version": self._version})
-        except Exception as exc:
-            failed.append(exc)
+    def _init_engines(self) -> None:
+        self.client.init_weight_transfer_engine({"model": self._info.model, **(self._info.engine or {})})
+
+    def _update(self) -> None:
+        self.client.update_weights({"version": self._version})
+        self.client.finish_weight_update()
 
     def shutdown(self) -> None:
         """End this rank's part."""

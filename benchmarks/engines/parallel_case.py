@@ -1,0 +1,121 @@
+"""A vLLM server of several data-parallel engines, followed or driven while it answers; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.http_case import PROMPTS
+from benchmarks.engines.server import Server
+from benchmarks.engines.vllm_case import Trainer, checkpoint, daemon
+
+ROUNDS = 4
+ENGINES = 2
+
+
+def run(kind: str, size: str, follow: bool) -> dict[str, Any]:
+    """Return what was measured."""
+    import refitd
+
+    work = Path(tempfile.mkdtemp(prefix="rfdd"))
+    os.chmod(work, 0o700)
+    folder, saved = work / "model", work / "saved"
+    try:
+        nbytes = checkpoint(kind, size, folder)
+        saved.mkdir()
+        for file in folder.glob("*.json"):
+            shutil.copy(file, saved)
+        with daemon(work), refitd.connect(work) as client:
+            trainer = Trainer(folder, work)
+            options = ["--data-parallel-size", str(ENGINES)]
+            if kind == "moe":
+                options.append("--enable-expert-parallel")
+            server = Server(folder, work, options=options, replica="a", follow=follow)
+            try:
+                server.wait()
+                # vLLM's data-parallel experts die at the first generation on CPUs: all_gatherv is not implemented
+                found = _refits(client, server, trainer, saved, follow, generates=kind != "moe")
+                found["verified"] = str(client.verify("policy").outcome)
+            finally:
+                server.close()
+                trainer.close()
+        how = "one model, expert parallel" if kind == "moe" else "two replicas"
+        return {
+            "engine": f"{kind} DP{ENGINES}, {how}" + (", follows" if follow else ""),
+            "bytes": nbytes,
+            **found,
+        }
+    except BaseException:
+        log = work / "vllm.log"
+        print("\n".join(log.read_text().splitlines()[-400:]) if log.exists() else "", file=sys.stderr)
+        raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _refits(
+    client: Any, server: Server, trainer: Trainer, saved: Path, follow: bool, generates: bool
+) -> dict[str, Any]:
+    """Refit some rounds; every engine must hold what it holds after its own reload, and serve the version."""
+    from refitd.adapters.driving import swap_and_drive
+
+    if not follow:
+        server.post("init_weight_transfer_engine", {"init_info": {}})
+    seconds, blocked, equal = [], [], []
+    answers = {_answers(server, generates)}
+    first = trainer.next_version
+    for version in range(first, first + ROUNDS):
+        trainer("step", version)
+        started = time.perf_counter()
+        trainer("publish", version)
+        if follow:
+            report = client.swap("policy", version, wait=120)
+            blocked.append(max(member.paused_s for member in report.members))
+        else:
+            stood = [0.0]
+
+            def update(version: int = version, stood: list[float] = stood) -> None:
+                begun = time.perf_counter()
+                server.post("update_weights", {"update_info": {"version": version}})
+                stood[0] = time.perf_counter() - begun
+                server.post("finish_weight_update", {})
+
+            server.post("start_weight_update", {})
+            swap_and_drive(client, "policy", version, update, wait=120)
+            blocked += stood
+        seconds.append(time.perf_counter() - started)
+        (model,) = client.status().models
+        serves = [target.version == version for target in model.targets]
+        mine, told = server.checksums(), _answers(server, generates)
+        answers.add(told)
+        trainer("save", str(saved))
+        server.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(saved)}})
+        native = server.checksums(), _answers(server, generates)
+        equal.append(serves == [True] * ENGINES and (mine, told) == native)
+    return {
+        "replicas": sorted({target.replica for target in model.targets}),
+        "rounds": ROUNDS - 1,
+        "equal": all(equal) and len(answers) == (ROUNDS + 1 if generates else 1),
+        "generates": generates,
+        "tensors": len(mine[0]),
+        "refitd_s": sorted(seconds[1:])[len(seconds[1:]) // 2],
+        "refitd_blocked_s": sorted(blocked[1:])[len(blocked[1:]) // 2],
+    }
+
+
+def _answers(server: Server, generates: bool) -> tuple[tuple[int, ...], ...]:
+    """Ask several times: the engines take turns."""
+    return tuple(tuple(server.tokens(prompt, 4)) for prompt in PROMPTS[:6]) if generates else ()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i) for i in range(ENGINES)))
+    print(json.dumps(run(sys.argv[1], sys.argv[2], sys.argv[3] == "follow")), flush=True)

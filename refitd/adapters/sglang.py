@@ -1,0 +1,291 @@
+"""SGLang: engines that take versions over in place, driven through a custom weight loader or by nobody, as a plugin.
+
+    python -m sglang.launch_server --model-path MODEL --custom-weight-loader refitd.adapters.sglang.take_over
+    REFITD_SGLANG='{"replica": "a"}' python -m sglang.launch_server --model-path MODEL --disable-radix-cache
+
+Written against SGLang 0.5.23, and never run with it: docs/sglang.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refitd
+from refitd.adapters.driving import swap_and_drive
+
+log = logging.getLogger("refitd.sglang")
+
+LOADER = "refitd.adapters.sglang.take_over"
+SETTINGS = "REFITD_SGLANG"
+WRITTEN_AGAINST = "0.5."
+
+# How long an engine that nobody drives waits between two tries to find its trainer.
+TRY_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where an engine registers.
+
+    Attributes:
+        model: the model's name in refitd.
+        replica: this engine's name; "" is its host. Data-parallel engines add their rank.
+        directory: the daemon's directory; "" is this user's default one.
+        checkpoint: the folder of safetensors that the engine was started with, to check the layout against.
+        check: compare what the engine holds with the checkpoint before the layout is trusted.
+        timeout_s: seconds for the trainer's tensors to be known, and for one version to be taken over.
+    """
+
+    model: str = "policy"
+    replica: str = ""
+    directory: str = ""
+    checkpoint: str = ""
+    check: bool = True
+    timeout_s: float = 120.0
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Settings:
+        """Return settings from JSON.
+
+        Raises:
+            RefusedError: names what is unknown, and what is known.
+        """
+        known = sorted(field.name for field in fields(cls))
+        if unknown := sorted(given.keys() - set(known)):
+            raise refitd.RefusedError(f"unknown settings {', '.join(unknown)}; known: {', '.join(known)}")
+        return cls(**given)
+
+
+class Engine:
+    """One scheduler process's rank of a replica."""
+
+    def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
+        """Learn the layout from the model's own loader, check it, and register it.
+
+        Raises:
+            RefusedError: the layout is no plain copy of what the trainer offers, or not what the engine computes with.
+            DeadlineExceeded: there is no trainer.
+            TransportError: there is no daemon.
+        """
+        _check_version()
+        self._model, self._settings = model, settings
+        self._client = refitd.connect(settings.directory or None)
+        try:
+            self._target = self._register()
+        except BaseException:
+            self._client.close()
+            raise
+
+    def wait(self, version: int) -> None:
+        """Return once a version is live here."""
+        self._target.wait(version, timeout=self._settings.timeout_s)
+
+    def poll(self, step: int, begin: bool) -> None:
+        """Offer a commit point before a step; with `begin`, the step begins then."""
+        self._target.poll(step=step, begin=begin)
+
+    def close(self) -> None:
+        """End the registration; the engine serves on with what it has."""
+        self._client.close()
+
+    def _register(self) -> refitd.Target:
+        from sglang.srt.runtime_context import get_parallel
+
+        settings, parallel = self._settings, get_parallel()
+        rank, world_size = parallel.world_group.rank_in_group, parallel.world_group.world_size
+        replica = settings.replica or socket.gethostname()
+        if parallel.dp_rank is not None:
+            replica = f"{replica}-dp{parallel.dp_rank}"
+        params = dict(self._model.named_parameters())
+        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self._model)}, **params}
+        load: Any = self._model.load_weights
+        offered = self._client.tensors(settings.model, timeout=settings.timeout_s)
+        trace = refitd.trace_loader(held, load, offered, owner_rank=rank)
+        wrong = [f"{name}: computed" for name in trace.computed if name in params]
+        wrong += [f"{name}: not offered" for name in trace.untouched if name in params and params[name].numel()]
+        if wrong:
+            raise refitd.RefusedError(
+                f"{len(wrong)} weights of the engine would not be kept up to date: {'; '.join(wrong[:5])}; serve the "
+                "model unquantised, and offer all of its weights"
+            )
+        if settings.check:
+            shapes = {name: (tuple(t.shape), t.dtype) for name, t in _tensors(settings.checkpoint)}
+            refitd.check_layout(refitd.trace_loader(held, load, shapes), held, _tensors(settings.checkpoint))
+        return self._client.register_target(
+            settings.model,
+            {name: held[name].data for name in trace.metadata},
+            replica=replica,
+            rank=rank,
+            world_size=world_size,
+            metadata=[*trace.metadata.values()],
+            timeout=settings.timeout_s,
+        )
+
+
+# --- driven by a trainer: `update_weights_from_tensor(load_format=LOADER)` ---------------------------------
+
+
+def take_over(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Take a version over; SGLang calls this in each scheduler process, with what `drive` has sent.
+
+    Raises:
+        RefusedError: something else was sent, or the engine cannot be refitted.
+        CommitError, DeadlineExceeded: the version is not live here.
+    """
+    sent = dict(named_tensors)
+    if sent.keys() != {"refitd.settings", "refitd.version"}:
+        raise refitd.RefusedError(f"{LOADER} takes what refitd.adapters.sglang.drive sends, not {sorted(sent)[:5]}")
+    # the model is what lives as long as the engine
+    engine = model.__dict__.get("_refitd")
+    if engine is None:
+        settings = json.loads(bytes(sent["refitd.settings"].tolist()))
+        engine = model.__dict__["_refitd"] = Engine(model, Settings.of(settings))
+    if (version := int(sent["refitd.version"].item())) >= 0:
+        engine.wait(version)
+
+
+def drive(
+    engine: Any, client: refitd.Client, version: int, *, wait: float = 60.0, **settings: Any
+) -> refitd.SwapReport:
+    """Make a published version live, in this engine too; the engine goes on until it is decided.
+
+    Args:
+        engine: an `sglang.Engine`, started with `custom_weight_loader=[LOADER]`.
+        client: of the trainer.
+        version: published by the trainer's ranks.
+        wait: seconds for the other ranks to publish.
+        settings: of `Settings`.
+
+    Raises:
+        RefusedError: SGLang or the engine refuses; its answer says why.
+        SwapFailed: the version is not live everywhere.
+    """
+    known = Settings.of(settings)
+
+    def call(number: int) -> None:
+        sent = {
+            "refitd.settings": torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8),
+            "refitd.version": torch.tensor([number]),
+        }
+        _done("begin_weight_update", engine.begin_weight_update())
+        try:
+            _done(LOADER, engine.update_weights_from_tensor([*sent.items()], load_format=LOADER))
+        finally:
+            _done("end_weight_update", engine.end_weight_update())
+
+    call(-1)  # an engine that has just been started registers
+    return swap_and_drive(client, known.model, version, lambda: call(version), wait=wait)
+
+
+def _done(what: str, answer: tuple[bool, str]) -> None:
+    succeeded, said = answer[0], answer[1]
+    if not succeeded:
+        raise refitd.RefusedError(f"SGLang: {what}: {said}")
+
+
+# --- driven by nobody: a plugin ----------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Give the scheduler a commit point before each batch; SGLang calls this where REFITD_SGLANG is set or not."""
+    given = os.environ.get(SETTINGS)
+    if given is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _check_version()
+    follower = Follower(json.loads(given))
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.run_batch", follower.before_batch, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.on_idle", follower.before_idle, HookType.BEFORE)
+
+
+class Follower:
+    """Registers once there is a trainer, and takes over every decided version between two batches."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self._steps = 0  # from the process's start: the same on all ranks
+        self._engine: Engine | None = None
+        self._tried, self._refused = float("-inf"), False
+
+    def before_batch(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        """Commit what is pending; CommitError ends the scheduler, whose weights are parts of two versions."""
+        self._steps += 1
+        self._attend(scheduler, self._steps, begin=True)
+
+    def before_idle(self, scheduler: Any) -> None:
+        """Likewise, while there is no batch."""
+        self._attend(scheduler, self._steps + 1, begin=False)
+
+    def _attend(self, scheduler: Any, step: int, *, begin: bool) -> None:
+        if self._engine is None and (self._refused or time.monotonic() - self._tried < TRY_AGAIN_S):
+            return
+        try:
+            if self._engine is None:
+                self._tried = time.monotonic()
+                self._engine = self._bound(scheduler)
+            if self._engine is not None:
+                self._engine.poll(step, begin)
+        except refitd.TransportError as exc:  # PeerLost is one
+            log.warning("refitd: no daemon at present: %s; this engine serves what it has", exc)
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+        except refitd.CommitError:
+            raise
+        except refitd.RefitdError as exc:
+            log.error("refitd: this engine is not refitted: %s", exc)
+            self._refused = self._engine is None
+
+    def _bound(self, scheduler: Any) -> Engine | None:
+        """Return the engine, None while no trainer has registered: the scheduler must not wait for one."""
+        settings = Settings.of({"checkpoint": scheduler.server_args.model_path, **self._given})
+        if not scheduler.server_args.disable_radix_cache:
+            raise refitd.RefusedError(
+                "cached prefixes would be of older versions; start SGLang with --disable-radix-cache"
+            )
+        with refitd.connect(settings.directory or None) as client:
+            found = next((m for m in client.status().models if m.model == settings.model), None)
+            if found is None or not found.sources or len(found.sources) < found.source_world_size:
+                return None
+        return Engine(scheduler.tp_worker.model_runner.model, settings)
+
+
+# --- what both need ----------------------------------------------------------------------------------------
+
+
+def _check_version() -> None:
+    import sglang
+
+    if not sglang.__version__.startswith(WRITTEN_AGAINST):
+        raise refitd.RefusedError(
+            f"SGLang {sglang.__version__} is not the version that this adapter was written against "
+            f"({WRITTEN_AGAINST}x); install that one, or another refitd"
+        )
+
+
+def _tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors, one at a time."""
+    from safetensors import safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors")) if folder else []
+    if not files:
+        raise refitd.RefusedError(
+            f"checkpoint {folder!r} holds no .safetensors to check the layout against: name the folder that the engine "
+            "was started with, or set check to false"
+        )
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)

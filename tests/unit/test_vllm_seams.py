@@ -1,0 +1,99 @@
+"""What the adapter changes inside vLLM, with stand-ins for its modules; scripts/try-engines runs it with vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import refitd
+from refitd.adapters.vllm import seams, unpacked_experts
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **held: object) -> None:
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        if ".".join(parts[:i]) not in sys.modules:
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
+    module = ModuleType(name)
+    vars(module).update(held)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "vllm", __version__="0.33.1")
+    with pytest.raises(refitd.RefusedError, match=r"vLLM 0\.33\.1 is not among .* tested with \(0\.32\.x\)"):
+        seams.check_version()
+
+
+def test_dense_engines_know_that_they_are_several() -> None:
+    def parallel(index: int, bound: int | None) -> SimpleNamespace:
+        return SimpleNamespace(data_parallel_index=index, elastic_ep_max_dp_size=bound)
+
+    assert [seams.is_one_of_many(parallel(*p)) for p in ((0, None), (0, 1), (0, 2), (1, 1))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_calls_that_compute_nothing_are_no_steps() -> None:
+    steps = []
+
+    @contextlib.contextmanager
+    def step() -> Iterator[None]:
+        steps.append(1)
+        yield
+
+    worker = SimpleNamespace(weight_transfer_engine=SimpleNamespace(refitd_step=step))
+    forward = seams._before(lambda self, scheduled=None: "done")
+    for scheduled, count in ((3, 1), (0, 1), (1, 2)):
+        assert forward(worker, SimpleNamespace(total_num_scheduled_tokens=scheduled)) == "done"
+        assert len(steps) == count
+    assert forward(worker) == "done" and len(steps) == 3  # a dummy batch is computed with the others
+    assert forward(SimpleNamespace(weight_transfer_engine=None)) == "done"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_unpacked_experts_are_the_weighted_sum_over_those_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, weighted: bool
+) -> None:
+    def silu_and_mul(activation: str, output: torch.Tensor, given: torch.Tensor) -> None:
+        gate, up = given.chunk(2, dim=-1)
+        output.copy_(torch.nn.functional.silu(gate) * up)
+
+    stand_in(monkeypatch, "vllm.model_executor.layers.fused_moe.activation", apply_moe_activation=silu_and_mul)
+    torch.manual_seed(0)
+    tokens, hidden, inner, here = 5, 8, 4, 3
+    w1, w2 = torch.randn(here, 2 * inner, hidden), torch.randn(here, hidden, inner)
+    x, shares = torch.randn(tokens, hidden), torch.rand(tokens, 2)
+    ids = torch.tensor([[0, 5], [1, 4], [3, 5], [0, 1], [4, 2]], dtype=torch.int32)
+    places = torch.tensor([-1, 0, -1, 1, 2, -1])  # experts 1, 3 and 4 of 6
+    output = torch.full((tokens, hidden), 7.0)
+    unpacked_experts._experts(
+        SimpleNamespace(w1_bias=None, w2_bias=None),
+        output=output,
+        hidden_states=x,
+        w1=w1,
+        w2=w2,
+        topk_weights=shares,
+        topk_ids=ids,
+        activation="silu",
+        expert_map=places,
+        apply_router_weight_on_input=weighted,
+        workspace13=None,
+    )
+    expected = torch.zeros(tokens, hidden)
+    for token in range(tokens):
+        for k in range(2):
+            place = int(places[ids[token, k]])
+            if place >= 0:
+                gate, up = (w1[place] @ x[token]).chunk(2)
+                down = w2[place] @ (torch.nn.functional.silu(gate) * up)
+                expected[token] += down * (1.0 if weighted else shares[token, k])
+    torch.testing.assert_close(output, expected)
