@@ -225,7 +225,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("swaps", [1, 2])
+@pytest.mark.parametrize("swaps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_engine_that_crashes_after_flips_has_its_weights_again(
     start_daemon: Callable[..., Daemon], swaps: int
 ) -> None:

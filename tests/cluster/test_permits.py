@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import refitd
+from refitd.client.flip import ArenaPair
 from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Commit, Target
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
@@ -128,17 +129,18 @@ def test_a_returning_engine_is_not_swappable_before_it_holds_its_weights(
     fleet: Fleet, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash(fleet, way)
-    restore = TargetTensors.restore
+    kind = ArenaPair if way == "arena" else TargetTensors
+    restore = kind.restore
     others: list[list[str]] = []
 
-    def slow(self: TargetTensors, arena: object) -> None:
+    def slow(self: object, *arena: object) -> None:
         fleet.publish(3)
         others.append([t.replica for t in fleet.trainer.status().models[0].targets])
         with Engine(fleet.target):
             fleet.trainer.swap("policy", 3, timeout=60)
-        restore(self, arena)  # type: ignore[arg-type]
+        restore(self, *arena)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TargetTensors, "restore", slow)
+    monkeypatch.setattr(kind, "restore", slow)
     with fleet.daemon.connect("back") as client:
         live = shards.zeros_like(fleet.tensors)
         if way == "arena":
