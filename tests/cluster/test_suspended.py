@@ -90,6 +90,7 @@ def test_suspending_aborts_what_is_undecided_and_waits_for_what_is_decided(start
         assert target.version is None
 
 
+@pytest.mark.slow
 def test_a_restarted_coordinator_knows_who_sleeps(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(standalone=False)
     coordinator = daemon.start_coordinator()

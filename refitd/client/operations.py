@@ -1,0 +1,278 @@
+"""What operators and trainers ask of the whole cluster: swaps, status, plans, proofs."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from refitd.client.aio import awaitable
+from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
+from refitd.client.connection import Connection
+from refitd.errors import DeadlineExceeded, RefusedError
+from refitd.protocol import local
+from refitd.protocol.base import MAX_TEXT_BYTES
+from refitd.protocol.reports import (
+    EvictReport,
+    HistoryReport,
+    ModelDescription,
+    PlanReport,
+    StatusReport,
+    SwapFailed,
+    SwapProgress,
+    SwapReport,
+    SwapReports,
+    VerifyReport,
+)
+from refitd.states import SwapOutcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from refitd.describe.roster import Roster
+
+REQUEST_S = 30.0
+# The coordinator answers within the requested timeout; the client gives up this much later.
+MARGIN_S = 1.0
+# A swap without a timeout ends at the coordinator's deadlines; this is longer than any sensible deadline.
+SWAP_S = 3600.0
+SHORTEST_S = 0.001
+POLL_S = 0.2  # interval between looks at who has registered
+
+
+class Operations:
+    """The requests of a client that concern all nodes: the base of `Client`."""
+
+    _connection: Connection
+
+    def swap(
+        self,
+        model: str,
+        version: int | None = None,
+        *,
+        timeout: float | None = None,
+        queue: bool = False,
+        wait: float = 0.0,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> SwapReport:
+        """Make a version (None: the newest complete one) live in every replica, or in none.
+
+        Args:
+            model: the model's name.
+            version: the version's number.
+            timeout: seconds for the swap itself. A swap that is undecided by then is aborted; a decided one goes on,
+                and this call raises SwapFailed naming the late members.
+            queue: wait for a running swap of the model to end; without it, the call is refused meanwhile.
+            wait: seconds to wait for missing source ranks, for the version to be published, and for missing targets.
+            on_progress: called with each progress message.
+
+        Raises:
+            RefusedError: the swap could not start; the reason says what is missing.
+            SwapFailed: the version is not live everywhere, or the timeout passed after the decision (`report.outcome`
+                is DECIDED); `report` and `causes` say who and why.
+            DeadlineExceeded: the swap's turn did not come in time, or nobody answers (see `history` for the decision).
+        """
+        model, version, timeout = _swapped(model, version, timeout, on_progress)
+        queue, within = flag("queue", queue), _on_the_wire(timeout)
+        if wait:
+            self._wait_for_all(model, version, seconds("wait", wait))
+        message = local.StartSwap(model=model, version=version, timeout_s=within, queue=queue)
+        return self._swap(message, timeout, on_progress)
+
+    def swap_together(
+        self,
+        versions: Mapping[str, int | None],
+        *,
+        timeout: float | None = None,
+        wait: float = 0.0,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> dict[str, SwapReport]:
+        """Make versions of several models (a policy and its draft, say) live by one decision: all of them, or none.
+
+        Args:
+            versions: the version of each model (None: its newest complete one). Engines that serve several of them
+                call `poll` of each at the same commit point.
+            timeout: as in `swap`.
+            wait: as in `swap`, for all models together.
+            on_progress: called with each progress message, which names its model.
+
+        Raises:
+            RefusedError, DeadlineExceeded: as in `swap`; none of them has begun.
+            SwapFailed: not every version is live everywhere; `report` is that of the first model at fault.
+        """
+        found = {model: _swapped(model, version, timeout, on_progress) for model, version in versions.items()}
+        deadline = time.monotonic() + (seconds("wait", wait) if wait else 0.0)
+        for model, version, _ in found.values() if wait else ():
+            self._wait_for_all(model, version, max(0.0, deadline - time.monotonic()))
+        within = next((timeout for _, _, timeout in found.values()), None)
+        message = local.StartSwaps(
+            swaps=tuple(local.ModelVersion(model, version) for model, version, _ in found.values()),
+            timeout_s=_on_the_wire(within),
+        )
+        waits = SWAP_S if within is None else within + MARGIN_S
+        reports = self._connection.request(message, SwapReports, waits, on_progress).reports
+        for report in reports:
+            _check_committed(report, reports)
+        return {report.model: report for report in reports}
+
+    def _wait_for_all(self, model: str, version: int | None, wait: float) -> None:
+        """Return when a swap could begin, or after `wait` seconds: the swap's refusal then says what is missing."""
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline:
+            found = next((m for m in self.status().models if m.model == model), None)
+            if found is not None and found.complete_versions and version in (None, *found.complete_versions):
+                worlds = {target.replica: target.world_size for target in found.targets}
+                there = collections.Counter(target.replica for target in found.targets)
+                if worlds and all(there[replica] == size for replica, size in worlds.items()):
+                    return
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+
+    def rollback(
+        self,
+        model: str,
+        version: int | None = None,
+        *,
+        timeout: float | None = None,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> SwapReport:
+        """Make an older version (None: the one before the live one) live again.
+
+        Where every target rank flips and its other arena still holds that version, the arenas are exchanged again: no
+        byte moves and no source is needed. Otherwise every source rank must still hold it.
+
+        Raises:
+            RefusedError, SwapFailed, DeadlineExceeded: as in `swap`.
+        """
+        model, version, timeout = _swapped(model, version, timeout, on_progress)
+        message = local.StartSwap(model=model, version=version, timeout_s=_on_the_wire(timeout), rollback=True)
+        return self._swap(message, timeout, on_progress)
+
+    def _swap(
+        self, message: local.StartSwap, timeout: float | None, on_progress: Callable[[SwapProgress], None] | None
+    ) -> SwapReport:
+        wait = SWAP_S if timeout is None else timeout + MARGIN_S
+        report = self._connection.request(message, SwapReport, wait, on_progress)
+        _check_committed(report)
+        return report
+
+    swap_async = awaitable(swap)
+    swap_together_async = awaitable(swap_together)
+    rollback_async = awaitable(rollback)
+
+    def status(self) -> StatusReport:
+        """Return the cluster as the coordinator sees it."""
+        return self._connection.request(local.GetStatus(), StatusReport, REQUEST_S)
+
+    def history(self, model: str = "", limit: int = 20) -> HistoryReport:
+        """Return the last `limit` swaps of a model ("": of all models) from the coordinator's journal, newest first."""
+        message = local.GetHistory(model=text("model", model, least=0), limit=whole("limit", limit, 0, MAX_SMALL))
+        return self._connection.request(message, HistoryReport, REQUEST_S)
+
+    def plan(self, model: str) -> PlanReport:
+        """Return what a swap of `model` would move; raises PlanError listing every problem."""
+        return self._connection.request(local.GetPlan(model=text("model", model)), PlanReport, 120.0)
+
+    def describe(self, model: str) -> ModelDescription:
+        """Return what every registered rank of `model` holds."""
+        return self._connection.request(local.GetDescription(model=text("model", model)), ModelDescription, REQUEST_S)
+
+    def tensors(self, model: str, *, timeout: float = 30.0) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of every canonical tensor that the sources of `model` offer, by canonical name.
+
+        Waits until every source rank has registered.
+
+        Raises:
+            DeadlineExceeded: source ranks have not registered in time; the error names them.
+            PlanError: the ranks' descriptions contradict each other.
+        """
+        import torch
+
+        from refitd.plan.offered import offered_tensors
+
+        offered = offered_tensors(self._sources(text("model", model), seconds("timeout", timeout))[0])
+        return {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in offered.items()}
+
+    def _sources(self, model: str, timeout: float) -> tuple[list[Roster], bool]:
+        """Return what every source rank offers, and whether that is a part of the model; waits for all ranks."""
+        from refitd.describe.roster import Roster
+        from refitd.protocol.shards import metadata_of
+
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                found = self.describe(model)
+            except RefusedError as exc:
+                missing = str(exc)
+            else:
+                sources = [member for member in found.members if member.role == "source"]
+                ranks = {*range(sources[0].world_size)} - {m.rank for m in sources} if sources else {0}
+                if not ranks:
+                    break
+                missing = f"source ranks {sorted(ranks)[:8]} have not registered"
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"model {model!r}: no tensors are offered after {timeout:.1f} s: {missing}")
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+        rosters = [Roster(m.rank, source=metadata_of(found.shards[m.shard], m.rank)) for m in sources]
+        return rosters, any(found.shards[m.shard].is_partial for m in sources)
+
+    def verify(self, model: str, *, timeout: float | None = None) -> VerifyReport:
+        """Check every replica's live weights of `model` against the digests of the version that it serves.
+
+        It may be called at any time, and delays engines and swaps by some milliseconds at most. The report's `outcome`
+        is PROVEN, DIFFERS (with parameter, slice and rank) or UNKNOWN; none of these raises.
+
+        Raises:
+            RefusedError: there is no such model, or it has no target.
+        """
+        model, timeout = text("model", model), None if timeout is None else seconds("timeout", timeout)
+        wait = SWAP_S if timeout is None else timeout + MARGIN_S
+        return self._connection.request(local.Verify(model=model, timeout_s=_on_the_wire(timeout)), VerifyReport, wait)
+
+    verify_async = awaitable(verify)
+
+    def abort(self, model: str, reason: str = "") -> None:
+        """Abort the running swap of `model` unless it is decided."""
+        message = local.AbortSwap(
+            model=text("model", model), reason=text("reason", reason, least=0, most=MAX_TEXT_BYTES)
+        )
+        self._connection.request(message, local.Done, REQUEST_S)
+
+    def evict(self, model: str, replica: str, rank: int | None = None, reason: str = "") -> EvictReport:
+        """Remove a replica of `model`, or one rank of it, so that a hanging engine no longer blocks swaps.
+
+        A running swap treats the evicted process as dead. Once the evicted engine hears of it, it serves nothing
+        (`version` is None, `poll` raises RefusedError) until it registers again.
+
+        Raises:
+            RefusedError: there is no such model, replica or rank.
+        """
+        message = local.Evict(model=model, replica=replica, rank=rank, reason=reason)
+        return self._connection.request(message, EvictReport, REQUEST_S)
+
+
+def _check_committed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> None:
+    """Raise SwapFailed unless every rank of every replica serves the version; `together` goes into the error."""
+    if report.outcome != SwapOutcome.COMMITTED:
+        causes = {f"{m.replica} rank {m.rank}": m.reason for m in report.members if m.reason}
+        is_late = report.outcome == SwapOutcome.DECIDED
+        how = "not complete yet" if is_late else f"{report.outcome} in phase {report.phase}"
+        what = f"swap of {report.model!r} to version {report.version} {how}"
+        raise SwapFailed(f"{what}: {report.reason}", causes, report, together)
+
+
+def _swapped(
+    model: str, version: int | None, timeout: float | None, on_progress: Callable[[SwapProgress], None] | None
+) -> tuple[str, int | None, float | None]:
+    """Return the checked arguments of a swap in plain types."""
+    hook("on_progress", on_progress)
+    return (
+        text("model", model),
+        None if version is None else whole("version", version),
+        None if timeout is None else seconds("timeout", timeout),
+    )
+
+
+def _on_the_wire(timeout: float | None) -> float:
+    """Return a timeout as messages encode it: 0 means none, so a caller's 0 becomes SHORTEST_S."""
+    return 0.0 if timeout is None else max(timeout, SHORTEST_S)
