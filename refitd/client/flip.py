@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from refitd.buffers.arena import MappedArena
@@ -41,14 +42,17 @@ def obstacle(
         return "some tensors are held otherwise than they arrive (MXFP8)"
     if device is not None and any(gpu_of(tensor) != device for tensor in tensors.tensors if tensor.numel()):
         return "its staging arena is wanted on another device"
-    spans = sorted(
-        (place.offset, place.offset + _span(tensor.shape, place.strides, tensor.element_size()))
-        for place, tensor in zip(places, tensors.tensors, strict=True)
-        if tensor.numel()
-    )
-    for name, (offset, nbytes) in contents.get(numbers[0], {}).items():
-        if not _covers(spans, offset, offset + nbytes):
-            return f"{name} lies in the same arena, and is not registered"
+    there = contents.get(numbers[0], {})
+    names, begins = list(there), np.array([offset for offset, _ in there.values()], np.int64)
+    order = np.argsort(begins)
+    starts = np.array([place.offset for place in places], np.int64)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.tensors]
+    # registered tensors share no elements, so that their sizes add up
+    which = np.searchsorted(begins[order], starts, side="right") - 1
+    found = np.bincount(which[which >= 0], weights=np.array(sizes)[which >= 0], minlength=len(names))
+    wanted = np.array([nbytes for _, nbytes in there.values()], np.int64)[order]
+    for index in np.flatnonzero(found < wanted)[:1].tolist():
+        return f"{names[order[index]]} lies in the same arena, and is not registered, or not all of it"
     return ""
 
 
@@ -97,18 +101,3 @@ class ArenaPair:
             differs = bool(_libc.memcmp(live.address, staging.address, live.nbytes))
         if differs:
             raise CommitError("the live arena does not hold what was restored to it; something else writes to it")
-
-
-def _span(shape: Iterable[int], strides: Iterable[int], element_size: int) -> int:
-    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + element_size
-
-
-def _covers(spans: list[tuple[int, int]], start: int, end: int) -> bool:
-    """Return whether sorted spans cover [start, end)."""
-    for low, high in spans:
-        if low > start:
-            break
-        start = max(start, high)
-        if start >= end:
-            return True
-    return start >= end

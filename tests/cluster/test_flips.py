@@ -167,12 +167,16 @@ def test_what_cannot_flip_is_copied_or_refused_by_name(start_daemon: Callable[..
             "private": "client.allocate",
             "several": "2 arenas",
             "more": "n lies in the same arena, and is not registered",
+            "gap": "w lies in the same arena, and is not registered, or not all of it",
         }.items():
             live = version(0)
             if wrong == "several":
                 live = {name: client.allocate({name: SHAPES[name]})[name] for name in ("w", "n")} | {"e": live["e"]}
             elif wrong == "more":
                 live = {name: tensor for name, tensor in client.allocate(SHAPES).items() if name != "n"}
+            elif wrong == "gap":
+                whole = client.allocate(SHAPES)
+                live = {"w": whole["w"][:, :30], "n": whole["w"][:, 40:]}
             with pytest.raises(refitd.RefusedError, match=problem):
                 client.register_target("policy", live, replica=wrong, mode="flip")
             assert not client.register_target("policy", live, replica=wrong).flips
