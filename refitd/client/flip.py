@@ -46,9 +46,18 @@ def obstacle(
         for place, tensor in zip(places, tensors.tensors, strict=True)
         if tensor.numel()
     )
-    for name, (offset, nbytes) in contents.get(numbers[0], {}).items():
+    placed = contents.get(numbers[0], {})
+    for name, (offset, nbytes) in placed.items():
         if not _covers(spans, offset, offset + nbytes):
             return f"{name} lies in the same arena, and is not registered"
+    # tensors share no elements unless they are the same ones, so that equal spans are one
+    held = {
+        (place.offset, _span(tensor.shape, place.strides, 0)): tensor.numel() * tensor.element_size()
+        for place, tensor in zip(places, tensors.tensors, strict=True)
+        if tensor.numel()
+    }
+    if sum(held.values()) < sum(nbytes for _, nbytes in placed.values()):
+        return "some elements in the same arena are not registered: the tensors are views that leave gaps"
     return ""
 
 
