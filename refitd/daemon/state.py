@@ -393,7 +393,7 @@ class Daemon:
                 self._link.say(cluster.DetachShard(member=member_id, reason=reason))
             else:
                 kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
-                if kept and member.flips:  # its live arena goes with the session; the staging arena stays
+                if kept and member.flips and not is_restoring(member):  # its live arena goes with the session
                     self._exchange(member.live_arena, member.staging)
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))
         for arena in sorted(session.arenas):
