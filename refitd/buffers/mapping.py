@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from refitd.errors import ArenaError
+from refitd.errors import ArenaError, CommitError
 
 _GIB, _HUGE = 1 << 30, 1 << 21
 _LARGE = 64 << 20  # files from this size on are worth a gibibyte of address space
@@ -70,6 +70,7 @@ def exchange(one: Mapping, other: Mapping) -> None:
 
     Raises:
         ArenaError: the kernel refuses; both mappings show what they showed.
+        CommitError: the kernel refuses half way, and then to go back, too.
     """
     nbytes = one.nbytes
     if other.nbytes != nbytes:
@@ -86,23 +87,24 @@ def exchange(one: Mapping, other: Mapping) -> None:
         ):
             _remapped(here, there, nbytes, flags)
             moved.append((here, there))
-    except OSError as exc:
+    except BaseException as exc:  # KeyboardInterrupt too: half an exchange would show one file twice
         _undo(moved, nbytes, spare, exc)
+        if not isinstance(exc, OSError):
+            raise
         raise ArenaError(
             f"the kernel does not exchange two mappings of {nbytes} bytes: {exc.strerror}; check `ulimit -v` and the "
             "sysctl vm.max_map_count"
         ) from exc
 
 
-def _undo(moved: list[tuple[int, int]], nbytes: int, spare: int, cause: OSError) -> None:
+def _undo(moved: list[tuple[int, int]], nbytes: int, spare: int, cause: BaseException) -> None:
     """Move back what has been moved; a mapping that cannot be moved back must not be served."""
     try:
         for here, there in reversed(moved):
             _remapped(there, here, nbytes, _DONTUNMAP if there != spare else 0)
     except OSError as exc:
-        raise ArenaError(
-            f"an exchange of mappings failed half way ({cause.strerror}), and undoing it too ({exc.strerror}); end "
-            "this process"
+        raise CommitError(
+            f"an exchange of mappings failed half way ({cause}), and undoing it too ({exc.strerror}); end this process"
         ) from exc
     if spare and not moved:
         _libc.munmap(spare, nbytes)

@@ -56,6 +56,7 @@ class Client(Operations):
         self._connection = connection
         self._arenas: dict[int, Arena] = {}
         self._contents: dict[int, Contents] = {}  # by arena: where `allocate` has placed which tensor
+        self._estranged: set[int] = set()  # arenas that show another file here than in the daemon
         self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
         _open.add(self)
 
@@ -572,11 +573,17 @@ class Client(Operations):
 
     def _forget(self, registered: Source | StreamedSource | Target | ReplicaController) -> None:
         """Drop a closed registration, and with it its tensors."""
+        if getattr(registered, "is_estranged", False):
+            self._estranged |= registered.arenas()
         self._registered = [kept for kept in self._registered if kept is not registered]
 
     def _live(self, tensors: TensorSet) -> tuple[Place, ...]:
-        """Return the tensors' places in arenas; none if they lie elsewhere, or in arenas that a target exchanges."""
+        """Return the tensors' places in arenas; none if they lie elsewhere, or in arenas that a target exchanges.
+
+        Arenas that a target has exchanged without the daemon's knowledge hold ordinary memory from then on.
+        """
         switched = {a for one in self._registered if getattr(one, "flips", False) for a in one.arenas()}
+        switched |= self._estranged
         tensors.arena_places = tensors.places({n: arena for n, arena in self._arenas.items() if n not in switched})
         return tensors.arena_places
 

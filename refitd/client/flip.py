@@ -45,11 +45,14 @@ def obstacle(
     there = contents.get(numbers[0], {})
     names, begins = list(there), np.array([offset for offset, _ in there.values()], np.int64)
     order = np.argsort(begins)
-    starts = np.array([place.offset for place in places], np.int64)
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.tensors]
-    # registered tensors share no elements, so that their sizes add up
+    # registered tensors share no elements, unless they are the same ones, so that their sizes add up
+    held = {
+        (place.offset, place.strides, tuple(tensor.shape)): tensor.numel() * tensor.element_size()
+        for place, tensor in zip(places, tensors.tensors, strict=True)
+    }
+    starts, sizes = np.array([offset for offset, *_ in held], np.int64), np.array([*held.values()], np.int64)
     which = np.searchsorted(begins[order], starts, side="right") - 1
-    found = np.bincount(which[which >= 0], weights=np.array(sizes)[which >= 0], minlength=len(names))
+    found = np.bincount(which[which >= 0], weights=sizes[which >= 0], minlength=len(names))
     wanted = np.array([nbytes for _, nbytes in there.values()], np.int64)[order]
     for index in np.flatnonzero(found < wanted)[:1].tolist():
         return f"{names[order[index]]} lies in the same arena, and is not registered, or not all of it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -72,7 +73,9 @@ class Commit:
             CommitError: the commit failed, and this rank serves no version; or it was applied before or is over, and
                 nothing was written.
         """
-        return self._target._apply(self._prepare)
+        applied = self._target._apply(self._prepare)
+        assert applied is not None
+        return applied
 
 
 # The targets of all clients, because clients share the process's memory. A connection keeps its targets alive.
@@ -148,6 +151,8 @@ class Target:
         self._taken = ""  # the swap that was committed last
         self._looked_at, self._looked_until = "", 0.0  # the swap before whose commit the tensors were checked
         self._exchanged = False  # whether that exchanged the arenas
+        self._flipped = ""  # the swap that exchanged the arenas last, committed or not
+        self.is_estranged = False  # its live arena shows another file here than in the daemon
         self._asked: local.AskPause | None = None  # the current request to pause
         self._fenced = ""
         self._applied: local.CommitApplied | None = None
@@ -272,6 +277,10 @@ class Target:
             DeadlineExceeded: the version did not become live in time.
             CommitError, PeerLost: as in `poll`.
         """
+        return self._wait(version, timeout, threading.Event())
+
+    def _wait(self, version: int, timeout: float, given_up: threading.Event) -> int:
+        """Do as `wait`; commit nothing any more once `given_up` is set, which needs the lock."""
         check_process(self._pid)
         version, timeout = whole("version", version), seconds("timeout", timeout)
         deadline = time.monotonic() + timeout
@@ -288,7 +297,7 @@ class Target:
                         f"model {self.model!r} replica {self.replica!r}: a handler or callback waits here for the "
                         "very commit that it has interrupted; note what is to be done, and do it afterwards"
                     )
-                left = deadline - time.monotonic()
+                left = 0.0 if given_up.is_set() else deadline - time.monotonic()
                 if left <= 0:
                     if self._steps.stands and self._prepare is not None:
                         self._say_where(self._prepare)  # this rank no longer waits
@@ -306,9 +315,29 @@ class Target:
                     self._changed.wait(min(left, PERMIT_WAIT_S if is_held else WAKE_S))
                 prepare = self._prepare if self._may_take() else None
             if prepare is not None:
-                self._apply(prepare)
+                self._apply(prepare, given_up=given_up)
 
-    wait_async = awaitable(wait)
+    _waiting = awaitable(_wait)
+
+    async def wait_async(self, version: int, timeout: float = 60.0) -> int:
+        """Do as `wait`, and let the event loop run meanwhile. Once it is cancelled, it commits nothing any more."""
+        given_up = threading.Event()
+        waiting = asyncio.ensure_future(self._waiting(version, timeout, given_up))
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            self._give_up(given_up)
+            await asyncio.wait([waiting])  # a commit that has begun ends first
+            if not waiting.cancelled():
+                waiting.exception()  # nobody asks for it
+            raise
+        finally:
+            self._give_up(given_up)
+
+    def _give_up(self, given_up: threading.Event) -> None:
+        with self._changed:
+            given_up.set()
+            self._changed.notify_all()
 
     def _next_in_step(self, step: int | None, begin: bool = True) -> local.PrepareCommit | None:
         """Count a poll; return the commit due in it, or None."""
@@ -398,9 +427,11 @@ class Target:
         self._check_open()
         self._tensors.check_unmoved(is_described=True)
         wake = local.Wake(member=self.member, is_lost=not flag("kept", kept))
+        taken = self._taken
         self._connection.request(wake, local.Done, seconds("timeout", timeout))
         with self._changed:
-            self._version = self._version if kept else None
+            if not kept and self._taken == taken:  # a callback may have taken the live version over already
+                self._version = None
             self._checks.suspended = self._suspended = False
             self._changed.notify_all()
         return self.version
@@ -415,10 +446,15 @@ class Target:
         if self._closed:
             return
         self.release()
-        self._told(self)
-        if self._is_evicted:
-            return
-        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+        try:
+            if not self._is_evicted:
+                self.is_estranged |= self.flips and self._taking is not None  # its commit did not end in time
+                self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+        except RefitdError:
+            self.is_estranged |= bool(self._flipped)  # evicted meanwhile: what the daemon knows is not certain
+            raise
+        finally:
+            self._told(self)
 
     def check_apart(self, tensors: TargetTensors) -> None:
         """Raise RefusedError if tensors to be registered share memory with this target: two swaps would write it."""
@@ -442,14 +478,20 @@ class Target:
         self._checks.release()
         self._connection.unlisten(self.member)
 
-    def _apply(self, prepare: local.PrepareCommit, started: float | None = None) -> int:
+    def _apply(
+        self, prepare: local.PrepareCommit, started: float | None = None, given_up: threading.Event | None = None
+    ) -> int | None:
         """Commit a version; `started` is the time at which this rank paused, if it did so earlier.
+
+        Return None, and commit nothing, if `given_up` is set.
 
         Raises:
             CommitError: the commit failed; or it is no longer pending, and nothing was written.
         """
         started = time.perf_counter() if started is None else started
         with self._changed:
+            if given_up is not None and given_up.is_set():
+                return None
             what = f"model {self.model!r} replica {self.replica!r}: the commit of version {prepare.version}"
             if self._taking is not None:
                 raise RefusedError(f"{what} is being applied already, on another thread or below this call")
@@ -474,9 +516,7 @@ class Target:
                 self._tensors.check_unmoved(is_described=True)
             self._tensors.settle()  # kernels may still read the old version on a GPU
             if prepare.flips:
-                if self._pair is None:
-                    raise CommitError("this target has been closed")
-                exchanged = self._pair.flip()
+                exchanged = self._flip(prepare.swap)
             elif prepare.by_worker:
                 self._let_worker_write(prepare)
             elif not prepare.in_place:
@@ -490,12 +530,13 @@ class Target:
         except Exception as exc:
             self._fail()
             _log.error("swap=%s member=%s version=%s failed: %s", prepare.swap, self.member, prepare.version, exc)
-            failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(exc))
+            failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(exc), exchanged=exchanged)
             self._connection.tell(failed)
             if isinstance(exc, CommitError):
                 raise
             raise CommitError(f"version {prepare.version} could not be taken over: {exc}") from exc
         self.last_pause_s = time.perf_counter() - started
+        self._exchanged = exchanged  # before `_taken`: a repeated decision is answered with it
         self._taken = prepare.swap
         self._steps.flipped()
         _log.info(
@@ -508,7 +549,6 @@ class Target:
         # report before setting the version: a thread that waits for it may end the process as soon as it is live
         self._fenced = ""
         self._settle()
-        self._exchanged = exchanged
         done = local.CommitDone(prepare.swap, self.member, self.last_pause_s, exchanged)
         try:
             self._connection.tell(done)
@@ -517,6 +557,18 @@ class Target:
                 self._version = prepare.version
                 self._changed.notify_all()
         return prepare.version
+
+    def _flip(self, swap: str) -> bool:
+        """Make what is staged live; return whether the arenas were exchanged."""
+        pair = self._pair
+        if pair is None:
+            raise CommitError("this target has been closed")
+        # a commit that was interrupted afterwards (KeyboardInterrupt in a hook) is repeated, its exchange must not be
+        if self._flipped != swap and pair.flip():
+            self._flipped = swap
+        with self._changed:
+            self.is_estranged |= self._is_evicted and self._flipped == swap
+        return self._flipped == swap
 
     def _let_worker_write(self, prepare: local.PrepareCommit) -> None:
         with self._changed:
@@ -595,7 +647,9 @@ class Target:
                 case local.Fence(member, reason):
                     _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
                     self._fenced = reason
-                case local.Evicted(member, reason):
+                case local.Evicted(member, reason, exchanged):
+                    # otherwise it exchanged its arenas while it was evicted, and the daemon does not know
+                    self.is_estranged |= self._flipped != exchanged
                     text = f"{member} is registered no more: {reason}; register_target again"
                     _log.warning("member=%s evicted: %s", member, reason)
                     self._fenced, self._prepare, self._asked, self._is_evicted = text, None, None, True

@@ -479,6 +479,8 @@ class Coordinator:
                 f"{member.describe()} has a version that is decided, or is being decided; take it over first (poll or "
                 "wait), then suspend"
             )
+        if is_lost and not suspended and not member.suspended and (takes_part or member.staged is not None):
+            raise RefusedError(f"{member.describe()} is not suspended, and a swap writes it; suspend it first")
         if suspended and takes_part:
             self.swaps.step(state, decision.MemberLost(member.id, "its engine was suspended"), now)
         self._log("suspended" if suspended else "woken", model=state.fleet.name, member=member.id)

@@ -216,6 +216,7 @@ class Commits:
         member.move(Committed(swap) if exchanged or not member.flips else CommittedByCopy(swap))
         if exchanged and member.flips:
             self._exchange(member.live_arena, member.staging)
+            member.exchanged = swap
             member.proof, member.spare_proof = member.spare_proof, member.proof
         version = member.state.version
         self._log("swap", swap=swap, version=version, phase="committed", member=member.id, paused=paused_s)
@@ -223,7 +224,7 @@ class Commits:
         self._say(cluster.MemberCommitted(swap, member.id, paused_s, spare=spare, spare_run=run))
         return True
 
-    def failed(self, swap: str, member: LocalMember, reason: str) -> None:
+    def failed(self, swap: str, member: LocalMember, reason: str, *, exchanged: bool = False) -> None:
         """Record and report that the member could not commit (it then serves nothing) or could not stand still."""
         if member.state.swap != swap:
             return
@@ -231,6 +232,11 @@ class Commits:
         if member.state.step.is_decided:
             self._stop_copying(member)
             member.move(Failed(swap))
+            if member.flips:
+                member.proof = member.spare_proof = None
+            if exchanged and member.flips:  # it failed afterwards, in a hook of its engine
+                self._exchange(member.live_arena, member.staging)
+                member.exchanged = swap
         elif member.state.step not in _ASKED:
             return
         self._say(cluster.MemberCommitFailed(swap=swap, member=member.id, reason=reason))

@@ -16,7 +16,7 @@ from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
 from refitd.daemon.target_state import ContentRestored, Live, Suspended, Woken, WokenEmpty
 from refitd.daemon.verification import Proofs
-from refitd.errors import RefitdError, RefusedError
+from refitd.errors import IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Message
@@ -250,9 +250,13 @@ class Registrations:
         """Handle the coordinator's answer about a target that suspends or wakes."""
         member = about.member
         if isinstance(reply, local.Done) and member.id in self._members:
-            member.suspended = isinstance(about.event, Suspended)
-            member.move(about.event)
-            self._permits.renew(member)
+            try:
+                if member.suspended or not isinstance(about.event, Woken):  # awake already: it may be in a swap
+                    member.move(about.event)
+                member.suspended = isinstance(about.event, Suspended)
+                self._permits.renew(member)
+            except IllegalTransition as exc:
+                reply = local.Failure(code=RefusedError.code, message=str(exc))
         self._reply(session, request, reply)
 
     # --- what the coordinator knows -----------------------------------------------------------------------

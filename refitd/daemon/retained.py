@@ -31,6 +31,10 @@ class RetainedTargets:
         """Retain a dead process's member if its staging arena holds a whole version; return whether it was."""
         if not self._keep_s or member.is_source or member.in_place or member.state.holds is None:
             return False
+        # What a rank that flips holds lies in its live arena. Its engine may have put that away, or may have died while
+        # it copied a decided version there, because it could not exchange.
+        if member.flips and (member.suspended or member.state.step.is_decided):
+            return False
         key = _key(member)
         if key in self._kept:
             return False

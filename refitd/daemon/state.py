@@ -336,8 +336,8 @@ class Daemon:
                 self._registrations.wake(session, request, self._own(session, member), is_lost=is_lost)
             case local.LiveDigests(member) | local.LiveCompared(member):
                 self._proofs.client_said(self._own(session, member), message)
-            case local.CommitFailed(swap, member, reason):
-                self._commits.failed(swap, self._own(session, member), reason)
+            case local.CommitFailed(swap, member, reason, exchanged):
+                self._commits.failed(swap, self._own(session, member), reason, exchanged=exchanged)
             case (
                 local.StartSwap()
                 | local.StartSwaps()
@@ -396,7 +396,7 @@ class Daemon:
                 self._link.say(cluster.DetachShard(member=member_id, reason=reason))
             else:
                 kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
-                if kept and member.flips:  # its live arena goes with the session; the staging arena stays
+                if kept and member.flips and not is_restoring(member):  # its live arena goes with the session
                     self._exchange(member.live_arena, member.staging)
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))
         for arena in sorted(session.arenas):
@@ -531,7 +531,8 @@ class Daemon:
             return
         self._log("evicted", member=member_id, reason=reason)
         if member.session is not None:
-            self._reply(member.session, 0, local.Evicted(member=member_id, reason=reason))
+            told = local.Evicted(member=member_id, reason=reason, exchanged=member.exchanged)
+            self._reply(member.session, 0, told)
         self._drop_member(member, reason, tell=False)
 
     def _welcomed(self, boot: str) -> None:

@@ -348,6 +348,8 @@ def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetStat
         case ContentRestored() | Committed() | CommittedByCopy():
             moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)
         case Failed() if before.flips:
+            moved = replace(moved, holds=None, spare=None, spare_run="")  # which arena holds what is not certain
+        case WokenEmpty() if before.flips or before.in_place:
             moved = replace(moved, holds=None)
         case _:
             pass

@@ -205,11 +205,15 @@ class CommitDone(Message, frozen=True):
 
 
 class CommitFailed(Message, frozen=True):
-    """This rank could not commit the version."""
+    """This rank could not commit the version.
+
+    `exchanged`: it had exchanged its live and its staging arena before it failed.
+    """
 
     swap: Name
     member: Name
     reason: Text
+    exchanged: bool = False
 
     def __post_init__(self) -> None:
         # the reason quotes the engine's errors; a too long one would be refused, and the failure lost
@@ -468,10 +472,14 @@ class CompareLive(Message, frozen=True):
 
 
 class Evicted(Message, frozen=True):
-    """This target was evicted: serve nothing, and register again."""
+    """This target was evicted: serve nothing, and register again.
+
+    `exchanged` is the last swap for which the daemon knows that its arenas were exchanged.
+    """
 
     member: Name
     reason: Text
+    exchanged: Text = ""
 
 
 class LeaseEnded(Message, frozen=True):
