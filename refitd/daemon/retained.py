@@ -32,8 +32,10 @@ class RetainedTargets:
         if not self._keep_s or member.is_source or member.in_place or member.state.holds is None:
             return False
         # What a rank that flips holds lies in its live arena. Its engine may have put that away, or may have died while
-        # it copied a decided version there, because it could not exchange.
-        if member.flips and (member.suspended or member.state.step.is_decided):
+        # it copied a decided version there, because it could not exchange. While workers write its staging arena, the
+        # two must not be exchanged.
+        step = member.state.step
+        if member.flips and (member.suspended or step.is_decided or step is Step.STAGING):
             return False
         key = _key(member)
         if key in self._kept:

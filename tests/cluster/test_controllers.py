@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
-import torch
 
 import refitd
 from refitd.testing import Daemon, RunningSwap, eventually
-
-SHAPE = (64, 32)
-
-
-def weights(version: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full(SHAPE, float(version)), "n": torch.full((7,), float(version))}
+from tests.support.controlled import publish, trainer, weights
 
 
 class Driven:
@@ -58,21 +51,6 @@ class Driven:
     @property
     def versions(self) -> list[int | None]:
         return [target.version for target in self.targets]
-
-
-@contextmanager
-def trainer(daemon: Daemon) -> Iterator[tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]]:
-    tensors = weights(1)
-    with daemon.connect() as client:
-        source = client.register_source("policy", tensors)
-        source.publish(1)
-        yield client, source, tensors
-
-
-def publish(source: refitd.Source, tensors: dict[str, torch.Tensor], version: int) -> None:
-    for name, value in weights(version).items():
-        tensors[name].copy_(value)
-    source.publish(version)
 
 
 def test_a_controller_pauses_commits_and_resumes_all_ranks(start_daemon: Callable[..., Daemon]) -> None:

@@ -10,43 +10,10 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, eventually
-
-SHAPES = {"w": ((300, 70), torch.float32), "n": ((77,), torch.bfloat16), "e": ((0, 4), torch.float32)}
-Tensors = dict[str, torch.Tensor]
-
-
-def version(number: int) -> Tensors:
-    return {name: torch.full(shape, float(number), dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-
-
-def holds(live: Tensors, number: int) -> bool:
-    return all(torch.equal(live[name], value) for name, value in version(number).items())
-
-
-class Fleet:
-    """A trainer, and an engine whose tensors lie in an arena."""
-
-    def __init__(self, daemon: Daemon, **options: object) -> None:
-        self.trainer, self.engine = daemon.connect(), daemon.connect()
-        self.given = version(0)
-        self.source = self.trainer.register_source("policy", self.given)
-        self.live = self.engine.allocate(SHAPES)
-        self.addresses = {name: tensor.data_ptr() for name, tensor in self.live.items()}
-        self.target = self.engine.register_target("policy", self.live, replica="a", **options)  # type: ignore[arg-type]
-
-    def publish(self, number: int) -> None:
-        for name, value in version(number).items():
-            self.given[name].copy_(value)
-        self.source.publish(number)
-
-    def swap(self, number: int, *more: refitd.Target) -> refitd.SwapReport:
-        self.publish(number)
-        with Engine(self.target, *more):
-            return self.trainer.swap("policy", number, timeout=30)
+from tests.support.flips import SHAPES, Fleet, holds, version
 
 
 def test_versions_flip_under_the_same_addresses_and_are_proven(start_daemon: Callable[..., Daemon]) -> None:
@@ -206,7 +173,7 @@ def test_a_source_over_tensors_that_flip_publishes_what_they_hold_now(start_daem
 
 ENGINE = """
 import sys, time, refitd, torch
-from tests.cluster.test_flips import SHAPES, holds
+from tests.support.flips import SHAPES, holds
 client = refitd.connect(sys.argv[1])
 live = client.allocate(SHAPES)
 target = client.register_target("policy", live, replica="crashes")

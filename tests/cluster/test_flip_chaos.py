@@ -1,7 +1,10 @@
-"""Random swaps, rollbacks, kills and returns of engines that flip, copy or are written in place: values are always whole."""
+"""Random swaps, rollbacks, kills and returns of engines that flip, copy or are written in place: values are whole."""
+
+# ruff: noqa: B023  # these closures run before their loop goes on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -15,7 +18,9 @@ import torch
 import refitd
 from refitd.testing import Daemon, eventually
 from refitd.testing.processes import stopped
-from tests.cluster.test_flips import SHAPES, version
+from tests.support.flips import SHAPES, version
+
+pytestmark = pytest.mark.slow  # random, or many: test_flip_accidents.py and test_flip_returns.py are what was found
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,10 +68,8 @@ class Rank:
 
     def again(self) -> None:
         self.end()
-        try:
+        with contextlib.suppress(refitd.RefitdError):
             self.target.close()
-        except refitd.RefitdError:
-            pass
         self.register()
 
 
@@ -117,8 +120,9 @@ def test_a_mixed_fleet_under_random_faults(start_daemon: Callable[..., Daemon], 
                 source.publish(number)
                 timer = None
                 if what == "kill":
+                    victim = rng.choice([daemon, second])
 
-                    def kill(at: Daemon = rng.choice([daemon, second])) -> None:
+                    def kill(at: Daemon = victim) -> None:
                         for pid in at.workers():
                             os.kill(pid, signal.SIGKILL)
 
@@ -136,11 +140,8 @@ def test_a_mixed_fleet_under_random_faults(start_daemon: Callable[..., Daemon], 
                     timer.start()
                 try:
                     if what == "stop":
-                        with stopped(daemon.workers()):
-                            try:
-                                trainer.swap("policy", number, timeout=1.0)
-                            except refitd.RefitdError:
-                                pass
+                        with stopped(daemon.workers()), contextlib.suppress(refitd.RefitdError):
+                            trainer.swap("policy", number, timeout=1.0)
                     else:
                         trainer.swap("policy", number, timeout=20, queue=True)
                 finally:

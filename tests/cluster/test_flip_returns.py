@@ -11,12 +11,12 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine
-from tests.cluster.test_flips import SHAPES, Fleet, holds, version
+from tests.support.flips import SHAPES, Fleet, holds, version
 
 ENGINE = """
 import os, sys, time, refitd, torch
 from refitd.client import flip
-from tests.cluster.test_flips import SHAPES
+from tests.support.flips import SHAPES
 if sys.argv[2] == "dies":
     flip.ArenaPair.restore = lambda self: os._exit(9)
 client = refitd.connect(sys.argv[1])
@@ -32,7 +32,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("swaps", [1, 2, 3])
+@pytest.mark.parametrize("swaps", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_engine_that_crashes_while_it_restores(start_daemon: Callable[..., Daemon], swaps: int) -> None:
     daemon = start_daemon("[node]\nkeep_targets_s = 60.0\n")
 
@@ -109,7 +109,7 @@ def test_a_source_registered_first_and_then_a_target_of_the_same_arena(start_dae
 TORN = """
 import ctypes, os, sys, time, refitd, torch
 from refitd.client import flip
-from tests.cluster.test_flips import SHAPES
+from tests.support.flips import SHAPES
 client = refitd.connect(sys.argv[1])
 live = client.allocate(SHAPES)
 target = client.register_target("policy", live, replica="a")

@@ -1,5 +1,7 @@
 """Engine processes of two ranks that are killed and started again at any moment of swaps, with retained weights."""
 
+# ruff: noqa: B023  # these closures run before their loop goes on
+
 from __future__ import annotations
 
 import os
@@ -15,11 +17,13 @@ import pytest
 
 import refitd
 from refitd.testing import Daemon, eventually
-from tests.cluster.test_flips import version
+from tests.support.flips import version
+
+pytestmark = pytest.mark.slow  # random, or many: test_flip_accidents.py and test_flip_returns.py are what was found
 
 ENGINE = """
 import sys, time, refitd, torch
-from tests.cluster.test_flips import SHAPES
+from tests.support.flips import SHAPES
 client = refitd.connect(sys.argv[1], timeout=30)
 rank = int(sys.argv[2])
 live = client.allocate(SHAPES)

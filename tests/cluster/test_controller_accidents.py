@@ -1,5 +1,7 @@
 """Controllers that hang, die, call the client, or come back; sleeping ranks; joint swaps that fail in one model."""
 
+# ruff: noqa: B023  # these closures run before their loop goes on
+
 from __future__ import annotations
 
 import asyncio
@@ -14,8 +16,10 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
-from tests.cluster.test_attack_3 import back, kill_coordinator, quietly
-from tests.cluster.test_controllers import publish, trainer, weights
+from tests.support.controlled import Ranks, publish, trainer
+from tests.support.flips import back, kill_coordinator, quietly
+
+pytestmark = pytest.mark.slow  # random, or many: test_flip_accidents.py and test_flip_returns.py are what was found
 
 CONTROLLER = """
 import os, sys, time, refitd
@@ -33,26 +37,6 @@ client.control_replica("policy", "a", pause=hook("pause"), commit=hook("commit")
 print("there", flush=True)
 time.sleep(60)
 """
-
-
-class Ranks:
-    def __init__(self, daemon: Daemon, world: int, *, flips: bool = False) -> None:
-        self.client = daemon.connect()
-        self.live = [
-            self.client.allocate({n: (tuple(t.shape), t.dtype) for n, t in weights(0).items()}) if flips else weights(0)
-            for _ in range(world)
-        ]
-        self.targets = [
-            self.client.register_target("policy", live, replica="a", rank=r, world_size=world, controlled=True)
-            for r, live in enumerate(self.live)
-        ]
-
-    def values(self) -> set[float]:
-        return {float(v) for live in self.live for t in live.values() for v in t.unique()}
-
-    @property
-    def versions(self) -> list[int | None]:
-        return [t.version for t in self.targets]
 
 
 @pytest.mark.parametrize("dies", ["pause", "commit", "resume"])
@@ -155,7 +139,10 @@ def test_hooks_that_call_the_client_and_a_coordinator_that_restarts_in_each(
             )
             kills[:] = [where] if where else []
             said = quietly(lambda: client.swap("policy", number, timeout=20))
-            ok = lambda: ranks.values() == {float(number)} and ranks.versions == [number] * 2
+
+            def ok():
+                return ranks.values() == {float(number)} and ranks.versions == [number] * 2
+
             if not isinstance(said, refitd.SwapReport):
                 time.sleep(2)
                 if not ok():
@@ -346,8 +333,9 @@ def test_awaitables_that_are_cancelled_or_raise(start_daemon: Callable[..., Daem
 
     async def last() -> None:
         await train.verify_async("policy")
-        asyncio.create_task(target.wait_async(99, timeout=2))
+        waiting = asyncio.create_task(target.wait_async(99, timeout=2))
         await asyncio.sleep(0.05)
+        assert not waiting.done()
 
     try:
         asyncio.run(main())

@@ -1,5 +1,7 @@
 """Forms of tensors, sizes and limits under which arenas are exchanged."""
 
+# these closures run before their loop goes on
+
 from __future__ import annotations
 
 import os
@@ -15,7 +17,9 @@ import refitd
 from refitd.buffers import arena as arenas
 from refitd.buffers import mapping
 from refitd.testing import Daemon, Engine, eventually
-from tests.cluster.test_attack_3 import quietly
+from tests.support.flips import quietly
+
+pytestmark = pytest.mark.slow  # random, or many: test_flip_accidents.py and test_flip_returns.py are what was found
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2, 3])
@@ -80,8 +84,8 @@ def test_views_casts_and_large_arenas(start_daemon: Callable[..., Daemon]) -> No
             source.publish(number)
             with Engine(target, other):
                 trainer.swap("policy", number, timeout=30)
-            for name in live:
-                assert torch.equal(live[name], given[name].to(torch.bfloat16)), (name, number)
+            for name, held in live.items():
+                assert torch.equal(held, given[name].to(torch.bfloat16)), (name, number)
                 assert torch.equal(big[name], given[name])
         assert trainer.verify("policy").outcome == "proven"
         with Engine(target, other):

@@ -1,10 +1,11 @@
 """Coordinators that die at every point of swaps by exchange, of rollbacks and of joint swaps."""
 
+# ruff: noqa: B023  # these closures run before their loop goes on
+
 from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,39 +15,9 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
-from tests.cluster.test_flips import SHAPES, Fleet
+from tests.support.flips import SHAPES, Fleet, back, kill_coordinator, quietly, values
 
-
-def values(live: dict[str, torch.Tensor]) -> set[float]:
-    return {float(v) for t in live.values() if t.numel() for v in t.unique()}
-
-
-def kill_coordinator(daemon: Daemon, wait: bool = True) -> None:
-    pids = [
-        pid for pid, command in daemon.children().items() if "refitd.coordinator" in command or "coordinator" in command
-    ]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    if wait:
-        back(daemon)
-
-
-def back(daemon: Daemon) -> None:
-    def there() -> bool:
-        try:
-            with daemon.connect("looks") as client:
-                return len(client.status().nodes) >= 1 and len(client.status().models) > 0
-        except refitd.RefitdError:
-            return False
-
-    eventually(there, "the coordinator is back", 30)
-
-
-def quietly(call: Callable[[], object]) -> object:
-    try:
-        return call()
-    except refitd.RefitdError as exc:
-        return exc
+pytestmark = pytest.mark.slow  # random, or many: test_flip_accidents.py and test_flip_returns.py are what was found
 
 
 def test_decided_then_the_coordinator_dies_then_the_engine_flips(start_daemon: Callable[..., Daemon]) -> None:

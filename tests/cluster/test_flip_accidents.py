@@ -1,8 +1,9 @@
-"""Attacks on versions that go live by exchanging arenas: after every mishap, values are compared with what was published."""
+"""Mishaps of versions that go live by exchanging arenas: values are compared with what was published."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
-from tests.cluster.test_flips import SHAPES, Fleet, holds, version
+from tests.support.flips import SHAPES, Fleet, holds, version
 
 
 def values(live: dict[str, torch.Tensor]) -> set[float]:
@@ -88,12 +89,9 @@ def test_contents_that_a_sleeping_engine_lost_do_not_come_back_by_a_rollback(
         eventually(lambda: fleet.target.version == 1, "it is caught up")
         fleet.publish(2)
     assert values(fleet.live) == {1.0}
-    with Engine(fleet.target):
-        # the other arena holds what the engine has lost
-        try:
-            fleet.trainer.rollback("policy", 1, timeout=30)
-        except refitd.RefitdError:
-            pass
+    # the other arena holds what the engine has lost
+    with Engine(fleet.target), contextlib.suppress(refitd.RefitdError):
+        fleet.trainer.rollback("policy", 1, timeout=30)
     assert values(fleet.live) == {1.0}
 
 
@@ -114,12 +112,13 @@ def test_contents_lost_then_a_new_version_then_rollback(start_daemon: Callable[.
 
 SLEEPER = """
 import sys, time, refitd, torch
-from tests.cluster.test_flips import SHAPES, holds
+from tests.support.flips import SHAPES, holds
 client = refitd.connect(sys.argv[1])
 live = client.allocate(SHAPES)
 target = client.register_target("policy", live, replica="sleeps")
 assert target.flips
-print("registered", target.version, sorted({float(v) for t in live.values() if t.numel() for v in t.unique()}), flush=True)
+seen = sorted({float(v) for t in live.values() if t.numel() for v in t.unique()})
+print("registered", target.version, seen, flush=True)
 while target.poll() is None and target.version is None:
     time.sleep(0.002)
 print("committed", target.version, flush=True)
@@ -133,7 +132,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["asleep", "woken"])
+@pytest.mark.parametrize("how", ["asleep", pytest.param("woken", marks=pytest.mark.slow)])
 def test_a_sleeping_engine_that_crashes_is_not_restored_from_what_it_has_put_away(
     start_daemon: Callable[..., Daemon], how: str
 ) -> None:

@@ -1,5 +1,7 @@
 """Controllers on another node, hooks that close things, evictions in the middle, and engines that flip under them."""
 
+# these closures run before their loop goes on
+
 from __future__ import annotations
 
 import time
@@ -9,9 +11,10 @@ import pytest
 
 import refitd
 from refitd.testing import Daemon, Engine, RunningSwap, eventually
-from tests.cluster.test_attack_3 import quietly
-from tests.cluster.test_attack_5 import Ranks
-from tests.cluster.test_controllers import publish, trainer
+from tests.support.controlled import Ranks, publish, trainer
+from tests.support.flips import quietly
+
+pytestmark = pytest.mark.slow  # random, or many: test_flip_accidents.py and test_flip_returns.py are what was found
 
 
 def test_a_controller_on_a_node_that_dies_in_its_commit(start_daemon: Callable[..., Daemon]) -> None:
