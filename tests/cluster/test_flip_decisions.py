@@ -106,7 +106,7 @@ def test_joint_swaps_are_all_or_nothing_when_the_coordinator_dies(
     before = 0
     seen = {"all": 0, "none": 0}
     with Engine(*targets.values()) as polling:
-        for number in range(1, int(os.environ.get("ROUNDS", "8"))):
+        for number in range(1, int(os.environ.get("ROUNDS", "5"))):
             for name in names:
                 given[name]["w"].fill_(number)
                 sources[name].publish(number)

@@ -67,7 +67,7 @@ def back(daemon: Daemon) -> None:
         except refitd.RefitdError:
             return False
 
-    eventually(there, "the coordinator is back", 30)
+    eventually(there, "the coordinator is back", 90)  # one that is killed again and again waits longer each time
 
 
 def quietly(call: Callable[[], object]) -> object:
