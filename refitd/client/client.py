@@ -552,26 +552,26 @@ class Client:
         """Place the parameters and persistent buffers of what a `with` block builds or loads into one arena.
 
         With `nbytes`, the arena is there from the start, and each parameter or buffer that is registered in a module
-        moves there at once: the model is never in memory twice. What changes afterwards (`.to(dtype)`, a replaced
-        parameter) moves when the block ends. Without `nbytes`, all of it moves when the block ends, as by `adopt`, and
-        memory for a second copy is needed for that moment.
+        moves there at once: the model is never in memory twice. What cannot move yet (a state dict holds it, there is
+        no room) or changes later (`.to(dtype)`, a replaced parameter) moves when the block ends. Without `nbytes`, all
+        of it moves then, as by `adopt`, and memory for a second copy is needed for that moment.
 
         Only what the thread that has entered registers counts, and only modules that still exist at the end: keep the
-        model in a variable, and nothing else. If the block raises, nothing stays in an arena. Tensors that a state dict
-        or a view shares must have been let go of at the end, as for `adopt`.
+        model in a variable, and no other modules. If the block raises, nothing stays in an arena. As for `adopt`, state
+        dicts and views that share the memory must be gone at the end.
 
         Args:
             model: the model's name, for errors.
-            nbytes: bytes of main memory that are enough for everything, each tensor rounded up to 256. What is left
-                over is taken too, also for staging.
+            nbytes: bytes of main memory that are enough for all parameters and persistent buffers at the end, each
+                rounded up to 256. What is left over is taken too, also for staging.
             timeout: seconds for the memory.
 
         Yields:
             How much was placed, once the block has ended.
 
         Raises:
-            RefusedError: `nbytes` is too little; the error says how much is needed so far. A tensor cannot be moved
-                (see `adopt`). Nothing was registered. This thread is in such a block already.
+            RefusedError: `nbytes` is too little; the error names what found no room, and how much is needed. A tensor
+                cannot be moved (see `adopt`). Nothing was registered. This thread is in such a block already.
             ArenaError: there is not enough memory.
         """
         from refitd.buffers.layout import packed_offsets

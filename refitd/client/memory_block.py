@@ -57,8 +57,8 @@ class MemoryBlock:
         self.called = f"client.memory({model!r})"
         self.space: Space | None = None
         self._seen: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._buffer: tuple[torch.nn.Module, str] | None = None  # registered last
-        self._hooks: AbstractContextManager[None] = registrations(self._parameter, self._registers_buffer, self._child)
+        self._last: tuple[torch.nn.Module, str] | None = None
+        self._hooks: AbstractContextManager[None] = registrations(self._parameter, self._registers, self._child)
 
     def __enter__(self) -> MemoryBlock:
         self._hooks.__enter__()
@@ -69,7 +69,7 @@ class MemoryBlock:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         _thread.block = None
-        self._buffer = None
+        self._last = None
         self._hooks.__exit__(None, None, None)
 
     def roots(self) -> list[torch.nn.Module]:
@@ -96,23 +96,25 @@ class MemoryBlock:
         return [module for module in alive if id(module) not in inside]
 
     def _child(self, module: torch.nn.Module, name: str, child: Any) -> None:
-        self._note(module)
+        self._seen[id(module)] = weakref.ref(module)
 
     def _parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
-        self._note(module)
+        self._registers(module, name)
         self._place(module, name, param)
 
-    def _registers_buffer(self, module: torch.nn.Module, name: str, buffer: Any) -> None:
-        self._note(module)
-        self._buffer = module, name
+    def _registers(self, module: torch.nn.Module, name: str, _: Any = None) -> None:
+        """Note a registration, and place what was registered before it.
 
-    def _note(self, module: torch.nn.Module) -> None:
-        self._seen[id(module)] = weakref.ref(module)
-        if self._buffer is not None:
-            # torch says whether a buffer is persistent only after its registration
-            (owner, name), self._buffer = self._buffer, None
-            if name not in owner._non_persistent_buffers_set:
-                self._place(owner, name, owner._buffers.get(name))
+        Only then does torch say whether a buffer is persistent, and loaders have let go of a parameter's value.
+        """
+        self._child(module, name, None)
+        last, self._last = self._last, (module, name)
+        if last is not None:
+            owner, name = last
+            value: Any = owner._parameters.get(name)
+            if value is None and name not in owner._non_persistent_buffers_set:
+                value = owner._buffers.get(name)
+            self._place(owner, name, value)
 
     def _place(self, module: torch.nn.Module, name: str, value: Any) -> None:
         if self.space is not None and isinstance(value, torch.Tensor) and is_alone(value) and value.numel():
@@ -125,8 +127,8 @@ class _Region(NamedTuple):
     start: int
     end: int
     name: str
-    storage: StorageWeakRef | None
-    tensor: weakref.ref[torch.Tensor] | None
+    storage: StorageWeakRef | None = None
+    tensor: weakref.ref[torch.Tensor] | None = None
 
     def is_free(self) -> bool:
         """Whether no tensor of anybody lies there any more."""
@@ -144,15 +146,13 @@ class Space:
         self._end = 0
 
     def place(self, name: str, tensor: torch.Tensor) -> None:
-        """Move a tensor that is alone here.
-
-        Raises:
-            RefusedError: there is no room; the tensor is where it was.
-        """
-        start, end = self._room(name, tensor.untyped_storage().nbytes())
-        move_alone(tensor, self.arena, start)
-        ref = StorageWeakRef(tensor.untyped_storage())
-        self._regions.append(_Region(start, end, name, ref, weakref.ref(tensor)))
+        """Move a tensor that is alone here, if there is room: what has none now may have some when all is built."""
+        start = self._room(tensor.untyped_storage().nbytes())
+        if start is not None:
+            move_alone(tensor, self.arena, start)
+            storage = tensor.untyped_storage()
+            end = start + _rounded(storage.nbytes())
+            self._regions.append(_Region(start, end, name, StorageWeakRef(storage), weakref.ref(tensor)))
 
     def adopt(self, roots: list[torch.nn.Module], arenas: Mapping[int, Arena]) -> Adoption:
         """Move what of these modules is elsewhere here, and what is here and in none of them away.
@@ -169,13 +169,7 @@ class Space:
         if not adoption.parts:
             raise RefusedError(f"{self._called}: there is nothing to place ({adoption.left}); leave the block out")
         self._let_go({part.storage._cdata for part in adoption.parts})
-        here = [self._offset_of(part) for part in adoption.parts]
-        adoption.lay_out(
-            [
-                self._reserved(part) if offset is None else offset
-                for part, offset in zip(adoption.parts, here, strict=True)
-            ]
-        )
+        adoption.lay_out(self._offsets(adoption.parts))
         adoption.perform(self.arena)
         return adoption
 
@@ -208,46 +202,45 @@ class Space:
             return None
         return tensor if holders(tensor.untyped_storage()) == 1 else None
 
-    def _offset_of(self, part: Part) -> int | None:
-        return self.arena.offset_of(part.storage.data_ptr() + part.start, part.nbytes)
+    def _offsets(self, parts: list[Part]) -> list[int]:
+        """Return where each part is, or is to be; raises RefusedError if there is no room."""
+        found, missing = [], []
+        for part in parts:
+            offset = self.arena.offset_of(part.storage.data_ptr() + part.start, part.nbytes)
+            if offset is None and (offset := self._room(part.nbytes)) is not None:
+                self._regions.append(_Region(offset, offset + _rounded(part.nbytes), part.names[0]))
+            if offset is None:
+                missing.append(part)
+            else:
+                found.append(offset)
+        if missing:
+            has, needed = self.arena.nbytes, sum(_rounded(part.nbytes) for part in parts)
+            if needed <= has:  # room is left in pieces that are too small
+                needed = has + sum(_rounded(part.nbytes) for part in missing)
+            names = ", ".join(part.names[0] for part in missing[:10]) + (", ..." if missing[10:] else "")
+            raise RefusedError(
+                f"{self._called}: {names} found no room in nbytes={has}; {needed} are needed (each tensor takes a "
+                f"multiple of {ALIGNMENT})"
+            )
+        return found
 
-    def _reserved(self, part: Part) -> int:
-        start, end = self._room(part.names[0], part.nbytes)
-        self._regions.append(_Region(start, end, part.names[0], None, None))
-        return start
-
-    def _room(self, name: str, nbytes: int) -> tuple[int, int]:
-        """Return where this many bytes are free: at the end, or else between what is still used.
-
-        Raises:
-            RefusedError: nowhere; nothing has changed.
-        """
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        start = self._end
+    def _room(self, nbytes: int) -> int | None:
+        """Return where this many bytes are free, at the end or else between what is still used; None: nowhere."""
+        size, start = _rounded(nbytes), self._end
         if start + size > self.arena.nbytes:
             self._regions = sorted((one for one in self._regions if not one.is_free()), key=lambda one: one.start)
-            start = self._gap(name, size)
-            self._end = max([start + size, *(one.end for one in self._regions)])
-        else:
-            self._end = start + size
-        return start, start + size
+            starts = [0, *(region.end for region in self._regions)]
+            ends = [*(region.start for region in self._regions), self.arena.nbytes]
+            gaps = (low for low, high in zip(starts, ends, strict=True) if high - low >= size)
+            if (start := next(gaps, -1)) < 0:
+                return None
+            self._end = starts[-1]
+        self._end = max(self._end, start + size)
+        return start
 
-    def _gap(self, name: str, size: int) -> int:
-        start = 0
-        for region in self._regions:
-            if region.start - start >= size:
-                return start
-            start = region.end
-        if self.arena.nbytes - start >= size:
-            return start
-        used = sum(region.end - region.start for region in self._regions)
-        # where the rest is in pieces that are too small, more is needed than the sum
-        needed = used + size if used + size > self.arena.nbytes else self.arena.nbytes + size
-        raise RefusedError(
-            f"{self._called}: {name} takes {size} bytes, and {self.arena.nbytes - used} of nbytes="
-            f"{self.arena.nbytes} are left; at least {needed} are needed so far (each tensor takes a multiple of "
-            f"{ALIGNMENT})"
-        )
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _move_out(tensor: torch.Tensor) -> None:

@@ -86,6 +86,12 @@ def test_a_model_has_the_values_it_would_have_anyway_and_lies_in_the_arena() -> 
     with placement.filled():
         model = Model()
         assert placement.holds(model.embed.weight) and placement.holds(model.mean), "at once"  # type: ignore[arg-type]
+        value = torch.tensor(0.5)
+        model.scale = nn.Parameter(value)
+        del value
+        model.shift = nn.Parameter(torch.tensor(0.5))
+        assert placement.holds(model.scale), "as soon as its loader has let go of it"
+        del model.scale, model.shift
         before = model.embed.weight.data_ptr()
     assert model.embed.weight.data_ptr() == before and model.head.weight is model.embed.weight
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
@@ -179,20 +185,35 @@ def test_views_that_would_keep_the_memory_are_refused_by_name() -> None:
     assert model.norm.weight.tolist() == [1.0] * 12
 
 
-def test_too_few_bytes_are_refused_by_name_with_what_is_needed_and_what_survives_has_memory() -> None:
-    placement, kept = Placement(4096), []
-    said = r"memory\('policy'\): Linear\.weight takes 1536 bytes, and 1024 of nbytes=4096 are left; at least 4608 "
+def test_too_few_bytes_are_refused_by_name_with_what_is_needed_and_all_has_memory_of_its_own() -> None:
+    placement = Placement(4096)
+    said = r"memory\('policy'\): 2\.weight, 3\.weight found no room in nbytes=4096; 6144 are needed"
     with pytest.raises(RefusedError, match=said), placement.filled():
-        for _ in range(9):
-            kept.append(nn.Linear(18, 18, bias=False))
-    assert len(kept) == 2 and not any(placement.holds(layer.weight) for layer in kept)
-    assert all(layer.weight.untyped_storage().resizable() and layer.weight.isfinite().all() for layer in kept)
-    with pytest.raises(RefusedError, match="at least 7424 are needed so far"), placement.filled():
-        model = nn.Sequential(*(nn.Linear(18, 18, bias=False) for _ in range(2)))
-        with torch.device("meta"):
-            model.append(nn.Linear(60, 18, bias=False))
-        model[2].to_empty(device="cpu")
+        model = nn.Sequential(*(nn.Linear(18, 18, bias=False) for _ in range(4)))
+    assert not any(placement.holds(param) for param in model.parameters())
+    assert all(p.untyped_storage().resizable() and p.isfinite().all() for p in model.parameters())
+    with (
+        pytest.raises(RefusedError, match=r"1\.weight found no room.*; 6656 are needed"),
+        placement.filled(),
+    ):
+        pair = nn.Sequential(nn.Linear(18, 18, bias=False), nn.Linear(18, 18, bias=False))  # in the middle
+        pair[0], pair[1] = pair[1], nn.Linear(32, 20, bias=False)
+    with pytest.raises(ZeroDivisionError), placement.filled():
+        model = nn.Linear(3, 3)
+        model.scale = 1 / 0
+    assert not placement.holds(model.weight)
     assert not torch.nn.modules.module._global_module_registration_hooks
+
+
+def test_the_model_at_the_end_must_fit_and_more_may_exist_meanwhile() -> None:
+    placement = Placement(8192)
+    with placement.filled():
+        model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32, bias=False))  # 8192 bytes each
+        model[1].weight = model[0].weight
+    assert placement.contents == {"0.weight": (0, 8192)}
+    with placement.filled():
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4))).to(torch.bfloat16)  # 4096 bytes each
+    assert all(placement.holds(param) for param in model.parameters()) and disjoint(placement.contents)
 
 
 def test_another_thread_is_left_alone_and_a_second_block_in_one_thread_is_refused() -> None:
