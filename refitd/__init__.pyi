@@ -23,6 +23,7 @@ from .client import (
 from .client.adopt import Adopted as Adopted
 from .client.controller import ReplicaController as ReplicaController
 from .client.derived import Derived as Derived
+from .client.memory_block import Placed as Placed
 from .client.mxfp8 import MXFP8Offer as MXFP8Offer
 from .client.source import Source as Source
 from .client.streamed import StreamedSource as StreamedSource

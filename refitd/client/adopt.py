@@ -119,16 +119,22 @@ class Adoption:
         found = _parts(registered, storages)
         first = {name: index for index, name in enumerate(registered)}
         self.parts = sorted(found, key=lambda part: first[part.names[0]])
-        self.offsets, nbytes = packed_offsets([part.nbytes for part in self.parts])
+        offsets, nbytes = packed_offsets([part.nbytes for part in self.parts])
         self.nbytes = nbytes if self.parts else 0
         moved = {id(tensor) for part in self.parts for tensor in part.tensors}
         for name in [name for name, buffer in unsaved.items() if id(buffer) in moved]:
             del self.left[name]
         self.tensors = len({id(value) for value in registered.values()})
+        self._spans = {name: _span(value) for name, value in registered.items()}
+        self.lay_out(offsets)
+
+    def lay_out(self, offsets: list[int]) -> None:
+        """Say where each part begins in the arena; without it, they are packed in order."""
+        self.offsets = offsets
         self.contents: dict[str, tuple[int, int]] = {}
-        for part, offset in zip(self.parts, self.offsets, strict=True):
+        for part, offset in zip(self.parts, offsets, strict=True):
             for name in part.names:
-                start, end = _span(registered[name])
+                start, end = self._spans[name]
                 self.contents[name] = offset + start - part.start, end - start
 
     def perform(self, arena: Arena) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from refitd.client.adopt import Adoption, Part, holders, kind_problem, point
 from refitd.client.arena_copies import view_of
@@ -36,13 +41,13 @@ class Draft(Generic[M]):
         order: dict[int, int] = {}
         kept: list[torch.Tensor] = []  # so that no id is used again
 
-        def note(number: int, param: torch.nn.Parameter) -> None:
+        def note(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
+            order.setdefault(id(param), len(kept))
             kept.append(param)
-            order.setdefault(id(param), number)
 
         try:
             # loading values into meta tensors does nothing, and torch warns of each
-            with torch.device("meta"), _registrations(note), warnings.catch_warnings(action="ignore"):
+            with torch.device("meta"), registrations(note), warnings.catch_warnings(action="ignore"):
                 draft = make()
         except Exception as exc:
             exc.add_note(
@@ -64,20 +69,14 @@ class Draft(Generic[M]):
         Raises:
             RefusedError: it is not laid out as the draft, or a tensor cannot be moved. What `make` raises is passed on.
         """
+        numbers = itertools.count()
 
-        def place(number: int, param: torch.nn.Parameter) -> None:
-            offset, wanted = self._regions.get(number, (0, None))
-            if wanted is None or kind_problem(param) or (param.shape, param.dtype) != (wanted.shape, wanted.dtype):
-                return
-            storage = param.untyped_storage()
-            # whatever has company, or comes from elsewhere, is checked and moved when all is built
-            if param.is_cpu and storage.resizable() and _fills(param, storage.nbytes()) and holders(storage) == 1:
-                with torch.inference_mode(False):
-                    there = view_of(arena, offset, (storage.nbytes(),), torch.uint8)
-                    there.copy_(Part(storage, 0, storage.nbytes()).bytes())
-                    point(param, there)
+        def place(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
+            offset, wanted = self._regions.get(next(numbers), (0, None))
+            if wanted is not None and is_alone(param) and (param.shape, param.dtype) == (wanted.shape, wanted.dtype):
+                move_alone(param, arena, offset)
 
-        with _registrations(place):
+        with registrations(place):
             module = self._make()
         built = Adoption(module, {}, home=arena)
         if built.contents != self.contents:
@@ -90,6 +89,26 @@ class Draft(Generic[M]):
         return module
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the only one in ordinary main memory that it fills.
+
+    Whatever has company, or comes from elsewhere, is checked and moved when all is built.
+    """
+    if kind_problem(tensor) or not tensor.is_cpu:
+        return False
+    storage = tensor.untyped_storage()
+    return storage.resizable() and _fills(tensor, storage.nbytes()) and holders(storage) == 1
+
+
+def move_alone(tensor: torch.Tensor, arena: Arena, offset: int) -> None:
+    """Move a tensor that is alone to a place in an arena."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False):
+        there = view_of(arena, offset, (storage.nbytes(),), torch.uint8)
+        there.copy_(Part(storage, 0, storage.nbytes()).bytes())
+        point(tensor, there)
+
+
 def _fills(tensor: torch.Tensor, nbytes: int) -> bool:
     """Return whether these bytes are a tensor's own, row-major from the first."""
     is_whole = tensor.is_contiguous() and tensor.storage_offset() == 0
@@ -97,19 +116,27 @@ def _fills(tensor: torch.Tensor, nbytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def _registrations(seen: Callable[[int, torch.nn.Parameter], None]) -> Iterator[None]:
-    """Call `seen(number, parameter)` for each parameter that this thread registers in a module, before it is there."""
+def registrations(
+    parameter: Callable[[torch.nn.Module, str, torch.nn.Parameter], None],
+    buffer: Callable[[torch.nn.Module, str, Any], None] | None = None,
+    child: Callable[[torch.nn.Module, str, Any], None] | None = None,
+) -> Iterator[None]:
+    """Call these for what this thread registers in a module, with module and name, before it is there."""
     me = threading.get_ident()
-    number = 0
 
-    def hook(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
-        nonlocal number
-        if threading.get_ident() == me:
-            seen(number, param)
-            number += 1
+    def mine(seen: Callable[..., None]) -> Callable[..., None]:
+        def hook(*registered: Any) -> None:
+            if threading.get_ident() == me:
+                seen(*registered)
 
-    handle = register_module_parameter_registration_hook(hook)
-    try:
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for register, seen in (
+            (register_module_parameter_registration_hook, parameter),
+            (register_module_buffer_registration_hook, buffer),
+            (register_module_module_registration_hook, child),
+        ):
+            if seen is not None:
+                stack.callback(register(mine(seen)).remove)
         yield
-    finally:
-        handle.remove()

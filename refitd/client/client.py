@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from refitd.client.flip import ArenaPair, Contents
     from refitd.client.given import Tensors
     from refitd.client.kept import Keeps
+    from refitd.client.memory_block import Placed
     from refitd.client.mxfp8 import MXFP8Offer, TargetTensors
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
@@ -480,8 +481,10 @@ class Client(Operations):
             ArenaError: there is not enough memory. Nothing has been moved.
         """
         from refitd.client.adopt import Adopted, Adoption
+        from refitd.client.memory_block import check_outside
         from refitd.describe.memory import HOST
 
+        check_outside("client.adopt()")
         timeout = seconds("timeout", timeout)
         adoption = Adoption(module, self._arenas)
         if adoption.nbytes:
@@ -507,7 +510,9 @@ class Client(Operations):
             ArenaError: there is not enough memory.
         """
         from refitd.client.build import Draft
+        from refitd.client.memory_block import check_outside
 
+        check_outside("client.build()")
         timeout = seconds("timeout", timeout)
         if not callable(make):
             raise RefusedError(f"make is {shown(make)}, expected a function that builds a module")
@@ -518,6 +523,57 @@ class Client(Operations):
             module = draft.build_in(arena)
             self._contents[number] = draft.contents
         return module
+
+    @contextlib.contextmanager
+    def memory(self, model: str, nbytes: int | None = None, *, timeout: float = 60.0) -> Iterator[Placed]:
+        """Place the parameters and persistent buffers of what a `with` block builds or loads into one arena.
+
+        With `nbytes`, the arena is there from the start, and each parameter or buffer that is registered in a module
+        moves there at once: the model is never in memory twice. What cannot move yet (a state dict holds it, there is
+        no room) or changes later (`.to(dtype)`, a replaced parameter) moves when the block ends. Without `nbytes`, all
+        of it moves then, as by `adopt`, and memory for a second copy is needed for that moment.
+
+        Only what the thread that has entered registers counts, and only modules that still exist at the end: keep the
+        model in a variable, and no other modules. If the block raises, nothing stays in an arena. As for `adopt`, state
+        dicts and views that share the memory must be gone at the end.
+
+        Args:
+            model: the model's name, for errors.
+            nbytes: bytes of main memory that are enough for all parameters and persistent buffers at the end, each
+                rounded up to 256. What is left over is taken too, also for staging.
+            timeout: seconds for the memory.
+
+        Yields:
+            How much was placed, once the block has ended.
+
+        Raises:
+            RefusedError: `nbytes` is too little; the error names what found no room, and how much is needed. A tensor
+                cannot be moved (see `adopt`). Nothing was registered. This thread is in such a block already.
+            ArenaError: there is not enough memory.
+        """
+        from refitd.buffers.layout import packed_offsets
+        from refitd.client.memory_block import MemoryBlock, Placed, Space, check_outside
+
+        block = MemoryBlock(text("model", model))
+        check_outside(block.called)
+        timeout, placed = seconds("timeout", timeout), Placed()
+        if nbytes is None:
+            with block:
+                yield placed
+            adopted = self.adopt(block.roots(), timeout=timeout)
+            placed.tensors, placed.nbytes, placed.left = adopted.tensors, adopted.nbytes, adopted.left
+            return
+        with self._new_arena(packed_offsets([whole("nbytes", nbytes, 1)])[1], "", timeout) as (number, arena):
+            block.space = Space(arena, block.called)
+            try:
+                with block:
+                    yield placed
+                adoption = block.space.adopt(block.roots(), self._arenas)
+            except BaseException:
+                block.space.put_back()
+                raise
+            self._contents[number] = adoption.contents
+            placed.tensors, placed.nbytes, placed.left = adoption.tensors, adoption.nbytes, adoption.left
 
     def free(self, tensors: torch.Tensor | Mapping[str, torch.Tensor], *, timeout: float = 60.0) -> None:
         """Free the whole arenas from `allocate` that hold these tensors.
