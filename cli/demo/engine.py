@@ -40,23 +40,6 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
     }
 
 
-def move_into_arena(model: DemoModel, client: refitd.Client) -> None:
-    """Move every tensor of the model into an arena, keeping its attributes."""
-    old = tensors_of(model)
-    placed = client.allocate({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in old.items()})
-    for module_name, module in model.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            tensor = placed[prefix + name].copy_(parameter.detach())
-            fresh = torch.nn.Parameter(tensor, requires_grad=False)
-            fresh.__dict__.update(parameter.__dict__)
-            setattr(module, name, fresh)
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            tensor = placed[prefix + name].copy_(buffer)
-            tensor.__dict__.update(buffer.__dict__)
-            setattr(module, name, tensor)
-
-
 class Engine:
     """This rank's model, its registration, and the text it is generating."""
 
@@ -65,7 +48,7 @@ class Engine:
         self.model = DemoModel(member.config, member.layout, member.comm).requires_grad_(False)
         initialise(self.model, member.seed)
         if member.memory == "arena":
-            move_into_arena(self.model, client)
+            client.adopt(self.model)  # versions flip
         self.held: Mapping[str, torch.Tensor] = tensors_of(self.model)
         options: dict[str, Any] = {}
         tensors: Any = self.model
