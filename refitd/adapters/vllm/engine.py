@@ -21,8 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
+from refitd.adapters.engine_memory import adopt
 from refitd.adapters.vllm.seams import check_version, is_one_of_many
-from refitd.adapters.vllm.weights_arena import WeightsArena
 
 log = logging.getLogger("refitd.vllm")
 
@@ -86,7 +86,6 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._client: refitd.Client | None = None
         self._target: refitd.Target | None = None
         self._is_checked = False
-        self._arena = WeightsArena()
         self._torn = ""  # why the weights may be parts of two versions
         self._stopped = threading.Event()
         self._follower: threading.Thread | None = None
@@ -254,8 +253,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
                 self._check_held(held)
                 self._is_checked = True  # later the engine holds other versions than its checkpoint's
-            if info.adopt and (why := self._arena.move(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
-                log.warning("refitd: versions are copied into the weights of this engine, not flipped: %s", why)
+            if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
+                log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
         target = client.register_target(
             info.model,
             {name: held[name].data for name in trace.metadata},
