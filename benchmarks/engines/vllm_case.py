@@ -209,7 +209,7 @@ def _measured(
         "equal": all(equal) and differ,
         "generates": stages == 1,
         "verified": str(proven),
-        "bind_s": bound,
+        **({} if follow else {"bind_s": bound}),
         **{name: statistics.median(found) for name, found in figures.items()},
     }
 
@@ -227,7 +227,6 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
         "publish_s": published,
         "refitd_blocked_s": blocked,
         "commit_s": commit,
-        "blocked_per_commit": blocked / commit,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -84,6 +85,14 @@ def read_only(fd: int) -> int:
         raise ArenaError(f"no descriptor for an arena's reader: {exc.strerror}; raise `ulimit -Hn`") from exc
 
 
+_left: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+
+def is_left(address: int) -> bool:
+    """Whether this process's `address` is in an arena that was left, and is still mapped because tensors lie there."""
+    return any(0 <= address - mapping.address < mapping.nbytes for mapping in _left)
+
+
 class MappedArena:
     """An arena mapped into this process, with its page tables filled before first use."""
 
@@ -114,6 +123,10 @@ class MappedArena:
             ArenaError: the kernel refuses; nothing has changed.
         """
         exchange(self._mapping, other._mapping)
+
+    def leave(self) -> None:
+        """Say that its session has ended: only tensors of this process still lie there."""
+        _left.add(self._mapping)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from refitd.buffers.arena import is_left
 from refitd.buffers.layout import extent, packed_offsets
 from refitd.client.arena_copies import byte_strides, place_of, view_of
 from refitd.client.devices import Arena, common_gpu, settle
@@ -301,10 +302,12 @@ class _Mappings:
         if storage.device.type == "cpu" and home is None:
             row = self._rows[max(0, bisect.bisect_right(self._starts, storage.data_ptr()) - 1)]
             is_shared, is_file = (row[2], row[3]) if storage.data_ptr() < row[1] else (False, False)
+        if is_left(storage.data_ptr()):
+            is_shared, is_file = False, True
         if is_shared:
             return (
-                "its memory is shared with other processes (share_memory_, or an arena that this client has not "
-                "allocated), which would keep it; clone it"
+                "its memory is shared with other processes (share_memory_, or an arena of another client "
+                "that is open), which would keep it; clone it"
             )
         if not is_file and not storage.resizable():
             return "its memory belongs to another object (of numpy, say), which would keep it; clone it"

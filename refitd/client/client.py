@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
@@ -473,7 +474,8 @@ class Client(Operations):
         meanwhile, and memory for a second copy is needed.
 
         Args:
-            module: a module, or a list of modules, as it will be registered. It must not be registered yet.
+            module: a module, or a list of modules, as it will be registered. It must not be registered yet. What a
+                client that is closed has adopted moves again.
             timeout: seconds for the memory.
 
         Raises:
@@ -614,6 +616,9 @@ class Client(Operations):
         registered, self._registered = self._registered, []
         for one in registered:
             one.release()
+        for arena in self._arenas.values():
+            if isinstance(arena, MappedArena):
+                arena.leave()
         self._arenas = {}  # tensors allocated in them keep the memory mapped
         self._connection.close(goodbye=goodbye)
 

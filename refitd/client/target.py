@@ -654,8 +654,8 @@ class Target:
                     _log.warning("member=%s evicted: %s", member, reason)
                     self._fenced, self._prepare, self._asked, self._is_evicted = text, None, None, True
                     self._failure = local.Failure(code=RefusedError.code, message=text)
-                case local.Failure():
-                    self._failure = message
+                case local.Failure(code, text):
+                    self._failure, self.error = message, from_code(code, text)
             self._changed.notify_all()
 
     def _look_before(self, prepare: local.PrepareCommit) -> None:

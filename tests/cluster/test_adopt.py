@@ -214,3 +214,28 @@ def test_an_engine_that_crashes_and_adopts_its_model_again_has_its_weights_at_on
         finally:
             engine.kill()
             engine.wait()
+
+
+def test_after_its_client_is_closed_a_module_can_be_adopted_by_another(daemon: Daemon) -> None:
+    live, learned = Model(), Model()
+    with daemon.connect() as trainer, daemon.connect() as first, daemon.connect() as second:
+        first.adopt(live)
+        weight, before = live.embed.weight, live.embed.weight.detach().clone()
+        target = first.register_target("policy", live, replica="a")
+        with pytest.raises(refitd.RefusedError, match="an arena of another client that is open"):
+            second.adopt(live)
+        first.close()
+        with pytest.raises(refitd.RefusedError, match=r"tensors outside this module .1: .*a registration"):
+            second.adopt(live)
+        del target
+        view = weight[1:]
+        with pytest.raises(refitd.RefusedError, match=r"embed\.weight: tensors outside this module"):
+            second.adopt(live)
+        del view
+        assert second.adopt(live).tensors == 4
+        assert live.embed.weight is weight is live.head.weight and torch.equal(weight, before)
+        target = second.register_target("policy", live, replica="a", mode="flip")
+        source = trainer.register_source("policy", learned)
+        source.publish(source.next_version)
+        swap(trainer, source.next_version - 1, target)
+        assert same(live, learned)

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import refitd
-from refitd.adapters import sglang
+from refitd.adapters import engine_memory, sglang
 from refitd.adapters.driving import swap_and_drive
-from refitd.testing import Daemon, RunningSwap
+from refitd.testing import Daemon, Engine, RunningSwap
 
 Offering = tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]
 SHAPES = {"a": (5, 3), "b": (4,)}
@@ -192,3 +192,36 @@ def test_another_sglang_is_refused(stood: object, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.1")
     with pytest.raises(refitd.RefusedError, match=r"SGLang 0\.6\.1 is not the version .*0\.5\.x"):
         sglang.Engine(Model(), sglang.Settings())
+
+
+class Loaded(torch.nn.Parameter):
+    """A parameter with a loader of its own, as engines have."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_that_an_engine_registers_move_into_an_arena_or_stay_with_the_reason(
+    daemon: Daemon, offering: Offering
+) -> None:
+    _, source, _ = offering
+    a = Loaded(torch.zeros(5, 3), requires_grad=False)
+    weights: dict[str, torch.Tensor] = {"layers.0.a": a, "layers.0.b": torch.zeros(4)}
+    with daemon.connect("engine") as engine:
+        view = a[1:]
+        assert "layers.0.a: tensors outside this module (1: a view" in engine_memory.adopt(engine, weights, 5.0)
+        del view
+        elsewhere = {**weights, "c": torch.zeros(3, device="meta")}  # as on a GPU
+        assert "not all of them lie in main memory" in engine_memory.adopt(engine, elsewhere, 5.0)
+        assert not engine_memory.adopt(engine, weights, 5.0)
+        assert not engine_memory.adopt(engine, weights, 5.0)  # a second time, when the first registration was refused
+        assert weights["layers.0.a"] is a and type(a) is Loaded
+        target = engine.register_target(
+            "policy", {name[-1]: tensor.data for name, tensor in weights.items()}, replica="a"
+        )
+        assert target.flips
+        source.publish(1)
+        with Engine(target):
+            engine.swap("policy", 1, timeout=30)
+        assert (a == 1).all() and (weights["layers.0.b"] == 1).all()

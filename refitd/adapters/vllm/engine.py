@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
+from refitd.adapters.engine_memory import adopt
 from refitd.adapters.vllm.seams import check_version, is_one_of_many
 
 log = logging.getLogger("refitd.vllm")
@@ -46,6 +47,7 @@ class RefitdInitInfo(WeightTransferInitInfo):
         directory: the daemon's directory; "" is this user's default one.
         follow: take every decided version over between two steps; nobody drives the engine.
         check: compare what the engine holds with the checkpoint that it was started with before the layout is trusted.
+        adopt: move weights that lie in main memory into an arena, so that versions flip instead of being copied.
         keep_prefix_cache: follow although cached prefixes were computed by older versions.
         timeout_s: seconds for the trainer's tensors to be known, and for one version to be taken over.
     """
@@ -55,6 +57,7 @@ class RefitdInitInfo(WeightTransferInitInfo):
     directory: str = ""
     follow: bool = False
     check: bool = True
+    adopt: bool = True
     keep_prefix_cache: bool = False
     timeout_s: float = 120.0
 
@@ -250,6 +253,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
                 self._check_held(held)
                 self._is_checked = True  # later the engine holds other versions than its checkpoint's
+            if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
+                log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
         target = client.register_target(
             info.model,
             {name: held[name].data for name in trace.metadata},
@@ -261,13 +266,14 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         )
         self._info, self._target = info, target
         log.info(
-            "refitd: %s rank %d of %d: %d tensors of %r registered in %.2f s",
+            "refitd: %s rank %d of %d: %d tensors of %r registered in %.2f s; versions %s",
             replica,
             rank,
             world_size,
             len(trace.metadata),
             info.model,
             time.perf_counter() - started,
+            "flip" if target.flips else "are copied",
         )
 
     def _place(self, info: RefitdInitInfo) -> tuple[int, int, str]:
