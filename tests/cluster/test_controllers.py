@@ -67,7 +67,8 @@ def test_a_controller_pauses_commits_and_resumes_all_ranks(start_daemon: Callabl
                 publish(source, tensors, version)
             assert client.swap("policy", version, timeout=20).outcome == "committed"
             assert engine.versions == [version] * 2 and engine.values() == {float(version)}
-        assert engine.calls == [(what, v) for v in (1, 2) for what in ("pause", "commit", "resume")]
+        asked = [(what, v) for v in (1, 2) for what in ("pause", "commit", "resume")]
+        eventually(lambda: engine.calls == asked, "the hooks were called in this order")
         (status,) = client.status().models
         assert [(c.replica, c.step) for c in status.controllers] == [("a", "free")]
         controller.close()

@@ -128,6 +128,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_crashes_while_it_copies_because_it_cannot_exchange(
     start_daemon: Callable[..., Daemon],
 ) -> None:

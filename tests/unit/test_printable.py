@@ -211,7 +211,10 @@ def test_progress_bar_has_hostile_names_escaped() -> None:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_client_logger_and_the_processes_logs_write_one_printable_line(text: str) -> None:
-    for formatter, filters in ((_LineFormatter(), []), (logging.Formatter("%(message)s"), [Escaped()])):
+    for formatter, filters in (
+        (_LineFormatter(as_json=False, for_journald=False), []),
+        (logging.Formatter("%(message)s"), [Escaped()]),
+    ):
         out = io.StringIO()
         handler = logging.StreamHandler(out)
         handler.setFormatter(formatter)
