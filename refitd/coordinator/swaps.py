@@ -98,10 +98,13 @@ class Swaps:
         if not waits and self._lives.is_settled(now):
             self._begin(state, asked_for(state, asked, waiter, self._lives.past), now)
             return
+        ends = state.running is not None and gives_way(state.running)
+        if ends:
+            asked_for(state, asked, waiter, self._lives.past)  # a request that is refused ends nothing
         state.queue.append(Queued(asked, waiter, now, now + (asked.timeout_s or self._config.deadlines.queue_s)))
         behind = "" if state.running is None else state.running.swap.swap
         self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
-        if state.running is not None and gives_way(state.running):
+        if state.running is not None and ends:
             state.running.gives_way = True
             self.step(state, decision.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
 
