@@ -49,6 +49,7 @@ class LocalArenas(dict[int, Arena]):
         self._ask_first = ask_first
         self._asked: dict[int, WantedArenas] = {}  # by ticket
         self._tickets = 0
+        self._frees: set[int] = set()  # tickets for which retained targets are freed once the arenas are made
 
     # --- made ---------------------------------------------------------------------------------------------
 
@@ -62,11 +63,10 @@ class LocalArenas(dict[int, Arena]):
         used = sum(arena.nbytes for arena in self.values()) + sum(nbytes for nbytes, _ in asked)
         more = sum(nbytes for nbytes, _ in wanted.wanted)
         kept = sum(self[arena].nbytes for arena in self._retained.arenas())
-        if more > 0 and self._max_bytes < used + more <= self._max_bytes + kept:
-            if self._is_question(wanted):
-                return
-            self._free_retained()
-            used -= kept
+        frees = more > 0 and self._max_bytes < used + more <= self._max_bytes + kept
+        if frees and self._is_question(wanted):
+            return
+        used -= kept if frees else 0
         if more <= 0 or used + more > self._max_bytes:
             raise ArenaError(
                 f"{more} bytes of arenas asked for, {max(0, self._max_bytes - used)} are available on node "
@@ -75,6 +75,8 @@ class LocalArenas(dict[int, Arena]):
             )
         self._tickets += 1
         self._asked[self._tickets] = wanted
+        if frees:
+            self._frees.add(self._tickets)
         held = tuple(0 if arena.device else arena.nbytes for arena in self.values())
         held += tuple(0 if gpu else nbytes for nbytes, gpu in asked)
         self._out(MakeArenas(self._tickets, wanted.wanted, held, wanted.device, wanted.within_s))
@@ -90,6 +92,9 @@ class LocalArenas(dict[int, Arena]):
     def made(self, event: ArenasMade) -> None:
         """Give the arenas to their requester."""
         wanted = self._asked.pop(event.ticket)
+        if event.ticket in self._frees:
+            self._frees.discard(event.ticket)
+            self._free_retained()  # only now: what is refused frees nothing
         if wanted.session and wanted.session not in self._sessions:
             for arena in event.arenas:  # the client died while they were being made
                 self._out(CloseArena(arena))
@@ -104,6 +109,7 @@ class LocalArenas(dict[int, Arena]):
     def refused(self, event: ArenasRefused) -> None:
         """Retry after freeing the retained targets if they make up for the missing bytes; else fail the request."""
         wanted = self._asked.pop(event.ticket)
+        self._frees.discard(event.ticket)
         short = event.error.short if isinstance(event.error, ArenaError) else 0
         kept = (self[arena] for arena in self._retained.arenas())
         if not 0 < short <= sum(arena.nbytes for arena in kept if arena.device == wanted.device):
