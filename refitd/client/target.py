@@ -15,7 +15,7 @@ from typing import Any
 
 from refitd.buffers.permits import Permit
 from refitd.client.aio import awaitable
-from refitd.client.arguments import flag, hook, seconds, whole
+from refitd.client.arguments import MAX_COUNT, flag, hook, seconds, whole
 from refitd.client.checks import LiveChecks
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
@@ -248,7 +248,7 @@ class Target:
         if agree is None and begin is True and self._agree is None and (step is None or type(step) is int):
             # nothing pending, which is the case between almost any two tokens: as little as possible
             with self._lock:
-                if self._prepare is None and self._failure is None and (step is None or step >= 0):
+                if self._prepare is None and self._failure is None and (step is None or 0 <= step <= MAX_COUNT):
                     check_process(self._pid)
                     self._steps.count(step)
                     return None

@@ -79,10 +79,7 @@ class Controllers:
         found = self._all.get(member)
         if found is None:
             return None
-        if found.node != node:
-            raise RefusedError(
-                f"controller {member!r} is one of node {found.node!r}; node {node!r} cannot speak for it"
-            )
+        _check_owner(found, node)
         del self._all[member]
         model = found.added.model
         self._log("left", model=model, member=member, who=found.describe(), reason=reason)
@@ -142,10 +139,7 @@ class Controllers:
         found = self._all.get(message.member)
         if found is None or found.swap != message.swap:
             return  # that swap is over
-        if found.node != node:
-            raise RefusedError(
-                f"controller {found.id!r} is one of node {found.node!r}; node {node!r} cannot speak for it"
-            )
+        _check_owner(found, node)
         found.paused_s = message.paused_s
         if message.reason:
             self._log("swap", swap=found.swap, phase="failed", member=found.id, reason=message.reason)

@@ -95,7 +95,7 @@ class LoadedPlan:
         """Return the rows that cross between nodes, and those that copy onward; see refitd.plan.onward."""
         if self._split is None or self._split[0] != node_of:
             nodes = {name: number for number, name in enumerate(sorted(set(node_of.values())))}
-            at = np.full(1 + max([*node_of, *self.table.src_rank.tolist()[:1]], default=0), -1, np.int64)
+            at = np.full(1 + max(self.members.values(), default=0), -1, np.int64)  # -1: a rank that has left
             for rank, name in node_of.items():
                 at[rank] = nodes[name]
             rows = self.table.select(at[self.table.src_rank] != at[self.table.dst_rank])

@@ -134,6 +134,22 @@ def run_mlp(tensors: Mapping[str, torch.Tensor], x: torch.Tensor, layers: int) -
     return x
 
 
+def capture_mlp(
+    tensors: Mapping[str, torch.Tensor], x: torch.Tensor, layers: int
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Capture `run_mlp` as a graph, warmed up first as torch asks; return it and the tensor that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run_mlp(tensors, x, layers)
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = run_mlp(tensors, x, layers)
+    return captured, y
+
+
 def copy_all(source: Shard, target: Shard, verify: bool = True) -> Any:
     from refitd.copy_services.cuda import CudaCopyService
     from tests.support.places import copies_of
@@ -210,15 +226,7 @@ def graph(seconds: float) -> Outcome:
         tensor.normal_(0, 0.05)
     tensors = live.tensors()
     x = torch.randn(16, 512, device=DEVICE, dtype=torch.bfloat16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run_mlp(tensors, x, layers)
-    torch.cuda.current_stream().wait_stream(stream)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        y = run_mlp(tensors, x, layers)
+    captured, y = capture_mlp(tensors, x, layers)
     for version in range(3):
         for tensor in source.tensors().values():
             tensor.normal_(0, 0.05)
@@ -238,15 +246,7 @@ def flip(seconds: float) -> Outcome:
     tensors, x = live.tensors(), torch.randn(16, 512, device=DEVICE, dtype=torch.bfloat16)
     for tensor in tensors.values():
         tensor.normal_(0, 0.05)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run_mlp(tensors, x, layers)
-    torch.cuda.current_stream().wait_stream(stream)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        y = run_mlp(tensors, x, layers)
+    captured, y = capture_mlp(tensors, x, layers)
     pauses = []
     for version in range(5):
         staged = {name: tensor.normal_(0, 0.05).clone() for name, tensor in staging.tensors().items()}
