@@ -66,10 +66,6 @@ class Member:
     def join(self, epoch: str, size: int, staging_bytes: int, timeout: float) -> Answer:
         """Make a service in the place of the one there is."""
         self.leave()
-        if self._backend.mapped is None:  # loading torch takes seconds on busy processors, and is no part of joining
-            import torch.distributed
-
-            torch.set_num_threads(1)
         started = time.monotonic()
 
         def make() -> Answer:
@@ -78,6 +74,7 @@ class Member:
                 return Answer()
             import torch
 
+            torch.set_num_threads(1)
             assert self._backend.join is not None
             devices = self._backend.capabilities.devices
             on_device = "cuda" in devices and torch.cuda.is_available()
