@@ -233,6 +233,7 @@ def test_joining_ends_at_its_deadline_and_names_who_never_came(
 
 def test_joining_ends_when_the_epoch_is_given_up(two_sided: Contestant, fresh: Callable[..., World]) -> None:
     world = fresh(two_sided)
+    world.join()
     epoch = world.new_epoch()
     started = time.monotonic()
     world.tell_to_join(SURVIVORS, epoch=epoch, timeout=20.0)
