@@ -19,6 +19,7 @@ COMMANDS = {
     "models": "refitd_cli.commands.models:models",
     "plan": "refitd_cli.commands.plan:plan",
     "explain": "refitd_cli.commands.explain:explain",
+    "simulate": "refitd_cli.commands.simulate:simulate",
     "manifest": "refitd_cli.commands.manifest:manifest",
     "abort": "refitd_cli.commands.abort:abort",
     "evict": "refitd_cli.commands.evict:evict",

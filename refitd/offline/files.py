@@ -29,7 +29,7 @@ def load(path: str | Path, model: ModelSpec | None = None) -> Manifest:
         ConfigError: lists everything that is wrong with the manifest.
     """
     path = Path(path)
-    values = _file(path)
+    values = read_file(path)
     inner = values.get("model")
     if values.get("kind") == "layout" and model is None and isinstance(inner, str):
         model = load_model(path.parent / inner)
@@ -41,7 +41,7 @@ def load(path: str | Path, model: ModelSpec | None = None) -> Manifest:
 
 def load_model(path: str | Path) -> ModelSpec:
     """Read a model manifest; raises ConfigError as `load` does."""
-    values = _file(Path(path))
+    values = read_file(Path(path))
     if (kind := values.get("kind")) != "model":
         raise ConfigError(f"{path}: kind is {shown(kind)}, expected a model")
     found = read(values, str(path))
@@ -102,7 +102,8 @@ def to_json(manifest: ModelSpec | Manifest) -> str:
     return msgspec.json.format(msgspec.json.encode(packed), indent=1).decode() + "\n"
 
 
-def _file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the tables of a file, TOML or JSON by its ending; raises ConfigError if it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

@@ -1,0 +1,149 @@
+"""refitctl simulate: how long a refit between manifests takes on a cluster that is described in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from refitd.errors import ConfigError
+from refitd_cli.layouts import manifest_options, planned, rank_ranges
+from refitd_cli.output import duration, print_json, print_table, say, size
+from refitd_cli.session import json_option
+
+if TYPE_CHECKING:
+    from refitd.offline.clusters import Cluster
+    from refitd.simulate.predict import Prediction
+    from refitd_cli.layouts import Planned
+
+ROUTES = ("direct", "relayed", "delta", "relayed delta")
+EXPLAINED = {
+    "direct": "what one node needs crosses to it once; this is what refitd does",
+    "relayed": "replicas that are cut alike pass it on, node to node; refitd cannot do this yet",
+    "delta": "only changed elements cross",
+    "relayed delta": "both",
+}
+
+
+@click.command()
+@manifest_options
+@click.option(
+    "--cluster", "cluster_file", metavar="FILE", required=True, help="Speeds of nodes and cables: a TOML file."
+)
+@click.option("--route", "routes", type=click.Choice(ROUTES), multiple=True, help="How bytes get there; default: all.")
+@click.option(
+    "--changed",
+    type=click.FloatRange(min=0, max=1),
+    default=0.01,
+    show_default=True,
+    help="Share of the elements that changed, for deltas.",
+)
+@click.option("--top", type=click.IntRange(min=1, max=1000), default=8, show_default=True, help="Busiest cables shown.")
+@click.option("-o", "--trace", "trace_file", metavar="FILE", help="Write a trace for Perfetto (ui.perfetto.dev).")
+@json_option
+def simulate(
+    source: str | None,
+    targets: tuple[str, ...],
+    model_file: str | None,
+    collocated: bool,
+    cluster_file: str,
+    routes: tuple[str, ...],
+    changed: float,
+    top: int,
+    trace_file: str | None,
+    as_json: bool,
+) -> None:
+    """Predict how long a refit takes on a cluster, and which cables limit it.
+
+    Plans between two manifests, without a daemon, and lets the bytes flow: all at once, each cable shared fairly
+    by all that goes over it. Memory, digests and messages cost what the cluster's file says.
+    """
+    if source is None or not targets:
+        raise click.UsageError("give the manifests of both sides: --source FILE --target FILE")
+    from refitd.offline.clusters import load_cluster
+    from refitd.simulate.predict import Route, Simulation
+
+    cluster = load_cluster(cluster_file)
+    found = planned(source, targets, model_file, collocated)
+    simulation = Simulation(found.plan, found.rosters, cluster)
+    predictions = [simulation.run(Route(r), changed=changed, top=top) for r in ROUTES if r in (routes or ROUTES)]
+    if trace_file is not None:
+        _write_trace(trace_file, predictions)
+    if as_json:
+        print_json(_object(found, cluster, changed, predictions))
+    else:
+        _show(found, cluster, changed, predictions)
+        if trace_file is not None:
+            say(f"trace: {trace_file}")
+
+
+def _write_trace(file: str, predictions: list[Prediction]) -> None:
+    from refitd.simulate.trace import trace
+
+    try:
+        Path(file).write_text(json.dumps(trace(predictions)))
+    except OSError as exc:
+        raise ConfigError(f"--trace {file}: cannot be written: {exc.strerror}") from exc
+
+
+def _show(found: Planned, cluster: Cluster, changed: float, predictions: list[Prediction]) -> None:
+    print_table(
+        f"a swap on {cluster.name}",
+        ("route", ">time", ">between nodes", ">from sources", "limited by", ">busy"),
+        (
+            (
+                p.route.value,
+                duration(p.seconds),
+                size(p.crossing_bytes),
+                size(p.sent_bytes),
+                p.cables[0].name if p.cables else "nothing moves",
+                f"{p.cables[0].busy:.0%}" if p.cables else "",
+            )
+            for p in predictions
+        ),
+    )
+    for p in predictions:
+        phases = ", ".join(f"{phase.name} {duration(phase.seconds)}" for phase in p.phases)
+        chain = f"; the longest chain is {p.chain} nodes" if p.chain > 1 else ""
+        say(f"{p.route.value}: {EXPLAINED[p.route.value]}. {phases}{chain}")
+    first = predictions[0]
+    print_table(
+        f"busiest, {first.route.value} ({len(first.cables)})",
+        ("cable", ">carries", ">GB/s", ">busy"),
+        ((c.name, size(c.nbytes), f"{c.gb_s:g}", f"{c.busy:.0%}") for c in first.cables),
+    )
+    senders = [r.rank for r in found.rosters if r.source]
+    receivers = [r.rank for r in found.rosters if r.destination]
+    say(
+        f"{found.source.name} ({len(senders)} ranks: {rank_ranges(senders)}) to "
+        f"{', '.join(target.name for target in found.targets)} ({len(receivers)} ranks: {rank_ranges(receivers)}); "
+        f"planned in {duration(found.plan_s)}"
+    )
+    if any(p.route.is_delta for p in predictions):
+        say(f"deltas: {changed:.3%} of the elements changed")
+    if cluster.note:
+        say(f"assumed: {cluster.note}")
+
+
+def _object(found: Planned, cluster: Cluster, changed: float, predictions: list[Prediction]) -> dict[str, Any]:
+    return {
+        "cluster": cluster.name,
+        "note": cluster.note,
+        "digest": found.plan.digest,
+        "ranks": len(found.rosters),
+        "changed": changed,
+        "routes": [
+            {
+                "route": p.route.value,
+                "seconds": p.seconds,
+                "phases": [{"name": phase.name, "seconds": phase.seconds} for phase in p.phases],
+                "crossing_bytes": p.crossing_bytes,
+                "sent_bytes": p.sent_bytes,
+                "chain": p.chain,
+                "cables": [{"name": c.name, "bytes": c.nbytes, "gb_s": c.gb_s, "busy": c.busy} for c in p.cables],
+            }
+            for p in predictions
+        ],
+    }

@@ -1,0 +1,98 @@
+"""Cluster files: how fast the nodes of a simulated refit send, receive and copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from refitd.errors import ConfigError
+from refitd.offline.files import read_file
+from refitd.offline.tables import each, refusal, shown, table, tables
+from refitd.offline.values import Degree, Name, Table
+
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]  # GB/s: 10**9 bytes per second
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class NodeSpeed(Table, frozen=True):
+    """What one node's network cards do, where they differ from the others'. GB/s, each card."""
+
+    name: Name
+    send_gb_s: Rate | None = None
+    receive_gb_s: Rate | None = None
+
+
+class Cluster(Table, frozen=True):
+    """The speeds of a cluster. All rates are GB/s (10**9 bytes per second), in each direction.
+
+    Attributes:
+        name: its name in reports.
+        note: where the figures come from, and what is assumed.
+        nic_gb_s: one network card.
+        nics_per_node: a node's cards, shared evenly by its ranks; None: one for each rank.
+        rank_gb_s: a rank to and from others of its node (NVLink, or shared memory).
+        memory_gb_s: a rank copies this fast within its own memory (reading and writing count once).
+        digest_gb_s: a rank packs and digests, or receives and digests, this fast what crosses between nodes; None: as
+            fast as it comes.
+        flow_gb_s: the most that one pair of ranks moves between nodes (one TCP stream); None: no such limit.
+        leaf_nodes: nodes under one leaf switch; None: one switch for all.
+        oversubscription: a leaf's downlinks divided by its uplinks.
+        chunk_bytes: what a relay passes on at a time.
+        hop_s: latency from node to node.
+        control_s: messages and journal of one swap, whatever is moved.
+        commit_s: an exchange of arenas.
+        nodes: nodes whose cards have other speeds.
+    """
+
+    name: Name
+    nic_gb_s: Rate
+    rank_gb_s: Rate
+    memory_gb_s: Rate
+    note: str = ""
+    nics_per_node: Degree | None = None
+    digest_gb_s: Rate | None = None
+    flow_gb_s: Rate | None = None
+    leaf_nodes: Degree | None = None
+    oversubscription: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 8 << 20
+    hop_s: Seconds = 0.0
+    control_s: Seconds = 0.005
+    commit_s: Seconds = 0.001
+    nodes: tuple[NodeSpeed, ...] = ()
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file, TOML or JSON.
+
+    Raises:
+        ConfigError: lists everything that is wrong with the file.
+    """
+    values = read_file(Path(path))
+    problems: list[str] = []
+    if (kind := values.pop("kind", None)) != "cluster":
+        raise ConfigError(f"{path}: kind is {shown(kind)}, expected a cluster")
+    entries = each(NodeSpeed, tables(values.pop("nodes", None), "nodes", problems), "nodes", problems)
+    nodes = tuple(node for node in entries if node is not None)
+    names = [node.name for node in nodes]
+    problems += [f"nodes: {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    problems += [f"nodes: {n.name} sets no speed" for n in nodes if n.send_gb_s is None and n.receive_gb_s is None]
+    found = table(Cluster, values, "", problems, nodes=nodes)
+    if problems or found is None:
+        raise refusal(str(path), problems)
+    return found
+
+
+def check_nodes(cluster: Cluster, nodes: Iterable[str]) -> None:
+    """Raise ConfigError if a cluster speaks of a node that the layouts do not have."""
+    known = set(nodes)
+    unknown = [node.name for node in cluster.nodes if node.name not in known]
+    if unknown:
+        there = sorted(known)
+        more = f" and {len(there) - 8} more" if len(there) > 8 else ""
+        raise ConfigError(
+            f"cluster {cluster.name}: no rank of the layouts is on {', '.join(unknown[:8])}; their nodes are "
+            f"{', '.join(there[:8])}{more}"
+        )

@@ -1,0 +1,1 @@
+"""How long a planned refit takes on a cluster that is not there: flows share its cables fairly."""
