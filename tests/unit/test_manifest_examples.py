@@ -44,6 +44,7 @@ def test_example_layout_loads(path):
         ("qwen3-235b-a22b-megatron", 235.09),
         ("qwen3-235b-a22b-vllm", 235.09),
         ("deepseek-v3-megatron", 671.03),
+        ("kimi-k2-megatron", 1026.41),
     ],
 )
 def test_example_model_has_as_many_parameters_as_published(name, billions):
@@ -55,6 +56,7 @@ def test_example_model_has_as_many_parameters_as_published(name, billions):
 
 def test_every_example_model_is_used_or_counted():
     assert {path.stem for path in MODELS} == {
+        "kimi-k2-megatron",
         "llama-3-70b-megatron",
         "llama-3-70b-vllm",
         "llama-3-70b-hf",

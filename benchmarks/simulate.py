@@ -1,0 +1,265 @@
+"""How well `refitctl simulate` predicts: swaps over a rate-limited cable here, and what others have published.
+
+Nothing is fitted: the measured swaps are predicted from the cable's rate alone, the published ones from data sheets.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from benchmarks import machine
+from refitd.offline import ModelSpec, load_model, read, rosters_of
+from refitd.offline.clusters import Cluster, load_cluster
+from refitd.plan.build import plan_copies
+from refitd.simulate.predict import Route, Simulation
+
+RESULTS = Path(__file__).parent / "results"
+CONFIGS = Path(__file__).parent.parent / "configs"
+PORT = 7441
+
+# A cable of the measured swaps: what tbf counts of a frame that veth hands over is nearly all payload.
+RATES_MBIT = (200, 400, 1000)
+ROWS = 25_000  # of 1,000 bfloat16: 50 MB
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Published:
+    """A refit that others have measured.
+
+    Attributes:
+        seconds: what they say.
+        assumed: what they do not say, and is assumed here.
+        fp8: every tensor crosses with one byte an element.
+        collocated: both sides are on the same GPUs.
+    """
+
+    who: str
+    model: str
+    source: dict[str, int]
+    target: dict[str, int]
+    cluster: str
+    seconds: str
+    assumed: str
+    engine_model: str = ""  # whose tensors the engines hold; by default those of `model`
+    fp8: bool = False
+    collocated: bool = False
+
+
+PUBLISHED = (
+    Published(
+        "NeMo-RL, pull request 2808",
+        "qwen3-235b-a22b-megatron",
+        {"tp": 4, "pp": 8, "ep": 16, "dp": 4},
+        {"tp": 8, "etp": 8, "dp": 16},
+        "dgx-h100",
+        "4.56 to 4.85",
+        "DGX H100; the time includes packing and vLLM's own loading",
+        engine_model="qwen3-235b-a22b-vllm",
+    ),
+    Published(
+        "NeMo-RL, pull request 2808",
+        "deepseek-v3-megatron",
+        {"pp": 16, "ep": 16, "dp": 16},
+        {"tp": 32, "etp": 32, "dp": 8},
+        "dgx-h100",
+        "7.65 to 9.94",
+        "DGX H100; the time includes packing and vLLM's own loading",
+    ),
+    Published(
+        "Perplexity, weight transfer in under 2 seconds (2025-09)",
+        "kimi-k2-megatron",
+        {"ep": 64, "dp": 256},
+        {"tp": 16, "ep": 16, "dp": 8},
+        "dgx-h100",
+        "1.3",
+        "256 ranks with 4 copies, EP64, to 8 engines of 16 (the layouts are not published); FP8 is made before sending",
+        fp8=True,
+    ),
+    Published(
+        "checkpoint-engine's README, broadcast",
+        "deepseek-v3-megatron",
+        {"ep": 64, "dp": 256},
+        {"tp": 16, "etp": 16, "dp": 16},
+        "hgx-h20",
+        "11.33",
+        "4 copies, EP64 (in truth 1/256 a GPU); copies from main memory and vLLM's loading are not predicted",
+        fp8=True,
+        collocated=True,
+    ),
+    Published(
+        "checkpoint-engine's README, broadcast",
+        "kimi-k2-megatron",
+        {"ep": 64, "dp": 256},
+        {"tp": 16, "etp": 16, "dp": 16},
+        "hgx-h20",
+        "16.04",
+        "as above",
+        fp8=True,
+        collocated=True,
+    ),
+)
+
+
+def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+    """Predict the published refits and measure swaps here; keep the figures unless it was quick."""
+    results: dict[str, Any] = {"machine": machine.describe(), "published": [], "measured": []}
+    for case in PUBLISHED:
+        results["published"].append(_published(case))
+        if not json_output:
+            print(_published_row(results["published"][-1]), flush=True)
+    for mbit in RATES_MBIT[1:2] if quick else RATES_MBIT:
+        results["measured"].append(_measured(mbit, 2 if quick else ROUNDS))
+        if not json_output:
+            print(_measured_row(results["measured"][-1]), flush=True)
+    if not quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "simulate.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "simulate.md").write_text(_markdown(results))
+    return results
+
+
+def _published(case: Published) -> dict[str, Any]:
+    models = [_model(name, case.fp8) for name in (case.model, case.engine_model or case.model)]
+    source, target = (
+        read({"kind": "layout", "name": name, **sizes}, name, model)
+        for name, sizes, model in zip(("from", "to"), (case.source, case.target), models, strict=True)
+    )
+    rosters = rosters_of(source, [target], collocated=case.collocated)  # type: ignore[arg-type, list-item]
+    simulation = Simulation(plan_copies(rosters), rosters, load_cluster(CONFIGS / "clusters" / f"{case.cluster}.toml"))
+    direct, relayed = simulation.run(Route.DIRECT), simulation.run(Route.RELAYED)
+    return {
+        "who": case.who,
+        "model": models[0].name,
+        "layouts": f"{_text(case.source)} to {_text(case.target)}",
+        "published_s": case.seconds,
+        "direct_s": direct.seconds,
+        "relayed_s": relayed.seconds,
+        "limited_by": direct.cables[0].name,
+        "assumed": case.assumed,
+    }
+
+
+def _model(name: str, fp8: bool) -> ModelSpec:
+    model = load_model(CONFIGS / "layouts" / "models" / f"{name}.toml")
+    if not fp8:
+        return model
+    tensors = tuple(replace(tensor, dtype="float8_e4m3fn") for tensor in model.tensors)
+    return replace(model, dtype="float8_e4m3fn", tensors=tensors)
+
+
+def _text(sizes: dict[str, int]) -> str:
+    return " ".join(f"{name.upper()}{size}" for name, size in sizes.items())
+
+
+def _measured(mbit: int, rounds: int) -> dict[str, Any]:
+    """Swap between two hosts (network namespaces) whose cable has this rate; the first swap is not counted."""
+    from tests.support.network import why_not
+
+    found: dict[str, Any] = {"mbit": mbit, "bytes": ROWS * 2000}
+    if reason := why_not():
+        return found | {"left_out": reason}
+    with _fleet() as (hosts, publish, swap):
+        publish(1), swap(1)
+        hosts.limit(mbit)
+        taken = []
+        for version in range(2, 2 + rounds):
+            publish(version)
+            taken.append(swap(version))
+    model = {"kind": "model", "name": "m", "tensors": [{"name": "w", "shape": [ROWS, 1000], "stage": "first"}]}
+    one = {"kind": "layout", "name": "one", "model": model, "ranks_per_node": 1}
+    rosters = rosters_of(read(one, "from"), [read(one, "to")])  # type: ignore[arg-type, list-item]
+    cable = Cluster(name="cable", nic_gb_s=mbit / 8000, rank_gb_s=6.0, memory_gb_s=6.0)
+    predicted = Simulation(plan_copies(rosters), rosters, cable).run(Route.DIRECT).seconds
+    median = statistics.median(taken)
+    return found | {"swap_s": median, "most_s": max(taken), "predicted_s": predicted, "ratio": median / predicted}
+
+
+@contextmanager
+def _fleet() -> Iterator[tuple[Any, Any, Any]]:
+    """A trainer on one host and an engine on the other: yield (hosts, publish(version), swap(version) -> seconds)."""
+    import torch
+
+    from refitd.testing import Daemon, Engine
+    from tests.support.network import TwoHosts, start_daemons
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        hosts = TwoHosts()
+        stack.callback(hosts.close)
+
+        def start(config: str, **how: Any) -> Daemon:
+            return stack.enter_context(Daemon(config=config, **how))
+
+        daemons = start_daemons(hosts, PORT, folder, start, "[deadlines]\nstage_s = 60.0\n")
+        trainer, engine = (stack.enter_context(daemon.connect()) for daemon in daemons)
+        full = {"w": torch.zeros(ROWS, 1000, dtype=torch.bfloat16)}
+        source = trainer.register_source("bench", full)
+        target = engine.register_target("bench", {"w": torch.zeros_like(full["w"])}, replica="far")
+        stack.enter_context(Engine(target))
+
+        def publish(version: int) -> None:
+            full["w"].random_(-100, 100)  # deltas would be as long as the whole
+            source.publish(version)
+
+        def swap(version: int) -> float:
+            began = time.perf_counter()
+            trainer.swap("bench", version, timeout=120)
+            return time.perf_counter() - began
+
+        yield hosts, publish, swap
+
+
+def _published_row(row: dict[str, Any]) -> str:
+    return (
+        f"| {row['model']} | {row['layouts']} | {row['who']} | {row['published_s']} s | {row['direct_s']:.2f} s | "
+        f"{row['relayed_s']:.2f} s | {row['limited_by']} | {row['assumed']} |"
+    )
+
+
+def _measured_row(row: dict[str, Any]) -> str:
+    if "left_out" in row:
+        return f"| {row['mbit']} Mbit/s | left out: {row['left_out']} | | | |"
+    return (
+        f"| {row['mbit']} Mbit/s | {row['bytes'] / 1e6:.0f} MB | {row['swap_s']:.3f} s (most {row['most_s']:.3f}) | "
+        f"{row['predicted_s']:.3f} s | {row['ratio']:.2f} |"
+    )
+
+
+def _markdown(results: dict[str, Any]) -> str:
+    lines = [
+        "# How well `refitctl simulate` predicts",
+        "",
+        "By `scripts/bench simulate`. Nothing is fitted.",
+        "",
+        "## Swaps measured here, over a cable of limited rate between two network namespaces",
+        "",
+        f"{ROUNDS} swaps of random values each, after one that is not counted; the median. Predicted from the cable's",
+        "rate alone.",
+        "",
+        "| cable | model | swap | predicted | measured / predicted |",
+        "| --- | --- | --- | --- | --- |",
+        *map(_measured_row, results["measured"]),
+        "",
+        "## What others have published",
+        "",
+        "Predicted from data sheets, with nothing subtracted for protocols, packing or the engine's own loading: what",
+        "the hardware allows. The published times include what these systems do besides.",
+        "",
+        "| model | layouts | who | published | predicted, direct | relayed | limited by | assumed |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *map(_published_row, results["published"]),
+        "",
+        "Machine: {cpu}, {cores} cores, Linux {kernel}.".format_map(results["machine"]),
+    ]
+    return "\n".join(lines) + "\n"
