@@ -50,6 +50,8 @@ PACKED = Capabilities(
     needs_contiguous=True,
     max_message_bytes=MAX_MESSAGE_BYTES,
 )
+# Its messages lie in main memory; it knows no devices yet.
+NIXL = Capabilities(is_one_sided=False, crosses_nodes=True, needs_contiguous=True, max_message_bytes=MAX_MESSAGE_BYTES)
 
 
 class CopyService(ABC):

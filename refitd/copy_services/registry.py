@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refitd.copy_services.base import PACKED, Capabilities
+from refitd.copy_services.base import NIXL, PACKED, Capabilities
 from refitd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def _own() -> list[Backend]:
             over_group=_gloo,
             join=_join_gloo,
         ),
+        Backend("nixl", NIXL, lambda: _lacks("nixl", "pip install 'refitd[nixl]'"), join=_join_nixl),
         Backend("nccl", PACKED, _lacks_gpu, over_group=_nccl, join=_join_nccl),
         Backend("nvshmem", PACKED, _lacks_nvshmem, join=_join_nvshmem),
         Backend(
@@ -216,6 +217,12 @@ def _gloo(group: Any) -> ExchangeService:
 
 def _join_gloo(epoch: Epoch) -> ExchangeService:
     from refitd.copy_services.gloo import join
+
+    return join(epoch)
+
+
+def _join_nixl(epoch: Epoch) -> ExchangeService:
+    from refitd.copy_services.nixl import join
 
     return join(epoch)
 
