@@ -188,11 +188,13 @@ class Journal:
         Raises:
             CommitError: as in `write`; the entry is kept.
         """
+        # Before the entry, not after it: the first write after a checkpoint syncs twice, and should be no decision. An
+        # entry that is lost with the -wal leaves its swap decided, which is finished again.
+        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
+            self._checkpoint()
         self._late.append(entry)
         del self._late[:-KEPT]
         self.flush()
-        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
-            self._checkpoint()
 
     def flush(self) -> None:
         """Write the entries that `note` could not write.
