@@ -8,6 +8,7 @@ from refitd.coordinator.decision import Phase
 from refitd.coordinator.live_versions import Past
 from refitd.coordinator.membership import Model, poison
 from refitd.coordinator.models import ModelState, Running, Waiter
+from refitd.coordinator.seeding import seeded, seeds_failed
 from refitd.errors import RefusedError
 from refitd.protocol import local
 
@@ -129,18 +130,25 @@ def newer(state: ModelState) -> DueSwap | None:
 
 
 def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | None:
-    """Return the catch-up of replicas that joined, returned or failed, if sources still hold the live version.
+    """Return the catch-up of replicas that joined, returned or failed, if others or sources hold the live version.
+
+    One that was aborted is tried again from the sources, if they hold it.
 
     Raises:
         RefusedError: such replicas exist and cannot be swapped now.
     """
     live = state.live
-    if live is None or live.version not in state.fleet.complete_versions() or state.fleet.run() != live.run:
+    replicas = state.fleet.behind(live, only_observers=only_observers) if live is not None else []
+    if live is None or not replicas:
         return None
-    replicas = state.fleet.behind(live, only_observers=only_observers)
-    if not replicas:
-        return None
+    is_held = live.version in state.fleet.complete_versions() and state.fleet.run() == live.run
     fleet = state.fleet.only(replicas)
+    if not (is_held and any(member.tries for member in fleet.targets.values())):
+        given = seeded(state.fleet, live, replicas)
+        if given is not None:
+            return DueSwap("catch-up", live.version, live.run, given)
+    if not is_held:
+        return None
     whole = len(fleet.targets) == len(state.fleet.targets)
     version = fleet.version_to_swap(live.version, may_be_older=True)
     return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
@@ -159,7 +167,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
         if s.phase is Phase.ABORTED and member_id in s.poisoned:
             poison(member, s.swap, s.reason)
         member.left_behind |= member_id in s.failed  # it would most likely fail again
-    if running.kind == "catch-up" and not running.gives_way:
+    if running.kind == "catch-up" and not running.gives_way and not seeds_failed(running, state.live):
         for member in running.fleet.targets.values():
             member.left_behind |= (member.version, member.run) != (s.version, running.run)
             if s.phase is Phase.ABORTED and member.left_behind and member.tries < CATCH_UP_AGAIN:

@@ -353,6 +353,7 @@ class Coordinator:
             poisoned=added.poisoned,
             suspended=added.suspended,
             spare=None if added.spare is None else (added.spare, added.spare_run),
+            seeds=added.seeds,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
         replaced = state.fleet.replaced_by(added)

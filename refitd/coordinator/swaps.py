@@ -43,6 +43,7 @@ from refitd.coordinator.schedule import (
     try_again,
     used_up,
 )
+from refitd.coordinator.seeding import no_plan
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
@@ -183,8 +184,8 @@ class Swaps:
         state.running.together = party
         if due.kind != "catch-up":
             state.running.suspended = tuple(state.fleet.suspended())
-        tried, run = state.tried
-        state.tried = max(tried, due.version) if run == due.run else due.version, due.run
+            tried, run = state.tried
+            state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
         if due.flips_back:
@@ -207,6 +208,8 @@ class Swaps:
         if found is not None:
             state, plan = found
             if isinstance(plan, str):
+                if state.running is not None:
+                    no_plan(state.running.fleet)
                 self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(plan.splitlines())}"), now)
             else:
                 self._plan_ready(state, plan, now)
@@ -216,7 +219,7 @@ class Swaps:
         if not self._comparisons.are_equal(state.running, plan, now):
             return
         fleet, running = state.running.fleet, state.running
-        senders = [member for rank, member in sorted(fleet.sources.items()) if rank in plan.senders]
+        senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
         if gone := [m for m in senders if running.version not in m.versions]:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
             self.step(state, decision.AbortAsked(reason), now)
@@ -299,9 +302,10 @@ class Swaps:
                     state = self._models[found_member.added.model]
                     state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
                     self._flip(state, now)
-            case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run):
+            case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run, seeds):
                 if (committed := self._members.get(member)) is not None:
                     committed.spare = None if spare is None else (spare, spare_run)
+                    committed.seeds = seeds
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
@@ -412,6 +416,7 @@ class Swaps:
                 assert plan is not None
                 for member in running.fleet.targets.values():
                     member.spare = None  # it is staged into
+                    member.seeds &= member.added.flips
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
@@ -420,9 +425,10 @@ class Swaps:
             case decision.ReleaseSources() if running.flips_back:
                 pass
             case decision.ReleaseSources():
-                sources = state.fleet.sources.values()
-                for node in sorted({m.node for m in sources}):
-                    members = tuple(sorted(m.id for m in sources if m.node == node and m.run == running.run))
+                # sources that were not read end their leases, too; seeds have none
+                givers = list(running.fleet.seeds.values()) or list(state.fleet.sources.values())
+                for node in sorted({m.node for m in givers}):
+                    members = tuple(sorted(m.id for m in givers if m.node == node and m.run == running.run))
                     self._to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=members))
             case decision.JournalDecision():
                 self._decide(state, running, now)

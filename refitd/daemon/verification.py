@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,12 +33,14 @@ class _DigestWork:
     """Blocks that workers digest, or (with `others`) compare, batch by batch."""
 
     member: str
-    what: Literal["stored", "live", "compare"]
+    what: Literal["stored", "live", "compare", "seed"]
     version: int
     blocks: Blocks
     places: Places
     is_urgent: bool
     others: Places | None = None
+    chosen: Sequence[int] = ()  # the blocks, where they are not all
+    then: Callable[[str], None] = lambda wrong: None  # seed: told what is wrong, "" if nothing is
     left: list[Sequence[int]] = field(default_factory=list)  # batches not given to a worker yet
     total: int = 0  # blocks
     home: int | None = None  # the worker of the GPU that holds them, if any
@@ -115,6 +117,7 @@ class Proofs:
         # by member; cached since they never change, and take long to build for very many tensors
         self._blocks: dict[str, Blocks] = {}
         self._later: set[str] = set()  # members whose digests are due at the next tick
+        self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []  # seeds; digests are being taken
 
     # --- what happens to members --------------------------------------------------------------------------
 
@@ -142,6 +145,7 @@ class Proofs:
     def left(self, member: LocalMember, reason: str) -> None:
         """Drop the work of a member that has gone, and answer its checks."""
         self._drop_work(member.id)
+        self._unproven = [seed for seed in self._unproven if seed[0] != member.id]
         self._blocks.pop(member.id, None)
         check = self._checks.pop(member.id, None)
         if check is not None:
@@ -149,6 +153,50 @@ class Proofs:
                 self._tell(
                     asked, cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason))
                 )
+
+    # --- seeds --------------------------------------------------------------------------------------------
+
+    def prove(self, member: LocalMember, tensors: Collection[str], then: Callable[[str], None]) -> None:
+        """Digest what others have read of a version that a member serves, and tell `then` what is wrong with it.
+
+        "" if nothing is: it has not changed since it went live. If digests have not been taken yet of a staging arena,
+        nothing is known that it could be compared with; only workers have ever written there.
+        """
+        version = member.state.version
+        if member.proof is None:
+            begun = [w for w in self._work if w.member == member.id and w.what == "stored"]
+            for work in begun:
+                work.is_urgent = True
+            if begun:
+                self._unproven.append((member.id, tensors, then))
+            else:
+                then(f"the digest of version {version} could not be taken when it went live" * member.is_proven_live)
+            return
+        blocks = self._blocks_of(member)
+        work = _DigestWork(member.id, "seed", member.proof.version, blocks, member.decided_places(), True)
+        work.chosen, work.then = blocks.of(tensors), then
+        self._add(work)
+
+    def _proven(self, work: _DigestWork, member: LocalMember, digests: bytes) -> None:
+        known = member.proof
+        if known is None or known.version != work.version:
+            work.then(f"it serves version {work.version} no longer")
+            return
+        different = work.blocks.differing(digests, known.digests, work.chosen)
+        if not different:
+            work.then("")
+            return
+        self._log("differs", member=member.id, version=work.version, blocks=len(different))
+        name = work.blocks.difference(different[0], None).parameter
+        more = f" and {len(different) - 1} more blocks" if len(different) > 1 else ""
+        work.then(f"{name}{more}: its memory has changed since version {work.version} went live")
+
+    def _taken(self, member_id: str) -> None:
+        """Go on with the seeds that waited for digests, which have been taken or cannot be."""
+        waited = [seed for seed in self._unproven if seed[0] == member_id]
+        self._unproven = [seed for seed in self._unproven if seed[0] != member_id]
+        for _, tensors, then in waited:  # of members that are here: others have been dropped
+            self.prove(self._members[member_id], tensors, then)
 
     # --- asked --------------------------------------------------------------------------------------------
 
@@ -298,7 +346,8 @@ class Proofs:
         if len(digests) != len(proof.digests):
             self._end(check, ProofState.UNKNOWN, f"{len(digests)} bytes of digests came, expected {len(proof.digests)}")
             return
-        check.differing = self._blocks_of(member).differing(digests, proof.digests).tolist()
+        blocks = self._blocks_of(member)
+        check.differing = blocks.differing(digests, proof.digests, range(len(blocks)))
         if not check.differing:
             self._end(check, ProofState.PROVEN)
         elif member.live and member.state.step.is_decided:
@@ -417,6 +466,10 @@ class Proofs:
     def _unwanted(self, work: _DigestWork) -> None:
         """Drop work whose version the staging arena no longer holds, and end or restart its check."""
         self._work = [w for w in self._work if w is not work]
+        if work.what == "seed":
+            work.then(f"it serves version {work.version} no longer")
+        elif work.what == "stored":
+            self._taken(work.member)
         check = self._checks.get(work.member)
         if check is None or check.phase != work.what:
             return
@@ -427,7 +480,8 @@ class Proofs:
 
     def _add(self, work: _DigestWork, located: Sequence[int] = ()) -> None:
         """Queue the digest of all blocks, or the comparison of the blocks in `located`, one at a time."""
-        work.left = [(block,) for block in located] if work.others else list(work.blocks.batches(work.places))
+        chosen = work.chosen if work.what == "seed" else range(len(work.blocks))
+        work.left = [(block,) for block in located] if work.others else list(work.blocks.batches(work.places, chosen))
         work.total = sum(len(batch) for batch in work.left)
         homes = self._homes(work.places.arenas() | (work.others.arenas() if work.others else set()))
         work.home = next(iter(homes.values()), None)
@@ -490,18 +544,26 @@ class Proofs:
                 self._located(check, [found for each in results if isinstance(each, tuple) for found in each])
             return
         digests = b"".join(found for found in results if isinstance(found, bytes))
+        if work.what == "seed":
+            self._proven(work, member, digests)
+            return
         if work.what == "live":
             if check is not None:
                 self._live_read(check, digests)
             return
         member.proof = Proof(work.version, digests)
         self._log("digests", member=member.id, version=work.version, blocks=work.total)
+        self._taken(member.id)
         if check is not None:
             self._start(check, member)
 
     def _failed(self, work: _DigestWork, reason: str) -> None:
         self._work = [w for w in self._work if w is not work]
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
+        if work.what == "seed":
+            work.then(reason)
+        elif work.what == "stored":
+            self._taken(work.member)
         check = self._checks.get(work.member)
         if check is not None and check.phase == work.what:
             if work.what == "compare":

@@ -25,13 +25,14 @@ class MemberReport(Value, frozen=True):
 
 
 class SourceReport(Value, frozen=True):
-    """How one source rank provided the version of a swap."""
+    """How one source rank provided the version of a swap; with `replica`, a serving rank that seeded a catch-up."""
 
     rank: Small
     node: Label
     host: Label
     way: TransferMode
     why: Text = ""  # the measurement that chose between pulling and copying, if any
+    replica: Label = ""
 
 
 class SwapReport(Message, frozen=True):
