@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import xxhash
 
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.membership import Member, Model
 from refitd.coordinator.models import Running
+from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion
 from refitd.coordinator.requirements import canonical_names
 from refitd.errors import RefusedError
@@ -68,6 +70,17 @@ def seeds_failed(running: Running, live: LiveVersion | None) -> bool:
         member.unfit = live
     tried = {member.id for member in seeds}
     return bool(at_fault) or all(tried <= member.unseeded for member in running.fleet.targets.values())
+
+
+def without_unread(running: Running, plan: LoadedPlan) -> None:
+    """Leave the seeds out of a catch-up that its plan does not read: it does not depend on them."""
+    fleet = running.fleet
+    read = {key: member for key, member in fleet.seeds.items() if plan.members[member.id] in plan.senders}
+    unread = {member.id for key, member in fleet.seeds.items() if key not in read}
+    running.fleet = replace(fleet, seeds=read)
+    running.sources = running.fleet.source_reports(running.version)
+    running.members = {name: member for name, member in running.members.items() if name not in unread}
+    plan.members = {name: rank for name, rank in plan.members.items() if name not in unread}
 
 
 def no_plan(fleet: Model) -> None:

@@ -33,8 +33,10 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import (
+    GATHER_S,
     DueSwap,
     asked_for,
+    gathers,
     gives_way,
     lagging,
     left_behind,
@@ -43,7 +45,7 @@ from refitd.coordinator.schedule import (
     try_again,
     used_up,
 )
-from refitd.coordinator.seeding import no_plan
+from refitd.coordinator.seeding import no_plan, without_unread
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
@@ -152,12 +154,12 @@ class Swaps:
                 self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
         if state.running is None and state.fleet.auto_swap:
             self._begin_if_due(state, "auto-swap", newer, now)
-        if state.running is None:
-            self._catch_up(state, now)
-
-    def _catch_up(self, state: ModelState, now: float) -> None:
         find = partial(lagging, only_observers=not self._model_config(state).catch_up)
-        self._begin_if_due(state, "catch-up", find, now)
+        if state.running is None:
+            self._begin_if_due(state, "catch-up", find, now)
+        elif gathers(state, state.running, find, now):
+            state.running.gives_way = state.running.begins_anew = True
+            self.step(state, decision.AbortAsked("it begins anew, with replicas that have joined meanwhile"), now)
 
     def _begin_if_due(
         self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
@@ -186,6 +188,8 @@ class Swaps:
             state.running.suspended = tuple(state.fleet.suspended())
             tried, run = state.tried
             state.tried = max(tried, due.version) if run == due.run else due.version, due.run
+        if due.kind == "catch-up" and now >= state.gathers_until:
+            state.gathers_until = now + GATHER_S
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
         if due.flips_back:
@@ -218,7 +222,10 @@ class Swaps:
         assert state.running is not None
         if not self._comparisons.are_equal(state.running, plan, now):
             return
-        fleet, running = state.running.fleet, state.running
+        running = state.running
+        if running.fleet.seeds:
+            without_unread(running, plan)
+        fleet = running.fleet
         senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
         if gone := [m for m in senders if running.version not in m.versions]:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
@@ -519,7 +526,8 @@ class Swaps:
         outcome, written = report.outcome, msgspec.json.encode(report)
         self._answer(running, report)
         # callers need not wait for this write: the decision is on disk
-        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
+        if not running.begins_anew:
+            self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
                 self.step(one, decision.AbortAsked(reason), now)
@@ -611,7 +619,7 @@ class Swaps:
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
             elif try_again(state, now):
-                self._catch_up(state, now)
+                self.next(state, now)
             for queued in [q for q in state.queue if now >= q.deadline]:
                 state.queue.remove(queued)
                 late = f"model {state.fleet.name!r}: a swap before it runs for too long; see `refitctl status`"

@@ -62,6 +62,11 @@ class SwapReport(Message, frozen=True):
     kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
     kept_bytes: Count = 0
 
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """The replicas that gave what they serve to those of a catch-up; () if source ranks did."""
+        return tuple(sorted({source.replica for source in self.sources if source.replica}))
+
 
 class SwapReports(Message, frozen=True):
     """How the swaps of several models ended that were decided together, in the order in which they were asked for."""
