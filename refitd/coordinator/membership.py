@@ -6,6 +6,9 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from refitd.caches import BoundedCache
 from refitd.coordinator.partial import as_offered, kept_names, part_problems
 from refitd.coordinator.records import LiveVersion
@@ -28,6 +31,12 @@ from refitd.states import CommitMode, ServingState, TransferMode
 
 # Limit on cached comparisons of a model: one for each choice of source replicas, until ranks register anew.
 MAX_COMPARED = 16
+
+# Limit on cached forms of a model: one for each description.
+MAX_FORMS = 1024
+
+# A hash of (canonical tensor, dtype, dtype from which it was cast) for each that is held.
+Forms = npt.NDArray[np.uint64]
 
 
 @dataclass(slots=True)
@@ -135,6 +144,7 @@ class Model:
     controllers: dict[str, Controller] = field(default_factory=dict)  # by replica
     # keys of comparisons in which all source ranks were equal
     compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
+    forms: BoundedCache[str, Forms] = field(default_factory=lambda: BoundedCache(MAX_FORMS))  # by digest of a shard
 
     def members(self) -> list[Member]:
         """Return sources, seeds and targets, each in rank order."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 import xxhash
 
 from refitd.coordinator.decision import Phase
-from refitd.coordinator.membership import Member, Model
+from refitd.coordinator.membership import Forms, Member, Model
 from refitd.coordinator.models import Running
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion
@@ -20,9 +21,6 @@ from refitd.protocol.shards import Shard
 # and each that is lost meanwhile ends it.
 MAX_SEEDS = 8
 
-# By canonical tensor: (dtype, cast by which it arrived).
-_Forms = dict[str, tuple[str, str | None]]
-
 
 def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | None:
     """Return the members of a catch-up without sources: those `behind` that can be seeded, and their seeds.
@@ -30,23 +28,17 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
     None if no serving replica can seed any of them, or if the sources are nearer.
     """
     replicas = _replicas(fleet)
-    serving = {
-        name: ranks for name, ranks in replicas.items() if name not in behind and all(_seeds(m, live) for m in ranks)
-    }
-    serving = {name: ranks for name, ranks in serving.items() if len(ranks) == ranks[0].added.world_size}
-    if not serving:
-        return None
-    forms: dict[str, _Forms] = {}
-    joining: dict[str, set[str]] = {}  # replica -> the replicas that can seed it
-    for name in behind:
-        wanted = _forms_of(replicas[name], forms)
-        fit = {one for one, ranks in serving.items() if _gives(_forms_of(ranks, forms), wanted)}
-        refused = frozenset().union(*(m.unseeded for m in replicas[name]))
-        if any(m.id not in refused for one in fit for m in serving[one]) and _can_follow(fleet, live, fit, name):
+    serving = {name: ranks for name, ranks in replicas.items() if name not in behind and _can_seed(ranks, live)}
+    fitting = _Fitting(fleet)
+    joining: dict[str, set[str]] = {}  # replica -> those that can seed it
+    for name in behind if serving else ():
+        refused = frozenset[str]().union(*(m.unseeded for m in replicas[name]))
+        fit = {one for one, ranks in serving.items() if fitting.gives(ranks, replicas[name])}
+        if any(m.id not in refused for one in fit for m in serving[one]):
             joining[name] = fit
     if not joining:
         return None
-    # each of them must fit all: a plan that casts would not give what the sources would have given
+    # each seed must fit all of them: a plan that casts would not give what the sources would have given
     fit = set.intersection(*joining.values())
     if not fit:
         first = min(joining)
@@ -57,7 +49,9 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
     is_held = live.version in fleet.complete_versions() and fleet.run() == live.run
     if is_held and sources <= nodes and not any(m.node in nodes for name in seeds for m in serving[name]):
         return None
-    return fleet.seeded_by(seeds, joining)
+    found = fleet.seeded_by(seeds, joining)
+    able = [name for name in joining if _can_follow(found.only({name}), live)]
+    return found.only(able) if able else None
 
 
 def seeds_failed(running: Running, live: LiveVersion | None) -> bool:
@@ -96,42 +90,63 @@ def _replicas(fleet: Model) -> dict[str, list[Member]]:
     return found
 
 
-def _seeds(member: Member, live: LiveVersion) -> bool:
-    """Return whether this rank serves the live version and others can be given it."""
-    is_ready = member.seeds and member.staged is None and not member.suspended and not member.added.observes
-    return is_ready and live.is_at(member.version, member.run) and member.unfit != live
+def _can_seed(ranks: Sequence[Member], live: LiveVersion) -> bool:
+    """Return whether a replica is whole, serves the live version, and can give it to others."""
+    return len(ranks) == ranks[0].added.world_size and all(
+        m.seeds
+        and live.is_at(m.version, m.run)
+        and m.unfit != live
+        and m.staged is None
+        and not (m.suspended or m.added.observes)
+        for m in ranks
+    )
 
 
-def _can_follow(fleet: Model, live: LiveVersion, seeds: Collection[str], replica: str) -> bool:
+def _can_follow(joins: Model, live: LiveVersion) -> bool:
     try:
-        fleet.seeded_by(seeds, {replica}).check_seeded(live.version)
+        joins.check_seeded(live.version)
     except RefusedError:
         return False
     return True
 
 
-def _gives(held: _Forms, wanted: _Forms) -> bool:
-    """Return whether seeds hold all that is wanted exactly as the sources would have given it."""
-    return all(held.get(name) == form for name, form in wanted.items())
+class _Fitting:
+    """Compares how replicas hold tensors: once for all replicas that are described alike."""
+
+    def __init__(self, fleet: Model) -> None:
+        self._known = fleet.forms
+        self._of: dict[frozenset[str], Forms] = {}
+        self._gives: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
+
+    def gives(self, seeds: Sequence[Member], joins: Sequence[Member]) -> bool:
+        """Return whether a replica holds all that another wants, exactly as the sources would have given it."""
+        pair = frozenset(m.added.digest for m in seeds), frozenset(m.added.digest for m in joins)
+        if pair not in self._gives:
+            held, wanted = self._forms(pair[0], seeds), self._forms(pair[1], joins)
+            self._gives[pair] = bool(np.isin(wanted, held).all())
+        return self._gives[pair]
+
+    def _forms(self, key: frozenset[str], ranks: Sequence[Member]) -> Forms:
+        if key not in self._of:
+            found = []
+            for digest, shard in {m.added.digest: m.shard for m in ranks}.items():
+                forms = self._known.get(digest)
+                if forms is None:
+                    self._known.put(digest, forms := _forms(shard))
+                found.append(forms)
+            self._of[key] = np.unique(np.concatenate(found))
+        return self._of[key]
 
 
-def _forms_of(ranks: Collection[Member], known: dict[str, _Forms]) -> _Forms:
-    """Return how a replica holds each canonical tensor; `known` caches that by description."""
-    found: _Forms = {}
-    for member in ranks:
-        digest = member.added.digest
-        if digest not in known:
-            known[digest] = _forms(member.shard)
-        found |= known[digest]
-    return found
-
-
-def _forms(shard: Shard) -> _Forms:
-    return {
-        name: (tensor.dtype, tensor.cast_from)
-        for tensor in shard.tensors
-        for name in (*canonical_names(tensor), *tensor.aliases)
-    }
+def _forms(shard: Shard) -> Forms:
+    return np.array(
+        [
+            xxhash.xxh3_64_intdigest(f"{name}\0{tensor.dtype}\0{tensor.cast_from}".encode())
+            for tensor in shard.tensors
+            for name in (*canonical_names(tensor), *tensor.aliases)
+        ],
+        np.uint64,
+    )
 
 
 def _nearest(serving: dict[str, list[Member]], nodes: set[str], limit: int, joins: str) -> list[str]:

@@ -543,7 +543,9 @@ class Swaps:
 
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
-        report = swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
+        seeds = {member.id for member in running.fleet.seeds.values()}
+        members = {name: member for name, member in running.members.items() if name not in seeds}
+        report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
         report = msgspec.structs.replace(report, run=running.run, suspended=running.suspended)
         return apart_report(report, running.apart)
 

@@ -10,7 +10,7 @@ import numpy as np
 from refitd.addressing.places import Places
 from refitd.buffers.blocks import block_steps, slice_text
 from refitd.buffers.layout import row_major_strides
-from refitd.daemon.finishing import held_of
+from refitd.daemon.finishing import arriving_names, held_of
 from refitd.daemon.members import LocalMember
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.protocol import sidecar
@@ -27,6 +27,7 @@ class Blocks:
 
     def __init__(self, member: LocalMember) -> None:
         self._held = held_of(member.registration)
+        self._arriving = arriving_names(member.registration)
         places = member.to_commit
         elements = np.array([prod(form.shape) for form in places.forms], np.int64)[places.form]
         self._element_size = np.array([ELEMENT_SIZES[t.dtype] for t in self._held], np.int64)
@@ -52,8 +53,8 @@ class Blocks:
         return sidecar.Span(place.arena, place.offset, shape, strides, element, first, count)
 
     def of(self, names: Collection[str]) -> list[int]:
-        """Return the blocks of the tensors with these names, in order."""
-        chosen = np.array([tensor.name in names for tensor in self._held], bool)
+        """Return the blocks of the tensors that arrive under these names, in order."""
+        chosen = np.array([name in names for name in self._arriving], bool)
         return np.flatnonzero(chosen[self.tensor]).tolist()
 
     def batches(self, places: Places, blocks: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
-from refitd.daemon.finishing import Figures, check_held, figures_of, form_of, held_of, held_places, wires_of
+from refitd.daemon.finishing import Figures, arriving_names, check_held, figures_of, form_of, held_of, held_places
 from refitd.daemon.target_state import Event, Step, TargetState, fresh, step_of
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition, RefusedError
@@ -179,7 +179,7 @@ class LocalMember:
     def seeds(self) -> bool:
         """Whether others can be given the version that this target serves: an arena holds it whole, as it arrived."""
         r, state = self.registration, self.state
-        is_converted = not isinstance(r, RegisterTarget) or bool(r.held)
+        is_converted = not isinstance(r, RegisterTarget) or bool(r.conversions)
         return not is_converted and state.version is not None and state.holds == state.version
 
     def offers(self, version: int, run: str) -> bool:
@@ -346,8 +346,7 @@ def _live_places(r: RegisterSource | RegisterTarget, session: int, arenas: Mappi
     if len(r.live) != len(held):
         raise RefusedError(f"model {r.model!r} rank {r.rank}: {len(r.live)} places for {len(held)} tensors")
     placed = (_live_place(place, tensor, session, arenas) for place, tensor in zip(r.live, held, strict=True))
-    names = [None if wire is None else r.shard.tensors[wire].name for wire in wires_of(r)]
-    return places_of(placed, {name: row for row, name in enumerate(names) if name is not None})
+    return places_of(placed, {name: row for row, name in enumerate(arriving_names(r)) if name is not None})
 
 
 def _live_place(

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,9 @@ class Replica:
         flips: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         cast_from: str | None = None,
+        model: str = "policy",
     ) -> None:
-        self.name, self.world, self.dtype = name, world, dtype
+        self.world, self.dtype = world, dtype
         self.live: list[Live] = []
         self.targets: list[refitd.Target] = []
         for rank in range(world):
@@ -43,9 +46,7 @@ class Replica:
             if flips:
                 live = client.allocate({name: (t.shape, t.dtype) for name, t in mine.items()})
             described = [replace(meta, cast_from=cast_from) for meta in shards.describe(mine, rank, world)]
-            target = client.register_target(
-                "policy", live, replica=name, rank=rank, world_size=world, metadata=described
-            )
+            target = client.register_target(model, live, replica=name, rank=rank, world_size=world, metadata=described)
             assert target.flips == flips
             self.live.append(live)
             self.targets.append(target)
@@ -65,13 +66,10 @@ def publish(source: refitd.Source, given: Live, version: int) -> None:
 
 
 def last(client: refitd.Client) -> refitd.SwapReport:
-    report = client.history("policy", 1).swaps[0].report
+    """How the last swap of the only model has ended."""
+    report = client.history(client.status().models[0].model, 1).swaps[0].report
     assert report is not None
     return report
-
-
-def seeds_of(report: refitd.SwapReport) -> set[str]:
-    return {source.replica for source in report.sources}
 
 
 def caught_up(looks: refitd.Client, *replicas: Replica, seeds: set[str]) -> None:
@@ -130,57 +128,48 @@ def _spoil_file(path: Path, held: dict[str, bytes]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("flips", [True, False])
-def test_a_seed_whose_memory_was_changed_seeds_nobody(daemon: Daemon, flips: bool) -> None:
-    with daemon.connect() as client, daemon.connect("looks") as looks:
+@pytest.mark.parametrize("form", ["flips", "copies"])
+def test_a_seed_whose_memory_was_changed_seeds_nobody(shared_daemon: Daemon, form: str) -> None:
+    model, flips = f"spoilt-{form}", form == "flips"
+    with shared_daemon.connect() as client, shared_daemon.connect("looks") as looks:
         given = shards.whole(0)
-        source = client.register_source("policy", given)
-        a, b = Replica(client, "a", flips=flips), Replica(client, "b", 2, flips=flips)
+        source = client.register_source(model, given)
+        a, b = (Replica(client, name, world, flips=flips, model=model) for name, world in (("a", 1), ("b", 2)))
         with Engine(*a.targets, *b.targets):
             publish(source, given, 1)
-            client.swap("policy", 1, timeout=60)
+            client.swap(model, 1, timeout=60)
         source.close()
-        assert client.verify("policy").outcome == "proven"
-        spoil(daemon, a)
-        c = Replica(client, "c")
-        caught_up(looks, c, seeds={"b"})
-        named = "a rank 0 (host"
-        assert [named in swap.reason for swap in looks.history("policy", 2).swaps] == [False, True]
+        assert client.verify(model).outcome == "proven"
+        spoil(shared_daemon, a)
+        caught_up(looks, c := Replica(client, "c", model=model), seeds={"b"})
+        assert ["a rank 0 (host" in swap.reason for swap in looks.history(model, 2).swaps] == [False, True]
         for target in (*b.targets, *c.targets):
             target.close()
-        d = Replica(client, "d")  # nobody can seed it: it waits for the next swap
-        eventually(lambda: len(client.history("policy").swaps) == 4, "a has been tried, and will not be again")
-        with Engine(*a.targets, *d.targets):
-            source = client.register_source("policy", given)
+        d = Replica(client, "d", model=model)  # nobody can seed it: it waits for the next swap
+        with Engine(*a.targets, *d.targets), closing(client.register_source(model, given)) as source:
             publish(source, given, 2)
-            client.swap("policy", 2, timeout=60)
+            client.swap(model, 2, timeout=60)
             assert d.serves(2) and a.serves(2)
-            assert [swap.state for swap in looks.history("policy").swaps] == [
-                "committed",
-                "aborted",
-                "committed",
-                "aborted",
-                "committed",
-            ]
+        ended = [swap.state for swap in looks.history(model).swaps]
+        assert ended == ["committed", "committed", "aborted", "committed"], "a is asked once"
 
 
-def test_only_the_same_elements_are_given(daemon: Daemon) -> None:
+def test_only_the_same_elements_are_given(shared_daemon: Daemon) -> None:
     """What a trainer of float32 gives a replica of float32 is not what one of bfloat16 holds."""
-    with daemon.connect() as client, daemon.connect("looks") as looks:
+    with shared_daemon.connect() as client, shared_daemon.connect("looks") as looks:
         given = shards.whole(0, torch.float32)
-        source = client.register_source("policy", given)
-        bf16 = {"dtype": torch.bfloat16, "cast_from": "float32"}
-        a = Replica(client, "a", 2, **bf16)
-        with Engine(*a.targets):
+        source = client.register_source("casts", given)
+        bf16 = partial(Replica, client, cast_from="float32", model="casts")
+        fp32 = partial(Replica, client, dtype=torch.float32, model="casts")
+        with Engine(*(a := bf16("a", 2)).targets):
             publish(source, given, 1)
-            client.swap("policy", 1, timeout=60)
-        # two at once, each from where it gets what the trainer has: first what can be seeded
-        caught_up(looks, Replica(client, "b", **bf16), seeds={"a"})
-        caught_up(looks, Replica(client, "c", 2, dtype=torch.float32), seeds=set())
-        caught_up(looks, Replica(client, "d", 4, dtype=torch.float32, flips=True), seeds={"c"})
+            client.swap("casts", 1, timeout=60)
+        caught_up(looks, bf16("b"), seeds={"a"})
+        caught_up(looks, fp32("c", 2), seeds=set())
+        caught_up(looks, fp32("d", 4, flips=True), seeds={"c"})
         source.close()
-        caught_up(looks, Replica(client, "e", 4, **bf16), seeds={"a", "b"})
-        assert looks.verify("policy").outcome == "proven"
+        caught_up(looks, bf16("e", 4), seeds={"a", "b"})
+        assert a.serves(1) and looks.verify("casts").outcome == "proven"
 
 
 ENGINE = """
