@@ -72,7 +72,7 @@ class Member:
     suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
     spare: tuple[int, str] | None = None  # target: the version, and its run, that its other arena holds
     seeds: bool = False  # target: an arena holds the version that it serves, so that others can be given it
-    unfit: LiveVersion | None = None  # target: the version that it could not seed; it is not asked for it again
+    unfit: bool = False  # target: it could not seed the version that it serves, and is not asked for it again
     unseeded: frozenset[str] = frozenset()  # target: the ranks that could not seed it, as no plan fitted
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again

@@ -183,7 +183,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
         if s.phase is Phase.ABORTED and member_id in s.poisoned:
             poison(member, s.swap, s.reason)
         member.left_behind |= member_id in s.failed  # it would most likely fail again
-    if running.kind == "catch-up" and not running.gives_way and not seeds_failed(running, state.live):
+    if running.kind == "catch-up" and not running.gives_way and not seeds_failed(running):
         for member in running.fleet.targets.values():
             member.left_behind |= (member.version, member.run) != (s.version, running.run)
             if s.phase is Phase.ABORTED and member.left_behind and member.tries < CATCH_UP_AGAIN:

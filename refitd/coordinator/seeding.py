@@ -54,14 +54,14 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
     return found.only(able) if able else None
 
 
-def seeds_failed(running: Running, live: LiveVersion | None) -> bool:
+def seeds_failed(running: Running) -> bool:
     """Note which seeds an aborted catch-up shall do without; return whether it can begin again at once."""
     seeds, s = running.fleet.seeds.values(), running.swap
     if s.phase is not Phase.ABORTED or not seeds:
         return False
     at_fault = [member for member in seeds if member.id == s.culprit]
     for member in at_fault:
-        member.unfit = live
+        member.unfit = True
     tried = {member.id for member in seeds}
     return bool(at_fault) or all(tried <= member.unseeded for member in running.fleet.targets.values())
 
@@ -95,9 +95,8 @@ def _can_seed(ranks: Sequence[Member], live: LiveVersion) -> bool:
     return len(ranks) == ranks[0].added.world_size and all(
         m.seeds
         and live.is_at(m.version, m.run)
-        and m.unfit != live
         and m.staged is None
-        and not (m.suspended or m.added.observes)
+        and not (m.unfit or m.suspended or m.added.observes)
         for m in ranks
     )
 
