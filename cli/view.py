@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from refitd.protocol.reports import LinkStatus, ModelStatus, NodeStatus, SourceStatus, StatusReport, TargetStatus
+from refitd.protocol.reports import (
+    LinkStatus,
+    ModelStatus,
+    NodeStatus,
+    SourceStatus,
+    StatusReport,
+    SwapReport,
+    TargetStatus,
+)
 from refitd.states import SwapOutcome
 from refitd_cli.output import console, duration, rate, say, size, table, version, versions
 
@@ -119,6 +127,11 @@ def _target(target: TargetStatus) -> Sequence[str]:
     )
 
 
+def kind(report: SwapReport) -> str:
+    """Return what kind of a swap it was, and which replicas seeded a catch-up."""
+    return f"{report.kind} from {', '.join(report.seeds)}" if report.seeds else report.kind
+
+
 def _activity(model: ModelStatus) -> str:
     text = f"; live: {model.live}" if model.live is not None else ""
     text += "; swaps when a version is complete" if model.auto_swap else ""
@@ -132,7 +145,8 @@ def _activity(model: ModelStatus) -> str:
     if model.queued:
         text += f"; {model.queued} waiting"
     if last := model.last_swap:
-        text += f"; last swap: version {version(last.version)} {last.outcome}"
+        seeded = f" ({kind(last)})" if last.seeds else ""
+        text += f"; last swap: version {version(last.version)} {last.outcome}{seeded}"
         if last.outcome == SwapOutcome.COMMITTED:
             text += f" in {duration(last.total_s)}, staged at {rate(last.bytes, last.stage_s)}"
         elif last.phase:

@@ -9,6 +9,7 @@ import click
 from refitd.protocol.reports import HistoryEntry
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
 from refitd_cli.session import Session, address_option, json_option
+from refitd_cli.view import kind
 
 
 @click.command()
@@ -43,7 +44,7 @@ def _row(entry: HistoryEntry) -> tuple[str, ...]:
         entry.swap,
         entry.model,
         version(entry.version),
-        report.kind if report else "-",
+        kind(report) if report else "-",
         entry.state,
         size(report.bytes) if report else "-",
         duration(report.total_s) if report else "-",

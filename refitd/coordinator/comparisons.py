@@ -30,7 +30,8 @@ class Comparisons:
         """Return whether the regions that several sources hold are known to be equal; if not, request digests."""
         fleet, swap, regions = running.fleet, running.swap, plan.regions
         is_compared = running.comparison is not None  # for this swap
-        if is_compared or not len(regions) or not fleet.check_replicas:
+        # seeds are compared with what they held when it went live
+        if is_compared or not len(regions) or not fleet.check_replicas or fleet.seeds:
             return True
         # a rank that is not read may have dropped the version; a later swap compares it
         held = [

@@ -356,7 +356,8 @@ def _missed(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepp
 
 
 def _node_aborts(state: Swap, event: NodeFailed | PlanLost, now: float) -> _Stepped:
-    return _abort(state, f"{event.where}: {event.reason}", event.where or event.node, now)
+    where = state.names.get(event.where, event.where)
+    return _abort(state, f"{where}: {event.reason}", event.where or event.node, now)
 
 
 def _member_aborts(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepped:

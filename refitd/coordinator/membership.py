@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from refitd.caches import BoundedCache
-from refitd.coordinator.partial import kept_names, part_problems
+from refitd.coordinator.partial import as_offered, kept_names, part_problems
 from refitd.coordinator.records import LiveVersion
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
@@ -28,6 +31,12 @@ from refitd.states import CommitMode, ServingState, TransferMode
 
 # Limit on cached comparisons of a model: one for each choice of source replicas, until ranks register anew.
 MAX_COMPARED = 16
+
+# Limit on cached forms of a model: one for each description.
+MAX_FORMS = 1024
+
+# A hash of (canonical tensor, dtype, dtype from which it was cast) for each that is held.
+Forms = npt.NDArray[np.uint64]
 
 
 @dataclass(slots=True)
@@ -62,6 +71,9 @@ class Member:
     wants: frozenset[tuple[str, str]] = frozenset()  # target: parts that arrive in MXFP8: (tensor, rounding)
     suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
     spare: tuple[int, str] | None = None  # target: the version, and its run, that its other arena holds
+    seeds: bool = False  # target: an arena holds the version that it serves, so that others can be given it
+    unfit: bool = False  # target: it could not seed the version that it serves, and is not asked for it again
+    unseeded: frozenset[str] = frozenset()  # target: the ranks that could not seed it, as no plan fitted
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again
     tries: int = 0  # target: catch-ups aborted since it registered
@@ -127,14 +139,20 @@ class Model:
     auto_swap: bool
     sources: dict[int, Member] = field(default_factory=dict)
     targets: dict[tuple[str, int], Member] = field(default_factory=dict)
+    seeds: dict[tuple[str, int], Member] = field(default_factory=dict)  # read in place of sources; see `seeded_by`
     check_replicas: bool = True
     controllers: dict[str, Controller] = field(default_factory=dict)  # by replica
     # keys of comparisons in which all source ranks were equal
     compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
+    forms: BoundedCache[str, Forms] = field(default_factory=lambda: BoundedCache(MAX_FORMS))  # by digest of a shard
 
     def members(self) -> list[Member]:
-        """Return sources and targets, each in rank order."""
-        return [m for _, m in sorted(self.sources.items())] + [m for _, m in sorted(self.targets.items())]
+        """Return sources, seeds and targets, each in rank order."""
+        return [*self.givers(), *(m for _, m in sorted(self.targets.items()))]
+
+    def givers(self) -> list[Member]:
+        """Return the ranks that a swap of these members may read: its seeds, or else the sources, in rank order."""
+        return [m for _, m in sorted(self.seeds.items())] or [m for _, m in sorted(self.sources.items())]
 
     def source_world(self) -> int:
         """Return the world size of the sources; 0 while none is registered."""
@@ -243,15 +261,12 @@ class Model:
     def only(self, replicas: Collection[str]) -> Model:
         """Return this model with only these replicas; it shares the members."""
         targets = {key: member for key, member in self.targets.items() if key[0] in replicas}
-        return Model(
-            self.name,
-            self.auto_swap,
-            dict(self.sources),
-            targets,
-            self.check_replicas,
-            self.controllers,
-            self.compared,
-        )
+        return replace(self, sources=dict(self.sources), targets=targets)
+
+    def seeded_by(self, seeds: Collection[str], replicas: Collection[str]) -> Model:
+        """Return this model with only `replicas`, which are given what the replicas `seeds` serve; without sources."""
+        given = {key: member for key, member in self.targets.items() if key[0] in seeds}
+        return replace(self.only(replicas), sources={}, seeds=given)
 
     def in_control(self) -> list[Controller]:
         """Return the controllers of the replicas that have ranks here."""
@@ -308,6 +323,14 @@ class Model:
             )
         self._check_targets(version, may_be_older)
         return version
+
+    def check_seeded(self, version: int) -> None:
+        """Check that the targets can be given this version by the seeds.
+
+        Raises:
+            RefusedError: as `version_to_swap`.
+        """
+        self._check_targets(version, may_be_older=True)
 
     def check_spare(self, version: int) -> str | None:
         """Return the run of a version that every target rank can exchange its live one for; None if some cannot.
@@ -386,10 +409,11 @@ class Model:
 
     def _unfollowable(self, replica: str) -> list[str]:
         ranks = [m.shard for (r, _), m in self.targets.items() if r == replica]
-        return part_problems({m.added.digest: m.shard for m in self.sources.values()}.values(), ranks)
+        offered = {m.added.digest: m.shard for m in self.givers()}.values()
+        return part_problems(as_offered(offered, ranks) if self.seeds else offered, ranks)
 
     def _unoffered(self, member: Member) -> list[str]:
-        shards = {m.added.digest: m.shard for m in self.sources.values()} if member.wants else {}
+        shards = {m.added.digest: m.shard for m in self.givers()} if member.wants else {}
         return offer_problems(shards.values(), member.wants)
 
     def converted_bytes(self) -> int:
@@ -401,19 +425,18 @@ class Model:
 
         sources 0, 1; engine-a 0, 1 -> 2, 3; engine-b 0 -> 4
         """
+        offsets = self._offsets()
         found = {m.id: rank for rank, m in self.sources.items()}
-        for replica, offset in self._offsets().items():
-            found |= {m.id: offset + rank for (r, rank), m in self.targets.items() if r == replica}
-        return found
+        return found | {m.id: offsets[replica] + rank for (replica, rank), m in self._replicas().items()}
 
     def pools(self) -> list[list[Registered]]:
         """Return the planner's input: the sources, then each replica, with ranks numbered as in `ranks`."""
-        offsets = self._offsets()
-        pools = [[_registered(m, rank, f"source rank {rank}") for rank, m in sorted(self.sources.items())]]
-        for replica, offset in offsets.items():
-            members = [(rank, m) for (r, rank), m in sorted(self.targets.items()) if r == replica]
-            pools.append([_registered(m, offset + rank, f"{replica} rank {rank}") for rank, m in members])
-        return pools
+        pools = {"": [_registered(m, rank, f"source rank {rank}", True) for rank, m in sorted(self.sources.items())]}
+        offsets, is_seeded = self._offsets(), bool(self.seeds)
+        for (replica, rank), m in sorted(self._replicas().items()):
+            gives, label = (replica, rank) in self.seeds, f"{replica} rank {rank}"
+            pools.setdefault(replica, []).append(_registered(m, offsets[replica] + rank, label, gives, is_seeded))
+        return list(pools.values())
 
     def description(self) -> ModelDescription:
         """Return what every member holds; equal descriptions appear once."""
@@ -438,11 +461,14 @@ class Model:
 
     def _offsets(self) -> dict[str, int]:
         offset, found = self.source_world(), {}
-        worlds = {replica: m.added.world_size for (replica, _), m in self.targets.items()}
+        worlds = {replica: m.added.world_size for (replica, _), m in self._replicas().items()}
         for replica in sorted(worlds):
             found[replica] = offset
             offset += worlds[replica]
         return found
+
+    def _replicas(self) -> dict[tuple[str, int], Member]:
+        return self.seeds | self.targets
 
     def source_status(self) -> tuple[SourceStatus, ...]:
         """Return the report rows of the sources."""
@@ -465,10 +491,11 @@ class Model:
         )
 
     def source_reports(self, version: int) -> tuple[SourceReport, ...]:
-        """Return how each source rank provides this version."""
+        """Return how each source rank, or each seed, provides this version."""
+        way = TransferMode.ARENA if self.seeds else TransferMode.NONE
         return tuple(
-            SourceReport(rank, m.node, m.host, way=m.modes.get(version, TransferMode.NONE), why=m.mode_reason)
-            for rank, m in sorted(self.sources.items())
+            SourceReport(m.added.rank, m.node, m.host, m.modes.get(version, way), m.mode_reason, m.added.replica)
+            for m in self.givers()
         )
 
     def target_status(self, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
@@ -523,6 +550,5 @@ def _state(member: Member, live: LiveVersion | None) -> ServingState:
     return ServingState.SERVING if is_live else ServingState.BEHIND
 
 
-def _registered(member: Member, rank: int, label: str) -> Registered:
-    is_source = member.added.role == "source"
-    return Registered(rank, label, member.node, is_source, member.added.digest, member.shard)
+def _registered(member: Member, rank: int, label: str, is_source: bool, as_held: bool = False) -> Registered:
+    return Registered(rank, label, member.node, is_source, member.added.digest, member.shard, as_held)

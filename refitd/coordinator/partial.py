@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
+from msgspec.structs import replace
+
 from refitd.coordinator.requirements import canonical_names
 from refitd.describe.mxfp8 import MARK
 from refitd.protocol.shards import KeptTensor, Shard, WireTensor
@@ -33,6 +35,16 @@ def part_problems(sources: Iterable[Shard], ranks: Iterable[Shard]) -> list[str]
     if overlap := [tensor for tensor in kept if not offered.isdisjoint(tensor.tensors)]:
         return [f"it keeps {_named(overlap)}, which the sources offer; register the target again without that"]
     return _missing(offered, ranks) or _untaken(sources, ranks, kept)
+
+
+def as_offered(seeds: Iterable[Shard], ranks: Iterable[Shard]) -> list[Shard]:
+    """Return the shards of serving ranks as those of sources, for `part_problems` of a replica's ranks.
+
+    Nobody knows any more whether the sources offered a part: if the replica keeps something, it is asked what a
+    replica is asked that follows a part.
+    """
+    is_partial = any(shard.kept or shard.keeps_rest for shard in ranks)
+    return [replace(shard, is_partial=is_partial) for shard in seeds]
 
 
 def names_of(shards: Iterable[Shard]) -> set[str]:

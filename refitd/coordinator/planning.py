@@ -82,7 +82,7 @@ class Planning:
             self._kept.put(fleet.pools(), plan)
             plan.members = fleet.ranks()
             plan.belongs_to(fleet.name)
-            if fleet.ranks() == state.fleet.ranks():
+            if fleet.ranks() == state.fleet.ranks() and not fleet.seeds:
                 state.plan = plan
         error = str(event.error) if event.error else ""  # one reason per line
         if not isinstance(who, str):

@@ -79,6 +79,7 @@ class LoadedPlan:
             onward=onward.with_own_names().to_wire() if epoch is not None and len(onward) else {},
             crossing_nodes=tuple(position.get(node_of[rank], -1) for rank in ranks) if epoch is not None else (),
             epoch=epoch,
+            seeds=tuple(sorted(self.members[m.id] for m in fleet.seeds.values() if m.id in self.members)),
         )
 
     def links(self, fleet: Model) -> dict[tuple[str, str], int]:
@@ -128,7 +129,7 @@ class PlanCache:
 
     @staticmethod
     def _key(pools: Sequence[Sequence[Registered]]) -> str:
-        content = [(r.rank, r.node, r.is_source, r.digest) for pool in pools for r in pool]
+        content = [(r.rank, r.node, r.is_source, r.as_held, r.digest) for pool in pools for r in pool]
         return xxhash.xxh3_128_hexdigest(repr(sorted(content)).encode())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from refitd.describe.compact import without_ranks
 from refitd.describe.metadata import ParameterMetadata
@@ -23,6 +23,7 @@ class Registered:
     is_source: bool
     digest: str
     shard: Shard
+    as_held: bool = False  # it is planned from what is held, not from what arrives: casts are over
 
 
 # (dimension, local size, ranks that split it, stride). If these are equal on all ranks of a tensor, the split is even,
@@ -70,7 +71,9 @@ class ShardReader:
             even = is_complete and self._is_even({r.digest: r.shard for r in pool})
             for r in pool:
                 held = self._without_ranks(r) if even else None
-                described = metadata_of(r.shard, r.rank) if held is None else held
+                described: Sequence[ParameterMetadata] = metadata_of(r.shard, r.rank) if held is None else held
+                if r.as_held:
+                    described = self._as_held(r.digest, described)
                 source, destination = (described, ()) if r.is_source else ((), described)
                 found.append(Roster(r.rank, source=source, destination=destination, node=r.node, label=r.label))
         return found
@@ -90,6 +93,18 @@ class ShardReader:
         if r.digest not in self._compact:
             self._compact[r.digest] = _compact(r.shard, r.rank)
         return self._compact[r.digest]
+
+    def _as_held(self, digest: str, described: Sequence[ParameterMetadata]) -> Sequence[ParameterMetadata]:
+        """Return the descriptions without the casts by which the tensors were made."""
+        if all(meta.cast_from is None for meta in described):
+            return described
+        key = f"{digest} as held"
+        found = self._compact.get(key) if isinstance(described, tuple) else None
+        if found is None:
+            found = tuple(replace(meta, cast_from=None) for meta in described)
+            if isinstance(described, tuple):  # shared by ranks
+                self._compact[key] = found
+        return found
 
     def _is_complete(self, shards: dict[str, Shard]) -> bool:
         together = Said()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.live_versions import Past
 from refitd.coordinator.membership import Model, poison
 from refitd.coordinator.models import ModelState, Running, Waiter
+from refitd.coordinator.seeding import seeded, seeds_failed
 from refitd.errors import RefusedError
 from refitd.protocol import local
 
@@ -18,6 +20,9 @@ MAX_QUEUED = 64
 CATCH_UP_AGAIN = 3
 CATCH_UP_PAUSE_S = 3.0
 
+# For so long after its begin, a catch-up that has not staged anything begins anew for whoever joins: replicas that are
+# started at once cost about as much as one.
+GATHER_S = 2.0
 
 # The shortest timeout of a queued swap whose turn comes; 0 would mean no timeout.
 SHORTEST_S = 0.001
@@ -129,21 +134,40 @@ def newer(state: ModelState) -> DueSwap | None:
 
 
 def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | None:
-    """Return the catch-up of replicas that joined, returned or failed, if sources still hold the live version.
+    """Return the catch-up of replicas that joined, returned or failed, if others or sources hold the live version.
+
+    One that was aborted is tried again from the sources, if they hold it.
 
     Raises:
         RefusedError: such replicas exist and cannot be swapped now.
     """
     live = state.live
-    if live is None or live.version not in state.fleet.complete_versions() or state.fleet.run() != live.run:
+    replicas = state.fleet.behind(live, only_observers=only_observers) if live is not None else []
+    if live is None or not replicas:
         return None
-    replicas = state.fleet.behind(live, only_observers=only_observers)
-    if not replicas:
-        return None
+    is_held = live.version in state.fleet.complete_versions() and state.fleet.run() == live.run
     fleet = state.fleet.only(replicas)
+    if not (is_held and any(member.tries for member in fleet.targets.values())):
+        given = seeded(state.fleet, live, replicas)
+        if given is not None:
+            return DueSwap("catch-up", live.version, live.run, given)
+    if not is_held:
+        return None
     whole = len(fleet.targets) == len(state.fleet.targets)
     version = fleet.version_to_swap(live.version, may_be_older=True)
     return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
+
+
+def gathers(state: ModelState, running: Running, find: Callable[[ModelState], DueSwap | None], now: float) -> bool:
+    """Return whether a running catch-up begins anew, because more replicas can be caught up with those that it has."""
+    has_staged = running.swap.phase not in (Phase.IDLE, Phase.PLANNED)
+    if running.kind != "catch-up" or has_staged or now >= state.gathers_until:
+        return False
+    try:
+        due = find(state)
+    except RefusedError:
+        return False
+    return due is not None and due.fleet.targets.keys() > running.fleet.targets.keys()
 
 
 def left_behind(state: ModelState, running: Running, now: float) -> None:
@@ -159,7 +183,7 @@ def left_behind(state: ModelState, running: Running, now: float) -> None:
         if s.phase is Phase.ABORTED and member_id in s.poisoned:
             poison(member, s.swap, s.reason)
         member.left_behind |= member_id in s.failed  # it would most likely fail again
-    if running.kind == "catch-up" and not running.gives_way:
+    if running.kind == "catch-up" and not running.gives_way and not seeds_failed(running):
         for member in running.fleet.targets.values():
             member.left_behind |= (member.version, member.run) != (s.version, running.run)
             if s.phase is Phase.ABORTED and member.left_behind and member.tries < CATCH_UP_AGAIN:

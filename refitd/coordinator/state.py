@@ -353,6 +353,7 @@ class Coordinator:
             poisoned=added.poisoned,
             suspended=added.suspended,
             spare=None if added.spare is None else (added.spare, added.spare_run),
+            seeds=added.seeds,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
         )
         replaced = state.fleet.replaced_by(added)
@@ -473,7 +474,8 @@ class Coordinator:
         state = self.models[member.added.model]
         running = state.running
         takes_part = running is not None and state.takes_part(member)
-        being_decided = takes_part and running is not None and running.swap.phase is decision.Phase.STAGED
+        is_written = running is not None and member.id in running.swap.members
+        being_decided = is_written and running is not None and running.swap.phase is decision.Phase.STAGED
         if suspended and (member.staged is not None or being_decided):
             raise RefusedError(
                 f"{member.describe()} has a version that is decided, or is being decided; take it over first (poll or "

@@ -33,8 +33,10 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import (
+    GATHER_S,
     DueSwap,
     asked_for,
+    gathers,
     gives_way,
     lagging,
     left_behind,
@@ -43,6 +45,7 @@ from refitd.coordinator.schedule import (
     try_again,
     used_up,
 )
+from refitd.coordinator.seeding import no_plan, without_unread
 from refitd.coordinator.steps import Flip, Reached
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
@@ -151,12 +154,12 @@ class Swaps:
                 self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
         if state.running is None and state.fleet.auto_swap:
             self._begin_if_due(state, "auto-swap", newer, now)
-        if state.running is None:
-            self._catch_up(state, now)
-
-    def _catch_up(self, state: ModelState, now: float) -> None:
         find = partial(lagging, only_observers=not self._model_config(state).catch_up)
-        self._begin_if_due(state, "catch-up", find, now)
+        if state.running is None:
+            self._begin_if_due(state, "catch-up", find, now)
+        elif gathers(state, state.running, find, now):
+            state.running.gives_way = state.running.begins_anew = True
+            self.step(state, decision.AbortAsked("it begins anew, with replicas that have joined meanwhile"), now)
 
     def _begin_if_due(
         self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
@@ -183,8 +186,10 @@ class Swaps:
         state.running.together = party
         if due.kind != "catch-up":
             state.running.suspended = tuple(state.fleet.suspended())
-        tried, run = state.tried
-        state.tried = max(tried, due.version) if run == due.run else due.version, due.run
+            tried, run = state.tried
+            state.tried = max(tried, due.version) if run == due.run else due.version, due.run
+        if due.kind == "catch-up" and now >= state.gathers_until:
+            state.gathers_until = now + GATHER_S
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
         if due.flips_back:
@@ -207,6 +212,8 @@ class Swaps:
         if found is not None:
             state, plan = found
             if isinstance(plan, str):
+                if state.running is not None:
+                    no_plan(state.running.fleet)
                 self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(plan.splitlines())}"), now)
             else:
                 self._plan_ready(state, plan, now)
@@ -215,8 +222,11 @@ class Swaps:
         assert state.running is not None
         if not self._comparisons.are_equal(state.running, plan, now):
             return
-        fleet, running = state.running.fleet, state.running
-        senders = [member for rank, member in sorted(fleet.sources.items()) if rank in plan.senders]
+        running = state.running
+        if running.fleet.seeds:
+            without_unread(running, plan)
+        fleet = running.fleet
+        senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
         if gone := [m for m in senders if running.version not in m.versions]:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
             self.step(state, decision.AbortAsked(reason), now)
@@ -299,9 +309,10 @@ class Swaps:
                     state = self._models[found_member.added.model]
                     state.steps.reached(swap, found_member, Reached(step, origin, stands, polled_by), now)
                     self._flip(state, now)
-            case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run):
+            case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run, seeds):
                 if (committed := self._members.get(member)) is not None:
                     committed.spare = None if spare is None else (spare, spare_run)
+                    committed.seeds, committed.unfit = seeds, False
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)
@@ -412,6 +423,7 @@ class Swaps:
                 assert plan is not None
                 for member in running.fleet.targets.values():
                     member.spare = None  # it is staged into
+                    member.seeds &= member.added.flips
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
@@ -420,9 +432,10 @@ class Swaps:
             case decision.ReleaseSources() if running.flips_back:
                 pass
             case decision.ReleaseSources():
-                sources = state.fleet.sources.values()
-                for node in sorted({m.node for m in sources}):
-                    members = tuple(sorted(m.id for m in sources if m.node == node and m.run == running.run))
+                # sources that were not read end their leases, too; seeds have none
+                givers = list(running.fleet.seeds.values()) or list(state.fleet.sources.values())
+                for node in sorted({m.node for m in givers}):
+                    members = tuple(sorted(m.id for m in givers if m.node == node and m.run == running.run))
                     self._to_node(node, cluster.EndSwap(swap=s.swap, version=s.version, members=members))
             case decision.JournalDecision():
                 self._decide(state, running, now)
@@ -513,7 +526,8 @@ class Swaps:
         outcome, written = report.outcome, msgspec.json.encode(report)
         self._answer(running, report)
         # callers need not wait for this write: the decision is on disk
-        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
+        if not running.begins_anew:
+            self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
                 self.step(one, decision.AbortAsked(reason), now)
@@ -529,7 +543,9 @@ class Swaps:
 
     def _report(self, state: ModelState, running: Running, now: float) -> SwapReport:
         verified = self._model_config(state).verify
-        report = swap_report(running.swap, running.members, running.sources, running.kind, now, verified)
+        seeds = {member.id for member in running.fleet.seeds.values()}
+        members = {name: member for name, member in running.members.items() if name not in seeds}
+        report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
         report = msgspec.structs.replace(report, run=running.run, suspended=running.suspended)
         return apart_report(report, running.apart)
 
@@ -605,7 +621,7 @@ class Swaps:
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
             elif try_again(state, now):
-                self._catch_up(state, now)
+                self.next(state, now)
             for queued in [q for q in state.queue if now >= q.deadline]:
                 state.queue.remove(queued)
                 late = f"model {state.fleet.name!r}: a swap before it runs for too long; see `refitctl status`"

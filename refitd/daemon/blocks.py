@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 
 import numpy as np
 
-from refitd.addressing.places import Int64, Places
+from refitd.addressing.places import Places
 from refitd.buffers.blocks import block_steps, slice_text
 from refitd.buffers.layout import row_major_strides
-from refitd.daemon.finishing import held_of
+from refitd.daemon.finishing import arriving_names, held_of
 from refitd.daemon.members import LocalMember
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.protocol import sidecar
@@ -27,6 +27,7 @@ class Blocks:
 
     def __init__(self, member: LocalMember) -> None:
         self._held = held_of(member.registration)
+        self._arriving = arriving_names(member.registration)
         places = member.to_commit
         elements = np.array([prod(form.shape) for form in places.forms], np.int64)[places.form]
         self._element_size = np.array([ELEMENT_SIZES[t.dtype] for t in self._held], np.int64)
@@ -51,17 +52,24 @@ class Blocks:
             shape, strides = (prod(shape),), (element,)  # merge to one dimension: a shorter message
         return sidecar.Span(place.arena, place.offset, shape, strides, element, first, count)
 
-    def batches(self, places: Places) -> Iterator[range]:
-        """Split all blocks into batches of about RUN_BYTES."""
-        sizes = np.cumsum(self.count * self._element_size[self.tensor])
+    def of(self, names: Collection[str]) -> list[int]:
+        """Return the blocks of the tensors that arrive under these names, in order."""
+        chosen = np.array([name in names for name in self._arriving], bool)
+        return np.flatnonzero(chosen[self.tensor]).tolist()
+
+    def batches(self, places: Places, blocks: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Split these blocks, which ascend, into batches of about RUN_BYTES."""
+        at = np.asarray(blocks, np.int64)
+        tensor = self.tensor[at]
+        sizes = np.cumsum(self.count[at] * self._element_size[tensor])
         dims = np.array([max(1, len(form.shape)) for form in places.forms], np.int64)
-        numbers = np.cumsum(2 * dims[places.form[self.tensor]] + 5)
-        begin, end = 0, len(self)
+        numbers = np.cumsum(2 * dims[places.form[tensor]] + 5)
+        begin, end = 0, len(blocks)
         while begin < end:
             done = (int(sizes[begin - 1]), int(numbers[begin - 1])) if begin else (0, 0)
             limits = ((sizes, done[0] + RUN_BYTES), (numbers, done[1] + RUN_NUMBERS))
             stop = min(int(np.searchsorted(column, limit, side="right")) for column, limit in limits)
-            yield range(begin, max(begin + 1, stop))
+            yield blocks[begin : max(begin + 1, stop)]
             begin = max(begin + 1, stop)
 
     def difference(self, block: int, found: tuple[int, int, int] | None) -> Difference:
@@ -74,7 +82,9 @@ class Blocks:
         text = slice_text(tensor.shape, first, last)
         return Difference(tensor.name, tensor.shape, first, last, text, number)
 
-    def differing(self, one: bytes, other: bytes) -> Int64:
-        """Return the indices of the blocks whose digests differ; both lists have the same length."""
-        a, b = (np.frombuffer(digests, "u8") for digests in (one, other))
-        return np.flatnonzero(a != b)
+    def differing(self, taken: bytes, known: bytes, blocks: Sequence[int]) -> list[int]:
+        """Return the blocks whose digests differ: `taken` of these blocks, and `known` of all."""
+        found, expected = (np.frombuffer(digests, "u8") for digests in (taken, known))
+        at = np.asarray(blocks, np.int64)
+        different: list[int] = at[found != expected[at]].tolist()
+        return different

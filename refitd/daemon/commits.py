@@ -221,7 +221,7 @@ class Commits:
         version = member.state.version
         self._log("swap", swap=swap, version=version, phase="committed", member=member.id, paused=paused_s)
         spare, run = member.state.spare, member.state.spare_run
-        self._say(cluster.MemberCommitted(swap, member.id, paused_s, spare=spare, spare_run=run))
+        self._say(cluster.MemberCommitted(swap, member.id, paused_s, spare, run, seeds=member.seeds))
         return True
 
     def failed(self, swap: str, member: LocalMember, reason: str, *, exchanged: bool = False) -> None:

@@ -130,10 +130,16 @@ def _made(source: WireTensor, conversion: Conversion) -> list[tuple[tuple[int, .
 
 def held_places(r: RegisterTarget) -> Places:
     """Return where held tensors lie in a staging arena before commit; the arena number is still 0."""
-    return places_of(
+    placed = (
         LocalTensor(0, offset, t.shape, row_major_strides(t.shape, ELEMENT_SIZES[t.dtype]))
         for offset, t in zip(staged(r.shard, r.held).held, held_of(r), strict=True)
     )
+    return places_of(placed, {name: row for row, name in enumerate(arriving_names(r)) if name is not None})
+
+
+def arriving_names(r: RegisterSource | RegisterTarget) -> list[str | None]:
+    """Return the name under which each held tensor arrives, None for one made by a conversion."""
+    return [None if wire is None else r.shard.tensors[wire].name for wire in wires_of(r)]
 
 
 def made_in(r: RegisterTarget, arena: int) -> Sequence[Made]:

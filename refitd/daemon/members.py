@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
-from refitd.daemon.finishing import Figures, check_held, figures_of, form_of, held_of, held_places, wires_of
-from refitd.daemon.target_state import Event, TargetState, fresh, step_of
+from refitd.daemon.finishing import Figures, arriving_names, check_held, figures_of, form_of, held_of, held_places
+from refitd.daemon.target_state import Event, Step, TargetState, fresh, step_of
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition, RefusedError
 from refitd.protocol.codec import digest_of, pack
@@ -109,6 +109,7 @@ class LocalMember:
     permit: PermitSlot | None = None  # where its process reads until when it may serve
     suspended: bool = False  # target: its process has put the tensors away
     exchanged: str = ""  # target: the last swap that exchanged its arenas
+    seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read what it holds
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once taken
     spare_proof: Proof | None = None  # of the version that its other arena holds, if taken while that was served
@@ -174,6 +175,20 @@ class LocalMember:
         """The replica's name; "" for a source."""
         return "" if isinstance(self.registration, RegisterSource) else self.registration.replica
 
+    @property
+    def seeds(self) -> bool:
+        """Whether others can be given the version that this target serves: an arena holds it whole, as it arrived."""
+        r, state = self.registration, self.state
+        is_converted = not isinstance(r, RegisterTarget) or bool(r.conversions)
+        return not is_converted and state.version is not None and state.holds == state.version
+
+    def offers(self, version: int, run: str) -> bool:
+        """Whether swaps can read this version here: a source holds it, or a target serves it and can seed others."""
+        if self.is_source:
+            return self.run == run and version in self.held()
+        state = self.state
+        return self.seeds and (state.version, state.run) == (version, run) and state.step is Step.IDLE
+
     def held(self) -> list[int]:
         """Return the versions this source holds."""
         return sorted({s.version for s in self.slots if s.version is not None} | self.leases.keys())
@@ -183,7 +198,9 @@ class LocalMember:
         return [slot.arena for slot in self.slots] + ([self.staging] if self.staging >= 0 else [])
 
     def source_places(self, version: int) -> Places:
-        """Return where the tensors of a held version lie."""
+        """Return where the tensors of a version lie that this rank offers."""
+        if not self.is_source:
+            return self.decided_places()
         if version in self.leases:
             return self.leases[version].places
         return self.packed.in_arena(next(slot.arena for slot in self.slots if slot.version == version))
@@ -197,6 +214,8 @@ class LocalMember:
 
     def where(self, version: int) -> Hashable:
         """Return a key that is equal for two versions exactly if their tensors lie in the same places."""
+        if not self.is_source:
+            return self.id, "decided"
         if version in self.leases:
             return (self.id, "live") if self.live else (self.id, "lent", version)
         return self.id, next(slot.arena for slot in self.slots if slot.version == version)
@@ -212,10 +231,12 @@ class LocalMember:
     def read_by(self) -> set[str]:
         """Return the swaps that read any of its versions."""
         held = [slot.readers for slot in self.slots] + [lease.readers for lease in self.leases.values()]
-        return set().union(*held)
+        return self.seeding.union(*held)
 
     def readers_of(self, version: int) -> set[str] | None:
         """Return the (mutable) set of swaps that read a version, None if it is not held."""
+        if not self.is_source:
+            return self.seeding
         if version in self.leases:
             return self.leases[version].readers
         return next((slot.readers for slot in self.slots if slot.version == version), None)
@@ -325,8 +346,7 @@ def _live_places(r: RegisterSource | RegisterTarget, session: int, arenas: Mappi
     if len(r.live) != len(held):
         raise RefusedError(f"model {r.model!r} rank {r.rank}: {len(r.live)} places for {len(held)} tensors")
     placed = (_live_place(place, tensor, session, arenas) for place, tensor in zip(r.live, held, strict=True))
-    names = [None if wire is None else r.shard.tensors[wire].name for wire in wires_of(r)]
-    return places_of(placed, {name: row for row, name in enumerate(names) if name is not None})
+    return places_of(placed, {name: row for row, name in enumerate(arriving_names(r)) if name is not None})
 
 
 def _live_place(

@@ -33,6 +33,18 @@ class NodePlan:
     constants: int  # arena of the fill constants; -1 if there are none
     outer: OuterTransfers | None = None
     onward: CopyTable | None = None  # copies between targets, once everything has arrived
+    seeds: frozenset[int] = frozenset()  # ranks of targets that are read, not written
+
+    def read_ranks(self) -> set[int]:
+        """Return the ranks of this node that are read."""
+        return {*np.unique(self.table.src_rank).tolist(), *(self.outer.sent_ranks() if self.outer else ())}
+
+    def tensors_read(self, rank: int) -> set[str]:
+        """Return the names of the local tensors that are read of a rank of this node."""
+        tables = [self.table] if self.outer is None else [self.table, self.outer.rows.table]
+        return {
+            table.locals[number] for table in tables for number in np.unique(table.src_local[table.src_rank == rank])
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +57,7 @@ class _Loading:
     fills: FillTable | None
     outer: OuterTransfers | None
     onward: CopyTable | None
+    seeds: frozenset[int]
     constants: int = -1
     missing: set[str] = field(default_factory=set)
 
@@ -115,7 +128,7 @@ class LocalPlans:
             self._plan_refused(message, str(exc))
             return
         members = dict(zip(message.ranks, message.members, strict=True))
-        loading = _Loading(message.plan, members, table, fills, outer, onward)
+        loading = _Loading(message.plan, members, table, fills, outer, onward, frozenset(message.seeds))
         self._loading[message.plan] = loading
         if outer is not None:
             loading.missing.add("epoch")
@@ -153,7 +166,14 @@ class LocalPlans:
         plan = loading.plan
         del self._loading[plan]
         self._plans[plan] = NodePlan(
-            plan, loading.members, loading.table, loading.fills, loading.constants, loading.outer, loading.onward
+            plan,
+            loading.members,
+            loading.table,
+            loading.fills,
+            loading.constants,
+            loading.outer,
+            loading.onward,
+            loading.seeds,
         )
         self._say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
 

@@ -117,6 +117,7 @@ class Publishing:
                     self._end_lease(member, version)
             for slot in member.slots:
                 slot.readers.discard(swap)
+            member.seeding.discard(swap)
             self._grant(member)
 
     def end_unread(self, members: Iterable[LocalMember], version: int) -> None:

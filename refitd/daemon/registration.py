@@ -353,6 +353,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         flips=member.flips,
         spare=member.state.spare,
         spare_run=member.state.spare_run,
+        seeds=member.seeds,
         suspended=member.suspended,
         controlled=isinstance(r, local.RegisterTarget) and r.controlled,
         poisoned=member.state.reason if member.state.live is Live.POISONED else "",

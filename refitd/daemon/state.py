@@ -131,6 +131,10 @@ class Daemon:
             self._replace_worker,
             self._exchange,
         )
+        numbers = itertools.count(1).__next__  # of digest runs
+        self._proofs = Proofs(
+            node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping, numbers
+        )
         self._swaps = LocalSwaps(
             node,
             workers,
@@ -142,10 +146,7 @@ class Daemon:
             self._maps,
             out,
             self._restart,
-        )
-        numbers = itertools.count(1).__next__  # of digest runs
-        self._proofs = Proofs(
-            node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping, numbers
+            self._proofs.prove,
         )
         self._controllers = LocalControllers(node, self._link, out)
         self._publishing = Publishing(self._swaps, self._link, self._reply)
@@ -386,6 +387,7 @@ class Daemon:
         for member_id in sorted(session.members):
             member = self.members[member_id]
             self._publishing.withdraw_leases(member)
+            self._swaps.stop_seeding(member, reason)
             if member.is_source and member.held():
                 # published versions outlive the trainer: the slots belong to the daemon
                 member.session = None
@@ -445,6 +447,7 @@ class Daemon:
         self.arenas.free({arena})
 
     def _drop_member(self, member: LocalMember, reason: str, tell: bool = True, keep: bool = False) -> None:
+        self._swaps.stop_seeding(member, reason)
         self.members.pop(member.id, None)
         if member.session in self._sessions:
             self._sessions[member.session].members.discard(member.id)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -42,12 +43,13 @@ class _LocalSwap:
     version: int
     outstanding: set[int] = field(default_factory=set)  # runs
     verify: bool = True
-    phase: Literal["arriving", "onward", "converting"] = "arriving"
+    phase: Literal["arriving", "onward", "converting", "proving"] = "arriving"
     progress: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     crossing_s: float = 0.0
     staging_bytes: int = 0
     failed: bool = False
+    unproven: set[str] = field(default_factory=set)  # seeds whose digests are being compared
 
 
 class LocalSwaps:
@@ -65,7 +67,9 @@ class LocalSwaps:
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
+        prove: Callable[[LocalMember, Collection[str], Callable[[str], None]], None],
     ) -> None:
+        """`prove(member, tensors, then)` compares them with their digests and tells `then` what is wrong."""
         self._node = node
         self._workers = workers
         self._members = members
@@ -76,6 +80,7 @@ class LocalSwaps:
         self._maps = maps
         self._out = out
         self._restart = restart
+        self._prove = prove
         self._swaps: dict[str, _LocalSwap] = {}  # being staged
 
     # --- staging ------------------------------------------------------------------------------------------
@@ -91,10 +96,11 @@ class LocalSwaps:
         places_key: list[Hashable] = []
         read: dict[int, LocalMember] = {}
         outer = plan.outer
-        for rank in sorted({*np.unique(plan.table.src_rank).tolist(), *(outer.sent_ranks() if outer else ())}):
-            member = self._members.get(plan.members.get(rank, ""))
-            if member is None or member.run != run or version not in member.held():
-                who = f"source rank {rank}"
+        for rank in sorted(plan.read_ranks()):
+            member_id = plan.members.get(rank, "")
+            member = self._members.get(member_id)
+            if member is None or not member.offers(version, run):
+                who = member_id if rank in plan.seeds else f"source rank {rank}"
                 self._stage_failed(swap, who, f"version {version} is no longer held on node {self._node}")
                 return
             read[rank] = member
@@ -226,11 +232,33 @@ class LocalSwaps:
         runs = self._jobs.start(key, convert, _Staging(local_swap.swap), verify=local_swap.verify)
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
+            self._converted(local_swap)
+
+    def _converted(self, local_swap: _LocalSwap) -> None:
+        """Nothing is read any more: see that the seeds of this node still hold what they did when it went live."""
+        local_swap.phase = "proving"
+        plan = local_swap.plan
+        seeds = {plan.members[rank]: plan.tensors_read(rank) for rank in plan.read_ranks() & plan.seeds}
+        if not (local_swap.verify and seeds):
+            self._staged(local_swap)
+            return
+        local_swap.unproven = set(seeds)
+        for member_id, tensors in sorted(seeds.items()):
+            self._prove(self._members[member_id], tensors, partial(self._proven, local_swap, member_id))
+
+    def _proven(self, local_swap: _LocalSwap, member: str, wrong: str) -> None:
+        """A seed holds what it did when that went live; or it does not, or cannot be read: `wrong`."""
+        if self._swaps.get(local_swap.swap) is not local_swap:
+            return
+        local_swap.unproven.discard(member)
+        if wrong:
+            self._stage_failed(local_swap.swap, member, wrong)
+        elif not local_swap.unproven and not local_swap.failed:
             self._staged(local_swap)
 
     def _targets(self, plan: NodePlan) -> list[tuple[int, LocalMember]]:
         """Return (rank, member) of this node's targets, including those that receive nothing (all shards empty)."""
-        here = [(rank, self._members.get(member)) for rank, member in plan.members.items()]
+        here = [(rank, self._members.get(member)) for rank, member in plan.members.items() if rank not in plan.seeds]
         return [(rank, member) for rank, member in here if member is not None and not member.is_source]
 
     def _staged(self, local_swap: _LocalSwap) -> None:
@@ -275,6 +303,11 @@ class LocalSwaps:
         self._swaps.pop(swap, None)
         self._replace(workers, f"it was replaced, as swap {swap} was aborted")
         self._commits.aborted(swap, reason)
+
+    def stop_seeding(self, member: LocalMember, reason: str) -> None:
+        """A seed leaves: abort the catch-ups that read it, now."""
+        if member.seeding and member.state.version is not None:
+            self.stop_reading(member, member.state.version, reason)
 
     def stop_reading(self, member: LocalMember, version: int, reason: str) -> None:
         """A source takes a version back: abort the swaps that read it, now."""
@@ -330,7 +363,9 @@ class LocalSwaps:
                     case "onward":
                         self._gathered(local_swap)
                     case "converting":
-                        self._staged(local_swap)
+                        self._converted(local_swap)
+                    case "proving":
+                        pass  # nothing runs any more
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
         """A message did not reach a worker: fail what needs it; the next attempt sends it again."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 import xxhash
 
-from refitd.addressing.places import Places
-from refitd.buffers.blocks import DIGEST_BYTES
-from refitd.daemon.actions import Instruction, ToClient, ToCoordinator, ToWorker
+from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.blocks import Blocks
+from refitd.daemon.digest_work import DigestQueue, DigestWork
 from refitd.daemon.members import LocalMember, Proof
 from refitd.daemon.target_state import Live
 from refitd.events import Log
@@ -22,39 +21,10 @@ from refitd.states import ProofState
 
 # differences located and listed for each rank
 MAX_DIFFERENCES = 16
-# how often work is retried after a worker died of it, or another version was committed meanwhile
+# how often a check is restarted because another version was committed meanwhile
 ATTEMPTS = 4
 # limit on checks under way
 MAX_ASKED = 64
-
-
-@dataclass(slots=True)
-class _DigestWork:
-    """Blocks that workers digest, or (with `others`) compare, batch by batch."""
-
-    member: str
-    what: Literal["stored", "live", "compare"]
-    version: int
-    blocks: Blocks
-    places: Places
-    is_urgent: bool
-    others: Places | None = None
-    left: list[Sequence[int]] = field(default_factory=list)  # batches not given to a worker yet
-    total: int = 0  # blocks
-    home: int | None = None  # the worker of the GPU that holds them, if any
-    is_due: bool = False  # a tick has passed since it was added
-    results: dict[int, bytes | tuple[tuple[int, int, int], ...]] = field(default_factory=dict)  # by batch's first
-    finished: int = 0  # blocks
-    attempts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A batch that a worker has."""
-
-    work: _DigestWork
-    batch: Sequence[int]
-    worker: int
 
 
 @dataclass(slots=True)
@@ -101,20 +71,16 @@ class Proofs:
         numbers: Callable[[], int],
     ) -> None:
         self._node = node
-        self._workers = workers
         self._members = members
         self._out = out
-        self._need = need
-        self._homes = homes
-        self._is_swapping = is_swapping
         self._next = numbers
-        self._work: list[_DigestWork] = []
-        self._runs: dict[int, _Run] = {}
+        self._queue = DigestQueue(node, workers, out, need, homes, is_swapping, numbers, self._done, self._failed)
         self._checks: dict[str, _MemberCheck] = {}
         self._asked: list[_RequestedCheck] = []
         # by member; cached since they never change, and take long to build for very many tensors
         self._blocks: dict[str, Blocks] = {}
         self._later: set[str] = set()  # members whose digests are due at the next tick
+        self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []  # seeds; digests are being taken
 
     # --- what happens to members --------------------------------------------------------------------------
 
@@ -142,6 +108,7 @@ class Proofs:
     def left(self, member: LocalMember, reason: str) -> None:
         """Drop the work of a member that has gone, and answer its checks."""
         self._drop_work(member.id)
+        self._unproven = [seed for seed in self._unproven if seed[0] != member.id]
         self._blocks.pop(member.id, None)
         check = self._checks.pop(member.id, None)
         if check is not None:
@@ -149,6 +116,51 @@ class Proofs:
                 self._tell(
                     asked, cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason))
                 )
+
+    # --- seeds --------------------------------------------------------------------------------------------
+
+    def prove(self, member: LocalMember, tensors: Collection[str], then: Callable[[str], None]) -> None:
+        """Digest what others have read of a version that a member serves, and tell `then` what is wrong with it.
+
+        "" if nothing is: it has not changed since it went live. If digests have not been taken yet of a staging arena,
+        nothing is known that it could be compared with; only workers have ever written there.
+        """
+        version = member.state.version
+        if member.proof is None:
+            begun = [w for w in self._queue.work if w.member == member.id and w.what == "stored"]
+            for work in begun:
+                work.is_urgent = True
+            if begun:
+                self._unproven.append((member.id, tensors, then))
+            else:
+                then(f"the digest of version {version} could not be taken when it went live" * member.is_proven_live)
+            return
+        blocks = self._blocks_of(member)
+        work = DigestWork(member.id, "seed", member.proof.version, blocks, member.decided_places(), True)
+        work.chosen, work.then = blocks.of(tensors), then
+        self._queue.add(work)
+
+    def _proven(self, work: DigestWork, member: LocalMember, digests: bytes) -> None:
+        known = member.proof
+        if known is None or known.version != work.version:
+            work.then(f"it serves version {work.version} no longer")
+            return
+        assert work.chosen is not None
+        different = work.blocks.differing(digests, known.digests, work.chosen)
+        if not different:
+            work.then("")
+            return
+        self._log("differs", member=member.id, version=work.version, blocks=len(different))
+        name = work.blocks.difference(different[0], None).parameter
+        more = f" and {len(different) - 1} more blocks" if len(different) > 1 else ""
+        work.then(f"{name}{more}: its memory has changed since version {work.version} went live")
+
+    def _taken(self, member_id: str) -> None:
+        """Go on with the seeds that waited for digests, which have been taken or cannot be."""
+        waited = [seed for seed in self._unproven if seed[0] == member_id]
+        self._unproven = [seed for seed in self._unproven if seed[0] != member_id]
+        for _, tensors, then in waited:  # of members that are here: others have been dropped
+            self.prove(self._members[member_id], tensors, then)
 
     # --- asked --------------------------------------------------------------------------------------------
 
@@ -185,11 +197,11 @@ class Proofs:
         """Let background work begin: it waits for a tick."""
         for member_id in sorted(self._later):
             member = self._members.get(member_id)
-            begun = any(w.member == member_id and w.what == "stored" for w in self._work)
+            begun = any(w.member == member_id and w.what == "stored" for w in self._queue.work)
             if member is not None and not begun and member.proof is None and member.state.holds == member.state.version:
                 self._take_stored(member, is_urgent=False)
         self._later.clear()
-        for work in self._work:
+        for work in self._queue.work:
             work.is_due = True
 
     def _expire(self, asked: _RequestedCheck, reason: str = "") -> None:
@@ -229,7 +241,7 @@ class Proofs:
             self._read_live(check, member)
             return
         check.phase = "stored"
-        begun = [w for w in self._work if w.member == member.id and w.what == "stored"]
+        begun = [w for w in self._queue.work if w.member == member.id and w.what == "stored"]
         for work in begun:
             work.is_urgent = True
         if not begun and not member.is_proven_live:
@@ -264,7 +276,7 @@ class Proofs:
         check.attempts += 1
         check.number = self._next()
         check.differing = []
-        self._work = [w for w in self._work if w.member != check.member or w.what == "stored"]
+        self._queue.drop(lambda work: work.member == check.member and work.what in ("live", "compare"))
         member = self._members.get(check.member)
         if member is None or check.attempts > ATTEMPTS:
             reason = f"versions were staged or taken over {check.attempts - 1} times while it was read; ask again"
@@ -278,13 +290,13 @@ class Proofs:
         if member.state.holds is None:
             return
         blocks, places = self._blocks_of(member), member.decided_places()
-        self._add(_DigestWork(member.id, "stored", member.state.holds, blocks, places, is_urgent))
+        self._queue.add(DigestWork(member.id, "stored", member.state.holds, blocks, places, is_urgent))
 
     def _read_live(self, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "live"
         blocks = self._blocks_of(member)
         if member.live:
-            self._add(_DigestWork(member.id, "live", check.version, blocks, member.live, True))
+            self._queue.add(DigestWork(member.id, "live", check.version, blocks, member.live, True))
         elif member.session is not None:
             message = local.DigestLive(member=member.id, check=check.number, steps=tuple(blocks.steps.tolist()))
             self._out(ToClient(member.session, 0, message))
@@ -298,7 +310,8 @@ class Proofs:
         if len(digests) != len(proof.digests):
             self._end(check, ProofState.UNKNOWN, f"{len(digests)} bytes of digests came, expected {len(proof.digests)}")
             return
-        check.differing = self._blocks_of(member).differing(digests, proof.digests).tolist()
+        blocks = self._blocks_of(member)
+        check.differing = blocks.differing(digests, proof.digests, range(len(blocks)))
         if not check.differing:
             self._end(check, ProofState.PROVEN)
         elif member.live and member.state.step.is_decided:
@@ -314,8 +327,9 @@ class Proofs:
         check.phase = "compare"
         blocks, located = self._blocks_of(member), check.differing[:MAX_DIFFERENCES]
         if member.live:
-            work = _DigestWork(member.id, "compare", check.version, blocks, member.live, True, member.held_places())
-            self._add(work, located)
+            work = DigestWork(member.id, "compare", check.version, blocks, member.live, True, member.held_places())
+            work.chosen = located
+            self._queue.add(work)
         elif member.session is not None:
             columns = (column[located].tolist() for column in (blocks.tensor, blocks.first, blocks.count))
             wanted = tuple(zip(*columns, strict=True))
@@ -396,27 +410,30 @@ class Proofs:
     # --- workers ------------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        """Give idle workers their next batch: urgent work first, the rest while no swap runs."""
-        if not self._work:
-            return
-        for work in [w for w in self._work if not self._is_wanted(w)]:
+        """Give idle workers their next batch."""
+        for work in [work for work in self._queue.work if not self._is_wanted(work)]:
             self._unwanted(work)
-        taken = {run.worker for run in self._runs.values()}
-        for worker in (w for w in range(self._workers) if w not in taken):
-            mine = [w for w in self._work if w.left and w.home in (None, worker)]
-            due = [w for w in mine if w.is_urgent]
-            if not due and not self._is_swapping() and all(run.work.is_urgent for run in self._runs.values()):
-                due = [w for w in mine if w.is_due]
-            if due:
-                self._send(due[0], worker)
+        self._queue.dispatch()
 
-    def _is_wanted(self, work: _DigestWork) -> bool:
+    def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
+        """Handle a worker's results."""
+        self._queue.worker_said(message)
+
+    def worker_gone(self, worker: int, *, died: bool) -> None:
+        """Requeue the batches of a worker that died or was replaced."""
+        self._queue.worker_gone(worker, died=died)
+
+    def _is_wanted(self, work: DigestWork) -> bool:
         member = self._members.get(work.member)
         return member is not None and (work.what == "live" or member.state.holds == work.version)
 
-    def _unwanted(self, work: _DigestWork) -> None:
+    def _unwanted(self, work: DigestWork) -> None:
         """Drop work whose version the staging arena no longer holds, and end or restart its check."""
-        self._work = [w for w in self._work if w is not work]
+        self._queue.drop(lambda other: other is work)
+        if work.what == "seed":
+            work.then(f"it serves version {work.version} no longer")
+        elif work.what == "stored":
+            self._taken(work.member)
         check = self._checks.get(work.member)
         if check is None or check.phase != work.what:
             return
@@ -425,58 +442,7 @@ class Proofs:
         else:
             self._again(check)
 
-    def _add(self, work: _DigestWork, located: Sequence[int] = ()) -> None:
-        """Queue the digest of all blocks, or the comparison of the blocks in `located`, one at a time."""
-        work.left = [(block,) for block in located] if work.others else list(work.blocks.batches(work.places))
-        work.total = sum(len(batch) for batch in work.left)
-        homes = self._homes(work.places.arenas() | (work.others.arenas() if work.others else set()))
-        work.home = next(iter(homes.values()), None)
-        self._work.append(work)
-        if not work.left:
-            self._done(work)  # all its tensors are empty
-
-    def _send(self, work: _DigestWork, worker: int) -> None:
-        batch, number = work.left.pop(0), self._next()
-        self._runs[number] = _Run(work, batch, worker)
-        spans = tuple(work.blocks.span(work.places, block) for block in batch)
-        others = tuple(work.blocks.span(work.others, block) for block in batch) if work.others else ()
-        self._need(worker, {span.arena for span in (*spans, *others)})
-        message: sidecar.TakeDigests | sidecar.CompareSpans = sidecar.TakeDigests(run=number, spans=spans)
-        if work.others:
-            message = sidecar.CompareSpans(run=number, pairs=tuple(zip(spans, others, strict=True)))
-        self._out(ToWorker(worker, message))
-
-    def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
-        """Handle a worker's results."""
-        run = self._runs.pop(message.run, None)
-        if run is None or not any(run.work is work for work in self._work):
-            return
-        work = run.work
-        if message.reason:
-            self._failed(work, message.reason)
-            return
-        taken = isinstance(message, sidecar.DigestsTaken)
-        found = message.digests if isinstance(message, sidecar.DigestsTaken) else message.found
-        if len(found) != len(run.batch) * (DIGEST_BYTES if taken else 1):
-            self._failed(work, f"worker {run.worker} answered for {len(found)}, asked for {len(run.batch)} blocks")
-            return
-        work.results[run.batch[0]] = found
-        work.finished += len(run.batch)
-        if work.finished == work.total:
-            self._done(work)
-
-    def worker_gone(self, worker: int, *, died: bool) -> None:
-        """Requeue the batches of a worker that died or was replaced."""
-        for number, run in list(self._runs.items()):
-            if run.worker == worker:
-                del self._runs[number]
-                run.work.left.append(run.batch)
-                run.work.attempts += died
-                if died and run.work.attempts > ATTEMPTS and any(run.work is work for work in self._work):
-                    self._failed(run.work, f"workers of node {self._node} died {ATTEMPTS} times meanwhile")
-
-    def _done(self, work: _DigestWork) -> None:
-        self._work = [w for w in self._work if w is not work]
+    def _done(self, work: DigestWork) -> None:
         member = self._members.get(work.member)
         if member is None or not self._is_wanted(work):
             self._unwanted(work)
@@ -490,18 +456,25 @@ class Proofs:
                 self._located(check, [found for each in results if isinstance(each, tuple) for found in each])
             return
         digests = b"".join(found for found in results if isinstance(found, bytes))
+        if work.what == "seed":
+            self._proven(work, member, digests)
+            return
         if work.what == "live":
             if check is not None:
                 self._live_read(check, digests)
             return
         member.proof = Proof(work.version, digests)
         self._log("digests", member=member.id, version=work.version, blocks=work.total)
+        self._taken(member.id)
         if check is not None:
             self._start(check, member)
 
-    def _failed(self, work: _DigestWork, reason: str) -> None:
-        self._work = [w for w in self._work if w is not work]
+    def _failed(self, work: DigestWork, reason: str) -> None:
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
+        if work.what == "seed":
+            work.then(reason)
+        elif work.what == "stored":
+            self._taken(work.member)
         check = self._checks.get(work.member)
         if check is not None and check.phase == work.what:
             if work.what == "compare":
@@ -510,7 +483,7 @@ class Proofs:
                 self._end(check, ProofState.UNKNOWN, reason)
 
     def _drop_work(self, member: str) -> None:
-        self._work = [w for w in self._work if w.member != member]
+        self._queue.drop(lambda work: work.member == member)
 
     # --- details ------------------------------------------------------------------------------------------
 

@@ -120,6 +120,7 @@ class AddShard(Message, frozen=True, omit_defaults=True):
     flips: bool = False  # target: commits exchange its arenas
     spare: Count | None = None  # target: the version that its other arena holds
     spare_run: Label = ""
+    seeds: bool = False  # target: an arena holds the served version as it arrived, so that others can be given it
     suspended: bool = False  # target: its tensors are put away, and swaps leave its replica out
     controlled: bool = False  # target: it commits only when the replica's controller says so
     is_question: bool = False  # ask only whether it would be accepted
@@ -266,13 +267,17 @@ class MemberStep(Message, frozen=True):
 
 
 class MemberCommitted(Message, frozen=True):
-    """The version is live in this member's tensors; its other arena holds version `spare`, if it flips."""
+    """The version is live in this member's tensors; its other arena holds version `spare`, if it flips.
+
+    `seeds` is as in AddShard.
+    """
 
     swap: Name
     member: Name
     paused_s: Seconds
     spare: Count | None = None
     spare_run: Label = ""
+    seeds: bool = False
 
 
 class MemberCommitFailed(Message, frozen=True):
@@ -362,7 +367,7 @@ class LoadPlan(Message, frozen=True):
     constants, `crossing` (CopyTable.to_wire()) what this node sends to or receives from others, `onward` (likewise)
     what is copied between targets of this node once that has arrived. Each is empty if there is nothing. With
     `crossing`, `crossing_nodes[i]` is the position of rank `ranks[i]`'s node in the epoch, or -1 if that node takes no
-    part.
+    part. `seeds` are the ranks of targets that are read, not written.
     """
 
     plan: Name
@@ -375,6 +380,7 @@ class LoadPlan(Message, frozen=True):
     onward: dict[str, int | bytes | list[str]] = msgspec.field(default_factory=dict)
     crossing_nodes: tuple[Step, ...] = ()
     epoch: EpochPlan | None = None
+    seeds: tuple[Count, ...] = ()
 
 
 class EpochValue(Message, frozen=True):

@@ -25,13 +25,14 @@ class MemberReport(Value, frozen=True):
 
 
 class SourceReport(Value, frozen=True):
-    """How one source rank provided the version of a swap."""
+    """How one source rank provided the version of a swap; with `replica`, a serving rank that seeded a catch-up."""
 
     rank: Small
     node: Label
     host: Label
     way: TransferMode
     why: Text = ""  # the measurement that chose between pulling and copying, if any
+    replica: Label = ""
 
 
 class SwapReport(Message, frozen=True):
@@ -60,6 +61,11 @@ class SwapReport(Message, frozen=True):
     suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
     kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
     kept_bytes: Count = 0
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """The replicas that gave what they serve to those of a catch-up; () if source ranks did."""
+        return tuple(sorted({source.replica for source in self.sources if source.replica}))
 
 
 class SwapReports(Message, frozen=True):

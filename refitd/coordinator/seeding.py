@@ -1,0 +1,161 @@
+"""Chooses the serving replicas that give the live version to replicas that join, so that no source has to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import xxhash
+
+from refitd.coordinator.decision import Phase
+from refitd.coordinator.membership import Forms, Member, Model
+from refitd.coordinator.models import Running
+from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.records import LiveVersion
+from refitd.coordinator.requirements import canonical_names
+from refitd.errors import RefusedError
+from refitd.protocol.shards import Shard
+
+# Replicas that one catch-up reads, unless more join: more of them would not fill the cables of those that join better,
+# and each that is lost meanwhile ends it.
+MAX_SEEDS = 8
+
+
+def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | None:
+    """Return the members of a catch-up without sources: those `behind` that can be seeded, and their seeds.
+
+    None if no serving replica can seed any of them, or if the sources are nearer.
+    """
+    replicas = _replicas(fleet)
+    serving = {name: ranks for name, ranks in replicas.items() if name not in behind and _can_seed(ranks, live)}
+    fitting = _Fitting(fleet)
+    joining: dict[str, set[str]] = {}  # replica -> those that can seed it
+    for name in behind if serving else ():
+        refused = frozenset[str]().union(*(m.unseeded for m in replicas[name]))
+        fit = {one for one, ranks in serving.items() if fitting.gives(ranks, replicas[name])}
+        if any(m.id not in refused for one in fit for m in serving[one]):
+            joining[name] = fit
+    if not joining:
+        return None
+    # each seed must fit all of them: a plan that casts would not give what the sources would have given
+    fit = set.intersection(*joining.values())
+    if not fit:
+        first = min(joining)
+        joining, fit = {first: joining[first]}, joining[first]
+    nodes = {m.node for name in joining for m in replicas[name]}
+    seeds = _nearest({name: serving[name] for name in fit}, nodes, max(MAX_SEEDS, len(joining)), min(joining))
+    sources = {m.node for m in fleet.sources.values()}
+    is_held = live.version in fleet.complete_versions() and fleet.run() == live.run
+    if is_held and sources <= nodes and not any(m.node in nodes for name in seeds for m in serving[name]):
+        return None
+    found = fleet.seeded_by(seeds, joining)
+    able = [name for name in joining if _can_follow(found.only({name}), live)]
+    return found.only(able) if able else None
+
+
+def seeds_failed(running: Running) -> bool:
+    """Note which seeds an aborted catch-up shall do without; return whether it can begin again at once."""
+    seeds, s = running.fleet.seeds.values(), running.swap
+    if s.phase is not Phase.ABORTED or not seeds:
+        return False
+    at_fault = [member for member in seeds if member.id == s.culprit]
+    for member in at_fault:
+        member.unfit = True
+    tried = {member.id for member in seeds}
+    return bool(at_fault) or all(tried <= member.unseeded for member in running.fleet.targets.values())
+
+
+def without_unread(running: Running, plan: LoadedPlan) -> None:
+    """Leave the seeds out of a catch-up that its plan does not read: it does not depend on them."""
+    fleet = running.fleet
+    read = {key: member for key, member in fleet.seeds.items() if plan.members[member.id] in plan.senders}
+    unread = {member.id for key, member in fleet.seeds.items() if key not in read}
+    running.fleet = replace(fleet, seeds=read)
+    running.sources = running.fleet.source_reports(running.version)
+    running.members = {name: member for name, member in running.members.items() if name not in unread}
+    plan.members = {name: rank for name, rank in plan.members.items() if name not in unread}
+
+
+def no_plan(fleet: Model) -> None:
+    """Note that no plan fits those that join and these seeds: others seed them, or the sources."""
+    for member in fleet.targets.values():
+        member.unseeded |= {seed.id for seed in fleet.seeds.values()}
+
+
+def _replicas(fleet: Model) -> dict[str, list[Member]]:
+    found: dict[str, list[Member]] = {}
+    for (replica, _), member in sorted(fleet.targets.items()):
+        found.setdefault(replica, []).append(member)
+    return found
+
+
+def _can_seed(ranks: Sequence[Member], live: LiveVersion) -> bool:
+    """Return whether a replica is whole, serves the live version, and can give it to others."""
+    return len(ranks) == ranks[0].added.world_size and all(
+        m.seeds
+        and live.is_at(m.version, m.run)
+        and m.staged is None
+        and not (m.unfit or m.suspended or m.added.observes)
+        for m in ranks
+    )
+
+
+def _can_follow(joins: Model, live: LiveVersion) -> bool:
+    try:
+        joins.check_seeded(live.version)
+    except RefusedError:
+        return False
+    return True
+
+
+class _Fitting:
+    """Compares how replicas hold tensors: once for all replicas that are described alike."""
+
+    def __init__(self, fleet: Model) -> None:
+        self._known = fleet.forms
+        self._of: dict[frozenset[str], Forms] = {}
+        self._gives: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
+
+    def gives(self, seeds: Sequence[Member], joins: Sequence[Member]) -> bool:
+        """Return whether a replica holds all that another wants, exactly as the sources would have given it."""
+        pair = frozenset(m.added.digest for m in seeds), frozenset(m.added.digest for m in joins)
+        if pair not in self._gives:
+            held, wanted = self._forms(pair[0], seeds), self._forms(pair[1], joins)
+            self._gives[pair] = bool(np.isin(wanted, held).all())
+        return self._gives[pair]
+
+    def _forms(self, key: frozenset[str], ranks: Sequence[Member]) -> Forms:
+        if key not in self._of:
+            found = []
+            for digest, shard in {m.added.digest: m.shard for m in ranks}.items():
+                forms = self._known.get(digest)
+                if forms is None:
+                    self._known.put(digest, forms := _forms(shard))
+                found.append(forms)
+            self._of[key] = np.unique(np.concatenate(found))
+        return self._of[key]
+
+
+def _forms(shard: Shard) -> Forms:
+    return np.array(
+        [
+            xxhash.xxh3_64_intdigest(f"{name}\0{tensor.dtype}\0{tensor.cast_from}".encode())
+            for tensor in shard.tensors
+            for name in (*canonical_names(tensor), *tensor.aliases)
+        ],
+        np.uint64,
+    )
+
+
+def _nearest(serving: dict[str, list[Member]], nodes: set[str], limit: int, joins: str) -> list[str]:
+    """Return up to `limit` replicas: those on `nodes` first, and of others not always the same."""
+
+    def far(name: str) -> tuple[bool, str]:
+        return all(m.node not in nodes for m in serving[name]), xxhash.xxh3_64_hexdigest(f"{joins} {name}".encode())
+
+    found = sorted(serving, key=far)
+    near = [name for name in found if not far(name)[0]]
+    if {m.node for name in near for m in serving[name]} >= nodes:
+        return near[:limit]
+    return found[:limit]
