@@ -12,7 +12,7 @@ import torch
 from refitd.buffers.layout import packed_offsets
 from refitd.client.arena_copies import Moves, byte_strides, place_of, same_bytes
 from refitd.client.cuts import chunks_of, copied_cut, cut_of, laid_out
-from refitd.client.devices import Arena, settle
+from refitd.client.devices import Arena, Home, settle
 from refitd.client.given import (
     Tensors,
     checked_tensors,
@@ -154,7 +154,7 @@ class TensorSet:
         self._fingerprints = [fingerprint(tensor) for tensor in self._captured(named)]
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
 
-    def places(self, arenas: Mapping[int, Arena]) -> tuple[Place, ...]:
+    def places(self, arenas: Mapping[int, Home]) -> tuple[Place, ...]:
         """Return every tensor's place in the arenas; () unless all lie in arenas. Empty tensors fit anywhere."""
         found: list[Place | None] = []
         for tensor in self.tensors:

@@ -153,6 +153,11 @@ class LocalMember:
         return self.flips or self.in_place
 
     @property
+    def is_read_by_workers(self) -> bool:
+        """Whether workers can read all of its live tensors."""
+        return bool(self.live) and not getattr(self.registration, "reads_live", False)
+
+    @property
     def live_arena(self) -> int:
         """The arena of a flipping target's live tensors."""
         (arena,) = self.live.arenas()

@@ -83,6 +83,7 @@ class RegisterTarget(Message, frozen=True):
     observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
     flips: bool = False  # `live` is all of one arena: versions are staged into its twin, and commits exchange the two
     controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
+    reads_live: bool = False  # its process reads `live` for checks: there are bytes that no worker sees
 
 
 class Restored(Message, frozen=True):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -35,15 +36,17 @@ def test_an_exchange_that_fails_changes_nothing(
         os.close(fd)
         one.bytes[:] = value
         pair.append(one)
-    real, calls = mapping._remapped, [0]
+    calls = [0]
 
-    def remapped(here: int, there: int, size: int, flags: int) -> None:
-        calls[0] += 1
-        if calls[0] == fails + 1 and fails < 3:
-            raise error
-        real(here, there, size, flags)
+    class Kernel(ctypes.CDLL):
+        def mremap(self, *given: int) -> int:
+            calls[0] += 1
+            if calls[0] == fails + 1 and fails < 3:
+                raise error
+            return int(mapping_libc.mremap(*given))
 
-    monkeypatch.setattr(mapping, "_remapped", remapped)
+    mapping_libc = mapping._libc
+    monkeypatch.setattr(mapping, "_libc", Kernel(None, use_errno=True))
     if fails == 3:
         pair[0].exchange(pair[1])
     else:
