@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -28,6 +27,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MS_ASYNC = 1
+_SPLITS = 8  # pairs of mappings that make a `Room`
 _REFUSED = ctypes.c_void_p(-1).value  # what mmap and mremap return then
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +35,7 @@ _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -172,28 +173,47 @@ def mapped(address: int | None, nbytes: int, protection: int, flags: int, fd: in
 
 
 def show_again(here: int, nbytes: int, there: int) -> None:
-    """Map the pages of a shared mapping a second time, in place of what is `there`, and fill the page tables.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Map the pages of a shared mapping a second time, in place of what is `there`; raises OSError if that fails."""
     _checked(lambda: _libc.mremap(here, 0, nbytes, _MAYMOVE | _FIXED, there))
-    touched(there, nbytes, write=True)
 
 
 def show_private(here: int, nbytes: int, there: int) -> None:
-    """Put private pages with the bytes of `here` in place of what is `there`; readers see one or the other.
+    """Put private pages with the bytes of `here` in place of what is `there`.
+
+    Readers see one or the other, but where limits leave no room beside it: zeros meanwhile.
 
     Raises:
-        OSError: memory is short, or the kernel refuses.
+        OSError: the kernel refuses; nothing has changed.
     """
-    with congruent(there, nbytes) as copy:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        mapped(copy, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
-        if _libc.madvise(copy, nbytes, _MADV_POPULATE_WRITE) and ctypes.get_errno() == errno.ENOMEM:
-            raise _last_error()
-        ctypes.memmove(copy, here, nbytes)
-        remap([(copy, there, nbytes)], [])
+    flags, protection = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        with congruent(there, nbytes) as copy:
+            mapped(copy, nbytes, protection, flags, -1)
+            ctypes.memmove(copy, here, nbytes)
+            remap([(copy, there, nbytes)], [])
+    except OSError:
+        mapped(there, nbytes, protection, flags, -1)
+        ctypes.memmove(there, here, nbytes)
+
+
+class Room:
+    """Address space and a few mappings that are not needed, unless to undo what a limit has stopped."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Take them; raises OSError if there are none."""
+        size = nbytes + 2 * _SPLITS * mmap.PAGESIZE
+        self._start, self._size = reserved(size, mmap.PAGESIZE), size
+        for page in range(_SPLITS):
+            if _libc.mprotect(self._start + 2 * page * mmap.PAGESIZE, mmap.PAGESIZE, mmap.PROT_READ):
+                error = _last_error()
+                self.free()
+                raise error
+
+    def free(self) -> None:
+        """Give them back; may be called again."""
+        if self._size:
+            _libc.munmap(self._start, self._size)
+            self._size = 0
 
 
 @contextlib.contextmanager

@@ -27,12 +27,14 @@ from refitd.buffers.mapping import (
     HUGE,
     Mapping,
     Move,
+    Room,
     congruent,
     is_mapped,
     remap,
     reserved,
     show_again,
     show_private,
+    touched,
     undo,
     unmapped_with,
 )
@@ -118,6 +120,7 @@ class _Windows:
             # first beside it: this needs no more memory, mappings or address space once the old pages are gone
             with congruent(there, nbytes) as beside:
                 show_again(here, nbytes, beside)
+                touched(beside, nbytes, write=True)
                 remap([(beside, there, nbytes)], [])
         except OSError as exc:
             if not is_mapped(there, nbytes):
@@ -255,19 +258,21 @@ class WindowPair:
         self._staged = staging.mapping
         windows = live._windows
         self._shown = tuple(windows.shown)
-        beside, end = [], 0
+        places, end = [], 0
         for window in self._shown:
             # the same place in a table of pages, so that whole tables change places
             end += (window.address - end) % (HUGE if window.nbytes >= HUGE else mmap.PAGESIZE)
-            beside.append(end)
+            places.append(end)
             end += window.nbytes
         try:
             bases = [reserved(end, HUGE) for _ in range(2)] if end else [0, 0]
-            self._beside, self._spare = ([base + offset for offset in beside] for base in bases)
+            self._beside, self._spare = ([base + offset for offset in places] for base in bases)
             for base in bases:
                 unmapped_with(self, base, end)
-            for window, address in zip(self._shown, self._beside, strict=True):
-                show_again(self._staged.address + window.offset, window.nbytes, address)
+            for (_, nbytes, offset), here, spare in zip(self._shown, self._beside, self._spare, strict=True):
+                show_again(self._staged.address + offset, nbytes, spare)  # only so that exchanges make no mappings
+                show_again(self._staged.address + offset, nbytes, here)
+                touched(here, nbytes, write=True)
         except OSError as exc:
             raise ArenaError(
                 f"the staging arena cannot be mapped beside {len(self._shown)} ranges of tensors: {exc.strerror}; "
@@ -283,19 +288,23 @@ class WindowPair:
         """
         windows, done = self._live._windows, list[int]()
         moves: list[Move] = []
+        room: Room | None = None
         self._check_shown(windows)
         windows.is_busy = True
         try:
             for window, beside, spare in zip(self._shown, self._beside, self._spare, strict=True):
                 moves += (window.address, spare, window.nbytes), (beside, window.address, window.nbytes)
             try:
-                self._check_limit()
+                if self._shown:  # the kernel may find that a limit is reached when it has unmapped a range already
+                    room = Room(max(window.nbytes for window in self._shown))
                 remap(moves, done)
                 windows.copy_edges(self._staged)
                 self._beside, self._spare = self._spare, self._beside
                 windows.plain, self._staged = self._staged, windows.plain
                 self.exchanges += 1
             except BaseException as exc:
+                if room is not None:
+                    room.free()
                 undo(moves[: len(done)], exc)
                 if len(done) == len(moves):
                     windows.copy_edges(windows.plain)
@@ -307,6 +316,8 @@ class WindowPair:
                 ) from exc
         finally:
             windows.is_busy = False
+            if room is not None:
+                room.free()
             if windows.ends:
                 windows.close()
 
@@ -326,12 +337,6 @@ class WindowPair:
     def _check_shown(self, windows: _Windows) -> None:
         if windows.ends or windows.is_busy:
             raise CommitError("the tensors' memory is given back to them, or is being exchanged; register again")
-
-    def _check_limit(self) -> None:
-        """Raise OSError if address space is short: the kernel finds that out after it has unmapped a range."""
-        if self._shown:
-            with congruent(0, max(window.nbytes for window in self._shown)):
-                pass
 
     def is_same(self) -> bool:
         """Return whether the tensors hold what the staging arena holds."""
