@@ -205,9 +205,9 @@ class Room:
         self._start, self._size = reserved(size, mmap.PAGESIZE), size
         for page in range(_SPLITS):
             if _libc.mprotect(self._start + 2 * page * mmap.PAGESIZE, mmap.PAGESIZE, mmap.PROT_READ):
-                error = _last_error()
+                number = ctypes.get_errno()
                 self.free()
-                raise error
+                raise OSError(number, os.strerror(number))
 
     def free(self) -> None:
         """Give them back; may be called again."""
