@@ -148,16 +148,23 @@ class _Windows:
             tail = part.address + part.nbytes - end
             edges += [Part(part.address, head, part.offset)] if head else []
             edges += [Part(end, tail, part.offset + end - part.address)] if tail else []
-        self._edges = edges
-        self._edge_offsets = np.array([edge.offset for edge in edges], np.int64)
+        self._edges = np.array(edges, np.int64).reshape(-1, 3).T
         self.edge_bytes = sum(edge.nbytes for edge in edges)
 
     def copy_edges(self, source: Mapping) -> None:
         """Copy the edges out of a mapping of the arena; an interrupt comes before or after all of it."""
-        if self._edges:
-            there, sizes, _ = zip(*self._edges, strict=True)
-            here = (self._edge_offsets + source.address).tolist()
-            deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
+        there, here, sizes = self._edges_in(source)
+        deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
+
+    def keep_edges(self) -> None:
+        """Copy the edges into the live file: what its owner has written there goes with it, as with its pages."""
+        here, there, sizes = self._edges_in(self.plain)
+        deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
+
+    def _edges_in(self, file: Mapping) -> tuple[list[int], list[int], list[int]]:
+        """Return the edges' addresses, those of their bytes in a mapping of the arena, and their sizes."""
+        addresses, sizes, offsets = self._edges
+        return addresses.tolist(), (offsets + file.address).tolist(), sizes.tolist()
 
     def close(self) -> None:
         """Give every window private pages with the live bytes; whoever exchanges them now does it afterwards.
@@ -297,6 +304,7 @@ class WindowPair:
             try:
                 if self._shown:  # the kernel may find that a limit is reached when it has unmapped a range already
                     room = Room(max(window.nbytes for window in self._shown))
+                windows.keep_edges()
                 remap(moves, done)
                 windows.copy_edges(self._staged)
                 self._beside, self._spare = self._spare, self._beside

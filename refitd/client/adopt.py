@@ -107,7 +107,7 @@ class Adoption:
         Args:
             module: what is to be moved.
             arenas: the client's arenas: what lies there is left.
-            only: names, with "*" for anything: what none of them matches is left. A tie is moved by any of its names.
+            only: names, with "*" for anything: what none of them matches is left. A tie has its first name.
             is_draft: the module, on the meta device, is only laid out, and not checked.
             home: the arena that it moves to, if some of it may be there already.
 
@@ -251,12 +251,11 @@ def _divided(
     if only is None:
         return dict(registered), {}
     refuse_all(
-        f"only: no parameter or persistent buffer of the module is called {name!r}; see module.state_dict()"
+        f"only: no parameter or persistent buffer of the module is registered as {name!r} (a tie has its first name)"
         for name in only
         if not any(is_called(known, (name,)) for known in registered)
     )
-    chosen = {id(value) for name, value in registered.items() if is_called(name, only)}
-    named = {name: value for name, value in registered.items() if id(value) in chosen}
+    named = {name: value for name, value in registered.items() if is_called(name, only)}
     return named, {name: value for name, value in registered.items() if name not in named}
 
 
