@@ -86,7 +86,7 @@ class WindowedAdoption(Adoption):
         """Return why an arena cannot be shown under a part, "" if it may."""
         part = self._memory[index]
         if part.window() is None:
-            return f"it has less than {LEAST >> 10} KiB of whole pages"
+            return f"it has less than {LEAST >> 10} KiB"
         if mappings.is_shared(part.address, part.address + part.nbytes):
             return "its memory is shared with other processes, or an arena of another client that is open"
         if any(tensor.is_pinned() for tensor in self.parts[index].tensors):

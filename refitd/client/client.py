@@ -354,7 +354,7 @@ class Client(Operations):
                 if staging is not None and registered.restores:
                     # nothing is staged into the arena until Restored says that its old content has been copied
                     if pair is not None:
-                        pair.restore()
+                        pair.restore(tensors.spans_in(registered.content, staging.nbytes))
                         tensors.refresh()
                     else:
                         tensors.restore(staging)

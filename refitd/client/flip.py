@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -102,23 +102,31 @@ class ArenaPair:
             _log.warning("%s; the version is copied", exc)
             self._copy()
 
-    def restore(self) -> None:
+    def restore(self, moved: Sequence[tuple[int, int, int]] = ()) -> None:
         """Copy what a predecessor left in the staging arena into the live one, and compare.
+
+        Args:
+            moved: (offset, offset in the staging arena, bytes) of each tensor, if these are not the same everywhere.
 
         Raises:
             CommitError: the live arena does not hold what was copied into it.
         """
-        live, staging = self._live, self._staging
-        self._copy()
         if self._windows is not None:
-            differs = not self._windows.is_same()
-        elif isinstance(live, MappedArena) and isinstance(staging, MappedArena):
-            differs = bool(_libc.memcmp(live.address, staging.address, live.nbytes))
+            differs = not self._windows.restore(moved)
+        elif moved:
+            raise CommitError("what a predecessor left lies elsewhere; register again")
         else:
-            assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
-            differs = not torch.equal(live.tensor, staging.tensor)
+            self._copy()
+            differs = self._differs()
         if differs:
             raise CommitError("the live arena does not hold what was restored to it; something else writes to it")
+
+    def _differs(self) -> bool:
+        live, staging = self._live, self._staging
+        if isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+            return bool(_libc.memcmp(live.address, staging.address, live.nbytes))
+        assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+        return not torch.equal(live.tensor, staging.tensor)
 
     def _copy(self) -> None:
         live, staging = self._live, self._staging

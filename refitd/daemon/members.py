@@ -108,6 +108,7 @@ class LocalMember:
     boot: str = ""  # of the coordinator that admitted it
     permit: PermitSlot | None = None  # where its process reads until when it may serve
     suspended: bool = False  # target: its process has put the tensors away
+    content: tuple[int, ...] = ()  # target: where in its staging arena a predecessor left each tensor, if elsewhere
     exchanged: str = ""  # target: the last swap that exchanged its arenas
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
     proof: Proof | None = None  # of the version that it serves, once taken

@@ -361,6 +361,7 @@ class TargetRegistered(Message, frozen=True):
     """`staging` is the staging arena, laid out as in refitd.buffers.layout.
 
     With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
+    `content` says at which offset each tensor was left, if not where it is registered.
     `permit_slot` and `permit_token` locate this rank's permit in the page of permits (refitd.buffers.permits).
     """
 
@@ -371,6 +372,7 @@ class TargetRegistered(Message, frozen=True):
     permit_slot: Count = 0
     permit_token: Count = 0
     restores: bool = False
+    content: tuple[Count, ...] = ()
 
 
 class SlotGranted(Message, frozen=True):

@@ -75,7 +75,7 @@ def test_nothing_moves_and_versions_are_exchanged_under_it() -> None:
     assert {n: (id(t), t.data_ptr(), t.stride(), t.requires_grad, type(t)) for n, t in state(model).items()} == about
     assert all(torch.equal(value, twin[name]) for name, value in model.state_dict().items())
     assert adoption.left.keys() == {"mean", "table", "head.bias"}
-    assert adoption.left["mean"] == "each commit copies it: it has less than 256 KiB of whole pages"
+    assert adoption.left["mean"] == "each commit copies it: it has less than 256 KiB"
     assert all(is_arena(middle(tensor)) for tensor in (model.embed.weight, model.columns, model.back, model.right))
     for name, (offset, nbytes) in adoption.contents.items():
         tensor = state(model)[name]
