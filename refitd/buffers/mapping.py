@@ -1,4 +1,4 @@
-"""Memory files mapped at aligned addresses, and the exchange of two of them: each address then shows the other file.
+"""Memory files mapped at aligned addresses, and what addresses show, moved: two files change places, or pages do.
 
 Whole tables of pages change places where addresses are aligned to what such a table covers (1 GiB), so that an exchange
 takes some microseconds per GiB (`man 2 mremap`). Alignment costs address space and nothing else.
