@@ -1,4 +1,4 @@
-"""How long an engine stands still when a version goes live: by exchanging arenas, and by copying, for several sizes.
+"""How long an engine stands still when a version goes live: by exchange, at kept addresses too, and by copying.
 
 One trainer lends its tensors from an arena, one engine in a process of its own polls all the time. The unit is one
 thread's memcpy of the same bytes in the same round. Rollbacks exchange the arenas again; nothing else moves.
@@ -25,7 +25,8 @@ RESULTS = Path(__file__).parent / "results"
 TENSORS = 64
 MIB = 1 << 20
 # model bytes, ways, rounds
-CASES = ((MIB, ("flip", "copy"), 200), (1 << 30, ("flip", "copy"), 15), (2 << 30, ("flip", "copy"), 11))
+WAYS = "flip", "kept", "copy"
+CASES = ((MIB, WAYS, 200), (1 << 30, WAYS, 15), (2 << 30, WAYS, 11))
 LARGE = ((4 << 30, ("flip",), 9), (6 << 30, ("flip",), 7))
 
 
@@ -50,9 +51,20 @@ def _shapes(nbytes: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     return {f"layers.{i}.weight": ((rows, 1024), torch.bfloat16) for i in range(TENSORS)}
 
 
-def _engine(directory: str, nbytes: int, mode: Any, ready: Event, stop: Event) -> None:
+def _kept(client: refitd.Client, nbytes: int) -> torch.nn.Module:
+    """Return a model in torch's own memory, adopted at its addresses."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(TENSORS))
+    for name, (shape, dtype) in _shapes(nbytes).items():
+        model.get_submodule(name.rpartition(".")[0]).weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    client.adopt(model, keep_addresses=True, timeout=300)
+    return model
+
+
+def _engine(directory: str, nbytes: int, way: str, ready: Event, stop: Event) -> None:
+    mode: Any = "flip" if way == "kept" else way
     with refitd.connect(directory) as client:
-        live = client.allocate(_shapes(nbytes), timeout=300)
+        live: Any = _kept(client, nbytes) if way == "kept" else client.allocate(_shapes(nbytes), timeout=300)
         target = client.register_target("bench", live, replica="engine", mode=mode, timeout=300)
         assert target.flips == (mode == "flip")
         ready.set()
@@ -84,7 +96,7 @@ def _measure(nbytes: int, way: str, rounds: int) -> dict[str, Any]:
                 with source.lend(version):
                     report = client.swap("bench", version, timeout=300)
                 back = None
-                if way == "flip" and version > 1:
+                if way != "copy" and version > 1:
                     back = client.rollback("bench", timeout=300)
                     assert back.bytes == 0
                     client.rollback("bench", version, timeout=300)
@@ -148,7 +160,8 @@ def _markdown(results: dict[str, Any]) -> str:
         f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, Linux {m['kernel']}, "
         f"Python {m['python']}, torch {m['packages'].get('torch')}.",
         "One trainer that lends from an arena, one engine that polls, every byte compared when staged. Milliseconds,",
-        "medians over the rounds. Written by `scripts/bench flip`.",
+        f"medians over the rounds. kept: {TENSORS} tensors in torch's memory, adopted with keep_addresses. Written by",
+        "`scripts/bench flip`.",
         "",
         "| model | way | engine paused | staged | whole swap | in memcpys | rollback |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -108,13 +108,13 @@ class MappedArena:
         if found < nbytes or not is_sealed(fd):
             raise ArenaError(f"descriptor {fd} is no sealed arena of {nbytes} bytes (found {found})")
         try:
-            self._mapping = Mapping(fd, nbytes, write=write)
+            self.mapping = Mapping(fd, nbytes, write=write)
         except OSError as exc:
             raise ArenaError(f"arena of {nbytes} bytes cannot be mapped: {exc.strerror}") from exc
         self.nbytes = nbytes
         self.writable = write
-        self.bytes: npt.NDArray[np.uint8] = self._mapping.bytes(write=write)
-        self.address: int = self._mapping.address
+        self.bytes: npt.NDArray[np.uint8] = self.mapping.bytes(write=write)
+        self.address: int = self.mapping.address
 
     def exchange(self, other: MappedArena) -> None:
         """Exchange what two arenas of one size hold, in this process: every address shows the other arena's bytes.
@@ -122,11 +122,16 @@ class MappedArena:
         Raises:
             ArenaError: the kernel refuses; nothing has changed.
         """
-        exchange(self._mapping, other._mapping)
+        exchange(self.mapping, other.mapping)
+
+    @property
+    def exchanges(self) -> int:
+        """How often it was exchanged."""
+        return self.mapping.exchanges
 
     def leave(self) -> None:
         """Say that its session has ended: only tensors of this process still lie there."""
-        _left.add(self._mapping)
+        _left.add(self.mapping)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""

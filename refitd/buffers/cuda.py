@@ -294,9 +294,13 @@ class MappedDeviceArena:
 
     Its tensors must not be used after `close`. A descriptor of GPU memory cannot be made read-only: mapping it for
     reading prevents mistakes, not attacks.
+
+    Attributes:
+        exchanges: how often it was exchanged.
     """
 
     address = 0
+    exchanges = 0
 
     def __init__(self, fd: int, nbytes: int, device: int = 0, *, write: bool) -> None:
         """Map the memory behind `fd`; the caller still closes `fd`.
@@ -361,6 +365,7 @@ class MappedDeviceArena:
             self._handle, other._handle = other._handle, self._handle
             for one in (self, other):
                 one._map(one.address)
+        self.exchanges += 1
 
     @property
     def tensor(self) -> torch.Tensor:

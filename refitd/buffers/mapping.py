@@ -1,4 +1,4 @@
-"""Memory files mapped at aligned addresses, and the exchange of two of them: each address then shows the other file.
+"""Memory files mapped at aligned addresses, and what addresses show, moved: two files change places, or pages do.
 
 Whole tables of pages change places where addresses are aligned to what such a table covers (1 GiB), so that an exchange
 takes some microseconds per GiB (`man 2 mremap`). Alignment costs address space and nothing else.
@@ -6,35 +6,49 @@ takes some microseconds per GiB (`man 2 mremap`). Alignment costs address space 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from refitd.errors import ArenaError, CommitError
 
-_GIB, _HUGE = 1 << 30, 1 << 21
+_GIB, HUGE = 1 << 30, 1 << 21  # what a table of tables of pages covers, and a table of pages
 _LARGE = 64 << 20  # files from this size on are worth a gibibyte of address space
 
 # These are missing in some Python versions; the numbers are the kernel's (mman-common.h, linux/mman.h).
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
+_MS_ASYNC = 1
+_SPLITS = 8  # pairs of mappings that make a `Room`
+_REFUSED = ctypes.c_void_p(-1).value  # what mmap and mremap return then
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_libc.msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+Move = tuple[int, int, int]  # (from this address, to this address, bytes)
+
+
 class Mapping:
-    """A shared mapping of the first `nbytes` of a file, unmapped when nothing refers to it any more."""
+    """A shared mapping of the first `nbytes` of a file, unmapped when nothing refers to it any more.
+
+    Attributes:
+        exchanges: how often it was exchanged; certain even when an interrupt (KeyboardInterrupt) follows at once.
+    """
 
     def __init__(self, fd: int, nbytes: int, *, write: bool) -> None:
         """Map the file and fill the page tables.
@@ -43,18 +57,16 @@ class Mapping:
             OSError: the kernel refuses.
         """
         self.nbytes = nbytes
+        self.exchanges = 0
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-        self.address = _reserved(nbytes, _alignment(nbytes))
+        self.address = reserved(nbytes, _alignment(nbytes))
         try:
-            _mapped(self.address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            mapped(self.address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
         except OSError:
             _libc.munmap(self.address, nbytes)
             raise
-        # not atexit: other threads may still read when the interpreter ends
-        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
-        # Not mmap.madvise, which holds the interpreter's lock for the seconds that first touch can take.
-        # Kernels before 5.14 refuse this advice; pages then fault in at first touch, which is slower but correct.
-        _libc.madvise(self.address, nbytes, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
+        unmapped_with(self, self.address, nbytes)
+        touched(self.address, nbytes, write=write)
 
     def bytes(self, *, write: bool) -> npt.NDArray[np.uint8]:
         """Return the mapped bytes; the array, and whatever is made of it, keeps the mapping."""
@@ -75,48 +87,66 @@ def exchange(one: Mapping, other: Mapping) -> None:
     nbytes = one.nbytes
     if other.nbytes != nbytes:
         raise ArenaError(f"mappings of {nbytes} and {other.nbytes} bytes cannot be exchanged")
-    spare = 0
-    moved: list[tuple[int, int]] = []  # (from, to)
+    spare, done = 0, list[int]()
+    moves: list[Move] = []
     try:
-        spare = _reserved(nbytes, _alignment(nbytes))
-        # DONTUNMAP keeps the addresses taken: another thread's mmap could get them in between
-        for here, there, flags in (
-            (one.address, spare, _DONTUNMAP),
-            (other.address, one.address, _DONTUNMAP),
-            (spare, other.address, 0),
-        ):
-            _remapped(here, there, nbytes, flags)
-            moved.append((here, there))
+        spare = reserved(nbytes, _alignment(nbytes))
+        pairs = (one.address, spare), (other.address, one.address), (spare, other.address)
+        moves = [(here, there, nbytes) for here, there in pairs]
+        remap(moves, done)
+        one.exchanges += 1
     except BaseException as exc:  # KeyboardInterrupt too: half an exchange would show one file twice
-        _undo(moved, nbytes, spare, exc)
+        undo(moves[: len(done)], exc)
+        if spare:
+            _libc.munmap(spare, nbytes)
         if not isinstance(exc, OSError):
             raise
         raise ArenaError(
             f"the kernel does not exchange two mappings of {nbytes} bytes: {exc.strerror}; check `ulimit -v` and the "
             "sysctl vm.max_map_count"
         ) from exc
+    _libc.munmap(spare, nbytes)
 
 
-def _undo(moved: list[tuple[int, int]], nbytes: int, spare: int, cause: BaseException) -> None:
-    """Move back what has been moved; a mapping that cannot be moved back must not be served."""
+def remap(moves: Sequence[Move], done: list[int]) -> None:
+    """Let addresses show what others show now, one after the other; `done` gets an entry for each move.
+
+    The addresses that are left stay taken: no other thread's mmap gets them. The interpreter runs no code between two
+    moves, so that an interrupt is raised when `done` says how far they have come.
+
+    Raises:
+        OSError: the kernel refuses a move; those before it are done.
+    """
+    if not moves:
+        return
+    here, there, sizes = zip(*moves, strict=True)
+    flags = repeat(_MAYMOVE | _FIXED | _DONTUNMAP)
+    done.extend(takewhile(_REFUSED.__ne__, map(_libc.mremap, here, sizes, sizes, flags, there)))
+    if len(done) < len(moves):
+        raise _last_error()
+
+
+def undo(moves: Sequence[Move], cause: BaseException) -> None:
+    """Move back what has moved.
+
+    Raises:
+        CommitError: the kernel refuses; what the addresses show must not be served.
+    """
     try:
-        for here, there in reversed(moved):
-            _remapped(there, here, nbytes, _DONTUNMAP if there != spare else 0)
+        remap([(there, here, nbytes) for here, there, nbytes in reversed(moves)], [])
     except OSError as exc:
         raise CommitError(
             f"an exchange of mappings failed half way ({cause}), and undoing it too ({exc.strerror}); end this process"
         ) from exc
-    if spare and not moved:
-        _libc.munmap(spare, nbytes)
 
 
 def _alignment(nbytes: int) -> int:
     if nbytes >= _LARGE:
         return _GIB
-    return _HUGE if nbytes >= _HUGE else mmap.PAGESIZE
+    return HUGE if nbytes >= HUGE else mmap.PAGESIZE
 
 
-def _reserved(nbytes: int, alignment: int) -> int:
+def reserved(nbytes: int, alignment: int) -> int:
     """Return an aligned range of addresses that holds nothing; unaligned if address space is short.
 
     Raises:
@@ -124,9 +154,9 @@ def _reserved(nbytes: int, alignment: int) -> int:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
-        found = _mapped(None, nbytes + alignment, 0, flags, -1)
+        found = mapped(None, nbytes + alignment, 0, flags, -1)
     except OSError:
-        return _mapped(None, nbytes, 0, flags, -1)
+        return mapped(None, nbytes, 0, flags, -1)
     start = -(-found // alignment) * alignment
     end, taken = start + nbytes, found + nbytes + alignment
     end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -137,17 +167,96 @@ def _reserved(nbytes: int, alignment: int) -> int:
     return start
 
 
-def _mapped(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+def mapped(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    """Do as `mmap` of the first bytes of a file, and return the address; raises OSError if the kernel refuses."""
     return _checked(lambda: _libc.mmap(address, nbytes, protection, flags, fd, 0))
 
 
-def _remapped(here: int, there: int, nbytes: int, flags: int) -> None:
-    _checked(lambda: _libc.mremap(here, nbytes, nbytes, _MAYMOVE | _FIXED | flags, there))
+def show_again(here: int, nbytes: int, there: int) -> None:
+    """Map the pages of a shared mapping a second time, in place of what is `there`; raises OSError if that fails."""
+    _checked(lambda: _libc.mremap(here, 0, nbytes, _MAYMOVE | _FIXED, there))
+
+
+def show_private(here: int, nbytes: int, there: int) -> None:
+    """Put private pages with the bytes of `here` in place of what is `there`.
+
+    Readers see one or the other, but where limits leave no room beside it: zeros meanwhile.
+
+    Raises:
+        OSError: the kernel refuses; nothing has changed.
+    """
+    flags, protection = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        with congruent(there, nbytes) as copy:
+            mapped(copy, nbytes, protection, flags, -1)
+            ctypes.memmove(copy, here, nbytes)
+            remap([(copy, there, nbytes)], [])
+    except OSError:
+        mapped(there, nbytes, protection, flags, -1)
+        ctypes.memmove(there, here, nbytes)
+
+
+class Room:
+    """Address space and a few mappings that are not needed, unless to undo what a limit has stopped."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Take them; raises OSError if there are none."""
+        size = nbytes + 2 * _SPLITS * mmap.PAGESIZE
+        self._start, self._size = reserved(size, mmap.PAGESIZE), size
+        for page in range(_SPLITS):
+            if _libc.mprotect(self._start + 2 * page * mmap.PAGESIZE, mmap.PAGESIZE, mmap.PROT_READ):
+                number = ctypes.get_errno()
+                self.free()
+                raise OSError(number, os.strerror(number))
+
+    def free(self) -> None:
+        """Give them back; may be called again."""
+        if self._size:
+            _libc.munmap(self._start, self._size)
+            self._size = 0
+
+
+@contextlib.contextmanager
+def congruent(address: int, nbytes: int) -> Iterator[int]:
+    """Reserve addresses for the block that lie in a page table as `address` does: whole tables then change places.
+
+    Raises:
+        OSError: there are none.
+    """
+    size = nbytes + HUGE
+    start = reserved(size, HUGE)
+    try:
+        yield start + address % HUGE
+    finally:
+        _libc.munmap(start, size)
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Return whether there is memory at all of these addresses."""
+    return not _libc.msync(address, nbytes, _MS_ASYNC)
+
+
+def touched(address: int, nbytes: int, *, write: bool) -> None:
+    """Fill the page tables.
+
+    Not by mmap.madvise, which holds the interpreter's lock for the seconds that first touch can take. Kernels before
+    5.14 refuse this advice; pages then fault in at first touch, which is slower but correct.
+    """
+    _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
+
+
+def unmapped_with(owner: object, address: int, nbytes: int) -> None:
+    """Unmap a range when its owner goes; not atexit, since other threads may still read when the interpreter ends."""
+    weakref.finalize(owner, _libc.munmap, address, nbytes).atexit = False
 
 
 def _checked(call: Callable[[], int | None]) -> int:
     found = call() or 0
-    if found == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    if found == _REFUSED:
+        raise _last_error()
     return found
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

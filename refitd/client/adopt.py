@@ -9,7 +9,7 @@ each other are in one part and stay views; what a storage holds besides does not
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ import torch
 from refitd.buffers.arena import is_left
 from refitd.buffers.layout import extent, packed_offsets
 from refitd.client.arena_copies import byte_strides, place_of, view_of
-from refitd.client.devices import Arena, common_gpu, settle
-from refitd.client.given import checked_tensors, problem_of, refuse_all
+from refitd.client.devices import Arena, Home, common_gpu, settle
+from refitd.client.given import checked_tensors, is_called, problem_of, refuse_all
 from refitd.describe.module import get_refit_tensor_dict, is_dtensor, named_unsaved_buffers
 from refitd.describe.usable import lazy_problem
 from refitd.errors import RefusedError
@@ -34,12 +34,15 @@ class Adopted:
     Attributes:
         tensors: the number of parameters and persistent buffers that lie in the new arena; tied ones count once.
         nbytes: the bytes that they take there.
-        left: {name: reason} of those that are where they were: buffers that no version has, and what lay in an arena.
+        left: {name: reason} of those that are where they were: buffers that no version has, what `only` does not name,
+            and what lay in an arena. With `keep_addresses`, also those that each commit copies whole.
+        copied_bytes: with `keep_addresses`, the bytes that each commit copies.
     """
 
     tensors: int
     nbytes: int
     left: dict[str, str]
+    copied_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class Part:
         return where.set_(self.storage, self.start, (self.nbytes,), (1,))
 
 
-class _Lying(NamedTuple):
+class Lying(NamedTuple):
     """A tensor in its storage: from byte `start` to `end`; `name` is "" for the base of a view."""
 
     start: int
@@ -73,7 +76,7 @@ class _Lying(NamedTuple):
     is_registered: bool
 
 
-_Storages = list[tuple[torch.UntypedStorage, list[_Lying]]]
+Storages = list[tuple[torch.UntypedStorage, list[Lying]]]
 
 
 class Adoption:
@@ -84,17 +87,27 @@ class Adoption:
         nbytes: the arena's size; 0 if nothing is to move.
         contents: for the registered tensors, {name: (offset, bytes)} in the arena.
         left: as in `Adopted`.
+        tensors: as in `Adopted`.
         gpu: the device's number, HOST for main memory.
     """
 
+    _moves = True
+
     def __init__(
-        self, module: Any, arenas: Mapping[int, Arena], *, is_draft: bool = False, home: Arena | None = None
+        self,
+        module: Any,
+        arenas: Mapping[int, Home],
+        *,
+        only: Sequence[str] | None = None,
+        is_draft: bool = False,
+        home: Arena | None = None,
     ) -> None:
         """Look at a module, or a list of modules.
 
         Args:
             module: what is to be moved.
             arenas: the client's arenas: what lies there is left.
+            only: names, with "*" for anything: what none of them matches is left. A tie has its first name.
             is_draft: the module, on the meta device, is only laid out, and not checked.
             home: the arena that it moves to, if some of it may be there already.
 
@@ -104,30 +117,42 @@ class Adoption:
         if isinstance(module, Mapping):
             raise RefusedError("module is a dict, whose tensors others hold too; pass the module itself")
         registered = get_refit_tensor_dict(checked_tensors(module))  # type: ignore[arg-type]
+        registered, unnamed = _divided(registered, only)
         refuse_all(f"{name}: {why}" for name, value in registered.items() if (why := lazy_problem(value)))
         unsaved = dict(named_unsaved_buffers(module))
-        self.left = {name: "no version has it: state_dict would not save it" for name in unsaved}
+        self.left = dict.fromkeys(unnamed, "`only` does not name it")
+        self.left.update((name, "no version has it: state_dict would not save it") for name in unsaved)
         if not is_draft:
             refuse_all(f"{name}: {why}" for name, value in registered.items() if (why := kind_problem(value)))
             inside = [name for name, value in registered.items() if value.numel() and place_of(value, arenas)]
             self.left.update(dict.fromkeys(inside, "it lies in an arena already"))
         registered = {name: value for name, value in registered.items() if name not in self.left and value.numel()}
         self.gpu = common_gpu([*registered], [*registered.values()])
-        others = {n: b for n, b in unsaved.items() if b.numel() and (is_draft or not problem_of(b))}
-        storages = _storages(registered, others)
+        others = {n: b for n, b in {**unnamed, **unsaved}.items() if is_draft or not kind_problem(b)}
+        storages = _storages(registered, {name: other for name, other in others.items() if other.numel()})
+        found = _parts(registered, storages, move=self._moves)
         if not is_draft:
-            _check_memory(storages, home)
-        found = _parts(registered, storages)
+            self._check(storages, found, home)
         first = {name: index for index, name in enumerate(registered)}
         self.parts = sorted(found, key=lambda part: first[part.names[0]])
         offsets, nbytes = packed_offsets([part.nbytes for part in self.parts])
         self.nbytes = nbytes if self.parts else 0
         moved = {id(tensor) for part in self.parts for tensor in part.tensors}
-        for name in [name for name, buffer in unsaved.items() if id(buffer) in moved]:
+        for name in [name for name, other in others.items() if id(other) in moved]:
             del self.left[name]
         self.tensors = len({id(value) for value in registered.values()})
         self._spans = {name: _span(value) for name, value in registered.items()}
         self.lay_out(offsets)
+
+    def _check(self, storages: Storages, found: list[Part], home: Arena | None) -> None:
+        """Raise RefusedError if others than this module would keep the memory of registered tensors."""
+        mappings, homes = Mappings(), {} if home is None else {0: home}
+        refuse_all(
+            f"{one.name}: {problem}"
+            for storage, lying in storages
+            for one in lying
+            if one.is_registered and (problem := mappings.problem_of(storage, len(lying), place_of(one.tensor, homes)))
+        )
 
     def lay_out(self, offsets: list[int]) -> None:
         """Say where each part begins in the arena; without it, they are packed in order."""
@@ -149,12 +174,12 @@ class Adoption:
                     if here.data_ptr() != there.data_ptr():
                         there.copy_(here)
                         for tensor in part.tensors:
-                            done.append((tensor, _data(tensor)))
+                            done.append((tensor, data_of(tensor)))
                             point(tensor, there, part.start)
                 settle(self.gpu)
         except BaseException:
             for tensor, old in reversed(done):
-                _set_data(tensor, old)
+                set_data(tensor, old)
             raise
 
 
@@ -164,7 +189,7 @@ def point(tensor: torch.Tensor, region: torch.Tensor, start: int = 0) -> None:
     with torch.inference_mode(tensor.is_inference()):  # what is pointed to says whether it is an inference tensor
         new = torch.empty(0, dtype=tensor.dtype, device=region.device)
         new.set_(region.untyped_storage(), at // tensor.element_size(), tensor.shape, tensor.stride())
-    _set_data(tensor, new)
+    set_data(tensor, new)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
@@ -174,13 +199,14 @@ def holders(storage: torch.UntypedStorage) -> int:
     return int(use_count(storage._cdata) - use_count(spare._cdata))
 
 
-def _data(tensor: torch.Tensor) -> torch.Tensor:
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies where this one does."""
     with torch.inference_mode(tensor.is_inference()):
         return torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
-def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Let a tensor lie where another one does; it stays the same object."""
     # torch's own attribute: engines' subclasses of Parameter may have another, or a __torch_function__
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
@@ -199,34 +225,42 @@ def kind_problem(value: Any) -> str:
     return ""
 
 
-def _storages(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> _Storages:
+def _storages(registered: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> Storages:
     """Return every storage of these tensors with what is known to lie there: they, and what they are views of."""
-    found: dict[int, tuple[torch.UntypedStorage, dict[int, _Lying]]] = {}
+    found: dict[int, tuple[torch.UntypedStorage, dict[int, Lying]]] = {}
     for named in (registered, others):
         for name, tensor in named.items():
             storage = tensor.untyped_storage()
             _, lying = found.setdefault(storage._cdata, (storage, {}))
-            lying.setdefault(id(tensor), _Lying(*_span(tensor), name, tensor, named is registered))
+            lying.setdefault(id(tensor), Lying(*_span(tensor), name, tensor, named is registered))
     for storage, lying in found.values():
         for base in [one.tensor._base for one in lying.values()]:
             if base is not None and base.untyped_storage()._cdata == storage._cdata:
-                lying.setdefault(id(base), _Lying(*_span(base), "", base, False))
+                lying.setdefault(id(base), Lying(*_span(base), "", base, False))
     return [(storage, [*lying.values()]) for storage, lying in found.values()]
 
 
-def _check_memory(storages: _Storages, home: Arena | None) -> None:
-    """Raise RefusedError if others than this module would keep the memory of registered tensors."""
-    mappings, homes = _Mappings(), {} if home is None else {0: home}
+def _divided(
+    registered: Mapping[str, torch.Tensor], only: Sequence[str] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors that `only` names, and the others.
+
+    Raises:
+        RefusedError: a name matches none.
+    """
+    if only is None:
+        return dict(registered), {}
     refuse_all(
-        f"{one.name}: {problem}"
-        for storage, lying in storages
-        for one in lying
-        if one.is_registered and (problem := mappings.problem_of(storage, len(lying), place_of(one.tensor, homes)))
+        f"only: no parameter or persistent buffer of the module is registered as {name!r} (a tie has its first name)"
+        for name in only
+        if not any(is_called(known, (name,)) for known in registered)
     )
+    named = {name: value for name, value in registered.items() if is_called(name, only)}
+    return named, {name: value for name, value in registered.items() if name not in named}
 
 
-def _parts(registered: Mapping[str, torch.Tensor], storages: _Storages) -> list[Part]:
-    """Return the parts in which registered tensors lie.
+def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: bool) -> list[Part]:
+    """Return the parts in which registered tensors lie. If they `move`, a part begins where each type may begin.
 
     Raises:
         RefusedError: one shares bytes with a tensor of the module that no version has.
@@ -242,11 +276,12 @@ def _parts(registered: Mapping[str, torch.Tensor], storages: _Storages) -> list[
             if not moved:
                 continue
             problems += [
-                f"{one.name}: it shares memory with {moved[0].name}, and no version has it; clone it"
+                f"{one.name}: it shares memory with {moved[0].name}, and no version has it (or `only` does not name "
+                "it); clone it"
                 for one in group
                 if one.name and not one.is_registered and not any(_is_within(one, other) for other in moved)
             ]
-            largest = max(one.tensor.element_size() for one in group)  # a part begins where each type may begin
+            largest = max(one.tensor.element_size() for one in group) if move else 1
             part = Part(storage, group[0].start // largest * largest, max(one.end for one in group))
             part.tensors = [one.tensor for one in group]
             part.names = [name for one in moved for name in names[id(one.tensor)]]
@@ -255,9 +290,9 @@ def _parts(registered: Mapping[str, torch.Tensor], storages: _Storages) -> list[
     return found
 
 
-def _overlapping(sorted_: list[_Lying]) -> Iterator[list[_Lying]]:
+def _overlapping(sorted_: list[Lying]) -> Iterator[list[Lying]]:
     """Yield groups of tensors, sorted by start, that share bytes."""
-    group: list[_Lying] = []
+    group: list[Lying] = []
     end = 0
     for one in sorted_:
         if group and one.start >= end:
@@ -269,7 +304,7 @@ def _overlapping(sorted_: list[_Lying]) -> Iterator[list[_Lying]]:
         yield group
 
 
-def _is_within(one: _Lying, other: _Lying) -> bool:
+def _is_within(one: Lying, other: Lying) -> bool:
     """Return whether every byte of `one` is one of `other`, which has no gaps."""
     is_dense = other.tensor.numel() * other.tensor.element_size() == other.end - other.start
     return is_dense and other.start <= one.start and one.end <= other.end
@@ -281,7 +316,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + extent(tensor.shape, byte_strides(tensor), tensor.element_size())
 
 
-class _Mappings:
+class Mappings:
     """This process's memory map: what memory is shared, and what is a private view of a file."""
 
     def __init__(self) -> None:
@@ -292,6 +327,12 @@ class _Mappings:
             rows.append((int(start, 16), int(end, 16), access[3] == "s", inode != "0"))
         self._rows = rows
         self._starts = [row[0] for row in rows]
+
+    def is_shared(self, start: int, end: int) -> bool:
+        """Return whether other processes may share memory of these addresses."""
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        rows = self._rows[first : bisect.bisect_left(self._starts, end)]
+        return any(is_shared for _, until, is_shared, _ in rows if until > start)
 
     def problem_of(self, storage: torch.UntypedStorage, known: int, home: Place | None) -> str:
         """Return why a storage in which the module has `known` tensors cannot be left, "" if it can.

@@ -13,7 +13,7 @@ import torch
 
 from refitd.buffers.cuda import MappedDeviceArena
 from refitd.buffers.layout import packed_offsets
-from refitd.client.devices import Arena
+from refitd.client.devices import Arena, Home
 from refitd.describe.memory import (
     HOST,
     gpu_of,
@@ -90,7 +90,7 @@ def tensors_in(arena: Arena, wanted: Mapping[str, tuple[Sequence[int], torch.dty
     }
 
 
-def arena_of(name: str, tensor: Any, arenas: Mapping[int, Arena]) -> int | None:
+def arena_of(name: str, tensor: Any, arenas: Mapping[int, Home]) -> int | None:
     """Return the number of the arena that holds a tensor; None for a tensor without elements.
 
     Raises:
@@ -149,7 +149,7 @@ def copy_bytes(to: torch.Tensor, tensor: torch.Tensor) -> None:
         to.copy_(tensor)
 
 
-def place_of(tensor: torch.Tensor, arenas: Mapping[int, Arena]) -> Place | None:
+def place_of(tensor: torch.Tensor, arenas: Mapping[int, Home]) -> Place | None:
     """Return the tensor's place in the arena that holds it; None if no arena does."""
     if tensor.device.type not in ("cpu", "cuda") or any(stride < 0 for stride in tensor.stride()):
         return None

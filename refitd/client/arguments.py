@@ -82,6 +82,19 @@ def flag(what: str, value: Any) -> bool:
     return bool(value)
 
 
+def names_or_none(what: str, value: Any) -> tuple[str, ...] | None:
+    """Return a list of names as a tuple, None as it is.
+
+    Raises:
+        RefusedError: the value is neither, or an empty list.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) and name for name in value):
+        raise RefusedError(f"{what} is {shown(value)}, expected a list of names")
+    return tuple(value)
+
+
 def hook(what: str, value: Callable[..., object] | None) -> None:
     """Raise RefusedError unless the value is None or callable."""
     if value is not None and not callable(value):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
+from refitd.buffers.windows import WindowedArena
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
 from refitd.client.operations import Operations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from refitd.client.adopt import Adopted
     from refitd.client.controller import ReplicaController
     from refitd.client.derived import Derived
-    from refitd.client.devices import Arena
+    from refitd.client.devices import Arena, Home
     from refitd.client.flip import ArenaPair, Contents
     from refitd.client.given import Tensors
     from refitd.client.kept import Keeps
@@ -56,7 +57,7 @@ class Client(Operations):
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._arenas: dict[int, Arena] = {}
+        self._arenas: dict[int, Home] = {}
         self._contents: dict[int, Contents] = {}  # by arena: where `allocate` has placed which tensor
         self._estranged: set[int] = set()  # arenas that show another file here than in the daemon
         self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
@@ -130,7 +131,7 @@ class Client(Operations):
         tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names)
         if tensors.is_converted and pull:
             raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
-        live = () if tensors.is_converted else self._live(tensors)
+        live = () if tensors.is_converted else self._live(tensors, may_flip=False)
         message = local.RegisterSource(
             model=model,
             rank=rank,
@@ -318,8 +319,10 @@ class Client(Operations):
         elif cast is not False:
             tensors.take_cast(cast)
         with registering(tensors):
-            live = self._live(tensors)
+            live = self._live(tensors, may_flip=mode in ("shadow", "flip"))
             flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, device, must=mode == "flip")
+            if not flips:
+                live = self._live(tensors, may_flip=False)
             message = local.RegisterTarget(
                 model=model,
                 replica=replica,
@@ -336,6 +339,7 @@ class Client(Operations):
                 lockstep=world_size > 1 and on_commit is None and on_pause is None and agree is None and not controlled,
                 controlled=controlled,
                 flips=flips,
+                reads_live=flips and self._is_windowed(live),
                 device=_gpu_name(device, tensors),
                 timeout_s=timeout,
             )
@@ -350,7 +354,7 @@ class Client(Operations):
                 if staging is not None and registered.restores:
                     # nothing is staged into the arena until Restored says that its old content has been copied
                     if pair is not None:
-                        pair.restore()
+                        pair.restore(tensors.spans_in(registered.content, staging.nbytes))
                         tensors.refresh()
                     else:
                         tensors.restore(staging)
@@ -465,7 +469,14 @@ class Client(Operations):
             raise
         self._arenas[number] = arena
 
-    def adopt(self, module: torch.nn.Module | Sequence[torch.nn.Module], *, timeout: float = 60.0) -> Adopted:
+    def adopt(
+        self,
+        module: torch.nn.Module | Sequence[torch.nn.Module],
+        *,
+        only: Sequence[str] | None = None,
+        keep_addresses: bool = False,
+        timeout: float = 60.0,
+    ) -> Adopted:
         """Move what registrations take of a module, its parameters and persistent buffers, into one arena.
 
         Parameter objects, ties, views, strides, attributes, gradients and optimizers stay; addresses change, so adopt
@@ -476,6 +487,13 @@ class Client(Operations):
         Args:
             module: a module, or a list of modules, as it will be registered. It must not be registered yet. What a
                 client that is closed has adopted moves again.
+            only: the names of the parameters and buffers to adopt ("*" matches anything), as the module calls them.
+                The others stay where they are; a target that flips must keep them (`keeps`), or not register them.
+            keep_addresses: the arena's pages are put under the tensors' addresses, which graphs or pointers may have
+                captured (main memory only). Beginnings and ends that share a page with other memory, and small
+                tensors, are copied at each commit. The memory is not freed before `close` or `free`, which give it
+                private pages with the live bytes again. Views of it that others hold show each version. A source of
+                such a module copies it.
             timeout: seconds for the memory.
 
         Raises:
@@ -483,12 +501,24 @@ class Client(Operations):
             ArenaError: there is not enough memory. Nothing has been moved.
         """
         from refitd.client.adopt import Adopted, Adoption
+        from refitd.client.adopt_windows import WindowedAdoption
+        from refitd.client.arguments import names_or_none
         from refitd.client.memory_block import check_outside
         from refitd.describe.memory import HOST
 
         check_outside("client.adopt()")
-        timeout = seconds("timeout", timeout)
-        adoption = Adoption(module, self._arenas)
+        timeout, only = seconds("timeout", timeout), names_or_none("only", only)
+        copied = 0
+        if flag("keep_addresses", keep_addresses):
+            adoption: Adoption = (windowed := WindowedAdoption(module, self._arenas, only=only))
+            if adoption.nbytes:
+                with self._new_arena(adoption.nbytes, "", timeout) as (number, arena):
+                    assert isinstance(arena, MappedArena)
+                    shown = windowed.show(arena)
+                self._arenas[number], self._contents[number] = shown, adoption.contents
+                copied = shown.edge_bytes
+            return Adopted(adoption.tensors, adoption.nbytes, adoption.left, copied)
+        adoption = Adoption(module, self._arenas, only=only)
         if adoption.nbytes:
             device = "" if adoption.gpu == HOST else name_of(adoption.gpu)
             with self._new_arena(adoption.nbytes, device, timeout) as (number, arena):
@@ -578,10 +608,10 @@ class Client(Operations):
             placed.tensors, placed.nbytes, placed.left = adoption.tensors, adoption.nbytes, adoption.left
 
     def free(self, tensors: torch.Tensor | Mapping[str, torch.Tensor], *, timeout: float = 60.0) -> None:
-        """Free the whole arenas from `allocate` that hold these tensors.
+        """Free the whole arenas that hold these tensors.
 
-        The daemon's memory is free once this returns; this process's mapping goes with the last tensor in it. Tensors
-        without elements lie in no arena and are ignored.
+        The daemon's memory is free once this returns; this process's mapping goes with the last tensor in it, and
+        tensors adopted with `keep_addresses` have private memory again. Tensors without elements are ignored.
 
         Raises:
             RefusedError: a tensor lies in none of this client's arenas, or a registration still uses one (close that
@@ -599,7 +629,9 @@ class Client(Operations):
                 )
         for arena in sorted(arena for arena in arenas if arena is not None):
             self._connection.request(local.FreeArena(arena=arena), local.Done, timeout)
-            self._arenas.pop(arena, None)
+            freed = self._arenas.pop(arena, None)
+            if isinstance(freed, WindowedArena):
+                freed.leave()
             self._contents.pop(arena, None)
 
     def close(self) -> None:
@@ -617,7 +649,7 @@ class Client(Operations):
         for one in registered:
             one.release()
         for arena in self._arenas.values():
-            if isinstance(arena, MappedArena):
+            if isinstance(arena, MappedArena | WindowedArena):
                 arena.leave()
         self._arenas = {}  # tensors allocated in them keep the memory mapped
         self._connection.close(goodbye=goodbye)
@@ -638,15 +670,21 @@ class Client(Operations):
             self._estranged |= registered.arenas()
         self._registered = [kept for kept in self._registered if kept is not registered]
 
-    def _live(self, tensors: TensorSet) -> tuple[Place, ...]:
+    def _live(self, tensors: TensorSet, *, may_flip: bool) -> tuple[Place, ...]:
         """Return the tensors' places in arenas; none if they lie elsewhere, or in arenas that a target exchanges.
 
-        Arenas that a target has exchanged without the daemon's knowledge hold ordinary memory from then on.
+        Arenas that a target has exchanged without the daemon's knowledge hold ordinary memory from then on, and arenas
+        under addresses that were there before unless a target `may_flip`: only an exchange keeps their edges right.
         """
         switched = {a for one in self._registered if getattr(one, "flips", False) for a in one.arenas()}
         switched |= self._estranged
+        if not may_flip:
+            switched |= {number for number, arena in self._arenas.items() if isinstance(arena, WindowedArena)}
         tensors.arena_places = tensors.places({n: arena for n, arena in self._arenas.items() if n not in switched})
         return tensors.arena_places
+
+    def _is_windowed(self, live: tuple[Place, ...]) -> bool:
+        return any(isinstance(self._arenas[place.arena], WindowedArena) for place in live)
 
     def _may_flip(
         self, tensors: TargetTensors, live: tuple[Place, ...], device: str | torch.device | None, *, must: bool

@@ -8,11 +8,13 @@ import torch
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.windows import WindowedArena
 from refitd.describe.memory import HOST, gpu_of
 from refitd.errors import RefusedError
 from refitd.text import shown
 
 Arena = MappedArena | MappedDeviceArena
+Home = Arena | WindowedArena  # what tensors may lie in
 
 
 def settle(gpu: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from refitd.buffers.arena import MappedArena
-from refitd.client.devices import Arena
+from refitd.buffers.cuda import MappedDeviceArena
+from refitd.buffers.windows import WindowedArena, WindowPair
+from refitd.client.devices import Arena, Home
 from refitd.client.mxfp8 import TargetTensors
 from refitd.describe.memory import gpu_of
 from refitd.errors import ArenaError, CommitError
@@ -62,45 +64,76 @@ def obstacle(
 class ArenaPair:
     """A target's live arena and its staging arena, mapped in this process."""
 
-    def __init__(self, live: Arena, staging: Arena) -> None:
-        """Both are of one size and on one device."""
+    def __init__(self, live: Home, staging: Arena) -> None:
+        """Both are of one size and on one device; raises ArenaError if the kernel refuses mappings beside windows."""
         self._live = live
         self._staging = staging
+        self._windows: WindowPair | None = None
+        if isinstance(live, WindowedArena):
+            assert isinstance(staging, MappedArena)
+            self._windows = WindowPair(live, staging)
 
-    def flip(self) -> bool:
-        """Make what is staged live; return whether the arenas were exchanged (otherwise the bytes were copied).
+    @property
+    def exchanges(self) -> int:
+        """How often the arenas were exchanged."""
+        if self._windows is not None:
+            return self._windows.exchanges
+        assert not isinstance(self._live, WindowedArena)
+        return self._live.exchanges
+
+    def flip(self) -> None:
+        """Make what is staged live. The bytes were copied if that is no exchange.
 
         Raises:
             CommitError: the exchange failed half way; nothing may be served.
         """
         live, staging = self._live, self._staging
-        if not isinstance(live, MappedArena) or not isinstance(staging, MappedArena):
-            assert not isinstance(live, MappedArena) and not isinstance(staging, MappedArena)
-            try:
-                live.exchange(staging)
-            except ArenaError as exc:
-                raise CommitError(f"the arenas on GPU {live.device} could not be exchanged: {exc}") from exc
-            return True
         try:
-            live.exchange(staging)
+            if self._windows is not None:
+                self._windows.exchange()
+            elif isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+                live.exchange(staging)
+            else:
+                assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+                live.exchange(staging)
         except ArenaError as exc:
+            if isinstance(live, MappedDeviceArena):
+                raise CommitError(f"the arenas on GPU {live.device} could not be exchanged: {exc}") from exc
             _log.warning("%s; the version is copied", exc)
-            ctypes.memmove(live.address, staging.address, live.nbytes)
-            return False
-        return True
+            self._copy()
 
-    def restore(self) -> None:
+    def restore(self, moved: Sequence[tuple[int, int, int]] = ()) -> None:
         """Copy what a predecessor left in the staging arena into the live one, and compare.
+
+        Args:
+            moved: (offset, offset in the staging arena, bytes) of each tensor, if these are not the same everywhere.
 
         Raises:
             CommitError: the live arena does not hold what was copied into it.
         """
-        live, staging = self._live, self._staging
-        if not isinstance(live, MappedArena) or not isinstance(staging, MappedArena):
-            assert not isinstance(live, MappedArena) and not isinstance(staging, MappedArena)
-            differs = not torch.equal(live.tensor.copy_(staging.tensor), staging.tensor)
+        if self._windows is not None:
+            differs = not self._windows.restore(moved)
+        elif moved:
+            raise CommitError("what a predecessor left lies elsewhere; register again")
         else:
-            ctypes.memmove(live.address, staging.address, live.nbytes)
-            differs = bool(_libc.memcmp(live.address, staging.address, live.nbytes))
+            self._copy()
+            differs = self._differs()
         if differs:
             raise CommitError("the live arena does not hold what was restored to it; something else writes to it")
+
+    def _differs(self) -> bool:
+        live, staging = self._live, self._staging
+        if isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+            return bool(_libc.memcmp(live.address, staging.address, live.nbytes))
+        assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+        return not torch.equal(live.tensor, staging.tensor)
+
+    def _copy(self) -> None:
+        live, staging = self._live, self._staging
+        if self._windows is not None:
+            self._windows.copy()
+        elif isinstance(live, MappedArena) and isinstance(staging, MappedArena):
+            ctypes.memmove(live.address, staging.address, live.nbytes)
+        else:
+            assert isinstance(live, MappedDeviceArena) and isinstance(staging, MappedDeviceArena)
+            live.tensor.copy_(staging.tensor)

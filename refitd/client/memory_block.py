@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from refitd.buffers.layout import ALIGNMENT
 from refitd.client.adopt import Adoption, Part, holders, point
 from refitd.client.build import is_alone, move_alone, registrations
-from refitd.client.devices import Arena
+from refitd.client.devices import Arena, Home
 from refitd.client.given import refuse_all
 from refitd.describe.memory import HOST
 from refitd.errors import RefusedError
@@ -154,7 +154,7 @@ class Space:
             end = start + _rounded(storage.nbytes())
             self._regions.append(_Region(start, end, name, StorageWeakRef(storage), weakref.ref(tensor)))
 
-    def adopt(self, roots: list[torch.nn.Module], arenas: Mapping[int, Arena]) -> Adoption:
+    def adopt(self, roots: list[torch.nn.Module], arenas: Mapping[int, Home]) -> Adoption:
         """Move what of these modules is elsewhere here, and what is here and in none of them away.
 
         Raises:

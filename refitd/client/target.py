@@ -564,8 +564,13 @@ class Target:
         if pair is None:
             raise CommitError("this target has been closed")
         # a commit that was interrupted afterwards (KeyboardInterrupt in a hook) is repeated, its exchange must not be
-        if self._flipped != swap and pair.flip():
-            self._flipped = swap
+        if self._flipped != swap:
+            before = pair.exchanges
+            try:
+                pair.flip()
+            finally:
+                if pair.exchanges != before:
+                    self._flipped = swap
         with self._changed:
             self.is_estranged |= self._is_evicted and self._flipped == swap
         return self._flipped == swap

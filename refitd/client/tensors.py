@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from refitd.buffers.layout import packed_offsets
+from refitd.buffers.layout import extent, packed_offsets
 from refitd.client.arena_copies import Moves, byte_strides, place_of, same_bytes
 from refitd.client.cuts import chunks_of, copied_cut, cut_of, laid_out
-from refitd.client.devices import Arena, settle
+from refitd.client.devices import Arena, Home, settle
 from refitd.client.given import (
     Tensors,
     checked_tensors,
@@ -43,7 +43,7 @@ from refitd.describe.module import (
     is_dtensor,
 )
 from refitd.describe.renames import Names, rename
-from refitd.errors import CommitError, PlanError, RefusedError
+from refitd.errors import CommitError, PlanError, ProtocolError, RefusedError
 from refitd.protocol.shards import KeptTensor, Place
 from refitd.text import shown
 from refitd.transforms.mxfp8_buffers import MXFP8Buffer, held_of, is_quantized
@@ -154,7 +154,7 @@ class TensorSet:
         self._fingerprints = [fingerprint(tensor) for tensor in self._captured(named)]
         self.offsets, self.packed_bytes = packed_offsets([t.numel() * t.element_size() for t in self.tensors])
 
-    def places(self, arenas: Mapping[int, Arena]) -> tuple[Place, ...]:
+    def places(self, arenas: Mapping[int, Home]) -> tuple[Place, ...]:
         """Return every tensor's place in the arenas; () unless all lie in arenas. Empty tensors fit anywhere."""
         found: list[Place | None] = []
         for tensor in self.tensors:
@@ -169,6 +169,25 @@ class TensorSet:
             Place(home, 0, byte_strides(tensor)) if place is None else place
             for tensor, place in zip(self.tensors, found, strict=True)
         )
+
+    def spans_in(self, content: Sequence[int], nbytes: int) -> list[tuple[int, int, int]]:
+        """Return each tensor's (offset in its arena, offset in `content`, bytes); [] if `content` is empty.
+
+        Raises:
+            ProtocolError: there is not one offset for each tensor, or one lies outside the `nbytes` of the arena.
+        """
+        if not content:
+            return []
+        found = []
+        if len(content) == len(self.arena_places):
+            for tensor, place, left in zip(self.tensors, self.arena_places, content, strict=True):
+                size = extent(tensor.shape, place.strides, tensor.element_size())
+                found.append((place.offset, left, size))
+        if len(found) != len(self.tensors) or any(left + size > nbytes for _, left, size in found):
+            raise ProtocolError(
+                f"{len(content)} places of what a predecessor left do not fit {len(self.tensors)} tensors"
+            )
+        return found
 
     def addresses(self) -> tuple[int, ...]:
         """Return each tensor's start address in this process.

@@ -108,6 +108,7 @@ class LocalMember:
     boot: str = ""  # of the coordinator that admitted it
     permit: PermitSlot | None = None  # where its process reads until when it may serve
     suspended: bool = False  # target: its process has put the tensors away
+    content: tuple[int, ...] = ()  # target: where in its staging arena a predecessor left each tensor, if elsewhere
     exchanged: str = ""  # target: the last swap that exchanged its arenas
     seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read what it holds
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
@@ -152,6 +153,11 @@ class LocalMember:
     def is_proven_live(self) -> bool:
         """Whether digests are taken of its live tensors: no other arena holds the version that it serves."""
         return self.flips or self.in_place
+
+    @property
+    def is_read_by_workers(self) -> bool:
+        """Whether workers can read all of its live tensors."""
+        return bool(self.live) and not getattr(self.registration, "reads_live", False)
 
     @property
     def live_arena(self) -> int:

@@ -100,7 +100,7 @@ class Registrations:
             self._permits.check_free()
         member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._link.next_number()}"
         retained = self._retained.fitting(member, session.uid)
-        if retained is not None:
+        if retained is not None and (not member.flips or self._arenas[retained.member.staging].nbytes == nbytes):
             self._return(session, request, member, self._retained.give(retained, member), nbytes)
             return
         labels = tuple((nbytes, f"{member.id}/{what}{i}") for i in range(count))
@@ -321,6 +321,7 @@ class Registrations:
             permit_slot=member.permit.slot,
             permit_token=member.permit.token,
             restores=is_restoring(member),
+            content=member.content if is_restoring(member) else (),
         )
 
     def _reply(self, session: int, request: int, message: Message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class RetainedTargets:
         if found is None:
             return None
         same = found.uid == uid and found.member.digest == member.digest and _form(found.member) == _form(member)
-        return found if same else None
+        return found if same and _is_laid_out_alike(found.member, member) else None
 
     def give(self, retained: Retained, member: LocalMember) -> int:
         """Give a retained target to a new member; return its arena. It is no longer retained."""
@@ -57,6 +58,8 @@ class RetainedTargets:
         before = retained.member
         assert before.state.holds is not None
         member.staging, member.verifies, member.proof = before.staging, before.verifies, before.proof
+        offsets = before.content or _offsets(before)
+        member.content = offsets if offsets != _offsets(member) else ()
         member.state = restoring(before.state.holds, before.state.run, flips=member.flips)
         return before.staging
 
@@ -93,5 +96,21 @@ def _key(member: LocalMember) -> tuple[str, str, int]:
 def _form(member: LocalMember) -> tuple[object, ...]:
     r = member.registration
     assert isinstance(r, RegisterTarget)
-    places = tuple((place.offset, place.strides) for place in r.live) if r.flips else ()
-    return r.held, r.conversions, r.device, r.world_size, r.in_place, r.flips, places
+    strides = tuple(place.strides for place in r.live) if r.flips else ()
+    return r.held, r.conversions, r.device, r.world_size, r.in_place, r.flips, r.reads_live, strides
+
+
+def _is_laid_out_alike(one: LocalMember, other: LocalMember) -> bool:
+    """Return whether two targets lay their arenas out alike.
+
+    Where an arena is shown under memory, tensors lie at their address's place in a page: it may be a new one.
+    """
+    r = one.registration
+    apart = mmap.PAGESIZE if isinstance(r, RegisterTarget) and r.reads_live else 1
+    return all(abs(a - b) < apart for a, b in zip(_offsets(one), _offsets(other), strict=True))
+
+
+def _offsets(member: LocalMember) -> tuple[int, ...]:
+    r = member.registration
+    assert isinstance(r, RegisterTarget)
+    return tuple(place.offset for place in r.live) if r.flips else ()

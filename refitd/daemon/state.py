@@ -400,6 +400,7 @@ class Daemon:
                 kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
                 if kept and member.flips and not is_restoring(member):  # its live arena goes with the session
                     self._exchange(member.live_arena, member.staging)
+                    member.content = ()
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))
         for arena in sorted(session.arenas):
             self.arenas.free({arena})

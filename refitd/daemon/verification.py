@@ -97,7 +97,7 @@ class Proofs:
         elif member.verifies:
             self._later.add(member.id)  # for very many tensors this takes long, and must not delay the end of the swap
         check = self._checks.get(member.id)
-        if check is not None and (member.live or check.phase != "live"):
+        if check is not None and (member.is_read_by_workers or check.phase != "live"):
             self._again(check)  # for tensors that the client reads, the client itself reports changes
 
     def restored(self, member: LocalMember) -> None:
@@ -218,7 +218,7 @@ class Proofs:
 
     def _late(self, check: _MemberCheck | None, member: LocalMember | None, timeout_s: float) -> str:
         within = f"within {timeout_s:.1f} s"
-        if check is not None and member is not None and check.phase != "stored" and not member.live:
+        if check is not None and member is not None and check.phase != "stored" and not member.is_read_by_workers:
             return (
                 f"its process (pid {member.pid} on node {self._node}) has not read its tensors {within}: it is "
                 "stopped, or too busy; look at it"
@@ -295,7 +295,7 @@ class Proofs:
     def _read_live(self, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "live"
         blocks = self._blocks_of(member)
-        if member.live:
+        if member.is_read_by_workers:
             self._queue.add(DigestWork(member.id, "live", check.version, blocks, member.live, True))
         elif member.session is not None:
             message = local.DigestLive(member=member.id, check=check.number, steps=tuple(blocks.steps.tolist()))
@@ -314,7 +314,7 @@ class Proofs:
         check.differing = blocks.differing(digests, proof.digests, range(len(blocks)))
         if not check.differing:
             self._end(check, ProofState.PROVEN)
-        elif member.live and member.state.step.is_decided:
+        elif member.is_read_by_workers and member.state.step.is_decided:
             self._end(
                 check, ProofState.UNKNOWN, "the workers may be writing another version into its tensors; ask again"
             )

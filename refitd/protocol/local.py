@@ -83,6 +83,7 @@ class RegisterTarget(Message, frozen=True):
     observes: bool = False  # not an engine: only catch-ups bring it versions, and no other swap waits for it
     flips: bool = False  # `live` is all of one arena: versions are staged into its twin, and commits exchange the two
     controlled: bool = False  # it commits only when the replica's controller says so; no swap begins without one
+    reads_live: bool = False  # its process reads `live` for checks: there are bytes that no worker sees
 
 
 class Restored(Message, frozen=True):
@@ -360,6 +361,7 @@ class TargetRegistered(Message, frozen=True):
     """`staging` is the staging arena, laid out as in refitd.buffers.layout.
 
     With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
+    `content` says at which offset each tensor was left, if not where it is registered.
     `permit_slot` and `permit_token` locate this rank's permit in the page of permits (refitd.buffers.permits).
     """
 
@@ -370,6 +372,7 @@ class TargetRegistered(Message, frozen=True):
     permit_slot: Count = 0
     permit_token: Count = 0
     restores: bool = False
+    content: tuple[Count, ...] = ()
 
 
 class SlotGranted(Message, frozen=True):

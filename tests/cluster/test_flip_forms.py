@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +36,20 @@ def test_an_exchange_that_fails_changes_nothing(
         os.close(fd)
         one.bytes[:] = value
         pair.append(one)
-    real, calls = mapping._remapped, [0]
+    calls = [0]
 
-    def remapped(here: int, there: int, size: int, flags: int) -> None:
-        calls[0] += 1
-        if calls[0] == fails + 1 and fails < 3:
-            raise error
-        real(here, there, size, flags)
+    class Kernel:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
 
-    monkeypatch.setattr(mapping, "_remapped", remapped)
+        def mremap(self, *given: int) -> int:
+            calls[0] += 1
+            if calls[0] == fails + 1 and fails < 3:
+                raise error
+            return int(real.mremap(*given))
+
+    real = mapping._libc
+    monkeypatch.setattr(mapping, "_libc", Kernel())
     if fails == 3:
         pair[0].exchange(pair[1])
     else:

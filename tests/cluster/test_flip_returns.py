@@ -18,7 +18,7 @@ import os, sys, time, refitd, torch
 from refitd.client import flip
 from tests.support.flips import SHAPES
 if sys.argv[2] == "dies":
-    flip.ArenaPair.restore = lambda self: os._exit(9)
+    flip.ArenaPair.restore = lambda *_: os._exit(9)
 client = refitd.connect(sys.argv[1])
 live = client.allocate(SHAPES)
 target = client.register_target("policy", live, replica="a")

@@ -1,0 +1,381 @@
+"""An arena shown under memory that exists already: whole pages show the arena's, the edges beside them are copied.
+
+    memory   other's | head  page page page  tail | other's        addresses stay as they are
+    arena              head [page page page] tail                  the bracket is a window
+
+A window is a second mapping of the live file; a pair has a third one, of the staged file, for each window, and a commit
+moves them in each other's places. What shares a page with memory of others is private and follows by copying.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import logging
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from refitd.buffers.arena import MappedArena
+from refitd.buffers.layout import ALIGNMENT
+from refitd.buffers.mapping import (
+    HUGE,
+    Mapping,
+    Move,
+    Room,
+    congruent,
+    is_mapped,
+    remap,
+    reserved,
+    show_again,
+    show_private,
+    touched,
+    undo,
+    unmapped_with,
+)
+from refitd.errors import ArenaError, CommitError
+
+_log = logging.getLogger("refitd.client")
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+# A smaller part is copied as fast as two mappings are moved (measured: 12 us).
+LEAST = 256 << 10
+
+# Mappings that a window takes: the memory's two rests, itself, two in its pair, and gaps between those. A process has
+# `vm.max_map_count` of all kinds.
+_MAPPINGS_EACH = 8
+
+# What small tensors are aligned to by torch: the same offsets in every process, for whoever returns after a crash.
+_SMALL_ALIGNMENT = 64
+
+
+class Part(NamedTuple):
+    """Memory of this process, and where its bytes lie in the arena."""
+
+    address: int
+    nbytes: int
+    offset: int
+
+    def window(self) -> Part | None:
+        """Return its whole pages, None if it is too small for a window (wherever it lies)."""
+        if self.nbytes < LEAST:
+            return None
+        start = -(-self.address // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = (self.address + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        return Part(start, nbytes, self.offset + start - self.address)
+
+
+def placed(memory: Sequence[tuple[int, int]]) -> tuple[list[Part], int]:
+    """Return where (address, bytes), one after the other, lie in an arena, and its size.
+
+    What has a window lies in whole pages of the arena, at its address's place in a page. So offsets in other processes
+    differ by less than a page, and the size does not.
+    """
+    page = mmap.PAGESIZE
+    parts, end = [], 0
+    for address, nbytes in memory:
+        if Part(address, nbytes, 0).window():
+            start = -(-end // page) * page
+            offset, end = start + address % page, start + -(-nbytes // page) * page + page
+        else:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            offset = start + address % _SMALL_ALIGNMENT
+            end = offset + nbytes
+        parts.append(Part(address, nbytes, offset))
+    return parts, max(page, -(-end // page) * page)
+
+
+def most_windows() -> int:
+    """Return how many windows this process may have besides the mappings that it has now."""
+    try:
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return max(0, limit - Path("/proc/self/maps").read_bytes().count(b"\n")) // _MAPPINGS_EACH
+    except OSError as exc:
+        raise ArenaError(f"this process's mappings cannot be counted: {exc}; adopt without keep_addresses") from exc
+
+
+_SHOWN: set[_Windows] = set()  # with what they hold: memory is never freed while its pages are an arena's
+
+
+class _Windows:
+    """The windows of one arena, apart from it, so that they can be closed when nothing refers to it any more."""
+
+    def __init__(self, plain: Mapping, parts: Sequence[Part], held: object) -> None:
+        self.plain = plain  # the whole live file
+        self.parts = parts
+        self.shown: list[Part] = []
+        self._held = held
+        # Plain attributes, tested and set without a call in between, where neither threads nor interrupts come: a lock
+        # would stay locked when an interrupt comes between it and the block that it guards.
+        self.is_busy = self.ends = False
+        self.find_edges()
+
+    def show(self, window: Part) -> str:
+        """Show the arena's pages under a window; return why that is impossible, "" if it is done."""
+        _SHOWN.add(self)
+        self.shown.append(window)
+        there, nbytes, offset = window
+        here = self.plain.address + offset
+        try:
+            # first beside it: this needs no more memory, mappings or address space once the old pages are gone
+            with congruent(there, nbytes) as beside:
+                show_again(here, nbytes, beside)
+                touched(beside, nbytes, write=True)
+                remap([(beside, there, nbytes)], [])
+        except OSError as exc:
+            if not is_mapped(there, nbytes):
+                try:
+                    show_private(here, nbytes, there)
+                except OSError as again:
+                    raise CommitError(
+                        f"the kernel has unmapped {nbytes} bytes at {there:#x} and cannot map them again "
+                        f"({again.strerror}); end this process"
+                    ) from again
+            self.shown.pop()
+            return f"the kernel does not replace its pages ({exc.strerror}; huge pages, or a limit)"
+        return ""
+
+    def find_edges(self) -> None:
+        """Find what is not shown by a window."""
+        windows = {window.address: window for window in self.shown}
+        edges: list[Part] = []
+        for part in self.parts:
+            found = part.window()
+            if found is None or found.address not in windows:
+                edges.append(part)
+                continue
+            head, end = found.address - part.address, found.address + found.nbytes
+            tail = part.address + part.nbytes - end
+            edges += [Part(part.address, head, part.offset)] if head else []
+            edges += [Part(end, tail, part.offset + end - part.address)] if tail else []
+        self._edges = np.array(edges, np.int64).reshape(-1, 3).T
+        self.edge_bytes = sum(edge.nbytes for edge in edges)
+
+    def copy_edges(self, source: Mapping) -> None:
+        """Copy the edges out of a mapping of the arena; an interrupt comes before or after all of it."""
+        there, here, sizes = self._edges_in(source)
+        deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
+
+    def keep_edges(self) -> None:
+        """Copy the edges into the live file: what its owner has written there goes with it, as with its pages."""
+        here, there, sizes = self._edges_in(self.plain)
+        deque(map(ctypes.memmove, there, here, sizes), maxlen=0)
+
+    def _edges_in(self, file: Mapping) -> tuple[list[int], list[int], list[int]]:
+        """Return the edges' addresses, those of their bytes in a mapping of the arena, and their sizes."""
+        addresses, sizes, offsets = self._edges
+        return addresses.tolist(), (offsets + file.address).tolist(), sizes.tolist()
+
+    def close(self) -> None:
+        """Give every window private pages with the live bytes; whoever exchanges them now does it afterwards.
+
+        Never waits: the caller may be a signal handler, or Python's garbage collector, in the middle of an exchange.
+        """
+        self.ends = True
+        if self.is_busy:
+            return
+        self.is_busy = True
+        try:
+            while self.shown:
+                there, nbytes, offset = self.shown[-1]
+                show_private(self.plain.address + offset, nbytes, there)
+                self.shown.pop()
+            self._held = None
+            _SHOWN.discard(self)
+        except OSError as exc:
+            _log.error(
+                "%d ranges of tensors adopted with keep_addresses stay pages of an arena (%s); they are never freed",
+                len(self.shown),
+                exc.strerror,
+            )
+        finally:
+            self.is_busy = False
+
+
+class WindowedArena:
+    """An arena whose live bytes are at addresses that were there before it.
+
+    When it goes, or is left, the addresses have private pages again.
+
+    Attributes:
+        refused: {index of a part: reason} of those whose pages could not be shown.
+        edge_bytes: the bytes that each commit copies.
+    """
+
+    device = -1  # main memory
+
+    def __init__(self, arena: MappedArena, parts: Sequence[Part], may_show: Sequence[bool], held: object) -> None:
+        """Copy the parts' bytes into the arena and show its pages instead, where one `may`.
+
+        `held` keeps the parts' memory from being freed. Nobody may use the parts meanwhile.
+
+        Raises:
+            CommitError: the kernel has unmapped memory that it cannot map again.
+        """
+        self.nbytes = arena.nbytes
+        self._windows = windows = _Windows(arena.mapping, parts, held)
+        self.refused: dict[int, str] = {}
+        by_address = sorted(parts)
+        self._starts, self._by_address = [part.address for part in by_address], by_address
+        try:
+            for part in parts:
+                ctypes.memmove(arena.address + part.offset, part.address, part.nbytes)
+            for index, part in enumerate(parts):
+                if may_show[index] and (window := part.window()) and (reason := windows.show(window)):
+                    self.refused[index] = reason
+            windows.find_edges()
+        except BaseException:
+            windows.close()
+            raise
+        weakref.finalize(self, windows.close)  # atexit too: the interpreter's end may free the memory
+
+    @property
+    def edge_bytes(self) -> int:
+        """The bytes that each commit copies."""
+        return self._windows.edge_bytes
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Return the offset in the arena of `nbytes` at this process's `address`, None if they are in no part."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        part = self._by_address[index]
+        return part.offset + address - part.address if address + nbytes <= part.address + part.nbytes else None
+
+    def leave(self) -> None:
+        """Give the memory its private pages back, with the live bytes."""
+        self._windows.close()
+
+
+class WindowPair:
+    """A windowed live arena and its staging arena.
+
+    Attributes:
+        exchanges: how often they were exchanged; certain even when an interrupt follows at once.
+    """
+
+    def __init__(self, live: WindowedArena, staging: MappedArena) -> None:
+        """Map the staging arena once more beside each window.
+
+        Raises:
+            ArenaError: the kernel refuses.
+        """
+        self.exchanges = 0
+        self._live = live
+        self._staged = staging.mapping
+        windows = live._windows
+        self._shown = tuple(windows.shown)
+        places, end = [], 0
+        for window in self._shown:
+            # the same place in a table of pages, so that whole tables change places
+            end += (window.address - end) % (HUGE if window.nbytes >= HUGE else mmap.PAGESIZE)
+            places.append(end)
+            end += window.nbytes
+        try:
+            bases = [reserved(end, HUGE) for _ in range(2)] if end else [0, 0]
+            self._beside, self._spare = ([base + offset for offset in places] for base in bases)
+            for base in bases:
+                unmapped_with(self, base, end)
+            for (_, nbytes, offset), here, spare in zip(self._shown, self._beside, self._spare, strict=True):
+                show_again(self._staged.address + offset, nbytes, spare)  # only so that exchanges make no mappings
+                show_again(self._staged.address + offset, nbytes, here)
+                touched(here, nbytes, write=True)
+        except OSError as exc:
+            raise ArenaError(
+                f"the staging arena cannot be mapped beside {len(self._shown)} ranges of tensors: {exc.strerror}; "
+                "check `ulimit -v` and the sysctl vm.max_map_count, or register with mode='copy'"
+            ) from exc
+
+    def exchange(self) -> None:
+        """Exchange what the tensors and the staging arena hold.
+
+        Raises:
+            ArenaError: the kernel refuses; nothing has changed.
+            CommitError: it refuses half way, and to go back, too; or the tensors' memory is given back.
+        """
+        windows, done = self._live._windows, list[int]()
+        moves: list[Move] = []
+        room: Room | None = None
+        self._check_shown(windows)
+        windows.is_busy = True
+        try:
+            for window, beside, spare in zip(self._shown, self._beside, self._spare, strict=True):
+                moves += (window.address, spare, window.nbytes), (beside, window.address, window.nbytes)
+            try:
+                if self._shown:  # the kernel may find that a limit is reached when it has unmapped a range already
+                    room = Room(max(window.nbytes for window in self._shown))
+                windows.keep_edges()
+                remap(moves, done)
+                windows.copy_edges(self._staged)
+                self._beside, self._spare = self._spare, self._beside
+                windows.plain, self._staged = self._staged, windows.plain
+                self.exchanges += 1
+            except BaseException as exc:
+                if room is not None:
+                    room.free()
+                undo(moves[: len(done)], exc)
+                if len(done) == len(moves):
+                    windows.copy_edges(windows.plain)
+                if not isinstance(exc, OSError):
+                    raise
+                raise ArenaError(
+                    f"the kernel does not exchange {len(self._shown)} ranges of pages: {exc.strerror}; check "
+                    "`ulimit -v` and the sysctl vm.max_map_count"
+                ) from exc
+        finally:
+            windows.is_busy = False
+            if room is not None:
+                room.free()
+            if windows.ends:
+                windows.close()
+
+    def copy(self) -> None:
+        """Copy the staging arena's bytes under the tensors; raises CommitError if their memory is given back."""
+        windows = self._live._windows
+        self._check_shown(windows)
+        windows.is_busy = True
+        try:
+            ctypes.memmove(windows.plain.address, self._staged.address, self._staged.nbytes)
+            windows.copy_edges(windows.plain)
+        finally:
+            windows.is_busy = False
+            if windows.ends:
+                windows.close()
+
+    def _check_shown(self, windows: _Windows) -> None:
+        if windows.ends or windows.is_busy:
+            raise CommitError("the tensors' memory is given back to them, or is being exchanged; register again")
+
+    def restore(self, moved: Sequence[tuple[int, int, int]] = ()) -> bool:
+        """Copy what the staging arena holds under the tensors, and all edges; return whether they hold it then.
+
+        Args:
+            moved: (offset, offset in the staging arena, bytes) of what is to be copied; without it, all of it is.
+
+        Raises:
+            CommitError: the tensors' memory is given back.
+        """
+        windows, staged = self._live._windows, self._staged.address
+        moved = moved or [(part.offset, part.offset, part.nbytes) for part in windows.parts]
+        self._check_shown(windows)
+        windows.is_busy = True
+        try:
+            live = windows.plain.address
+            for offset, left, nbytes in moved:
+                ctypes.memmove(live + offset, staged + left, nbytes)
+            windows.copy_edges(windows.plain)
+        finally:
+            windows.is_busy = False
+            if windows.ends:
+                windows.close()
+        return not (
+            any(_libc.memcmp(live + offset, staged + left, nbytes) for offset, left, nbytes in moved)
+            or any(_libc.memcmp(part.address, live + part.offset, part.nbytes) for part in windows.parts)
+        )
