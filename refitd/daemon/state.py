@@ -395,7 +395,8 @@ class Daemon:
                     self.arenas[slot.arena].session = None
                 self._link.say(cluster.DetachShard(member=member_id, reason=reason))
             else:
-                kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
+                kept = not session.leaves and (not member.flips or self._proofs.can_judge(member))
+                kept = kept and self._retained.keep(member, session.uid, self._now)
                 if kept and member.flips and not is_restoring(member):  # its live arena goes with the session
                     self._exchange(member.live_arena, member.staging)
                 self._drop_member(member, reason, keep=kept, tell=not is_restoring(member))

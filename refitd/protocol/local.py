@@ -360,6 +360,7 @@ class TargetRegistered(Message, frozen=True):
     """`staging` is the staging arena, laid out as in refitd.buffers.layout.
 
     With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
+    `not_restored` says why it is not given back what an earlier process has left.
     `permit_slot` and `permit_token` locate this rank's permit in the page of permits (refitd.buffers.permits).
     """
 
@@ -370,6 +371,7 @@ class TargetRegistered(Message, frozen=True):
     permit_slot: Count = 0
     permit_token: Count = 0
     restores: bool = False
+    not_restored: Text = ""
 
 
 class SlotGranted(Message, frozen=True):
