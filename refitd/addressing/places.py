@@ -55,6 +55,10 @@ class Places:
         """Return the same places in another arena."""
         return replace(self, arena=np.full(len(self), arena, np.int64))
 
+    def in_arenas(self, *arenas: int) -> Places:
+        """Return the same places in other arenas: each number is an index into `arenas`."""
+        return replace(self, arena=np.array(arenas, np.int64)[self.arena])
+
     def at(self, addresses: Sequence[int], pid: int) -> Places:
         """Return the same tensors at addresses in a process."""
         n = len(self)

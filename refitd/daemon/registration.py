@@ -97,17 +97,19 @@ class Registrations:
         if isinstance(message, local.RegisterSource):
             if not message.live and not 1 <= message.slots <= MAX_SLOTS:
                 raise RefusedError(f"model {message.model!r}: slots must be 1..{MAX_SLOTS}, found {message.slots}")
-            count, who, what = 0 if message.live else message.slots, "source", "slot"
+            who, sizes = "source", {f"slot{i}": nbytes for i in range(0 if message.live else message.slots)}
         else:
-            count, who, what = 0 if message.in_place else 1, message.replica, "staging"
+            who, sizes = message.replica, {} if message.in_place else {"staging0": nbytes}
+            if member.landing_bytes:
+                sizes["landing0"] = member.landing_bytes
             self._permits.check_free()
         member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._link.next_number()}"
         retained = self._retained.fitting(member, session.uid)
         if retained is not None:
-            arena = self._retained.give(retained, member)
-            self._return(session, request, member, arena, nbytes, PART_OF_TIMEOUT * message.timeout_s)
+            self._retained.give(retained, member)
+            self._return(session, request, member, nbytes, PART_OF_TIMEOUT * message.timeout_s)
             return
-        labels = tuple((nbytes, f"{member.id}/{what}{i}") for i in range(count))
+        labels = tuple((size, f"{member.id}/{what}") for what, size in sizes.items())
         wanted = WantedArenas(
             session.id,
             request,
@@ -154,20 +156,20 @@ class Registrations:
             self._permits.check_free()
         if freed := member.live.arenas() - self._arenas.keys():
             raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
-        for arena, (size, label) in zip(arenas, wanted.wanted, strict=True):
+        for index, (arena, (size, label)) in enumerate(zip(arenas, wanted.wanted, strict=True)):
             self._arenas.take(
                 arena,
                 size,
                 label,
                 wanted.session,
-                write=source or member.flips,
+                write=source or (member.flips and index == 0),  # a landing arena is the workers' alone
                 workers_write=not source,
                 device=wanted.device,
             )
         if source:
             member.slots = [Slot(arena) for arena in arenas]
         else:
-            member.staging = arenas[0] if arenas else -1
+            member.staging, member.landing = (*arenas, -1, -1)[:2]
             self._permits.allot(member)
         self._enter(self._sessions[wanted.session], member)
         self._tell(wanted.session, wanted.request, member, Introduced(member, arenas, purpose.nbytes))
@@ -208,17 +210,16 @@ class Registrations:
 
     # --- a rank that returns ------------------------------------------------------------------------------
 
-    def _return(
-        self, session: Session, request: int, member: LocalMember, arena: int, nbytes: int, within_s: float
-    ) -> None:
+    def _return(self, session: Session, request: int, member: LocalMember, nbytes: int, within_s: float) -> None:
         """Give an engine its predecessor's staging arena; the coordinator is told once the engine has copied it.
 
         An engine that flips could write what it leaves: that is first compared with the digests of its version.
         """
-        self._arenas[arena].session = session.id
+        for arena in member.arenas():
+            self._arenas[arena].session = session.id
         self._enter(session, member)
         self._permits.allot(member)
-        about = Introduced(member, (arena,), nbytes)
+        about = Introduced(member, tuple(member.arenas()), nbytes)
         if not (member.flips and member.verifies):
             self._give_back(session.id, request, about)
             return

@@ -457,7 +457,8 @@ class Daemon:
         if tell:
             self._link.say(cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
-            self.arenas.retain(member.staging)
+            for arena in member.arenas():
+                self.arenas.retain(arena)
         else:
             self.arenas.free(set(member.arenas()))
 

@@ -182,7 +182,7 @@ class Proofs:
         self._asked.append(asked)
         check = _MemberCheck(member.id, self._next(), member.state.holds, [asked], phase="live")
         self._checks[member.id] = check
-        places = member.destinations()
+        places = member.held_places()
         self._add(_DigestWork(member.id, "live", check.version, self._blocks_of(member), places, True))
 
     def is_checking(self, member: LocalMember) -> bool:
