@@ -23,7 +23,7 @@ from typing import Any
 import refitd
 from benchmarks import machine
 from refitd.testing import Process, leaks
-from tests.support.crew import Crew
+from tests.support.crew import Crew, Member
 from tests.support.crew_member import MODEL
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,10 +31,13 @@ NODES = ("n0", "n1", "n2")
 REPLICAS = {
     "a": ("n0", "polls"),
     "b": ("n1", "asked"),
-    "c": ("n2", "arena"),
+    "c": ("n2", "copies"),
     "d": ("n1", "callback"),
     "e": ("n2", "leaves"),
+    "f": ("n2", "flips"),
+    "g": ("n1", "flips-asked"),
 }
+FLIPPING = [name for name, (_, way) in REPLICAS.items() if way.startswith("flips")]
 RANKS = 2  # of the trainer and of every replica
 DEADLINES = {"plan_s": 20.0, "stage_s": 8.0, "commit_s": 5.0, "pause_s": 5.0}
 SWAP_S = 25.0
@@ -42,6 +45,7 @@ SWAP_S = 25.0
 HANG_S = 60.0
 RECOVERY_S = 60.0
 MENDED_S = 30.0
+DIES_S = 10.0  # until an engine that is to die in an exchange has come to one
 PUBLISH_S = 30.0
 
 
@@ -107,6 +111,11 @@ class Chaos:
             found.append(("worker, kill -9", lambda: _signal(pid, signal.SIGKILL)))
             found.append(("worker, stopped for a while", lambda: self._pause(pid)))
         found.append(("engine, killed and back at once", lambda: self._kill(engine, back_in_s=0.0)))
+        flips = cluster.engines[rng.choice(FLIPPING)]
+        found.append(("engine, killed half way in an exchange", lambda: self._kill_at(flips, "half")))
+        found.append(
+            ("engine, killed after an exchange that nobody was told of", lambda: self._kill_at(flips, "exchanged"))
+        )
         found.append(("journal lost", self._lose_journal))
         found.append(("journal exchanged for an earlier one", self._exchange_journal))
         return found
@@ -136,6 +145,16 @@ class Chaos:
         self._stop.wait(self._random.uniform(0.0, 1.5) if back_in_s is None else back_in_s)
         process.start()
 
+    def _kill_at(self, engine: Member, point: str) -> None:
+        """Have an engine kill itself in its next exchange; kill it where none comes."""
+        engine.tell(dies_at=point)
+        until = time.monotonic() + DIES_S
+        while engine.is_running and time.monotonic() < until and not self._stop.wait(0.01):
+            pass
+        if engine.is_running:
+            self.faults["of these: there was no exchange"] += 1
+        self._kill(engine)
+
     def _pause(self, pid: int) -> None:
         # at times longer than others wait for a word from it
         seconds = self._random.choice((0.2, 1.0, 3.0, 12.0, 20.0))
@@ -154,8 +173,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.recoveries: list[float] = []
-        self._reads: dict[str, tuple[int, int, int]] = {}  # of each member's present process
-        self._totals = [0, 0, 0]
+        self._reads: dict[str, tuple[int, ...]] = {}  # of each member's present process
+        self._totals = [0, 0, 0, 0]
         self.serves: dict[str, int | None] = {}
         self._served: set[tuple[str, int]] = set()
         self._published = -1
@@ -177,10 +196,10 @@ class Soak:
                     self.problems.append(f"torn: {name} {event}")
                 case "reads":
                     self._look_for_old(name, event)
-                    now = (event["reads"], event["nothing"], event["torn"])
-                    before = self._reads.get(name, (0, 0, 0))
+                    now = (event["reads"], event["nothing"], event["torn"], event["exchanges"])
+                    before = self._reads.get(name, (0, 0, 0, 0))
                     if now[0] + now[1] < before[0] + before[1]:
-                        before = (0, 0, 0)  # another process of that name
+                        before = (0, 0, 0, 0)  # another process of that name
                     self._totals = [t + n - b for t, n, b in zip(self._totals, now, before, strict=True)]
                     self._reads[name] = now
                 case "published":
@@ -277,7 +296,7 @@ class Soak:
     @property
     def totals(self) -> dict[str, int]:
         """Reads by what was found."""
-        return dict(zip(("reads", "served nothing", "torn"), self._totals, strict=True))
+        return dict(zip(("reads", "served nothing", "torn", "exchanges"), self._totals, strict=True))
 
 
 def run(
@@ -400,8 +419,9 @@ def _markdown(found: dict[str, Any]) -> str:
         "# The long run: random faults during continuous swaps",
         "",
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
-        "three daemons, a trainer of two ranks and five replicas of two ranks (private tensors; arenas; asked to",
-        "pause; with a callback that tries old commits again; one that leaves right after a commit and comes back),",
+        "three daemons, a trainer of two ranks and seven replicas of two ranks (private tensors; arenas that workers",
+        "copy to; asked to pause; with a callback that tries old commits again; one that leaves right after a commit",
+        "and comes back; two that exchange their arenas, polling and asked to pause),",
         "all on one machine, bytes between nodes over gloo. Every element of version v is v: engines read",
         f"everything all the time. {found['minutes']:.1f} minutes, seed {found['seed']}. Written by",
         "`scripts/bench soak --minutes N`.",
@@ -412,6 +432,7 @@ def _markdown(found: dict[str, Any]) -> str:
         *(f"| {name} | {count} |" for name, count in sorted(found["faults"].items())),
         f"| faults in all | {sum(found['faults'].values())} |",
         f"| recoveries | {found['recoveries']} |",
+        f"| exchanges of two arenas, by ranks | {found['reads']['exchanges']} |",
         f"| whole reads of a replica | {found['reads']['reads']} |",
         f"| looks at a replica that served nothing | {found['reads']['served nothing']} |",
         f"| torn reads, and old commits that were applied | {found['reads']['torn']} |",

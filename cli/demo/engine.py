@@ -47,10 +47,11 @@ class Engine:
         self.member, self.layout, self.channel = member, member.layout, member.channel
         self.model = DemoModel(member.config, member.layout, member.comm).requires_grad_(False)
         initialise(self.model, member.seed)
-        if member.memory == "arena":
-            client.adopt(self.model)  # versions flip
-        self.held: Mapping[str, torch.Tensor] = tensors_of(self.model)
         options: dict[str, Any] = {}
+        if member.memory == "arena":
+            client.adopt(self.model)
+            options = {"mode": "flip"}
+        self.held: Mapping[str, torch.Tensor] = tensors_of(self.model)
         tensors: Any = self.model
         if member.memory == "mxfp8":
             quantized = Quantized(self.model)
@@ -97,6 +98,7 @@ class Engine:
             "flip",
             version=self.target.version,
             token=self.tokens,
+            way="flip" if self.target.flips else "copy",
             paused_s=self.target.last_pause_s,
             places_unchanged=fingerprint(self.model) == self.places,
             before=text,

@@ -23,7 +23,7 @@ from refitd_cli.demo.channel import Message
 from refitd_cli.demo.crew import Crew, DemoFailed
 from refitd_cli.demo.layout import ModelConfig
 from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
-from refitd_cli.demo.show import Flip, Progress, SwapRow, as_object, sample, tables
+from refitd_cli.demo.show import Flip, Progress, SwapRow, as_object, pauses, sample, tables
 from refitd_cli.output import duration, rate, size
 
 TRAINER = Party("trainer", tp=2, pp=1)
@@ -105,7 +105,7 @@ class Demo:
         for replica in self.replicas:
             row.flips[replica.name] = flip = self._flip(replica, version)
             self.progress.say(
-                f"{replica.name} paused {duration(flip.paused_s)} before token {flip.token}, "
+                f"{replica.name} paused {duration(flip.paused_s)} ({flip.way}) before token {flip.token}, "
                 f"all {replica.tp * replica.pp} ranks at once; until then: {sample(flip.before)}"
             )
         self.rows.append(row)
@@ -193,6 +193,7 @@ class Demo:
         if versions != {version} or len(tokens) != 1:
             raise DemoFailed(f"{replica.name} did not flip as one: versions {versions}, tokens {tokens}")
         return Flip(
+            way=flips[replica.leader]["way"],
             paused_s=max(message["paused_s"] for message in flips.values()),
             token=tokens.pop(),
             places_unchanged=all(message["places_unchanged"] for message in flips.values()),
@@ -253,6 +254,7 @@ def main(json_output: bool, *, mxfp8: bool = False) -> int:
                 demo.crew.stop()
     layouts = {party.name: str(party) for party in (TRAINER, *replicas)}
     tables(demo.rows, verdicts, layouts, demo.arriving, to_stderr=json_output)
+    progress.say(pauses(demo.rows))
     good = all(verdict.holds for verdict in verdicts) and all(row.places_unchanged for row in demo.rows)
     progress.say("every engine holds the trainer's weights" if good else "the engines differ from the trainer")
     if json_output:

@@ -26,6 +26,7 @@ PIPED_WIDTH = 160
 class Flip:
     """One engine's change to a new version."""
 
+    way: str  # "flip": it exchanges its arenas; "copy": it copies into its tensors
     paused_s: float  # its slowest rank
     token: int  # the token before which all its ranks flipped
     places_unchanged: bool
@@ -114,7 +115,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _swaps(rows: Sequence[SwapRow]) -> Table:
-    replicas = list(rows[0].flips) if rows else []
+    ways = {replica: flip.way for replica, flip in rows[0].flips.items()} if rows else {}
     table = _table(
         "Swaps",
         ">version",
@@ -126,7 +127,7 @@ def _swaps(rows: Sequence[SwapRow]) -> Table:
         ">staged in",
         ">GB/s",
         ">total",
-        *(f">{replica} paused" for replica in replicas),
+        *(f">{replica} paused ({way})" for replica, way in ways.items()),
         ">digests",
         "pointers",
     )
@@ -141,7 +142,7 @@ def _swaps(rows: Sequence[SwapRow]) -> Table:
             duration(row.stage_s),
             rate(row.bytes, row.stage_s).removesuffix(" GB/s"),
             duration(row.total_s),
-            *(duration(row.flips[replica].paused_s) for replica in replicas),
+            *(duration(row.flips[replica].paused_s) for replica in ways),
             f"{row.digests} equal",
             _mark(row.places_unchanged, "unchanged", "MOVED"),
         )
@@ -219,6 +220,13 @@ def _mark(good: bool, yes: str, no: str) -> Text:
     return Text(yes, style="green") if good else Text(no, style="bold red")
 
 
+def pauses(rows: Sequence[SwapRow]) -> str:
+    """Return one line with the median pause of each engine and how it takes versions over."""
+    medians = {name: median(row.flips[name].paused_s for row in rows) for name in rows[0].flips}
+    said = (f"{name} {duration(medians[name])} ({flip.way})" for name, flip in rows[0].flips.items())
+    return f"engines paused, median: {', '.join(said)}"
+
+
 def as_object(
     rows: Sequence[SwapRow],
     verdicts: Sequence[Verdict],
@@ -250,6 +258,7 @@ def as_object(
         "total_seconds": [row.total_s for row in rows],
         "publish_seconds": [row.publish_s for row in rows],
         "paused_seconds": {replica: [row.flips[replica].paused_s for row in rows] for replica in rows[0].flips},
+        "commit_ways": {replica: flip.way for replica, flip in rows[0].flips.items()},
         "digests_verified": sum(row.digests for row in rows),
         "losses": [row.loss for row in rows],
         "replicas": len(verdicts),

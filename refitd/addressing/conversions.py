@@ -28,11 +28,12 @@ ELEMENT_BYTES = 2  # of bfloat16, the dtype that is quantized
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One conversion in a staging arena. Offsets are in bytes; `data` is unused if only scales are swizzled."""
+    """One conversion. Offsets are in bytes; `data` is unused if only scales are swizzled."""
 
     kind: int
     shape: tuple[int, ...]  # in elements
-    arena: int
+    read: int  # the arena that it reads, at `source`
+    arena: int  # the arena that it writes; it may be the same
     source: int
     data: int
     scale: int
@@ -46,8 +47,11 @@ class ConversionList(WorkList):
     `size` is [rows, columns] of the piece. A row-major piece is one row, a swizzled one consists of whole tensor rows.
     """
 
+    ARENAS = ("read", "arena")
+
     kind: Int64
     rounding: Int64  # index into ROUNDINGS
+    read: Int64
     arena: Int64
     source: Int64  # bytes from the arena's start
     data: Int64
@@ -83,7 +87,7 @@ def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int]
     for one in made:
         total = prod(one.shape)
         piece = sizes[one.arena]
-        head = (one.kind, ROUNDINGS.index(one.rounding), one.arena)
+        head = (one.kind, ROUNDINGS.index(one.rounding), one.read, one.arena)
         if not total:
             continue
         if one.kind == QUANTIZE:
@@ -98,5 +102,5 @@ def pieces_of(made: Sequence[Made], piece: int = PIECE, on_gpus: Collection[int]
             source = one.source + row * (blocks if one.kind == SWIZZLE else columns * ELEMENT_BYTES)
             places = source, one.data + row * columns, one.scale + swizzled_bytes(row, blocks)
             found.append((*head, *places, min(high, rows - row), columns))
-    table = np.array(found, np.int64).reshape(len(found), 8)
-    return ConversionList(table[:, 6:], *table[:, :6].T)
+    table = np.array(found, np.int64).reshape(len(found), 9)
+    return ConversionList(table[:, 7:], *table[:, :7].T)

@@ -55,6 +55,14 @@ class Places:
         """Return the same places in another arena."""
         return replace(self, arena=np.full(len(self), arena, np.int64))
 
+    def in_arenas(self, *arenas: int) -> Places:
+        """Return the same places in other arenas: each number is an index into `arenas`."""
+        return replace(self, arena=np.array(arenas, np.int64)[self.arena])
+
+    def at_offsets(self, offsets: Sequence[int]) -> Places:
+        """Return the same places at other offsets of their arenas."""
+        return replace(self, offset=np.array(offsets, np.int64))
+
     def at(self, addresses: Sequence[int], pid: int) -> Places:
         """Return the same tensors at addresses in a process."""
         n = len(self)

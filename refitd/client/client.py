@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from refitd.describe.renames import Names
 
 # The client's log lines go to the application's handlers and contain names and reasons from other processes.
-logging.getLogger("refitd.client").addFilter(Escaped())
+_log = logging.getLogger("refitd.client")
+_log.addFilter(Escaped())
 
 REQUEST_S = 30.0
 M = TypeVar("M", bound="torch.nn.Module | Sequence[torch.nn.Module]")
@@ -344,6 +345,8 @@ class Client(Operations):
                 timeout_s=timeout,
             )
             registered = self._connection.request(message, local.TargetRegistered, timeout)
+            if registered.not_restored:
+                _log.warning("member=%s %s", registered.member, registered.not_restored)
             with self._given_back(registered.member):
                 permit = Permit(self._connection.permit_page(), registered.permit_slot, registered.permit_token)
                 staging, pair = None, None

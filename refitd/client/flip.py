@@ -40,8 +40,9 @@ def obstacle(
         return "its tensors do not lie in memory of client.allocate() or client.adopt()"
     if len(numbers) > 1:
         return f"its tensors lie in {len(numbers)} arenas; allocate all of them with one call"
-    if tensors.held or tensors.conversions:
-        return "some tensors are held otherwise than they arrive (MXFP8)"
+    made = {index for conversion in tensors.conversions for index in conversion.held}
+    if scattered := [tensors.held[index].name for index in sorted(made) if not tensors.tensors[index].is_contiguous()]:
+        return f"{scattered[0]} is made by a conversion (MXFP8) and is not contiguous"
     if device is not None and any(gpu_of(tensor) != device for tensor in tensors.tensors if tensor.numel()):
         return "its staging arena is wanted on another device"
     there = contents.get(numbers[0], {})

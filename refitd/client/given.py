@@ -69,15 +69,26 @@ def checked_tensors(tensors: Any) -> Tensors:
         )
         return tensors
     if isinstance(tensors, torch.nn.Module):
+        _refuse_frozen(tensors)
         return tensors
     if isinstance(tensors, Sequence) and not isinstance(tensors, str | bytes):
         for index, chunk in enumerate(tensors):
             if not isinstance(chunk, torch.nn.Module):
                 raise RefusedError(f"module_or_tensors[{index}] is {shown(chunk)}, expected a module")
+            _refuse_frozen(chunk)
         return tensors
     raise RefusedError(
         f"module_or_tensors is {shown(tensors)}, expected a module, a list of modules, or {{name: tensor}}"
     )
+
+
+def _refuse_frozen(module: torch.nn.Module) -> None:
+    """Refuse a scripted module without tensors: `torch.jit.freeze` has made constants of them."""
+    if isinstance(module, torch.jit.ScriptModule) and not [*module.parameters(), *module.buffers()]:
+        raise RefusedError(
+            f"module_or_tensors: this {type(module).__name__} has no parameters and no buffers; torch.jit.freeze makes "
+            "constants of weights, so that no version would reach them; register the module unfrozen"
+        )
 
 
 def _is_single(value: Any) -> bool:

@@ -68,6 +68,7 @@ class Member:
     newest: int = -1  # source: the highest version that this rank of its run has published, held or not
     version: int | None = None  # target: served
     staged: str | None = None  # target: a decided swap that it has not committed yet
+    staged_version: int | None = None  # target: that swap's version, while `staged` is set
     wants: frozenset[tuple[str, str]] = frozenset()  # target: parts that arrive in MXFP8: (tensor, rounding)
     suspended: bool = False  # target: its engine sleeps, and swaps leave its replica out
     spare: tuple[int, str] | None = None  # target: the version, and its run, that its other arena holds
@@ -512,6 +513,7 @@ class Model:
                 bytes=m.bytes,
                 state=_state(m, live),
                 version=m.version,
+                staged=m.staged_version if m.staged is not None else None,
                 held_bytes=m.added.held_bytes,
                 staging_bytes=m.added.staging_bytes,
                 run=m.run if m.version is not None else "",

@@ -350,6 +350,7 @@ class Coordinator:
             newest=newest,
             version=added.version,
             staged=added.staged,
+            staged_version=added.staged_version,
             poisoned=added.poisoned,
             suspended=added.suspended,
             spare=None if added.spare is None else (added.spare, added.spare_run),

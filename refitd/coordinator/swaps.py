@@ -442,7 +442,7 @@ class Swaps:
             case decision.CommitOn(node):
                 ranks = [m for m in running.fleet.targets.values() if m.node == node and m.id in s.members]
                 for member in ranks:
-                    member.staged = s.swap
+                    member.staged, member.staged_version = s.swap, s.version
                 self._tell_staged(ranks, s.swap, s.version, running.run)
             case decision.AbortOn(node, reason):
                 self._to_node(node, cluster.Abort(swap=s.swap, reason=reason))

@@ -17,7 +17,7 @@ from refitd.errors import RefusedError
 from refitd.mxfp8 import BLOCK, swizzled_bytes
 from refitd.protocol.local import RegisterSource, RegisterTarget
 from refitd.protocol.shards import WireTensor
-from refitd.protocol.target_forms import Conversion, HeldTensor, converted_bytes, held_bytes, staged
+from refitd.protocol.target_forms import Conversion, HeldTensor, converted_bytes, held_bytes, landed, staged
 
 
 def held_of(r: RegisterSource | RegisterTarget) -> Sequence[HeldTensor | WireTensor]:
@@ -142,20 +142,44 @@ def arriving_names(r: RegisterSource | RegisterTarget) -> list[str | None]:
     return [None if wire is None else r.shard.tensors[wire].name for wire in wires_of(r)]
 
 
-def made_in(r: RegisterTarget, arena: int) -> Sequence[Made]:
-    """Return the conversions to run in a target's staging arena once everything has arrived."""
+def arriving_places(r: RegisterTarget) -> tuple[Places, int]:
+    """Return where tensors arrive for a target that flips, and the bytes of its landing arena (0: it needs none).
+
+    Arena 0 stands for its staging arena, which is laid out like the live one, and 1 for the landing arena.
+    """
+    lands, nbytes = landed(r.shard, r.conversions)
+    live = {held.wire: place for held, place in zip(held_of(r), r.live, strict=True) if isinstance(held, HeldTensor)}
+    found = []
+    for wire, tensor in enumerate(r.shard.tensors):
+        if wire in lands:
+            strides = row_major_strides(tensor.shape, ELEMENT_SIZES[tensor.dtype])
+            found.append(LocalTensor(1, lands[wire], tensor.shape, strides))
+        else:
+            place = live[wire] if r.held else r.live[wire]
+            found.append(LocalTensor(0, place.offset, tensor.shape, place.strides))
+    return places_of(found, {t.name: row for row, t in enumerate(r.shard.tensors)}), nbytes
+
+
+def made_in(r: RegisterTarget, arena: int, landing: int) -> Sequence[Made]:
+    """Return the conversions to run for a target once everything has arrived.
+
+    They write the staging arena `arena`, and read it, too; for a target that flips they read the arena `landing`.
+    """
     if not r.conversions:
         return ()
     lies = staged(r.shard, r.held)
+    held = [place.offset for place in r.live] if r.flips else lies.held
+    lands = landed(r.shard, r.conversions)[0] if r.flips else dict(enumerate(lies.wire))
+    read = landing if r.flips else arena
     found = []
     for c in r.conversions:
-        source = r.shard.tensors[c.wire]
+        source, at = r.shard.tensors[c.wire], lands[c.wire]
         if c.kind == "swizzle":
             # the shape of the data that the scales belong to, not of the scales
             shape = (*source.shape[:-1], source.shape[-1] * BLOCK)
-            found.append(Made(SWIZZLE, shape, arena, lies.wire[c.wire], 0, lies.held[c.held[0]]))
+            found.append(Made(SWIZZLE, shape, read, arena, at, 0, held[c.held[0]]))
             continue
         kind = QUANTIZE_SWIZZLED if c.swizzled else QUANTIZE
-        data, scale = lies.held[c.held[0]], lies.held[c.held[1]]
-        found.append(Made(kind, source.shape, arena, lies.wire[c.wire], data, scale, c.rounding))
+        data, scale = held[c.held[0]], held[c.held[1]]
+        found.append(Made(kind, source.shape, read, arena, at, data, scale, c.rounding))
     return found

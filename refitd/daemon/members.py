@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
-from refitd.daemon.finishing import Figures, arriving_names, check_held, figures_of, form_of, held_of, held_places
+from refitd.daemon.finishing import (
+    Figures,
+    arriving_names,
+    arriving_places,
+    check_held,
+    figures_of,
+    form_of,
+    held_of,
+    held_places,
+)
 from refitd.daemon.target_state import Event, Step, TargetState, fresh, step_of
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition, RefusedError
@@ -92,7 +101,8 @@ class LocalMember:
     pid: int
     registration: RegisterSource | RegisterTarget
     digest: str  # of its shard
-    packed: Places  # where tensors arrive in an arena that refitd lays out; the arena number is still 0
+    # where tensors arrive in arenas that refitd lays out; the arena number is still 0, or 1 for the landing arena
+    packed: Places
     to_commit: Places  # the same for what is committed; differs from `packed` only if some tensors are converted
     live: Places  # of arena-backed live tensors, else empty
     figures: Figures
@@ -101,6 +111,8 @@ class LocalMember:
     leases: dict[int, LentVersion] = field(default_factory=dict)
     waiting: list[WaitingPublish] = field(default_factory=list)
     staging: int = -1
+    landing_bytes: int = 0
+    landing: int = -1  # target that flips: the arena in which tensors arrive that are converted, if there are any
     state: TargetState = field(default_factory=TargetState)  # a source's never changes
     history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # its last events
     is_told: bool = False  # whether the coordinator has the current `state` and `history`
@@ -172,9 +184,7 @@ class LocalMember:
 
     def destinations(self) -> Places:
         """Return where a target's tensors arrive."""
-        if self.in_place:
-            return self.live
-        return self.live.in_arena(self.staging) if self.flips else self.packed.in_arena(self.staging)
+        return self.live if self.in_place else self.packed.in_arenas(self.staging, self.landing)
 
     @property
     def replica(self) -> str:
@@ -201,7 +211,7 @@ class LocalMember:
 
     def arenas(self) -> list[int]:
         """Return the arenas that refitd allocated for this rank."""
-        return [slot.arena for slot in self.slots] + ([self.staging] if self.staging >= 0 else [])
+        return [slot.arena for slot in self.slots] + [n for n in (self.staging, self.landing) if n >= 0]
 
     def source_places(self, version: int) -> Places:
         """Return where the tensors of a version lie that this rank offers."""
@@ -286,6 +296,7 @@ def new_member(
             )
     lies = staged(r.shard, r.held if isinstance(r, RegisterTarget) else ())
     offsets, nbytes = lies.wire, lies.nbytes
+    landing_bytes, figures = 0, figures_of(r)
     if isinstance(r, RegisterTarget) and r.flips:
         nbytes = _twin_bytes(r, arenas)
     if nbytes > MAX_SHARD_BYTES:
@@ -299,6 +310,11 @@ def new_member(
         ),
         {t.name: row for row, t in enumerate(r.shard.tensors)},
     )
+    live = _live_places(r, session, arenas)
+    to_commit = held_places(r) if isinstance(r, RegisterTarget) and r.held else packed
+    if isinstance(r, RegisterTarget) and r.flips:
+        packed, landing_bytes = arriving_places(r)
+        figures = replace(figures, staging_bytes=nbytes + landing_bytes)
     member = LocalMember(
         id=member_id,
         session=session,
@@ -306,9 +322,10 @@ def new_member(
         registration=r,
         digest=digest_of(r.shard),
         packed=packed,
-        to_commit=held_places(r) if isinstance(r, RegisterTarget) and r.held else packed,
-        live=_live_places(r, session, arenas),
-        figures=figures_of(r),
+        to_commit=to_commit,
+        live=live,
+        landing_bytes=landing_bytes,
+        figures=figures,
         form=form_of(r),
         described=pack(r.shard),
     )
@@ -321,14 +338,18 @@ def _twin_bytes(r: RegisterTarget, arenas: Mapping[int, Arena]) -> int:
     """Return the size of the staging arena of a target whose commits exchange arenas: that of its live one.
 
     Raises:
-        RefusedError: its live tensors do not lie in one arena, or are held otherwise than they arrive.
+        RefusedError: its live tensors do not lie in one arena, or workers cannot convert into them.
     """
     numbers = {place.arena for place in r.live}
-    if len(numbers) != 1 or r.in_place or r.held or r.conversions or not numbers <= arenas.keys():
+    if len(numbers) != 1 or r.in_place or not numbers <= arenas.keys():
         raise RefusedError(
             f"model {r.model!r} replica {r.replica!r} rank {r.rank}: to flip, its tensors must be all of one arena "
-            f"(found {len(numbers)} arenas), held as they arrive"
+            f"(found {len(numbers)} arenas)"
         )
+    for index in sorted({index for conversion in r.conversions for index in conversion.held}):
+        held, place = r.held[index], r.live[index] if index < len(r.live) else None
+        if place is not None and place.strides != row_major_strides(held.shape, ELEMENT_SIZES[held.dtype]):
+            raise RefusedError(f"{held.name}: to flip, what is made by a conversion must be contiguous")
     return arenas[numbers.pop()].nbytes
 
 

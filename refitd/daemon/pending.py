@@ -73,6 +73,7 @@ class Introduced:
     member: LocalMember
     arenas: tuple[int, ...]
     nbytes: int
+    not_restored: str = ""  # why what its predecessor left is not given back
 
 
 @dataclass(frozen=True, slots=True)

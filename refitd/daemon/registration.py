@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -14,16 +15,18 @@ from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Re
 from refitd.daemon.permits import Permits
 from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
-from refitd.daemon.target_state import ContentRestored, Live, Suspended, Woken, WokenEmpty
+from refitd.daemon.target_state import ContentRefused, ContentRestored, Live, Suspended, Woken, WokenEmpty
 from refitd.daemon.verification import Proofs
 from refitd.errors import IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
 from refitd.protocol import cluster, local
-from refitd.protocol.base import Message
+from refitd.protocol.base import Message, clipped
+from refitd.states import ProofState
 
 # Share of the client's timeout within which arenas must be made: it hears which are late before it gives up.
 PART_OF_TIMEOUT = 0.9
 
+MAX_NAMED = 3  # differences that an error lists
 MAX_SLOTS = 16  # snapshots of one source rank
 
 
@@ -94,16 +97,19 @@ class Registrations:
         if isinstance(message, local.RegisterSource):
             if not message.live and not 1 <= message.slots <= MAX_SLOTS:
                 raise RefusedError(f"model {message.model!r}: slots must be 1..{MAX_SLOTS}, found {message.slots}")
-            count, who, what = 0 if message.live else message.slots, "source", "slot"
+            who, sizes = "source", {f"slot{i}": nbytes for i in range(0 if message.live else message.slots)}
         else:
-            count, who, what = 0 if message.in_place else 1, message.replica, "staging"
+            who, sizes = message.replica, {} if message.in_place else {"staging0": nbytes}
+            if member.landing_bytes:
+                sizes["landing0"] = member.landing_bytes
             self._permits.check_free()
         member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._link.next_number()}"
         retained = self._retained.fitting(member, session.uid)
         if retained is not None and (not member.flips or self._arenas[retained.member.staging].nbytes == nbytes):
-            self._return(session, request, member, self._retained.give(retained, member), nbytes)
+            self._retained.give(retained, member)
+            self._return(session, request, member, nbytes, PART_OF_TIMEOUT * message.timeout_s)
             return
-        labels = tuple((nbytes, f"{member.id}/{what}{i}") for i in range(count))
+        labels = tuple((size, f"{member.id}/{what}") for what, size in sizes.items())
         wanted = WantedArenas(
             session.id,
             request,
@@ -150,20 +156,20 @@ class Registrations:
             self._permits.check_free()
         if freed := member.live.arenas() - self._arenas.keys():
             raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
-        for arena, (size, label) in zip(arenas, wanted.wanted, strict=True):
+        for index, (arena, (size, label)) in enumerate(zip(arenas, wanted.wanted, strict=True)):
             self._arenas.take(
                 arena,
                 size,
                 label,
                 wanted.session,
-                write=source or member.flips,
+                write=source or (member.flips and index == 0),  # a landing arena is the workers' alone
                 workers_write=not source,
                 device=wanted.device,
             )
         if source:
             member.slots = [Slot(arena) for arena in arenas]
         else:
-            member.staging = arenas[0] if arenas else -1
+            member.staging, member.landing = (*arenas, -1, -1)[:2]
             self._permits.allot(member)
         self._enter(self._sessions[wanted.session], member)
         self._tell(wanted.session, wanted.request, member, Introduced(member, arenas, purpose.nbytes))
@@ -191,7 +197,7 @@ class Registrations:
             first = max(1, member.first)
             done = local.SourceRegistered(member.id, about.arenas, about.nbytes, next_version=first, run=member.run)
         else:
-            done = self._registered(member, about.nbytes, member.state.version)
+            done = self._registered(member, about.nbytes, member.state.version, about.not_restored)
         self._reply(session, request, done)
 
     def _replace_detached(self, member: LocalMember) -> None:
@@ -204,20 +210,55 @@ class Registrations:
 
     # --- a rank that returns ------------------------------------------------------------------------------
 
-    def _return(self, session: Session, request: int, member: LocalMember, arena: int, nbytes: int) -> None:
-        """Give an engine its predecessor's staging arena; the coordinator is told once the engine has copied it."""
-        self._arenas[arena].session = session.id
+    def _return(self, session: Session, request: int, member: LocalMember, nbytes: int, within_s: float) -> None:
+        """Give an engine its predecessor's staging arena; the coordinator is told once the engine has copied it.
+
+        An engine that flips could write what it leaves: that is first compared with the digests of its version.
+        """
+        for arena in member.arenas():
+            self._arenas[arena].session = session.id
         self._enter(session, member)
         self._permits.allot(member)
+        about = Introduced(member, tuple(member.arenas()), nbytes)
+        if not (member.flips and member.verifies):
+            self._give_back(session.id, request, about)
+            return
+
+        def compared(found: cluster.MemberChecked) -> None:
+            if self._members.get(member.id) is not member:
+                return  # its client has left meanwhile
+            if found.state is ProofState.PROVEN:
+                self._give_back(session.id, request, about)
+            else:
+                self._refuse_content(session.id, request, about, found)
+
+        self._proofs.check_retained(member, self._link.now, within_s, compared)
+
+    def _give_back(self, session: int, request: int, about: Introduced) -> None:
+        member = about.member
         self._out(Log("returned", {"member": member.id, "version": member.state.holds}))
-        self._reply(session.id, request, self._registered(member, nbytes, member.state.holds))
+        self._reply(session, request, self._registered(member, about.nbytes, member.state.holds))
+
+    def _refuse_content(self, session: int, request: int, about: Introduced, found: cluster.MemberChecked) -> None:
+        """Introduce a rank as a new one, in its predecessor's arena: what that holds is not its version any more."""
+        member = about.member
+        where = ", ".join(f"{each.parameter}{each.slice}" for each in found.differences[:MAX_NAMED])
+        what = f"version {member.state.holds}, which its predecessor left, is not restored: {found.reason}"
+        reason = clipped(f"{what} ({where})" if where else what)
+        self._out(Log("not-restored", {"member": member.id, "version": member.state.holds, "reason": reason}))
+        member.move(ContentRefused())
+        member.proof = None
+        self._tell(session, request, member, replace(about, not_restored=reason))
 
     def restored(self, session: Session, request: int, member: LocalMember) -> None:
         """Announce a returning engine to the coordinator: it has copied what its predecessor held.
 
         Raises:
             IllegalTransition: it had nothing to restore.
+            RefusedError: it has not been given anything yet.
         """
+        if is_restoring(member) and self._proofs.is_checking(member):
+            raise RefusedError(f"{member.id}: what it restores is still being compared")
         member.move(ContentRestored())
         self._tell(session.id, request, member, Returned(member, session.uid))
 
@@ -311,7 +352,9 @@ class Registrations:
         self._members[member.id] = member
         session.members.add(member.id)
 
-    def _registered(self, member: LocalMember, nbytes: int, version: int | None) -> local.TargetRegistered:
+    def _registered(
+        self, member: LocalMember, nbytes: int, version: int | None, not_restored: str = ""
+    ) -> local.TargetRegistered:
         assert member.permit is not None
         return local.TargetRegistered(
             member=member.id,
@@ -322,6 +365,7 @@ class Registrations:
             permit_token=member.permit.token,
             restores=is_restoring(member),
             content=member.content if is_restoring(member) else (),
+            not_restored=not_restored,
         )
 
     def _reply(self, session: int, request: int, message: Message) -> None:

@@ -52,32 +52,32 @@ class RetainedTargets:
         same = found.uid == uid and found.member.digest == member.digest and _form(found.member) == _form(member)
         return found if same and _is_laid_out_alike(found.member, member) else None
 
-    def give(self, retained: Retained, member: LocalMember) -> int:
-        """Give a retained target to a new member; return its arena. It is no longer retained."""
+    def give(self, retained: Retained, member: LocalMember) -> None:
+        """Give a retained target's arenas to a new member. It is no longer retained."""
         del self._kept[_key(member)]
         before = retained.member
         assert before.state.holds is not None
-        member.staging, member.verifies, member.proof = before.staging, before.verifies, before.proof
+        member.staging, member.landing = before.staging, before.landing
+        member.verifies, member.proof = before.verifies, before.proof
         offsets = before.content or _offsets(before)
         member.content = offsets if offsets != _offsets(member) else ()
         member.state = restoring(before.state.holds, before.state.run, flips=member.flips)
-        return before.staging
 
     def replaced_by(self, member: LocalMember) -> set[int]:
-        """Stop retaining a target whose rank has registered in another form; return its arena, if any."""
+        """Stop retaining a target whose rank has registered in another form; return its arenas, if any."""
         found = None if member.is_source else self._kept.pop(_key(member), None)
-        return set() if found is None else {found.member.staging}
+        return set() if found is None else set(found.member.arenas())
 
     def expire(self, now: float) -> Iterator[int]:
         """Stop retaining targets whose time is over; yield their arenas."""
         for key, retained in list(self._kept.items()):
             if now >= retained.until:
                 del self._kept[key]
-                yield retained.member.staging
+                yield from retained.member.arenas()
 
     def arenas(self) -> set[int]:
         """Return all retained arenas."""
-        return {retained.member.staging for retained in self._kept.values()}
+        return {arena for retained in self._kept.values() for arena in retained.member.arenas()}
 
     def clear(self) -> Iterator[int]:
         """Stop retaining everything; yield all arenas. Their memory is needed elsewhere."""

@@ -397,7 +397,8 @@ class Daemon:
                     self.arenas[slot.arena].session = None
                 self._link.say(cluster.DetachShard(member=member_id, reason=reason))
             else:
-                kept = not session.leaves and self._retained.keep(member, session.uid, self._now)
+                kept = not session.leaves and (not member.flips or self._proofs.can_judge(member))
+                kept = kept and self._retained.keep(member, session.uid, self._now)
                 if kept and member.flips and not is_restoring(member):  # its live arena goes with the session
                     self._exchange(member.live_arena, member.staging)
                     member.content = ()
@@ -460,7 +461,8 @@ class Daemon:
         if tell:
             self._link.say(cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
-            self.arenas.retain(member.staging)
+            for arena in member.arenas():
+                self.arenas.retain(arena)
         else:
             self.arenas.free(set(member.arenas()))
 

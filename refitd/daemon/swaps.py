@@ -222,7 +222,7 @@ class LocalSwaps:
                 one
                 for member in targets
                 if isinstance(member.registration, local.RegisterTarget)
-                for one in made_in(member.registration, member.staging)
+                for one in made_in(member.registration, member.staging, member.landing)
             ]
             homes = self._maps.homes({one.arena for one in made})
             return shares_of(pieces_of(made, on_gpus=homes), self._workers, homes)

@@ -79,6 +79,11 @@ class ContentRestored:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentRefused:
+    """The retained staging arena does not hold what its digests say: nothing is restored."""
+
+
+@dataclass(frozen=True, slots=True)
 class AskedToHalt:
     """The coordinator asks the rank to stand still for a swap."""
 
@@ -203,7 +208,7 @@ OfSwap: TypeAlias = (
     | Failed
     | Aborted
 )
-Event: TypeAlias = ContentRestored | OfSwap | Doubted | FellBehind | Suspended | Woken | WokenEmpty
+Event: TypeAlias = ContentRestored | ContentRefused | OfSwap | Doubted | FellBehind | Suspended | Woken | WokenEmpty
 
 
 # --- state ------------------------------------------------------------------------------------------------
@@ -260,6 +265,7 @@ _UNDECIDED = (Step.HALTING, Step.HALTED, Step.STAGING, Step.STAGED, Step.PAUSING
 
 STEPS: Mapping[tuple[type[Event], Step], Step] = {
     (ContentRestored, Step.RESTORING): Step.IDLE,
+    (ContentRefused, Step.RESTORING): Step.IDLE,
     (AskedToHalt, Step.IDLE): Step.HALTING,
     (AskedToHalt, Step.STAGED): Step.PAUSING,
     (StoodStill, Step.HALTING): Step.HALTED,
@@ -349,6 +355,8 @@ def _filled(before: TargetState, event: Event, moved: TargetState) -> TargetStat
             moved = replace(moved, version=before.next, holds=before.next, run=before.next_run)
         case Failed() if before.flips:
             moved = replace(moved, holds=None, spare=None, spare_run="")  # which arena holds what is not certain
+        case ContentRefused():
+            moved = replace(moved, holds=None)
         case WokenEmpty() if before.flips or before.in_place:
             moved = replace(moved, holds=None)
         case _:

@@ -12,7 +12,7 @@ from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.blocks import Blocks
 from refitd.daemon.digest_work import DigestQueue, DigestWork
 from refitd.daemon.members import LocalMember, Proof
-from refitd.daemon.target_state import Live
+from refitd.daemon.target_state import Live, Step
 from refitd.events import Log
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import clipped
@@ -29,12 +29,12 @@ MAX_ASKED = 64
 
 @dataclass(slots=True)
 class _RequestedCheck:
-    """A check that the coordinator requested, until it is answered."""
+    """A check that the coordinator requested, or a registration, until it is answered."""
 
-    check: str
     deadline: float
     timeout_s: float
     left: set[str]
+    tell: Callable[[cluster.MemberChecked], None]
 
 
 @dataclass(slots=True)
@@ -166,7 +166,11 @@ class Proofs:
 
     def check(self, message: cluster.CheckMembers, now: float) -> None:
         """Start checks of members; each is answered as soon as it is done, the rest at the deadline."""
-        asked = _RequestedCheck(message.check, now + message.timeout_s, message.timeout_s, set(message.members))
+
+        def tell(report: cluster.MemberChecked) -> None:
+            self._out(ToCoordinator(0, cluster.MembersChecked(check=message.check, members=(report,))))
+
+        asked = _RequestedCheck(now + message.timeout_s, message.timeout_s, set(message.members), tell)
         if len(self._asked) >= MAX_ASKED:
             self._expire(asked, f"node {self._node} has {MAX_ASKED} checks under way already")
             return
@@ -180,6 +184,32 @@ class Proofs:
                 check.later.append(asked)
             else:
                 self._begin(member, [asked])
+
+    def check_retained(
+        self, member: LocalMember, now: float, timeout_s: float, tell: Callable[[cluster.MemberChecked], None]
+    ) -> None:
+        """Compare the retained arena of a rank that returns with its digests; take these first if they are missing."""
+        assert member.state.holds is not None
+        asked = _RequestedCheck(now + timeout_s, timeout_s, {member.id}, tell)
+        self._asked.append(asked)
+        check = _MemberCheck(member.id, self._next(), member.state.holds, [asked], phase="live")
+        self._checks[member.id] = check
+        places = member.held_places()
+        if member.content:
+            places = places.at_offsets(member.content)
+        self._queue.add(DigestWork(member.id, "live", check.version, self._blocks_of(member), places, True))
+
+    def is_checking(self, member: LocalMember) -> bool:
+        """Whether a check of this member is under way."""
+        return member.id in self._checks
+
+    def can_judge(self, member: LocalMember) -> bool:
+        """Whether what a rank holds can be compared later: its digests are known, or were being taken."""
+        if not member.verifies or (member.proof is not None and member.proof.version == member.state.holds):
+            return True
+        if member.state.step is Step.RESTORING:
+            return self.is_checking(member)  # until that has ended its process cannot write it
+        return any(work.member == member.id and work.what == "stored" for work in self._queue.work)
 
     @property
     def next_deadline(self) -> float | None:
@@ -303,8 +333,12 @@ class Proofs:
 
     def _live_read(self, check: _MemberCheck, digests: bytes) -> None:
         member = self._members[check.member]
-        proof, state = member.proof, member.state
-        if proof is None or not proof.version == state.version == check.version or state.live is Live.WRITTEN:
+        state = member.state
+        restores = state.step is Step.RESTORING
+        if restores and member.proof is None:
+            member.proof = Proof(check.version, digests)  # nobody can have written it since its process ended
+        proof, holds = member.proof, state.holds if restores else state.version
+        if proof is None or not proof.version == holds == check.version or state.live is Live.WRITTEN:
             self._again(check)
             return
         if len(digests) != len(proof.digests):
@@ -386,7 +420,7 @@ class Proofs:
         asked.left.discard(report.member)
         if not asked.left:
             self._asked = [a for a in self._asked if a is not asked]
-        self._out(ToCoordinator(0, cluster.MembersChecked(check=asked.check, members=(report,))))
+        asked.tell(report)
 
     # --- clients ------------------------------------------------------------------------------------------
 

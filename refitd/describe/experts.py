@@ -180,7 +180,7 @@ def _grouped_mlp(
     module: nn.Module, modules: Mapping[str, nn.Module], path: str, expert_tp_size: int
 ) -> dict[str, Grouped] | None:
     """Return the layouts of weight1 and weight2 of a GroupedMLP; None if the module is not one."""
-    first, second = module._parameters.get("weight1"), module._parameters.get("weight2")
+    first, second = _pair(module)
     experts = getattr(module, "num_local_experts", None)
     if first is None or second is None or isinstance(experts, bool) or not isinstance(experts, int) or experts < 1:
         return None
@@ -242,7 +242,7 @@ def _gated(path: str, modules: Mapping[str, nn.Module], *, is_fused: bool) -> bo
     if isinstance(activation, str) and activation.lower() in _GATED_ACTIVATIONS:
         return True
     if is_fused:
-        first, second = (modules[path]._parameters.get(name) for name in ("weight1", "weight2"))
+        first, second = _pair(modules[path])
         sizes = None if first is None or second is None or first.dim() < 2 else (first.shape[-1], second.shape[-2])
     else:
         sizes = _sizes_of_pair(path, modules)
@@ -265,6 +265,12 @@ def _sizes_of_pair(path: str, modules: Mapping[str, nn.Module]) -> tuple[int, in
     if bool(getattr(first, "tensor_model_parallel", False)) != bool(getattr(second, "tensor_model_parallel", False)):
         return None
     return first.shape[0], second.shape[1]
+
+
+def _pair(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a module's own weight1 and weight2."""
+    own = dict(module._parameters.items())  # scripted modules have no `get`
+    return own.get("weight1"), own.get("weight2")
 
 
 def _matrix(module: nn.Module) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ def transparent_names(module: nn.Module) -> Callable[[str], str]:
     """
     wrapped: set[str] = set()
     for path, child in module.named_modules(remove_duplicate=False):
-        for name in child._modules:
+        for name, _ in child._modules.items():  # those of scripted modules cannot be iterated over
             if name in WRAPPED or (name == "module" and _wraps(child)):
                 wrapped.add(f"{path}.{name}" if path else name)
 
@@ -75,7 +75,13 @@ def without_module(names: Iterable[str]) -> dict[str, str]:
     return {name: name.removeprefix("module.") for name in listed}
 
 
+def holds_only_module(parent: nn.Module) -> bool:
+    """Return whether a module has one child, called `module`, and no tensors of its own."""
+    children = [name for name, _ in parent._modules.items()]
+    return children == ["module"] and not len(parent._parameters) and not len(parent._buffers)
+
+
 def _wraps(parent: nn.Module) -> bool:
     if any(kind.__name__ in _DATA_PARALLEL for kind in type(parent).__mro__):
         return True
-    return list(parent._modules) == ["module"] and not parent._parameters and not parent._buffers
+    return holds_only_module(parent)

@@ -16,6 +16,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, get_refit_tensor_dict, is_dtensor, module_tensors
 from refitd.describe.ties import Aliases, declare_aliases
 from refitd.describe.usable import tensor_problem
+from refitd.describe.wrappers import holds_only_module
 from refitd.dtypes import dtype_name
 from refitd.errors import PlanError, RefusedError
 from refitd.inprocess.wire import RankDescribed
@@ -305,7 +306,7 @@ def _unwrapped(model: nn.Module | Sequence[nn.Module] | None) -> nn.Module | Seq
     if not isinstance(model, nn.Module):
         chunks = [_unwrapped(chunk) for chunk in model]
         return [chunk for chunk in chunks if isinstance(chunk, nn.Module)]
-    while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
+    while holds_only_module(model):
         inner = model._modules["module"]
         if inner is None:
             break

@@ -361,7 +361,8 @@ class TargetRegistered(Message, frozen=True):
     """`staging` is the staging arena, laid out as in refitd.buffers.layout.
 
     With `restores` it already holds `version`, left by an earlier process: the client copies it and sends Restored.
-    `content` says at which offset each tensor was left, if not where it is registered.
+    `content` says at which offset each tensor was left, if not where it is registered; `not_restored`, why it is not
+    given back what an earlier process has left.
     `permit_slot` and `permit_token` locate this rank's permit in the page of permits (refitd.buffers.permits).
     """
 
@@ -373,6 +374,7 @@ class TargetRegistered(Message, frozen=True):
     permit_token: Count = 0
     restores: bool = False
     content: tuple[Count, ...] = ()
+    not_restored: Text = ""
 
 
 class SlotGranted(Message, frozen=True):

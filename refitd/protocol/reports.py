@@ -205,7 +205,7 @@ class TargetStatus(Value, frozen=True):
     bytes: Count
     state: ServingState
     version: Count | None = None
-    staged: Count | None = None
+    staged: Count | None = None  # a decided version that it has not taken over yet
     held_bytes: Count = 0  # of its live tensors; `bytes` counts what arrives
     staging_bytes: Count = 0
     run: Label = ""  # of the version

@@ -4,7 +4,8 @@
     holds                      w's data [256, 512], w's scale [256, 16]
     conversion                 quantize: from w, to (data, scale), rounded up
 
-The staging arena holds the arriving tensors, then the converted ones. An unconverted tensor is stored once.
+The staging arena holds the arriving tensors, then the converted ones. An unconverted tensor is stored once. The staging
+arena of a target that flips is laid out like its live one; what is converted arrives in another one, the landing arena.
 """
 
 from __future__ import annotations
@@ -79,6 +80,17 @@ def staged(shard: Shard, held: Sequence[HeldTensor]) -> Staged:
         return Staged(tuple(wire), tuple(wire), nbytes)
     lies = [rest[i] if tensor.wire is None else wire[tensor.wire] for i, tensor in enumerate(held)]
     return Staged(tuple(wire), tuple(lies), nbytes)
+
+
+def landed(shard: Shard, conversions: Sequence[Conversion]) -> tuple[dict[int, int], int]:
+    """Lay out the landing arena of a target that flips: {index in the shard: offset} of what is converted; its bytes.
+
+    Its staging arena is laid out like its live one, so that only what is held has a place there.
+    """
+    wires = [conversion.wire for conversion in conversions]
+    tensors = [shard.tensors[wire] for wire in wires]
+    offsets, nbytes = packed_offsets([prod(t.shape) * ELEMENT_SIZES[t.dtype] for t in tensors])
+    return dict(zip(wires, offsets, strict=True)), nbytes if wires else 0
 
 
 def converted_bytes(shard: Shard, conversions: Sequence[Conversion]) -> int:

@@ -127,15 +127,16 @@ class _ConversionRun:
 
 def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) -> _ConversionPiece:
     kind, rows, columns, at = check_piece(pieces, row)
-    number = int(pieces.arena[row])
-    arena = arenas.get(number)
-    if arena is None:
-        raise TransportError(f"conversion {row}: arena {number} is not mapped here")
-    if not arena.writable:
-        raise TransportError(f"conversion {row}: arena {number} is mapped for reading only")
+    here, there = int(pieces.read[row]), int(pieces.arena[row])
+    for number in (here, there):
+        if number not in arenas:
+            raise TransportError(f"conversion {row}: arena {number} is not mapped here")
+    if not arenas[there].writable:
+        raise TransportError(f"conversion {row}: arena {there} is mapped for reading only")
     blocks = columns // BLOCK
 
-    def view(offset: int, nbytes: int) -> Bytes:
+    def view(offset: int, nbytes: int, number: int = there) -> Bytes:
+        arena = arenas[number]
         if offset < 0 or offset + nbytes > arena.nbytes:
             raise TransportError(
                 f"conversion {row}: bytes {offset}..{offset + nbytes} leave arena {number} of {arena.nbytes} bytes"
@@ -145,9 +146,9 @@ def _piece(pieces: ConversionList, row: int, arenas: Mapping[int, MappedArena]) 
     source, scale = int(pieces.source[row]), int(pieces.scale[row])
     swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
     if kind == SWIZZLE:
-        read = view(source, rows * blocks).reshape(rows, blocks)
+        read = view(source, rows * blocks, here).reshape(rows, blocks)
         return _ConversionPiece(read.nbytes, Rounding.RCEIL, None, None, read, swizzled)
-    words = view(source, rows * columns * ELEMENT_BYTES).view(np.uint16).reshape(rows, columns)
+    words = view(source, rows * columns * ELEMENT_BYTES, here).view(np.uint16).reshape(rows, columns)
     data = view(int(pieces.data[row]), rows * columns).reshape(rows, columns)
     plain = view(scale, rows * blocks).reshape(rows, blocks) if kind == QUANTIZE else None
     return _ConversionPiece(words.nbytes, ROUNDINGS[at], words, data, plain, swizzled)

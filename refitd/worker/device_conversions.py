@@ -50,12 +50,12 @@ def _piece(
 ) -> Callable[[], None]:
     """Return a function that converts a piece."""
     kind, rows, columns, rounding = check_piece(pieces, row)
-    number, blocks = int(pieces.arena[row]), columns // BLOCK
-    arena = arenas[number]
-    if not arena.writable:
-        raise TransportError(f"conversion {row}: arena {number} is mapped for reading only")
+    here, there, blocks = int(pieces.read[row]), int(pieces.arena[row]), columns // BLOCK
+    if not arenas[there].writable:
+        raise TransportError(f"conversion {row}: arena {there} is mapped for reading only")
 
-    def view(offset: int, nbytes: int) -> torch.Tensor:
+    def view(offset: int, nbytes: int, number: int = there) -> torch.Tensor:
+        arena = arenas[number]
         if offset < 0 or offset % ELEMENT_BYTES or offset + nbytes > arena.nbytes:
             raise TransportError(
                 f"conversion {row}: bytes {offset}..{offset + nbytes} leave arena {number} of {arena.nbytes} bytes"
@@ -65,9 +65,9 @@ def _piece(
     source, scale = int(pieces.source[row]), int(pieces.scale[row])
     swizzled = None if kind == QUANTIZE else view(scale, swizzled_bytes(rows, blocks))
     if kind == SWIZZLE:
-        read = view(source, rows * blocks).view(rows, blocks)
+        read = view(source, rows * blocks, here).view(rows, blocks)
         return lambda: Held(read, None, swizzled, None).lay_out(read)
-    values = view(source, rows * columns * ELEMENT_BYTES).view(torch.bfloat16).view(rows, columns)
+    values = view(source, rows * columns * ELEMENT_BYTES, here).view(torch.bfloat16).view(rows, columns)
     check_device(f"conversion {row}", values.device)
     data = view(int(pieces.data[row]), rows * columns).view(rows, columns)
     held = Held(data, view(scale, rows * blocks).view(rows, blocks) if kind == QUANTIZE else None, swizzled, None)

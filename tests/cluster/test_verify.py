@@ -136,7 +136,7 @@ def test_mxfp8_data_and_scales_are_checked(daemon: Daemon, in_arena: bool) -> No
         if in_arena:
             room = engine.allocate({"d": (data.shape, torch.uint8), "s": (scale.shape, torch.uint8)})
             data, scale = room["d"], room["s"]
-        target = engine.register_target("m", {"w": MXFP8Buffer(data, scale)}, replica="q")
+        target = engine.register_target("m", {"w": MXFP8Buffer(data, scale)}, replica="q", mode="copy")
         source.publish(1)
         with Engine(target):
             trainer.swap("m", 1, timeout=30)

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import machine
 from tests.faults import clock
-from tests.faults.cases import FAULTS, Case, chosen, matrix
+from tests.faults.cases import FAULTS, FLIP_PHASES, Case, chosen, matrix
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
 from tests.faults.run import Result, Runner
 from tests.support import network
@@ -143,8 +143,9 @@ def table(found: dict[str, Any]) -> str:
         "# Faults at every phase of a swap",
         "",
         f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. A coordinator,",
-        "two daemons, a trainer, a replica that is asked beside it, one that polls and one that is written in place",
-        f"on the other node, all on one machine; network: {found['network']}. Deadlines: {deadlines}.",
+        "two daemons, a trainer, a replica that is asked beside it, and on the other node one that polls, one that is",
+        "written in place and one that exchanges its arenas (`flips`), all on one machine; network:",
+        f"{found['network']}. Deadlines: {deadlines}.",
         f"{found['minutes']} minutes. Written by `scripts/faults`.",
         "",
         f"{len(ran)} cases run, {len(failed)} failed, {len(cases) - len(ran)} skipped. A case fails if a",
@@ -163,6 +164,7 @@ def table(found: dict[str, Any]) -> str:
         *_rows(cases),
         "",
         *(f"- {name}: {what}." for name, what in FAULTS.items()),
+        *(f"- {name}: {what}." for name, what in FLIP_PHASES.items()),
     ]
     return "\n".join(lines)
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 PHASES = ("idle", "planned", "halting", "staging", "paused", "decided")
+FLIP_PHASES = {
+    "exchanging": "the engine `flips` has moved one of its two arenas",
+    "exchanged": "it has exchanged them, and told nobody",
+    "told": "it has said so, serves the version, and its daemon has not read that",
+}
 VICTIMS = ("trainer", "engine", "worker", "daemon", "source-daemon", "coordinator")
 
 FAULTS = {
@@ -55,6 +60,13 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
             for fault in ("kill", "stop"):
                 yield Case(phase, victim, fault, outcomes(phase, victim, fault))
     for phase in PHASES:
+        for fault in ("kill", "stop"):  # the engine that flips, while the swap is held by others
+            yield Case(phase, "flips", fault, outcomes(phase, "flips", fault))
+    for phase in FLIP_PHASES:
+        for victim in VICTIMS:
+            for fault in ("kill", "stop"):
+                yield Case(phase, victim, fault, outcomes(phase, victim, fault))
+    for phase in PHASES:
         for victim in ("worker", "daemon", "coordinator"):
             yield Case(phase, victim, "cut", outcomes(phase, victim, "cut"), no_network)
     for phase in PHASES:
@@ -75,14 +87,14 @@ def matrix(no_network: str, no_clock: str) -> Iterator[Case]:
 
 def outcomes(phase: str, victim: str, fault: str) -> frozenset[str]:
     """Return what may come of the swap: nothing that was decided aborts; what needs its victim is not decided."""
-    if phase == "decided":
+    if phase == "decided" or phase in FLIP_PHASES:
         return LIVE
     match phase, victim, fault:
         case "idle", _, _:
             return COMMITTED  # nothing runs meanwhile, and the next one begins when all is well again
         case _, "trainer", "stop":
             return COMMITTED  # its version lies in a slot of the daemon's: nobody needs it
-        case _, "engine", "kill":
+        case _, ("engine" | "flips"), "kill":
             return ABORTED
         case "planned", "worker", "kill":
             return ABORTED | COMMITTED  # its successor may be there before the plan asks anything of it

@@ -1,4 +1,4 @@
-"""The processes that are broken: a coordinator, two daemons, a trainer, three replicas; what they hold and journal."""
+"""The processes that are broken: a coordinator, two daemons, a trainer, four replicas; what they hold and journal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from tests.support.network import TwoHosts
 PORT = 7455
 PLAN_S, STAGE_S, PAUSE_S, COMMIT_S = 8.0, 3.0, 3.0, 3.0
 NODES = ("n0", "n1")
-REPLICAS = {"near": ("n0", "asked"), "far": ("n1", "polls"), "still": ("n1", "in-place")}
+REPLICAS = {
+    "near": ("n0", "asked"),
+    "far": ("n1", "polls"),
+    "still": ("n1", "in-place"),
+    "flips": ("n1", "flips"),
+}
 
 
 class Cluster(Crew):
     """Coordinator, n0 and n1. Beside n0 are the trainer and the replica `near`, which is asked to stand still.
 
-    Beside n1 are the replicas `far`, which polls, and `still`, which is written in place.
+    Beside n1 are the replicas `far`, which polls, `still`, which is written in place, and `flips`, which polls and
+    exchanges arenas.
     """
 
     def __init__(self, hosts: TwoHosts | None = None) -> None:

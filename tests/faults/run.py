@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import refitd
-from refitd.testing import Process, RunningSwap, leaks
-from tests.faults.cases import ANY, LIVE, Case
+from refitd.testing import RunningSwap, leaks
+from tests.faults.cases import ANY, FLIP_PHASES, LIVE, Case
 from tests.faults.cluster import COMMIT_S, PAUSE_S, PLAN_S, STAGE_S, Cluster
+from tests.faults.fault import DAY_S, ENGINES, Fault, victim_engine
 from tests.support.crew_member import MODEL
 
 SWAP_S = 20.0
@@ -23,21 +20,20 @@ HANG_S = 45.0
 RECOVERY_S = 45.0
 SILENCE_S = 20.0  # of a process that nothing has happened to
 LEFT_S = 15.0  # until what a fault has left over is gone
-DAY_S = 86400
 LASTS = {
     "idle": 4.0,
     "planned": PLAN_S + 1,
     "halting": PAUSE_S + 1,
     "staging": STAGE_S + 1,
     "paused": PAUSE_S + 1,
-    "decided": COMMIT_S + 1,
+    **dict.fromkeys(("decided", *FLIP_PHASES), COMMIT_S + 1),
 }
 # the faults that last until whoever asked for the swap has been told
 UNTIL_TOLD = ("slow", "crawl", "stutter", "remove", "replace", "close")
 # the faults that take from the coordinator what it has written
 LOSES_JOURNAL = ("remove", "replace", "lose", "exchange")
-# the engine that a phase waits for; where there is none, far is the one that is broken
-ENGINES = {"halting": "still", "paused": "near", "decided": "far"}
+# where that engine stands inside its exchange
+POINTS = {"exchanging": "half", "exchanged": "exchanged"}
 
 
 class Problem(Exception):
@@ -75,6 +71,7 @@ class Runner:
         self._refused = ""
         self._obeyed: list[str] = []
         self._asked: set[tuple[str, int]] = set()
+        self._holds: list[tuple[str, str]] = []  # engines that stand inside an exchange, and where
         self._baseline: dict[str, int] = {}
         self._quiet(RECOVERY_S, live=None)
         for _ in range(2):
@@ -107,6 +104,8 @@ class Runner:
                     self._refused = event["reason"]
                 case "obeys":
                     self._obeyed.append(name)
+                case "holds":
+                    self._holds.append((name, event["point"]))
                 case "asked":
                     self._asked.add((name, event["version"]))
 
@@ -214,7 +213,7 @@ class Runner:
         self._silent.clear()
         before = self.cluster.journalled()
         try:
-            fault = _Fault(self.cluster, case)
+            fault = Fault(self.cluster, case)
             swap = None if case.phase == "idle" else self._hold(case, fault)
             over = self._break(case, fault, swap)
             if swap is not None:
@@ -236,7 +235,7 @@ class Runner:
             result.seconds = time.monotonic() - started
         return result
 
-    def _hold(self, case: Case, fault: _Fault) -> RunningSwap:
+    def _hold(self, case: Case, fault: Fault) -> RunningSwap:
         """Begin a swap that comes to this phase and no further."""
         if case.phase == "planned":
             live = self.cluster.live()
@@ -252,13 +251,16 @@ class Runner:
                 fault.hold((self.cluster.pid("n1"),))
             case "staging" if case.fault not in ("slow", "crawl", "stutter"):
                 fault.hold(tuple(self.cluster.daemons["n1"].workers()))
-            case "halting" | "paused" | "decided":
+            case "exchanging" | "exchanged":
+                self._holds.clear()
+                self._tell("flips", holds_at=POINTS[case.phase])
+            case "halting" | "paused" | "decided" | "told":
                 self._tell(ENGINES[case.phase], hold=True)
         if case.fault in ("slow", "crawl", "stutter"):
             fault.begin()
         swap = self.cluster.swap(version, SWAP_S)
-        phases = {"planned": "plan", "halting": "pause", "staging": "stage", "paused": "pause", "decided": "commit"}
-        swap.wait_phase(phases[case.phase], 10)
+        phases = {"planned": "plan", "halting": "pause", "staging": "stage", "paused": "pause"}
+        swap.wait_phase(phases.get(case.phase, "commit"), 10)
         if case.phase in ("halting", "paused"):
             engine = ENGINES[case.phase]
             self._wait(lambda: (engine, version) in self._asked, f"{engine} is asked", 10)
@@ -267,9 +269,16 @@ class Runner:
             self._wait(lambda: (version, "decided") in [row[:2] for row in self.cluster.journalled()], "a decision", 10)
             if case.fault in LOSES_JOURNAL:  # what nobody else has been told yet would be lost with it
                 self._wait(lambda: self.serves.get("near") == version, "a replica has been told", 10)
+        if case.phase in POINTS:
+            self._wait(lambda: ("flips", POINTS[case.phase]) in self._holds, "flips stands in its exchange", 10)
+        if case.phase == "told":
+            self._wait(lambda: ("flips", version) in self._asked, "flips is told to commit", 10)
+            fault.hold((self.cluster.pid("n1"),))
+            self.cluster.engines["flips"].tell(hold=False)
+            self._wait(lambda: self.serves.get("flips") == version, "flips takes the version over", 10)
         return swap
 
-    def _break(self, case: Case, fault: _Fault, swap: RunningSwap | None) -> float:
+    def _break(self, case: Case, fault: Fault, swap: RunningSwap | None) -> float:
         """Have it happen, let go of the swap, mend; return when that was."""
         if case.fault not in ("slow", "crawl", "stutter"):
             fault.begin()
@@ -301,7 +310,7 @@ class Runner:
         self._let_go(case, fault)
         return over
 
-    def _let_go(self, case: Case, fault: _Fault) -> None:
+    def _let_go(self, case: Case, fault: Fault) -> None:
         fault.release()
         if case.phase in ENGINES:
             self.cluster.engines[ENGINES[case.phase]].tell(hold=False)
@@ -343,8 +352,13 @@ class Runner:
         if cluster.live() != self._version:
             result.problems.append(f"the journal says {cluster.live()} is live, after a swap to {self._version}")
         # nobody was disturbed who had nothing to do with it
-        victim = ENGINES.get(case.phase, "far") if case.victim == "engine" else ""
-        if case.victim in ("trainer", "engine", "worker") or case.fault in ("clock", "full", "slow", "stutter"):
+        victim = victim_engine(case)
+        if case.victim in ("trainer", "engine", "flips", "worker") or case.fault in (
+            "clock",
+            "full",
+            "slow",
+            "stutter",
+        ):
             # what is being written in place when a swap aborts holds parts of two versions
             poisoned = any(state == "aborted" for version, state, at in rows if (version, state, at) not in before)
             for name in sorted(self._nothing - {victim, "still" if poisoned else ""}):
@@ -370,130 +384,3 @@ class Runner:
         for process in cluster.processes:
             if not process.is_running:
                 result.problems.append(f"{process.name} has ended")
-
-
-class _Fault:
-    """What is done to a victim, what holds the swap meanwhile, and how both end."""
-
-    def __init__(self, cluster: Cluster, case: Case) -> None:
-        self._cluster, self._case = cluster, case
-        self._held: set[int] = set()
-        self._stopped: set[int] = set()
-        self._undo: Callable[[], None] = lambda: None
-        self.has_lost_versions = (case.victim, case.fault) in (("trainer", "kill"), ("source-daemon", "kill"))
-
-    def hold(self, pids: tuple[int, ...]) -> None:
-        """Stop these until `release`."""
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-            self._held.add(pid)
-
-    def release(self) -> None:
-        """Let what was held go on, except for what the fault itself has stopped."""
-        for pid in self._held - self._stopped:
-            _signal(pid, signal.SIGCONT)
-        self._held &= self._stopped
-
-    def begin(self) -> None:
-        """Have it happen."""
-        cluster, case, hosts = self._cluster, self._case, self._cluster.hosts
-        match case.fault, case.victim:
-            case "kill", "worker":
-                _signal(cluster.daemons["n1"].workers()[0], signal.SIGKILL)
-            case (("kill" | "lose" | "exchange"), _):
-                process = self._process()
-                process.kill()
-                if case.fault != "kill":
-                    cluster.take_journal(put_copy=case.fault == "exchange")
-                self._undo = lambda: _ignore(process.start())
-            case (("remove" | "replace"), _):
-                cluster.take_journal(put_copy=case.fault == "replace")
-                self._undo = lambda: _ignore((cluster.coordinator.kill(), cluster.coordinator.start()))
-            case "close", _:
-                self._process().tell(leave=True)
-            case (("stop" | "stutter"), _):
-                pids = (
-                    cluster.daemons["n1"].workers() if case.victim == "worker" else [cluster.pid(self._process().name)]
-                )
-                self._stopped |= set(pids)
-                self._undo = lambda: self._continue(pids)
-                if case.fault == "stop":
-                    for pid in pids:
-                        os.kill(pid, signal.SIGSTOP)
-                else:
-                    self._undo = _stuttering(pids)
-            case "cut", _:
-                assert hosts is not None
-                if case.victim == "daemon":
-                    hosts.cable(up=False)
-                    self._undo = lambda: hosts.cable(up=True)
-                else:
-                    lost = hosts.addresses[0] if case.victim == "worker" else hosts.coordinator
-                    hosts.lose_way(lost, lost=True)
-                    self._undo = lambda: hosts.lose_way(lost, lost=False)
-            case (("slow" | "crawl"), _):
-                assert hosts is not None
-                hosts.limit(48 if case.fault == "slow" else 2)
-                self._undo = lambda: hosts.limit(10_000)
-            case "full", _:
-                pid = cluster.pid("coordinator")
-                was = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-                self._undo = lambda: _ignore(resource.prlimit(pid, resource.RLIMIT_FSIZE, was))
-            case "clock", _:
-                clock = cluster.clocks[self._process().name]
-                clock.move(DAY_S)
-                self._undo = lambda: clock.move(-DAY_S)
-
-    def end(self) -> None:
-        """Mend what does not mend itself."""
-        self._undo()
-        self._undo = lambda: None
-
-    def _continue(self, pids: list[int]) -> None:
-        for pid in pids:
-            _signal(pid, signal.SIGCONT)
-        self._stopped.clear()
-
-    def _process(self) -> Process:
-        cluster = self._cluster
-        match self._case.victim:
-            case "trainer":
-                return cluster.trainer
-            case "engine":
-                return cluster.engines[ENGINES.get(self._case.phase, "far")]
-            case "daemon":
-                return cluster.daemons["n1"]
-            case "source-daemon":
-                return cluster.daemons["n0"]
-        return cluster.coordinator
-
-
-def _stuttering(pids: list[int]) -> Callable[[], None]:
-    over = threading.Event()
-
-    def stutter() -> None:
-        while not over.is_set():
-            for number in (signal.SIGSTOP, signal.SIGCONT):
-                for pid in pids:
-                    _signal(pid, number)
-                over.wait(0.05)
-
-    thread = threading.Thread(target=stutter, daemon=True)
-    thread.start()
-
-    def end() -> None:
-        over.set()
-        thread.join(5)
-        for pid in pids:
-            _signal(pid, signal.SIGCONT)
-
-    return end
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _ignore(_: object) -> None:
-    return None

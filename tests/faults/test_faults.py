@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults import clock
-from tests.faults.cases import FAULTS, PHASES, VICTIMS, Case, chosen, matrix
+from tests.faults.cases import FAULTS, FLIP_PHASES, PHASES, VICTIMS, Case, chosen, matrix
 from tests.faults.cluster import Cluster
 from tests.faults.run import Runner
 from tests.support import network
@@ -33,6 +33,12 @@ CHOSEN = (
     "paused/coordinator/lose",
     "decided/coordinator/exchange",
     "decided/engine/close",
+    "staging/flips/kill",
+    "exchanging/engine/kill",
+    "exchanged/engine/kill",
+    "exchanged/daemon/kill",
+    "told/engine/kill",
+    "told/coordinator/stop",
 )
 NO_NETWORK, NO_CLOCK = network.why_not(), clock.why_not()
 # a slow machine takes ten seconds for each; the others are for scripts/faults and `scripts/test -m slow`
@@ -103,8 +109,9 @@ def test_a_fault_leaves_one_version_everywhere_and_nothing_behind(runners: Runne
 def test_every_phase_victim_and_fault_has_its_rows_and_the_chosen_ones_are_among_them() -> None:
     everything = list(matrix("", ""))
     assert len(CASES) == len(CHOSEN)
-    for names, part in ((PHASES, "phase"), (VICTIMS, "victim"), (tuple(FAULTS), "fault")):
+    phases, victims = (*PHASES, *FLIP_PHASES), (*VICTIMS, "flips")
+    for names, part in ((phases, "phase"), (victims, "victim"), (tuple(FAULTS), "fault")):
         assert {getattr(case, part) for case in everything} == set(names)
-    for phase in PHASES:
+    for phase in phases:
         for victim in VICTIMS:
             assert {case.fault for case in chosen(iter(everything), f"{phase}/{victim}")} >= {"kill", "stop"}

@@ -3,10 +3,10 @@
     python -m tests.support.crew_member trainer --directory DIRECTORY [--ranks N]
     python -m tests.support.crew_member engine --directory DIRECTORY [--ranks N] --replica NAME --way WAY
 
-A replica polls, with tensors of its own (polls) or of an arena (arena), and may leave right after a commit and come
-back (leaves); or is asked to stand still, and takes a version over (asked) or is written to (in-place) meanwhile; or
-has a callback, keeps its commits, and tries old ones again (callback). All of its ranks are in this process, and commit
-together.
+A replica polls, with tensors of its own (polls) or of an arena, which workers copy to (copies) or which is exchanged
+(flips), and may leave right after a commit and come back (leaves); or is asked to stand still, and copies (asked),
+exchanges (flips-asked) or is written to (in-place) meanwhile; or has a callback, keeps its commits, and tries old ones
+again (callback). All of its ranks are in this process, and commit together.
 Every element of version 7 is 7, so that any read shows what is torn. Events are lines of JSON on stdout.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -25,9 +26,12 @@ import torch
 
 import refitd
 from refitd import ParameterMetadata
+from refitd.buffers import mapping
+from refitd.client.flip import ArenaPair
 
 MODEL = "crew"
-WAYS = ("polls", "arena", "leaves", "asked", "in-place", "callback")
+WAYS = ("polls", "copies", "flips", "leaves", "asked", "flips-asked", "in-place", "callback")
+MODES = {"copies": "copy", "flips": "flip", "flips-asked": "flip", "in-place": "in-place"}  # of tensors in arenas
 TENSORS, ROWS, COLUMNS = 6, 256, 512  # of 64-bit integers: 6 MiB in all
 PATIENCE_S = 5.0  # with a daemon that does not answer
 BEAT_S = 0.1
@@ -150,6 +154,46 @@ class Trainer:
                     time.sleep(RETRY_S)
 
 
+class Exchanges:
+    """Counts this process's exchanges of arenas; if told, stands still or ends inside one.
+
+    A point is "half", where both mappings are half way, or "exchanged", before anybody is told that they have changed
+    places.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.holds_at = self.dies_at = ""
+        self.may_go = threading.Event()
+        self._moves = 0
+        remapped, flip = mapping._remapped, ArenaPair.flip
+
+        def counted(*arguments: int) -> None:
+            remapped(*arguments)
+            self._moves += 1
+            if self._moves == 1:
+                self._reach("half")
+
+        def flipped(pair: ArenaPair) -> bool:
+            self._moves = 0
+            exchanged = flip(pair)
+            self.count += exchanged
+            self._reach("exchanged")
+            return exchanged
+
+        mapping._remapped = counted
+        ArenaPair.flip = flipped  # type: ignore[method-assign]
+
+    def _reach(self, point: str) -> None:
+        if self.dies_at == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.holds_at == point:
+            self.holds_at = ""
+            self.may_go.clear()
+            emit("holds", point=point)
+            self.may_go.wait()
+
+
 class Engine:
     """One replica. `may_commit`, `anew` and `leaves` (right after the next commit) are its driver's hand on it."""
 
@@ -165,12 +209,14 @@ class Engine:
         self.may_commit = threading.Event()
         self.may_commit.set()
         self.anew = self.leaves = self.ends = False
+        self._exchanges = Exchanges()
+        self._told_pending: int | None = None
         self._kept: list[Any] = []  # commits that are over
         self._commits = 0
 
     @property
     def _polls(self) -> bool:
-        return self._way in ("polls", "arena", "leaves")
+        return self._way in ("polls", "copies", "flips", "leaves")
 
     def _register(self) -> None:
         client = refitd.connect(self._directory, name=self._replica, timeout=PATIENCE_S)
@@ -185,10 +231,11 @@ class Engine:
 
     def _register_rank(self, client: refitd.Client, rank: int, still: set[int]) -> Any:
         tensors, metadata = shard(rank, self._ranks, dim=0)
-        if self._way in ("arena", "in-place"):
+        options: dict[str, Any] = {}
+        if mode := MODES.get(self._way):
             wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
             tensors = client.allocate(wanted, timeout=PATIENCE_S)
-        options: dict[str, Any] = {"mode": "in-place"} if self._way == "in-place" else {}
+            options["mode"] = mode
         if self._way == "callback":
             options["on_commit"] = self._take
         elif not self._polls:
@@ -245,7 +292,9 @@ class Engine:
             self.lose()
         if self._client is None:
             self._register()
-        if self._polls and self.may_commit.is_set():
+        if self._polls and not self.may_commit.is_set():
+            self._tell_pending()
+        elif self._polls:
             pending = [-1 if target.pending is None else target.pending for target in self._targets]
             agreed = min(pending) if min(pending) == max(pending) else -1
             taken = [target.poll(lambda _: agreed) for target in self._targets]
@@ -265,6 +314,13 @@ class Engine:
         with self._reading:
             if not self._still:
                 self._read()
+
+    def _tell_pending(self) -> None:
+        pending = {target.pending for target in self._targets}
+        version = pending.pop() if len(pending) == 1 else None
+        if version is not None and version != self._told_pending:
+            self._told_pending = version
+            emit("asked", version=version)
 
     def _read(self) -> None:
         versions = {target.version for target in self._targets}
@@ -302,7 +358,13 @@ class Engine:
                 case {"hold": True}:
                     self.may_commit.clear()
                 case {"hold": False}:
+                    self._exchanges.holds_at = ""
                     self.may_commit.set()
+                    self._exchanges.may_go.set()
+                case {"holds_at": point}:
+                    self._exchanges.holds_at = point
+                case {"dies_at": point}:
+                    self._exchanges.dies_at = point
                 case {"anew": True}:
                     self.anew = True
                 case {"leave": True}:
@@ -335,7 +397,8 @@ class Engine:
         versions = {target.version for target in self._targets} if self._client is not None else {None}
         # an old version is what any rank serves
         oldest = min((version for version in versions if version is not None), default=None)
-        emit("reads", reads=self.reads, nothing=self.nothing, torn=self.torn, looked=looked, oldest=oldest)
+        counts = {"reads": self.reads, "nothing": self.nothing, "torn": self.torn, "exchanges": self._exchanges.count}
+        emit("reads", **counts, looked=looked, oldest=oldest)
 
 
 def main() -> None:

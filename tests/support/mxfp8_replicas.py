@@ -76,6 +76,7 @@ class Replica:
         *,
         swizzled: bool = False,
         in_arena: bool = False,
+        flips: bool = False,
         rounding: Rounding | None = None,
         cast_from: str | None = None,
         **options: object,
@@ -87,7 +88,15 @@ class Replica:
             client = clients[rank % len(clients)]
             logical = cut(model(0), rank, world)
             held: dict[str, object] = {}
+            if flips:  # all of one arena
+                wanted = {name: (tuple(t.shape), t.dtype) for name, t in expected(logical, 0, 1, swizzled).items()}
+                live = client.allocate(wanted)
             for key, tensor in logical.items():
+                if flips:
+                    whole = key not in CONVERTED
+                    parts = () if whole else (live[f"{key}.data"], live[f"{key}.scale"])
+                    held[key] = live[key] if whole else MXFP8Buffer(*parts, rounding=rounding)
+                    continue
                 if key not in CONVERTED:
                     held[key] = torch.zeros_like(tensor)
                     if in_arena:

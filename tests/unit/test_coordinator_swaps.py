@@ -74,6 +74,14 @@ def test_a_decision_that_cannot_be_journalled_is_not_taken() -> None:
     assert "disk full" in reports(ended)[0].reason
 
 
+def of_target(h: Harness) -> tuple[int | None, int | None]:
+    """The versions that `status` says the first target serves and has staged."""
+    (status,) = h.say("n0", local.GetStatus(), request=9)
+    assert isinstance(status, StatusReport)
+    found = status.models[0].targets[0]
+    return found.version, found.staged
+
+
 def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h = Harness().ready()
     swap = h.until_staging()
@@ -82,10 +90,12 @@ def test_a_late_commit_blocks_the_next_swap_until_it_is_made() -> None:
     h.state.nodes["n0"].last_heard = h.now
     (report,) = reports(h.tick())
     assert report.outcome == "incomplete" and "did not take over" in report.reason
+    assert of_target(h) == (None, 1)
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     (failure,) = h.say("n0", local.StartSwap("m"), request=1)
     assert "has not yet taken over the version" in failure.message
     h.say("n0", cluster.MemberCommitted(swap=swap, member="a", paused_s=0.0))
+    assert of_target(h) == (1, None)
     assert kinds(h.say("n0", local.StartSwap("m"))) == ["Stage"]
 
 

@@ -313,6 +313,20 @@ def test_what_a_model_says_of_its_groups_and_experts_is_found_inside_wrappers() 
     assert all(m.tensor_parallel_group_ranks in (None, [3]) for m in describe_module(outer, 3))
 
 
+def test_a_scripted_module_is_described_as_the_module_that_it_was() -> None:
+    plain = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    for module, scripted in (
+        (plain, torch.jit.script(plain)),
+        (plain, torch.jit.trace(plain.eval(), torch.zeros(1, 4))),
+        (nn.Sequential(plain), torch.jit.script(nn.Sequential(plain))),
+    ):
+        again = describe_module(scripted, 0)
+        assert [replace(m, owner_rank=0) for m in again] == describe_module(module, 0)
+        assert get_refit_tensor_dict(scripted)["0.weight" if module is plain else "0.0.weight"] is next(
+            scripted.parameters()
+        )
+
+
 def test_names_that_clash_without_wrappers_are_refused_with_both() -> None:
     module = nn.Module()
     module._orig_mod = nn.Linear(2, 2, bias=False)  # type: ignore[assignment]

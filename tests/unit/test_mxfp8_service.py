@@ -148,7 +148,7 @@ def test_pieces_make_what_the_whole_would_be(shape: tuple[int, ...], kind: int, 
     arena = _arena(len(expected))
     arena.bytes[:] = 0xAA
     arena.bytes[at["source"] : at["source"] + words.nbytes] = words.view(np.uint8).reshape(-1)
-    pieces = pieces_of([Made(kind, shape, 1, at["source"], at["data"], at["scale"], rounding)], piece=64)
+    pieces = pieces_of([Made(kind, shape, 1, 1, at["source"], at["data"], at["scale"], rounding)], piece=64)
     again = ConversionList.from_bytes(pieces.to_bytes())
     shares = again.shared_out(3)
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(pieces)))
@@ -164,7 +164,7 @@ def test_scales_that_arrive_are_swizzled() -> None:
     scale = np.random.default_rng(0).integers(0, 256, (300, 6), np.uint8)
     arena = _arena(16384)
     arena.bytes[: scale.nbytes] = scale.reshape(-1)
-    ConversionJob(pieces_of([Made(SWIZZLE, (300, 192), 1, 0, 0, 4096)], piece=1), {1: arena}, 1).run(
+    ConversionJob(pieces_of([Made(SWIZZLE, (300, 192), 1, 1, 0, 0, 4096)], piece=1), {1: arena}, 1).run(
         verify=True, on_progress=lambda done: None
     )
     flat = np.zeros(swizzled_bytes(300, 6), np.uint8)
@@ -185,7 +185,7 @@ def test_scales_that_arrive_are_swizzled() -> None:
     ],
 )
 def test_a_piece_that_leaves_its_arena_is_refused(changes: dict[str, int], says: str) -> None:
-    pieces = pieces_of([Made(QUANTIZE, (2, 32), 1, 0, 1024, 2048)])
+    pieces = pieces_of([Made(QUANTIZE, (2, 32), 1, 1, 0, 1024, 2048)])
     for name, value in changes.items():
         getattr(pieces, name)[:] = value
     with pytest.raises(TransportError, match=says):
@@ -193,7 +193,7 @@ def test_a_piece_that_leaves_its_arena_is_refused(changes: dict[str, int], says:
 
 
 def test_a_block_of_another_length_is_refused() -> None:
-    data = pieces_of([Made(QUANTIZE, (2, 32), 1, 0, 1024, 2048)]).to_bytes()
+    data = pieces_of([Made(QUANTIZE, (2, 32), 1, 1, 0, 1024, 2048)]).to_bytes()
     for bad in (b"", data[:-8], data + data, data[:7]):
         with pytest.raises(ValueError, match="do not hold"):
             ConversionList.from_bytes(bad)
@@ -227,7 +227,8 @@ def test_what_arrives_and_what_is_made_lie_apart() -> None:
     lies = staged(SHARD, HELD)
     assert lies.wire == (0, 256) and lies.held == (0, 256 + 2 * 256 * 64, 256 + 3 * 256 * 64)
     assert held_places(TARGET).offset.tolist() == list(lies.held)
-    assert made_in(TARGET, 5) == [Made(QUANTIZE_SWIZZLED, (256, 64), 5, 256, lies.held[1], lies.held[2], "floor")]
+    made = Made(QUANTIZE_SWIZZLED, (256, 64), 5, 5, 256, lies.held[1], lies.held[2], "floor")
+    assert made_in(TARGET, 5, -1) == [made]
     figures = figures_of(TARGET)
     assert figures.held_bytes == 16 + 256 * 64 + 1024 and figures.converted_bytes == 2 * 256 * 64
     assert figures.staging_bytes == lies.nbytes

@@ -98,6 +98,10 @@ def test_a_lazy_module_and_what_is_no_module_are_refused() -> None:
             target(wrong)
     with pytest.raises(RefusedError, match="a key is 3"):
         target({3: torch.zeros(3)})
+    frozen = torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))
+    for registered in (frozen, [frozen]):
+        with pytest.raises(RefusedError, match=r"torch\.jit\.freeze makes constants"):
+            target(registered)
 
 
 @pytest.mark.parametrize(

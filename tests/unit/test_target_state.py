@@ -17,6 +17,7 @@ from refitd.errors import IllegalTransition
 SWAPS = ("s", "u")
 EVENTS: tuple[t.Event, ...] = (
     t.ContentRestored(),
+    t.ContentRefused(),
     *(kind(swap) for swap in SWAPS for kind in (t.AskedToHalt, t.StoodStill, t.StageFinished, t.StoodAside)),
     *(kind(swap) for swap in SWAPS for kind in (t.Committed, t.CommittedByCopy, t.Failed)),
     *(kind(swap, version) for swap in SWAPS for version in (1, 2) for kind in (t.StageBegan, t.Decided)),
@@ -95,11 +96,12 @@ def test_what_was_asked_to_halt_and_not_written_keeps_what_it_has() -> None:
 
 def test_a_restoring_rank_can_do_nothing_else() -> None:
     for event in EVENTS:
-        if not isinstance(event, t.ContentRestored):
+        if not isinstance(event, t.ContentRestored | t.ContentRefused):
             with pytest.raises(IllegalTransition):
                 step_of(restoring(1), event)
     back = step_of(restoring(1), t.ContentRestored())
     assert (back.live, back.version, back.holds) == (Live.SERVING, 1, 1)
+    assert step_of(restoring(1, "r", flips=True), t.ContentRefused()) == fresh(in_place=False, flips=True)
 
 
 def test_doubt_ends_with_the_word_about_the_swap_and_being_behind_only_with_another_version() -> None:

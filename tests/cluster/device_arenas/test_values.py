@@ -82,7 +82,10 @@ def test_declared_casts_are_made_at_a_gpu(daemon: Daemon, given_on: str, live_on
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("live_on", "is_swizzled", "on_send"),
-    [("private", False, False), ("private", True, True), ("arena", True, False), ("arena", True, True)],
+    [
+        *(("private", False, False), ("private", True, True), ("arena", True, False), ("arena", True, True)),
+        *(("flip", False, False), ("flip", True, True)),
+    ],
 )
 def test_mxfp8_is_made_where_the_tensors_are(
     daemon: Daemon, gpus: fake_cuda.FakeGpus, live_on: str, is_swizzled: bool, on_send: bool
@@ -97,17 +100,19 @@ def test_mxfp8_is_made_where_the_tensors_are(
         for device in (None, "cpu"):
             made = refitd.MXFP8Buffer.empty(shape, is_swizzled=is_swizzled)
             data, scale, norm = made.data, made.scale, torch.zeros(7).bfloat16()
-            if live_on == "arena":
+            if live_on != "private":
                 room = allocated(client, {"d": data, "s": scale, "norm": norm}, "cuda:0")
                 data, scale, norm = room["d"], room["s"], room["norm"]
             else:
                 data, scale, norm = (put_on_gpu(t, 0) for t in (data, scale, norm))
             live = {"w": refitd.MXFP8Buffer(data, scale), "norm": norm}
             held.append((data, scale, norm))
-            ways = {"device": device, "convert_on_send": on_send}
+            ways = {"device": device, "convert_on_send": on_send, "mode": "copy" if live_on == "arena" else "shadow"}
             targets.append(client.register_target("policy", live, replica=f"r{device}", **ways))
-        # the staging arena of the first one, and what was allocated
-        assert device_bytes(daemon) == {gpus.name(0): 1 + 2 * (live_on == "arena") + 2 * on_send}
+        assert [target.flips for target in targets] == [live_on == "flip", False]
+        # the staging arena of the first one, and its landing arena if it flips; what was allocated; slots
+        wanted = 1 + (live_on == "flip") + 2 * (live_on != "private") + 2 * on_send
+        assert device_bytes(daemon) == {gpus.name(0): wanted}
         for version in (1, 2):
             full["w"].mul_(3)
             source.publish(version)

@@ -1,0 +1,150 @@
+"""What is done to a victim, what holds the swap meanwhile, and how both end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+
+from refitd.testing import Process
+from tests.faults.cases import FLIP_PHASES, Case
+from tests.faults.cluster import Cluster
+
+DAY_S = 86400
+# the engine that a phase waits for; where there is none, far is the one that is broken
+ENGINES = {"halting": "still", "paused": "near", "decided": "far", **dict.fromkeys(FLIP_PHASES, "flips")}
+
+
+def victim_engine(case: Case) -> str:
+    """Return the name of the engine that a case breaks, "" if it breaks another process."""
+    return {"engine": ENGINES.get(case.phase, "far"), "flips": "flips"}.get(case.victim, "")
+
+
+class Fault:
+    """One case's fault, and the processes that are stopped until it has happened."""
+
+    def __init__(self, cluster: Cluster, case: Case) -> None:
+        self._cluster, self._case = cluster, case
+        self._held: set[int] = set()
+        self._stopped: set[int] = set()
+        self._undo: Callable[[], None] = lambda: None
+        self.has_lost_versions = (case.victim, case.fault) in (("trainer", "kill"), ("source-daemon", "kill"))
+
+    def hold(self, pids: tuple[int, ...]) -> None:
+        """Stop these until `release`."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            self._held.add(pid)
+
+    def release(self) -> None:
+        """Let what was held go on, except for what the fault itself has stopped."""
+        for pid in self._held - self._stopped:
+            _signal(pid, signal.SIGCONT)
+        self._held &= self._stopped
+
+    def begin(self) -> None:
+        """Have it happen."""
+        cluster, case, hosts = self._cluster, self._case, self._cluster.hosts
+        match case.fault, case.victim:
+            case "kill", "worker":
+                _signal(cluster.daemons["n1"].workers()[0], signal.SIGKILL)
+            case (("kill" | "lose" | "exchange"), _):
+                process = self._process()
+                process.kill()
+                if case.fault != "kill":
+                    cluster.take_journal(put_copy=case.fault == "exchange")
+                self._undo = lambda: _ignore(process.start())
+            case (("remove" | "replace"), _):
+                cluster.take_journal(put_copy=case.fault == "replace")
+                self._undo = lambda: _ignore((cluster.coordinator.kill(), cluster.coordinator.start()))
+            case "close", _:
+                self._process().tell(leave=True)
+            case (("stop" | "stutter"), _):
+                pids = (
+                    cluster.daemons["n1"].workers() if case.victim == "worker" else [cluster.pid(self._process().name)]
+                )
+                self._stopped |= set(pids)
+                self._undo = lambda: self._continue(pids)
+                if case.fault == "stop":
+                    for pid in pids:
+                        os.kill(pid, signal.SIGSTOP)
+                else:
+                    self._undo = _stuttering(pids)
+            case "cut", _:
+                assert hosts is not None
+                if case.victim == "daemon":
+                    hosts.cable(up=False)
+                    self._undo = lambda: hosts.cable(up=True)
+                else:
+                    lost = hosts.addresses[0] if case.victim == "worker" else hosts.coordinator
+                    hosts.lose_way(lost, lost=True)
+                    self._undo = lambda: hosts.lose_way(lost, lost=False)
+            case (("slow" | "crawl"), _):
+                assert hosts is not None
+                hosts.limit(48 if case.fault == "slow" else 2)
+                self._undo = lambda: hosts.limit(10_000)
+            case "full", _:
+                pid = cluster.pid("coordinator")
+                was = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+                self._undo = lambda: _ignore(resource.prlimit(pid, resource.RLIMIT_FSIZE, was))
+            case "clock", _:
+                clock = cluster.clocks[self._process().name]
+                clock.move(DAY_S)
+                self._undo = lambda: clock.move(-DAY_S)
+
+    def end(self) -> None:
+        """Mend what does not mend itself."""
+        self._undo()
+        self._undo = lambda: None
+
+    def _continue(self, pids: list[int]) -> None:
+        for pid in pids:
+            _signal(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def _process(self) -> Process:
+        cluster = self._cluster
+        match self._case.victim:
+            case "trainer":
+                return cluster.trainer
+            case "engine" | "flips":
+                return cluster.engines[victim_engine(self._case)]
+            case "daemon":
+                return cluster.daemons["n1"]
+            case "source-daemon":
+                return cluster.daemons["n0"]
+        return cluster.coordinator
+
+
+def _stuttering(pids: list[int]) -> Callable[[], None]:
+    over = threading.Event()
+
+    def stutter() -> None:
+        while not over.is_set():
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    _signal(pid, number)
+                over.wait(0.05)
+
+    thread = threading.Thread(target=stutter, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(5)
+        for pid in pids:
+            _signal(pid, signal.SIGCONT)
+
+    return end
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _ignore(_: object) -> None:
+    return None
