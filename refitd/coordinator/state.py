@@ -32,10 +32,8 @@ from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, control, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.reports import (
-    EvictReport,
-    VerifyReport,
-)
+from refitd.protocol.reports import EvictReport, VerifyReport
+from refitd.states import SwapCause
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
 NODE_SILENCE_S = 10.0
@@ -125,6 +123,11 @@ class Coordinator:
 
     # --- daemons ------------------------------------------------------------------------------------------
 
+    @property
+    def may_swap(self) -> bool:
+        """Whether swaps may begin: it is certain which versions are live."""
+        return self._began
+
     def knows(self, identity: bytes, key: str) -> bool:
         """Whether this connection belongs to a node; others may only send NodeHello."""
         return any(node.identity == identity and node.key == key for node in self.nodes.values())
@@ -200,7 +203,8 @@ class Coordinator:
         state.live, state.highest = self._lives.of(model), self._lives.highest(model)
         running = state.running
         if running is not None and running.swap.phase is not decision.Phase.COMMITTING:
-            self.swaps.step(state, decision.AbortAsked(f"it was learned that version {state.live} is live"), now)
+            text = f"it was learned that version {state.live} is live"
+            self.swaps.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
         for member in state.fleet.targets.values():
             if member.staged is None:
                 self.swaps.fences.fence_unless_live(member)

@@ -49,6 +49,7 @@ from refitd.events import Log
 from refitd.protocol import cluster, control, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
+from refitd.states import SwapCause
 
 
 class Swaps:
@@ -106,7 +107,8 @@ class Swaps:
         self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
         if state.running is not None and ends:
             state.running.gives_way = True
-            self.step(state, decision.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
+            text = "it gives way to a swap of all replicas that was asked for"
+            self.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
 
     def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
         """Begin swaps of several models that are decided together.
@@ -127,13 +129,14 @@ class Swaps:
             for state in states:
                 if state.running is not None:
                     state.running.gives_way = True
-                    self.step(state, decision.AbortAsked("it gives way to a swap that was asked for"), now)
+                    text = "it gives way to a swap that was asked for"
+                    self.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
         finally:
             self._joining = frozenset()
         for state, due in zip(states, dues, strict=True):
             self._begin(state, due, now, party)
             if party.aborted:
-                self.step(state, decision.AbortAsked(party.aborted), now)
+                self.step(state, decision.AbortAsked(party.aborted, SwapCause.TOGETHER), now)
 
     def next(self, state: ModelState, now: float) -> None:
         """Start the due swap: a requested one first, then a newer version, then a catch-up.
@@ -207,7 +210,8 @@ class Swaps:
         if found is not None:
             state, plan = found
             if isinstance(plan, str):
-                self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(plan.splitlines())}"), now)
+                text = f"the plan was refused: {'; '.join(plan.splitlines())}"
+                self.step(state, decision.AbortAsked(text, SwapCause.PLAN), now)
             else:
                 self._plan_ready(state, plan, now)
 
@@ -219,7 +223,7 @@ class Swaps:
         senders = [member for rank, member in sorted(fleet.sources.items()) if rank in plan.senders]
         if gone := [m for m in senders if running.version not in m.versions]:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
-            self.step(state, decision.AbortAsked(reason), now)
+            self.step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
             return
         links = plan.links(fleet)
         if links and plan.epoch is None:
@@ -243,7 +247,7 @@ class Swaps:
             return  # the swap has ended meanwhile
         found = self._comparisons.digested(state.running, node, message)
         if isinstance(found, str):
-            self.step(state, decision.AbortAsked(found), now)
+            self.step(state, decision.AbortAsked(found, SwapCause.SOURCES_DIFFER), now)
         elif found is not None:
             self._plan_ready(state, found, now)
 
@@ -448,7 +452,7 @@ class Swaps:
             return
         for one, its in party:
             if text := used_up(one, its.version, its.run):  # learned since the swap began
-                self.step(one, decision.AbortAsked(text), now)
+                self.step(one, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
                 return
         until = max(self._held_until(one, its, now) for one, its in party)
         if until > now:
@@ -479,7 +483,8 @@ class Swaps:
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
         """Handle the journal's result: the decision is on disk, or could not be written."""
         if error is not None:
-            self.step_swap(swap, decision.AbortAsked(f"the decision could not be journalled: {error}"), now)
+            text = f"the decision could not be journalled: {error}"
+            self.step_swap(swap, decision.AbortAsked(text, SwapCause.JOURNAL), now)
             return
         state = self._models.swapping(swap)
         if state is not None and state.running is not None:
@@ -516,7 +521,7 @@ class Swaps:
         self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
-                self.step(one, decision.AbortAsked(reason), now)
+                self.step(one, decision.AbortAsked(reason, SwapCause.TOGETHER), now)
         self.next(state, now)
 
     def _answer(self, running: Running, report: SwapReport) -> None:
@@ -601,7 +606,7 @@ class Swaps:
                 self._decide(state, running, now)  # nothing may end the swap before the journal answers
             elif running is not None:
                 if late := self._comparisons.late(running, now):
-                    self.step(state, decision.AbortAsked(late), now)
+                    self.step(state, decision.AbortAsked(late, SwapCause.DEADLINE), now)
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
             elif try_again(state, now):

@@ -266,6 +266,10 @@ class Daemon:
             problems=tuple(clipped(text) for text in self._problems),
         )
 
+    def queues(self) -> dict[str, int]:
+        """Return how much waits for something: answers of the coordinator, arenas, runs of workers."""
+        return {"coordinator": len(self._link), "arenas": self.arenas.asked, "runs": self._jobs.active}
+
     # --- clients ------------------------------------------------------------------------------------------
 
     def prepare(self, session: int, message: local.RegisterSource | local.RegisterTarget) -> Callable[[], Prepared]:
@@ -630,7 +634,7 @@ class Daemon:
         self._swaps.replace_worker(worker, reason)
 
     def _is_swapping(self) -> bool:
-        return bool(self._swaps.staging()) or self._jobs.is_busy
+        return bool(self._swaps.staging()) or self._jobs.active > 0
 
     def _tick(self) -> None:
         if self._link.boot:

@@ -1,0 +1,1 @@
+"""Serves a process's metrics over HTTP, for Prometheus."""
