@@ -17,6 +17,7 @@ COMMANDS = {
     "status": "refitd_cli.commands.status:status",
     "watch": "refitd_cli.commands.watch:watch",
     "models": "refitd_cli.commands.models:models",
+    "trace": "refitd_cli.commands.trace:trace",
     "plan": "refitd_cli.commands.plan:plan",
     "explain": "refitd_cli.commands.explain:explain",
     "manifest": "refitd_cli.commands.manifest:manifest",

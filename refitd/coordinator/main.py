@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,7 @@ class CoordinatorShell:
             recent=journal.recent,
             past=journal,
             is_beside=is_beside,
+            host=socket.gethostname(),
         )
 
     def _told(self) -> None:

@@ -102,6 +102,7 @@ class CoordinatorMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         r = registry
+        self._links: dict[str, dict[tuple[str, str], int]] = {}  # of running swaps that are being staged
         self._swaps = Labelled(
             Counter(
                 "refitd_swaps",
@@ -222,16 +223,19 @@ class CoordinatorMetrics:
         node = next((name for name, node in state.nodes.items() if node.identity == event.identity), None)
         if running is None or node is None or node not in running.swap.nodes:
             return
-        plan, within = running.plan, done.bytes
-        for (source, target), nbytes in plan.links(running.fleet).items() if plan is not None else ():
-            if target == node:
-                service = plan.epoch.service if plan is not None and plan.epoch is not None else ""
-                self._moved.of(running.swap.model, source, node, service).inc(nbytes)
-                within -= nbytes
+        plan, within, model = running.plan, done.bytes, running.swap.model
+        if plan is not None and plan.epoch is not None:
+            if done.swap not in self._links:
+                self._links[done.swap] = plan.links(running.fleet)
+            for (source, target), nbytes in self._links[done.swap].items():
+                if target == node:
+                    self._moved.of(model, source, node, plan.epoch.service).inc(nbytes)
+                    within -= nbytes
         if within > 0:
-            self._moved.of(running.swap.model, node, node, WITHIN).inc(within)
+            self._moved.of(model, node, node, WITHIN).inc(within)
 
     def _ended(self, record: Record) -> None:
+        self._links.pop(record.swap, None)
         report = written_report(record)
         if report is None:
             return

@@ -44,6 +44,7 @@ from refitd.coordinator.schedule import (
     used_up,
 )
 from refitd.coordinator.steps import Flip, Reached
+from refitd.coordinator.traces import Traces
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
 from refitd.protocol import cluster, control, local
@@ -68,6 +69,7 @@ class Swaps:
         lives: LiveVersions,
         unfinished: Unfinished,
         absent: AbsentRanks,
+        traces: Traces,
         out: Callable[[Instruction], None],
     ) -> None:
         self._config = config
@@ -80,6 +82,7 @@ class Swaps:
         self._lives = lives
         self._unfinished = unfinished
         self._absent = absent
+        self._traces = traces
         self._out = out
         self.planning = Planning(models, out)
         self._comparisons = Comparisons(self._to_node, self._log)
@@ -509,6 +512,7 @@ class Swaps:
         s, plan = running.swap, running.plan
         report = self._report(state, running, now)
         state.running, state.last = None, report
+        self._traces.ended(s, report, self._wall_clock())
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
             self._epochs.drop(plan)  # an epoch does not outlive a failed swap

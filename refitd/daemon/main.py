@@ -293,7 +293,7 @@ class DaemonShell:
             self._log("bad-message", peer="coordinator", reason=str(exc))
             return
         # answers to heartbeats overtake a plan that is still being decoded
-        if isinstance(message, local.Done) or not self._plans.holds((request, message)):
+        if isinstance(message, cluster.HeartbeatAnswer) or not self._plans.holds((request, message)):
             self._coordinator_said(request, message)
 
     def _coordinator_said(self, request: int, message: cluster.CoordinatorMessage) -> None:
