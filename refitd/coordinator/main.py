@@ -30,6 +30,7 @@ from refitd.describe.roster import Roster
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
+from refitd.metrics import keep_apart
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
@@ -296,6 +297,7 @@ def _monitor(config: Config, log: EventLog) -> Monitor | None:
     """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
     if config.metrics.address is None:
         return None
+    keep_apart()
     from refitd.coordinator.metrics import Monitor
 
     monitor = Monitor(config, config.metrics.address)

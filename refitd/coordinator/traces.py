@@ -129,7 +129,7 @@ class Traces:
         if collection is not None and node in collection.awaited:
             collection.awaited.discard(node)
             if trace.spans:
-                collection.found[node] = trace
+                collection.found[node] = replace(trace, node=node)  # whatever it calls itself
             elif node in self._nodes_of(collection.report.swap):
                 collection.missing.append(f"node {node} has kept nothing of it")
             yield from self._finish(trace.asked, collection)

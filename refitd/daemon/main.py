@@ -18,7 +18,7 @@ from refitd.buffers import arena as memory
 from refitd.buffers import capacity
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES, PermitPage
 from refitd.config import Config
-from refitd.copy_services.measure import pull_seconds
+from refitd.copy_services.measure import pull_measured
 from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
 from refitd.daemon.address import reachable_address
@@ -32,6 +32,7 @@ from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
+from refitd.metrics import keep_apart
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
 from refitd.protocol.channel import Dealer, Router, local_peer
@@ -356,7 +357,9 @@ class DaemonShell:
                     return
                 what = f"reading the memory of pid {pid}"
                 # not in turn: the client's memory may respond slowly
-                self._maker.submit((session, request), what, MEASURE_S, lambda _: _measure(pid, spans), in_turn=False)
+                self._maker.submit(
+                    (session, request), what, MEASURE_S, lambda _: pull_measured(pid, spans), in_turn=False
+                )
             case act.SetPermit(slot, token, until):
                 self._permits.write(slot, token, until)
             case act.WriteArena(arena, data):
@@ -433,6 +436,7 @@ def _monitor(config: Config, log: EventLog) -> Monitor | None:
     """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
     if config.metrics.address is None:
         return None
+    keep_apart()
     from refitd.daemon.metrics import Monitor
 
     monitor = Monitor(config, config.metrics.address)
@@ -450,14 +454,6 @@ def _services(needed: str) -> tuple[str, ...]:
     if registry.find(needed).join is None:
         raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, or nccl between GPUs")
     return tuple(backend.name for backend in registry if not backend.missing())
-
-
-def _measure(pid: int, spans: tuple[tuple[int, int, int], ...]) -> local.PullMeasured:
-    """Time reading a client's memory as a worker would; the daemon has the same user and permissions as its workers."""
-    try:
-        return local.PullMeasured(seconds=pull_seconds(pid, spans))
-    except (RefitdError, ValueError, MemoryError, OverflowError) as exc:
-        return local.PullMeasured(seconds=0.0, reason=str(exc).partition(";")[0])
 
 
 def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None) -> int:

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,8 +45,9 @@ def ports(daemon: Daemon) -> tuple[int, int]:
     return found["daemon"], found["coordinator"]
 
 
-def test_swaps_and_faults_are_counted_while_it_is_scraped_without_pause(start_daemon: Start) -> None:
-    daemon = start_daemon('[metrics]\nendpoint = "127.0.0.1:0"\n[deadlines]\ncommit_s = 1.0\n')
+def test_swaps_and_faults_are_counted_while_it_is_scraped_without_pause(start_daemon: Start, tmp_path: Path) -> None:
+    config = '[metrics]\nendpoint = "127.0.0.1:0"\n[deadlines]\ncommit_s = 0.5\n'
+    daemon = start_daemon(config, environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)})  # as vLLM sets it
     node, head = ports(daemon)
     stop = threading.Event()
 
@@ -99,10 +101,13 @@ def test_swaps_and_faults_are_counted_while_it_is_scraped_without_pause(start_da
                 'refitd_node_targets{state="serving"}': 1,
             }
             assert {series: value(node, series) for series in expected} == expected
-            assert [page(port, path)[0] for port in (node, head) for path in ("/healthz", "/readyz")] == [200] * 4
+            assert [page(port, "/healthz") for port in (node, head)] == [(200, "ok\n")] * 2
+            assert page(head, "/readyz") == (200, "ok\n")
+            eventually(lambda: page(node, "/readyz")[0] == 200, "another worker")
     finally:
         stop.set()
         scraper.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_daemon_without_its_coordinator_is_healthy_and_not_ready() -> None:

@@ -205,7 +205,7 @@ def test_a_trace_is_the_phases_and_each_node_s_part():
     (collect, _) = asked
     assert isinstance(collect, CollectTrace) and collect.swap == swap
     assert h.say("n1", NodeTrace(collect.asked, "n1", "h", ())) == []
-    (report,) = h.say("n0", NodeTrace(collect.asked, "n0", "h", (SPAN,), 0, 100.0, 0.001))
+    (report,) = h.say("n0", NodeTrace(collect.asked, "another", "h", (SPAN,), 0, 100.0, 0.001))
     assert isinstance(report, TraceReport)
     assert [(span.name, span.ended - span.began) for span in report.phases] == [
         ("plan", 0.0),
