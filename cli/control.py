@@ -16,6 +16,7 @@ COMMANDS = {
     "history": "refitd_cli.commands.history:history",
     "status": "refitd_cli.commands.status:status",
     "watch": "refitd_cli.commands.watch:watch",
+    "dashboard": "refitd_cli.commands.dashboard:dashboard",
     "models": "refitd_cli.commands.models:models",
     "trace": "refitd_cli.commands.trace:trace",
     "plan": "refitd_cli.commands.plan:plan",

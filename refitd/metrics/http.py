@@ -37,6 +37,7 @@ class Page:
     body: bytes
     status: int = 200
     content_type: str = "text/plain; charset=utf-8"
+    policy: str = "default-src 'none'"  # Content-Security-Policy
 
 
 Routes = Mapping[str, Callable[[], Page]]
@@ -137,7 +138,7 @@ class HttpServer:
         if len(hosts) != 1:
             return Page(b"expected one Host header\n", 400), is_head
         if not self._is_ours(hosts[0]):
-            return Page(b"this host is not known by that name; see metrics.hosts\n", 403), is_head
+            return Page(b"this host is not known by that name; call it by its address\n", 403), is_head
         if method not in ("GET", "HEAD"):
             return Page(b"nothing can be changed here; use GET\n", 405), is_head
         make = self._routes.get(target.partition("?")[0])
@@ -179,6 +180,7 @@ def _response(page: Page, *, is_head: bool) -> bytes:
     head = (
         f"HTTP/1.1 {page.status} {_STATUS[page.status]}\r\nContent-Type: {page.content_type}\r\n"
         f"Content-Length: {len(page.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+        f"Content-Security-Policy: {page.policy}; frame-ancestors 'none'\r\nReferrer-Policy: no-referrer\r\n"
         "Connection: close\r\n\r\n"
     )
     return head.encode() + (b"" if is_head else page.body)

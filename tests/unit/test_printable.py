@@ -141,8 +141,8 @@ ASKED: dict[str, tuple[str, ...]] = {
     "abort": ("abort", "policy"),
     "evict": ("evict", "policy", "--replica", "a"),
 }
-# of manifests, keys, checkpoints and this machine: no daemon's word is in them, except as an error (below)
-OFFLINE = {"explain", "keygen", "doctor", "demo", "publish", "save"}
+# of manifests, keys, checkpoints, this machine, or a page: no daemon's word is in them, except as an error (below)
+OFFLINE = {"dashboard", "explain", "keygen", "doctor", "demo", "publish", "save"}
 
 
 def test_table_has_every_command():
