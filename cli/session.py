@@ -19,6 +19,7 @@ from refitd.protocol.reports import (
     SwapReport,
     VerifyReport,
 )
+from refitd.protocol.traces import TraceReport
 
 _UID = "refitd.uid"
 
@@ -67,6 +68,10 @@ class Control(Protocol):
 
     def status(self) -> StatusReport:
         """Return the cluster as the coordinator sees it."""
+        ...
+
+    def trace(self, model: str, swap: str = "") -> TraceReport:
+        """Return what every process did in a swap, and when."""
         ...
 
     def plan(self, model: str) -> PlanReport:

@@ -104,6 +104,7 @@ from .states import (
     MemberState as MemberState,
     ProofState as ProofState,
     ServingState as ServingState,
+    SwapCause as SwapCause,
     SwapOutcome as SwapOutcome,
     TransferMode as TransferMode,
 )

@@ -17,6 +17,7 @@ from refitd.errors import ConfigError
 from refitd.text import flaw, unprintable
 
 Role = Literal["trainer", "engine", "operator"]
+MAX_PORT = (1 << 16) - 2  # the next one is a standalone daemon's coordinator's
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -93,6 +94,31 @@ class LogConfig(Section, frozen=True):
     format: Annotated[str, msgspec.Meta(pattern="^(text|json)$")] = "text"
 
 
+class MetricsConfig(Section, frozen=True):
+    """Where a process serves its metrics, over HTTP."""
+
+    # "HOST:PORT", or a port of 127.0.0.1; "": nowhere. A standalone daemon's coordinator takes the next port
+    endpoint: str | Annotated[int, msgspec.Meta(ge=0)] = ""
+    # names, besides localhost and this host's, by which clients may call the endpoint; addresses always may
+    hosts: tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...] = ()
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """The host and port to listen on, port 0 for any free one; None for nowhere."""
+        if self.endpoint == "":
+            return None
+        host, _, port = str(self.endpoint).rpartition(":")
+        return host.strip("[]") or "127.0.0.1", int(port)
+
+    @property
+    def beside(self) -> MetricsConfig:
+        """The settings of the coordinator that a standalone daemon starts: the next port."""
+        if self.address is None or self.address[1] == 0:
+            return self
+        host, port = self.address
+        return MetricsConfig(f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}", self.hosts)
+
+
 class Config(Section, frozen=True):
     """The whole configuration."""
 
@@ -103,6 +129,7 @@ class Config(Section, frozen=True):
     deadlines: Deadlines = Deadlines()
     models: dict[str, ModelConfig] = {}
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def node_name(self) -> str:
@@ -264,6 +291,11 @@ def _check(config: Config, where: str) -> None:
             "and security.key is not set: make keys for the coordinator and for each daemon (`refitctl keygen HEAD` "
             "and `refitctl keygen NODE`; they say what else to set), or, on one host, use ipc://PATH"
         )
+    metrics = str(config.metrics.endpoint)
+    if metrics and not re.fullmatch(r"((\[[0-9a-fA-F:.]+\]|[\w.-]+):)?[0-9]{1,5}", metrics):
+        raise ConfigError(f"{where}: metrics.endpoint {metrics!r} is neither HOST:PORT nor PORT; IPv6 as [::1]:PORT")
+    if metrics and int(metrics.rpartition(":")[2]) > MAX_PORT:
+        raise ConfigError(f"{where}: metrics.endpoint {metrics!r}: choose a port up to {MAX_PORT}")
     limit = 100  # sun_path holds 108 bytes
     if len(str(config.runtime_dir)) + len("/coordinator.sock") > limit:
         raise ConfigError(

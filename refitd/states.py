@@ -14,6 +14,22 @@ class SwapOutcome(StrEnum):
     DECIDED = "decided"  # it is still committing, or the journal has no later entry
 
 
+class SwapCause(StrEnum):
+    """What kept a swap from making its version live everywhere: the kind of its reason."""
+
+    NONE = ""
+    ASKED = "asked"  # somebody has aborted it
+    OVERTAKEN = "overtaken"  # by another swap or a newer version
+    TOGETHER = "together"  # another swap that was to be decided with it was aborted
+    PLAN = "plan"  # the plan was refused
+    SOURCES_DIFFER = "sources-differ"  # source ranks hold, or may hold, different values for the same elements
+    MEMBER = "member"  # a trainer or engine rank failed, or was lost
+    NODE = "node"  # a node failed: its workers, its transport or its memory
+    DEADLINE = "deadline"
+    JOURNAL = "journal"  # the decision could not be written
+    COORDINATOR = "coordinator"  # it ended before the swap did
+
+
 class MemberState(StrEnum):
     """A target rank's state after a swap."""
 

@@ -25,6 +25,7 @@ from refitd.protocol.reports import (
     SwapReports,
     VerifyReport,
 )
+from refitd.protocol.traces import GetTrace, TraceReport
 from refitd.states import SwapOutcome
 
 if TYPE_CHECKING:
@@ -168,6 +169,17 @@ class Operations:
         """Return the last `limit` swaps of a model ("": of all models) from the coordinator's journal, newest first."""
         message = local.GetHistory(model=text("model", model, least=0), limit=whole("limit", limit, 0, MAX_SMALL))
         return self._connection.request(message, HistoryReport, REQUEST_S)
+
+    def trace(self, model: str, swap: str = "") -> TraceReport:
+        """Return what every process did in a swap ("": the last one, or the one that runs), and when.
+
+        The coordinator and the daemons keep the last 16 swaps since they started.
+
+        Raises:
+            RefusedError: the swap is not kept.
+        """
+        message = GetTrace(text("model", model), text("swap", swap, least=0))
+        return self._connection.request(message, TraceReport, REQUEST_S)
 
     def plan(self, model: str) -> PlanReport:
         """Return what a swap of `model` would move; raises PlanError listing every problem."""

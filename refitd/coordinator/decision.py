@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from refitd.errors import IllegalTransition
+from refitd.states import SwapCause
 from refitd.text import brief
 
 # Events of a swap that are kept for reports.
@@ -153,6 +154,7 @@ class AbortAsked(Struct, frozen=True):
     """Abort was requested."""
 
     reason: str
+    cause: SwapCause = SwapCause.ASKED
 
 
 class TimePassed(Struct, frozen=True):
@@ -231,6 +233,7 @@ class Swap(Struct, frozen=True):
     failed_phase: Phase | None = None
     reason: str = ""
     culprit: str = ""  # the member or node that ended it
+    cause: SwapCause = SwapCause.NONE  # the kind of `reason`
     members: Mapping[str, str] = field(default_factory=dict)  # target member -> node
     nodes: frozenset[str] = frozenset()
     asked: frozenset[str] = frozenset()  # members that pause before the decision
@@ -357,11 +360,12 @@ def _missed(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepp
 
 def _node_aborts(state: Swap, event: NodeFailed | PlanLost, now: float) -> _Stepped:
     where = state.names.get(event.where, event.where)
-    return _abort(state, f"{where}: {event.reason}", event.where or event.node, now)
+    return _abort(state, f"{where}: {event.reason}", event.where or event.node, SwapCause.NODE, now)
 
 
 def _member_aborts(state: Swap, event: MemberFailed | MemberLost, now: float) -> _Stepped:
-    return _abort(state, f"{state.names.get(event.member, event.member)}: {event.reason}", event.member, now)
+    reason = f"{state.names.get(event.member, event.member)}: {event.reason}"
+    return _abort(state, reason, event.member, SwapCause.MEMBER, now)
 
 
 def _target_aborts(state: Swap, event: MemberLost, now: float) -> _Stepped:
@@ -370,7 +374,7 @@ def _target_aborts(state: Swap, event: MemberLost, now: float) -> _Stepped:
 
 
 def _asked_to_abort(state: Swap, event: AbortAsked, now: float) -> _Stepped:
-    return _abort(state, event.reason, "", now)
+    return _abort(state, event.reason, "", event.cause, now)
 
 
 def _late(state: Swap, event: TimePassed, now: float) -> _Stepped:
@@ -379,10 +383,10 @@ def _late(state: Swap, event: TimePassed, now: float) -> _Stepped:
     spent = now - state.entered[state.phase]
     if state.phase is Phase.COMMITTING:
         failed = {m: f"did not take over the version within {spent:.1f} s" for m in state.waiting}
-        return _onward(replace(state, failed={**state.failed, **failed}), now)
+        return _onward(replace(state, failed={**state.failed, **failed}, cause=SwapCause.DEADLINE), now)
     late = ", ".join(state.names.get(who, who) for who in sorted(state.waiting)) or "the coordinator"
     reason = f"phase {state.phase.value} ended at its deadline after {spent:.1f} s, still waiting for {late}"
-    return _abort(state, reason, ", ".join(sorted(state.waiting)), now)
+    return _abort(state, reason, ", ".join(sorted(state.waiting)), SwapCause.DEADLINE, now)
 
 
 def _heard(state: Swap, who: str, now: float) -> _Stepped:
@@ -405,11 +409,13 @@ def _onward(state: Swap, now: float) -> _Stepped:
         return _enter(state, Phase.COMMITTED, now)
     who = ", ".join(sorted(state.failed))
     why = "; ".join(f"{state.names.get(m, m)}: {reason}" for m, reason in sorted(state.failed.items()))
-    return _enter(replace(state, failed_phase=state.phase, culprit=who, reason=why), Phase.INCOMPLETE, now)
+    cause = state.cause or SwapCause.MEMBER
+    ended = replace(state, failed_phase=state.phase, culprit=who, reason=why, cause=cause)
+    return _enter(ended, Phase.INCOMPLETE, now)
 
 
-def _abort(state: Swap, reason: str, culprit: str, now: float) -> _Stepped:
-    ended = replace(state, failed_phase=state.phase, reason=reason, culprit=culprit)
+def _abort(state: Swap, reason: str, culprit: str, cause: SwapCause, now: float) -> _Stepped:
+    ended = replace(state, failed_phase=state.phase, reason=reason, culprit=culprit, cause=cause)
     return _enter(ended, Phase.ABORTED, now)
 
 

@@ -6,11 +6,13 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -28,6 +30,7 @@ from refitd.describe.roster import Roster
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
+from refitd.metrics import keep_apart
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
@@ -37,6 +40,9 @@ from refitd.protocol.directory import make_runtime_dir
 from refitd.protocol.local import Failure
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys, coordinator_uids
+
+if TYPE_CHECKING:
+    from refitd.coordinator.metrics import Monitor
 
 _TICK_S = 1.0
 
@@ -67,8 +73,10 @@ class CoordinatorShell:
         journal: Journal,
         log: EventLog,
         is_beside: bool = False,
+        monitor: Monitor | None = None,
     ) -> None:
         self._router = router
+        self._monitor = monitor
         self._journal = journal
         self._log = log
         self._turned_away = Throttle()
@@ -93,6 +101,7 @@ class CoordinatorShell:
             recent=journal.recent,
             past=journal,
             is_beside=is_beside,
+            host=socket.gethostname(),
         )
 
     def _told(self) -> None:
@@ -108,6 +117,7 @@ class CoordinatorShell:
         for sock in (self._router.socket, *self._router.doors):
             poller.register(sock, zmq.POLLIN)
         next_tick = time.monotonic() + _TICK_S
+        self._publish()
         while not stop:
             deadline = min(next_tick, self._state.next_deadline() or next_tick)
             poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
@@ -128,8 +138,15 @@ class CoordinatorShell:
                 if (late_s := now - deadline) > _SLOW_TURN_S:
                     self._feed(Busy(late_s))
                 self._feed(Tick())
+                self._publish()
             if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
                 self._log("slow-turn", seconds=took_s)
+
+    def _publish(self) -> None:
+        if self._monitor is not None:
+            frames = len(self._reader) + sum(map(len, self._held.values()))
+            queues = {"frames": frames, "plans": len(self._planner), "answers": len(self._answers)}
+            self._monitor.publish(self._state, queues)
 
     def _limit_of(self, sender: Received) -> int:
         return MAX_MESSAGE_BYTES if self._state.knows(sender.identity, sender.key) else NODE_HELLO_BYTES
@@ -220,10 +237,17 @@ class CoordinatorShell:
     def _feed(self, event: act.Event) -> None:
         pending = [event]
         while pending:
-            for instruction in self._state.handle(pending.pop(0), time.monotonic()):
+            one = pending.pop(0)
+            instructions = self._state.handle(one, time.monotonic())
+            for instruction in instructions:
                 result = self._perform(instruction)
                 if result is not None:
                     pending.append(result)
+            if self._monitor is not None:
+                self._monitor.watch(one, instructions, self._state)
+
+    def _journalling(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._monitor is None else self._monitor.journalling()
 
     def _plan(self, ticket: int, rosters: Sequence[Roster]) -> act.Planned:
         try:
@@ -244,13 +268,15 @@ class CoordinatorShell:
                 self._planner.submit(ticket, partial(self._plan, ticket, rosters))
             case act.Decide(records) as decided:
                 try:
-                    self._journal.write(*records)
+                    with self._journalling():
+                        self._journal.write(*records)
                 except CommitError as exc:
                     return act.JournalWritten(decided.swaps, exc)
                 return act.JournalWritten(decided.swaps)
             case act.Remember(record):
                 try:
-                    self._journal.note(record)
+                    with self._journalling():
+                        self._journal.note(record)
                 except CommitError as exc:
                     # the decision itself is on disk; this entry is written as soon as there is room
                     what = {"swap": record.swap} if isinstance(record, Record) else {"model": record.model}
@@ -265,6 +291,18 @@ class CoordinatorShell:
 
 def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluster.NodeMessage, ShardRead]:
     return request, message, unpack_shard(message.packed, message.digest)
+
+
+def _monitor(config: Config, log: EventLog) -> Monitor | None:
+    """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
+    if config.metrics.address is None:
+        return None
+    keep_apart()
+    from refitd.coordinator.metrics import Monitor
+
+    monitor = Monitor(config, config.metrics.address)
+    log("metrics", endpoint=monitor.endpoint)
+    return monitor
 
 
 def run(config: Config, *, with_parent: bool = False) -> int:
@@ -290,6 +328,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     signal.signal(signal.SIGINT, on_signal)
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
+    monitor = _monitor(config, log)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         router = Router(context, config.coordinator_endpoint, keys, uids=coordinator_uids(config))
@@ -297,11 +336,13 @@ def run(config: Config, *, with_parent: bool = False) -> int:
             journal = Journal(config.journal_path)
             log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())
             allowed = keys.allowed if keys else {}
-            CoordinatorShell(config, router, allowed, journal, log, with_parent).serve(stop, wakeup_r)
+            CoordinatorShell(config, router, allowed, journal, log, with_parent, monitor).serve(stop, wakeup_r)
             journal.close()
         finally:
             router.close()
     finally:
         context.destroy(linger=0)
+        if monitor is not None:
+            monitor.close()
     log("stopped", signal=stop[0])
     return 0

@@ -511,7 +511,7 @@ class Model:
                 pid=m.added.pid,
                 tensors=len(m.shard.tensors),
                 bytes=m.bytes,
-                state=_state(m, live),
+                state=serving_state(m, live),
                 version=m.version,
                 staged=m.staged_version if m.staged is not None else None,
                 held_bytes=m.added.held_bytes,
@@ -539,7 +539,8 @@ def _mode(member: Member) -> CommitMode:
     return CommitMode.FLIP if member.added.flips else CommitMode.COPY
 
 
-def _state(member: Member, live: LiveVersion | None) -> ServingState:
+def serving_state(member: Member, live: LiveVersion | None) -> ServingState:
+    """Return what a target rank serves, `live` being the version decided last."""
     if member.poisoned:
         return ServingState.POISONED
     if member.suspended:

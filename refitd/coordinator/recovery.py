@@ -12,7 +12,7 @@ from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SwapReport
-from refitd.states import MemberState, SwapOutcome
+from refitd.states import MemberState, SwapCause, SwapOutcome
 
 # (replica, rank): a member's id changes when it registers again
 _Rank = tuple[str, int]
@@ -116,6 +116,11 @@ class Unfinished:
         if short:
             reason += f"; not known to serve it: {', '.join(short)}"
         report = msgspec.structs.replace(
-            swap.report, outcome=outcome, phase="commit" if short else "", reason=clipped(reason), members=members
+            swap.report,
+            outcome=outcome,
+            phase="commit" if short else "",
+            reason=clipped(reason),
+            cause=SwapCause.COORDINATOR if short else SwapCause.NONE,
+            members=members,
         )
         return replace(swap.record, state=outcome, reason=report.reason, report=msgspec.json.encode(report))

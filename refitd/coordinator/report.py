@@ -71,6 +71,7 @@ def swap_report(
         outcome=outcome,
         phase="" if outcome == SwapOutcome.COMMITTED else _SHOWN.get(swap.failed_phase or swap.phase, "commit"),
         reason=clipped(swap.reason),
+        cause=swap.cause,
         bytes=max(0, swap.bytes_done - converted),
         converted_bytes=converted,
         copies=swap.copies,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Event, FromNode, Instruction, JournalWritten, Planned, Remember, Send
+from refitd.coordinator.actions import Answer, Event, FromNode, Instruction, JournalWritten, Planned, Remember, Send
 from refitd.coordinator.admission import (
     check_hello,
     check_message,
@@ -26,19 +27,23 @@ from refitd.coordinator.requirements import wanted_parts
 from refitd.coordinator.source_versions import SourceVersions
 from refitd.coordinator.status import history_report, status_report
 from refitd.coordinator.swaps import Swaps
+from refitd.coordinator.traces import Traces
 from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, control, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.reports import (
-    EvictReport,
-    VerifyReport,
-)
+from refitd.protocol.reports import EvictReport, VerifyReport
+from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
+from refitd.states import SwapCause
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
 NODE_SILENCE_S = 10.0
+
+
+def _same(report: TraceReport) -> Message:
+    return report
 
 
 def _nothing(model: str, limit: int) -> Sequence[Record]:
@@ -61,6 +66,7 @@ class Coordinator:
         past: Past | None = None,
         is_beside: bool = False,
         new_run: Callable[[], str] = lambda: secrets.token_hex(4),
+        host: str = "",
     ) -> None:
         """Start empty. `decided`, `recent` and `past` read the journal, also entries of earlier coordinators.
 
@@ -68,11 +74,12 @@ class Coordinator:
         """
         self._config = config
         self._boot, self._pid, self._started = boot, pid, started
-        self._decided, self._recent = decided, recent
+        self._decided, self._recent, self._wall_clock = decided, recent, wall_clock
         self.nodes: dict[str, Node] = {}
         self.models = Models()
         self._members: dict[str, Member] = {}
         self._checks = Checks()
+        self.traces = Traces(host, self.models)
         self._new_run = new_run
         self._lives = LiveVersions(
             past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
@@ -99,6 +106,7 @@ class Coordinator:
             self._lives,
             self._unfinished,
             self._absent,
+            self.traces,
             self._out.append,
         )
         self._descriptions = Descriptions(self.swaps.planning.reader)
@@ -124,6 +132,11 @@ class Coordinator:
         return done
 
     # --- daemons ------------------------------------------------------------------------------------------
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether swaps may begin: it is certain which versions are live."""
+        return self._began
 
     def knows(self, identity: bytes, key: str) -> bool:
         """Whether this connection belongs to a node; others may only send NodeHello."""
@@ -182,7 +195,7 @@ class Coordinator:
             if (claim := self._lives.claim(model)) is not None and model not in changed:
                 self._send(identity, 0, cluster.LiveIs(live=claim))
         lease_s = self._config.deadlines.lease_s
-        welcome = cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self._boot, lease_s=lease_s)
+        welcome = cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self._boot, lease_s=lease_s, clock_s=now)
         self._send(identity, request, welcome)
         for model in changed:
             self._live_learned(model, now)
@@ -200,7 +213,8 @@ class Coordinator:
         state.live, state.highest = self._lives.of(model), self._lives.highest(model)
         running = state.running
         if running is not None and running.swap.phase is not decision.Phase.COMMITTING:
-            self.swaps.step(state, decision.AbortAsked(f"it was learned that version {state.live} is live"), now)
+            text = f"it was learned that version {state.live} is live"
+            self.swaps.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
         for member in state.fleet.targets.values():
             if member.staged is None:
                 self.swaps.fences.fence_unless_live(member)
@@ -227,7 +241,7 @@ class Coordinator:
                 for one in moved:
                     if one.member in self._members:
                         self._members[one.member].step, self._members[one.member].events = one.step, one.events
-                reply = local.Done()
+                reply = cluster.HeartbeatAnswer(now)
             case cluster.DescribeShard(digest, packed):
                 used = {member.added.digest for member in self._members.values()}
                 self._descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
@@ -276,6 +290,14 @@ class Coordinator:
                     self._to_node(name, check)
             case cluster.MembersChecked():
                 self._answer_checks(self._checks.answered(message, now))
+            case GetTrace():
+                self._numbers += 1
+                number, wall = f"{self._boot}.{self._numbers}", self._wall_clock()
+                collect = self.traces.begin(number, message, (node.identity, request), self.nodes.keys(), now, wall)
+                for name in self.nodes:
+                    self._to_node(name, collect)
+            case NodeTrace():
+                self._answer_traces(self.traces.answered(node.status.node, message))
             case local.GetStatus():
                 uptime_s = max(0.0, now - self._started)
                 reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config)
@@ -301,9 +323,14 @@ class Coordinator:
             self._log("verified", model=report.model, outcome=report.outcome, mixed=len(report.mixed))
             self._send(*waiter, report)
 
+    def _answer_traces(self, reports: Iterable[tuple[Waiter, TraceReport]]) -> None:
+        for (identity, request), report in reports:
+            self._out.append(Answer(identity, request, partial(_same, report)))
+
     def _forget_node(self, name: str, reason: str, now: float, *, is_back: bool = False) -> None:
         node = self.nodes.pop(name)
         self._answer_checks(self._checks.lost(name, reason, now))
+        self._answer_traces(self.traces.lost(name))
         self._log("node-again" if is_back else "node-lost", node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
@@ -524,6 +551,7 @@ class Coordinator:
 
     def _tick(self, now: float) -> None:
         self._answer_checks(self._checks.tick(now))
+        self._answer_traces(self.traces.tick(now))
         self._begin_if_settled(now)
         for name, node in list(self.nodes.items()):
             if now - node.last_heard > NODE_SILENCE_S:
@@ -532,7 +560,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """Return when a swap or a check next needs a Tick, None if none does."""
-        found = [self.swaps.next_deadline(), self._checks.next_deadline()]
+        found = [self.swaps.next_deadline(), self._checks.next_deadline(), self.traces.next_deadline()]
         if not self._began:
             found.append(self._lives.deadline())
         return min((at for at in found if at is not None), default=None)

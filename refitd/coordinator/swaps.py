@@ -47,11 +47,13 @@ from refitd.coordinator.schedule import (
 )
 from refitd.coordinator.seeding import no_plan, without_unread
 from refitd.coordinator.steps import Flip, Reached
+from refitd.coordinator.traces import Traces
 from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
 from refitd.protocol import cluster, control, local
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
+from refitd.states import SwapCause
 
 
 class Swaps:
@@ -70,6 +72,7 @@ class Swaps:
         lives: LiveVersions,
         unfinished: Unfinished,
         absent: AbsentRanks,
+        traces: Traces,
         out: Callable[[Instruction], None],
     ) -> None:
         self._config = config
@@ -82,6 +85,7 @@ class Swaps:
         self._lives = lives
         self._unfinished = unfinished
         self._absent = absent
+        self._traces = traces
         self._out = out
         self.planning = Planning(models, out)
         self._comparisons = Comparisons(self._to_node, self._log)
@@ -109,7 +113,8 @@ class Swaps:
         self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
         if state.running is not None and ends:
             state.running.gives_way = True
-            self.step(state, decision.AbortAsked("it gives way to a swap of all replicas that was asked for"), now)
+            text = "it gives way to a swap of all replicas that was asked for"
+            self.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
 
     def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
         """Begin swaps of several models that are decided together.
@@ -130,13 +135,14 @@ class Swaps:
             for state in states:
                 if state.running is not None:
                     state.running.gives_way = True
-                    self.step(state, decision.AbortAsked("it gives way to a swap that was asked for"), now)
+                    text = "it gives way to a swap that was asked for"
+                    self.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
         finally:
             self._joining = frozenset()
         for state, due in zip(states, dues, strict=True):
             self._begin(state, due, now, party)
             if party.aborted:
-                self.step(state, decision.AbortAsked(party.aborted), now)
+                self.step(state, decision.AbortAsked(party.aborted, SwapCause.TOGETHER), now)
 
     def next(self, state: ModelState, now: float) -> None:
         """Start the due swap: a requested one first, then a newer version, then a catch-up.
@@ -159,7 +165,8 @@ class Swaps:
             self._begin_if_due(state, "catch-up", find, now)
         elif gathers(state, state.running, find, now):
             state.running.gives_way = state.running.begins_anew = True
-            self.step(state, decision.AbortAsked("it begins anew, with replicas that have joined meanwhile"), now)
+            reason = "it begins anew, with replicas that have joined meanwhile"
+            self.step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
 
     def _begin_if_due(
         self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
@@ -214,7 +221,8 @@ class Swaps:
             if isinstance(plan, str):
                 if state.running is not None:
                     no_plan(state.running.fleet)
-                self.step(state, decision.AbortAsked(f"the plan was refused: {'; '.join(plan.splitlines())}"), now)
+                text = f"the plan was refused: {'; '.join(plan.splitlines())}"
+                self.step(state, decision.AbortAsked(text, SwapCause.PLAN), now)
             else:
                 self._plan_ready(state, plan, now)
 
@@ -229,7 +237,7 @@ class Swaps:
         senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
         if gone := [m for m in senders if running.version not in m.versions]:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
-            self.step(state, decision.AbortAsked(reason), now)
+            self.step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
             return
         links = plan.links(fleet)
         if links and plan.epoch is None:
@@ -253,7 +261,7 @@ class Swaps:
             return  # the swap has ended meanwhile
         found = self._comparisons.digested(state.running, node, message)
         if isinstance(found, str):
-            self.step(state, decision.AbortAsked(found), now)
+            self.step(state, decision.AbortAsked(found, SwapCause.SOURCES_DIFFER), now)
         elif found is not None:
             self._plan_ready(state, found, now)
 
@@ -461,7 +469,7 @@ class Swaps:
             return
         for one, its in party:
             if text := used_up(one, its.version, its.run):  # learned since the swap began
-                self.step(one, decision.AbortAsked(text), now)
+                self.step(one, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
                 return
         until = max(self._held_until(one, its, now) for one, its in party)
         if until > now:
@@ -492,7 +500,8 @@ class Swaps:
     def journalled(self, swap: str, error: RefitdError | None, now: float) -> None:
         """Handle the journal's result: the decision is on disk, or could not be written."""
         if error is not None:
-            self.step_swap(swap, decision.AbortAsked(f"the decision could not be journalled: {error}"), now)
+            text = f"the decision could not be journalled: {error}"
+            self.step_swap(swap, decision.AbortAsked(text, SwapCause.JOURNAL), now)
             return
         state = self._models.swapping(swap)
         if state is not None and state.running is not None:
@@ -517,6 +526,7 @@ class Swaps:
         s, plan = running.swap, running.plan
         report = self._report(state, running, now)
         state.running, state.last = None, report
+        self._traces.ended(s, report, self._wall_clock())
         broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
         if plan is not None and (plan is not state.plan or broken):
             self._epochs.drop(plan)  # an epoch does not outlive a failed swap
@@ -530,7 +540,7 @@ class Swaps:
             self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
-                self.step(one, decision.AbortAsked(reason), now)
+                self.step(one, decision.AbortAsked(reason, SwapCause.TOGETHER), now)
         self.next(state, now)
 
     def _answer(self, running: Running, report: SwapReport) -> None:
@@ -617,7 +627,7 @@ class Swaps:
                 self._decide(state, running, now)  # nothing may end the swap before the journal answers
             elif running is not None:
                 if late := self._comparisons.late(running, now):
-                    self.step(state, decision.AbortAsked(late), now)
+                    self.step(state, decision.AbortAsked(late, SwapCause.DEADLINE), now)
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
             elif try_again(state, now):

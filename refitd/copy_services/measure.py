@@ -15,6 +15,7 @@ import numpy as np
 
 from refitd.copy_services.process_memory import RemoteChunk
 from refitd.errors import RefitdError, TransportError
+from refitd.protocol.local import PullMeasured
 from refitd.states import TransferMode
 
 # A few milliseconds of copying; larger than the second-level cache.
@@ -61,6 +62,17 @@ def sample(tensors: Iterable[Span]) -> tuple[Span, ...]:
 def payload(spans: Sequence[Span]) -> int:
     """Return the bytes that a measurement moves: half of every row, like a last dimension split in two."""
     return sum(rows * _half(row) for _, rows, row in spans)
+
+
+def pull_measured(pid: int, spans: Sequence[Span]) -> PullMeasured:
+    """Time reading a client's memory as a worker would, or say why it cannot be read.
+
+    For the daemon, which has the same user and permissions as its workers.
+    """
+    try:
+        return PullMeasured(seconds=pull_seconds(pid, spans))
+    except (RefitdError, ValueError, MemoryError, OverflowError) as exc:
+        return PullMeasured(seconds=0.0, reason=str(exc).partition(";")[0])
 
 
 def pull_seconds(pid: int, spans: Sequence[Span]) -> float:

@@ -123,6 +123,11 @@ class LocalArenas(dict[int, Arena]):
         except RefitdError as exc:
             self._fail(wanted, exc)
 
+    @property
+    def asked(self) -> int:
+        """How many requests wait for arenas."""
+        return len(self._asked)
+
     def waiting(self, session: int) -> int:
         """Return how many requests of a session are waiting for arenas."""
         return sum(asked.session == session for asked in self._asked.values())

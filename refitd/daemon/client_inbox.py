@@ -71,6 +71,10 @@ class ClientInbox:
         self._held: dict[bytes, deque[Received]] = {}
         self._held_bytes = 0
 
+    def __len__(self) -> int:
+        """Return how many messages wait for a large one before them, or to be read."""
+        return len(self._aside) + sum(map(len, self._held.values()))
+
     def take(self) -> None:
         """Handle the messages of clients, up to a batch."""
         for _ in range(_BATCH):

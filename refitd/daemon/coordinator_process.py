@@ -48,7 +48,7 @@ class Happened:
 
 
 class CoordinatorProcess:
-    """A child process running `refitd.coordinator` with the daemon's own configuration."""
+    """A child process running `refitd.coordinator` with the daemon's own configuration, and the next metrics port."""
 
     def __init__(self, config: Config, clock: Callable[[], float]) -> None:
         """Start the process.
@@ -80,7 +80,8 @@ class CoordinatorProcess:
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; `watch` reports that
-            process.stdin.write(msgspec.json.encode(self._config))
+            config = msgspec.structs.replace(self._config, metrics=self._config.metrics.beside)
+            process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         return process
 

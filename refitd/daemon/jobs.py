@@ -115,9 +115,9 @@ class JobTable:
         return run
 
     @property
-    def is_busy(self) -> bool:
-        """Whether any run is active."""
-        return bool(self._runs)
+    def active(self) -> int:
+        """How many runs are active."""
+        return len(self._runs)
 
     def run(self, number: int) -> Run | None:
         """Return an active run, None if there is none with this number."""

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -17,25 +18,30 @@ from refitd.buffers import arena as memory
 from refitd.buffers import capacity
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES, PermitPage
 from refitd.config import Config
-from refitd.copy_services.measure import pull_seconds
+from refitd.copy_services.measure import pull_measured
 from refitd.copy_services.registry import installed
 from refitd.daemon import actions as act
 from refitd.daemon.address import reachable_address
+from refitd.daemon.allocation import close_all, make_arenas
 from refitd.daemon.client_inbox import ClientInbox
 from refitd.daemon.client_listener import ClientListener
 from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
-from refitd.daemon.slow_work import Moved, SlowWork
+from refitd.daemon.slow_work import SlowWork
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
+from refitd.metrics import keep_apart
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
 from refitd.protocol.channel import Dealer, Router, local_peer
 from refitd.protocol.codec import Decoder
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
+
+if TYPE_CHECKING:
+    from refitd.daemon.metrics import Monitor
 
 TICK_S = 1.0
 
@@ -68,6 +74,7 @@ class DaemonShell:
         self._config = config
         # checked before anything is bound, so that a refusal leaves nothing behind
         services, address = _services(config.transport.service), reachable_address(config)
+        self._monitor = _monitor(config, log)
         self._poller = zmq.Poller()
         directory = config.runtime_dir
         endpoint = f"ipc://{directory / 'refitd.sock'}"
@@ -120,6 +127,7 @@ class DaemonShell:
         self._watch(wakeup, select.POLLIN)
         told = False
         self._feed(Tick())
+        self._publish()
         awake = time.monotonic()
         next_tick = awake + TICK_S
         while not stop:
@@ -157,6 +165,11 @@ class DaemonShell:
             self._log("turned-away", clients=late, reason="they connected and said no Hello")
         self._collect()
         self._feed(Tick())
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._monitor is not None:
+            self._monitor.publish(self._state, {"frames": len(self._inbox), "plans": len(self._plans)})
 
     def _outlive(self, what: Callable[[], object]) -> None:
         """Call `what`; its errors must not end this process, which would lose the arenas."""
@@ -281,7 +294,7 @@ class DaemonShell:
             self._log("bad-message", peer="coordinator", reason=str(exc))
             return
         # answers to heartbeats overtake a plan that is still being decoded
-        if isinstance(message, local.Done) or not self._plans.holds((request, message)):
+        if isinstance(message, cluster.HeartbeatAnswer) or not self._plans.holds((request, message)):
             self._coordinator_said(request, message)
 
     def _coordinator_said(self, request: int, message: cluster.CoordinatorMessage) -> None:
@@ -296,8 +309,11 @@ class DaemonShell:
         return self._arena_fds[arena], found.nbytes, found.device
 
     def _feed(self, event: act.Event) -> None:
-        for instruction in self._state.handle(event, time.monotonic()):
+        instructions = self._state.handle(event, time.monotonic())
+        for instruction in instructions:
             self._perform(instruction)
+        if self._monitor is not None:
+            self._monitor.watch(event, instructions, self._state)
 
     def _perform(self, instruction: act.Instruction) -> None:
         match instruction:
@@ -329,8 +345,8 @@ class DaemonShell:
                     ticket,
                     f"{capacity.named(wanted)}: {sum(nbytes for nbytes, _ in wanted)} bytes",
                     within_s or self._config.deadlines.request_s,
-                    lambda moved: _make_arenas(wanted, held, workers, device, moved),
-                    _close_all,
+                    lambda moved: make_arenas(wanted, held, workers, device, moved),
+                    close_all,
                     in_turn=True,
                 )
             case act.TimePull(session, request, pid, spans):
@@ -341,7 +357,9 @@ class DaemonShell:
                     return
                 what = f"reading the memory of pid {pid}"
                 # not in turn: the client's memory may respond slowly
-                self._maker.submit((session, request), what, MEASURE_S, lambda _: _measure(pid, spans), in_turn=False)
+                self._maker.submit(
+                    (session, request), what, MEASURE_S, lambda _: pull_measured(pid, spans), in_turn=False
+                )
             case act.SetPermit(slot, token, until):
                 self._permits.write(slot, token, until)
             case act.WriteArena(arena, data):
@@ -404,12 +422,26 @@ class DaemonShell:
 
     def close(self) -> None:
         """End the workers, close every socket and free the memory."""
+        if self._monitor is not None:
+            self._monitor.close()
         self._workers.close()
         self._gate.close()
         self._router.close()
         self._dealer.close()
         for fd in self._arena_fds.values():
             os.close(fd)
+
+
+def _monitor(config: Config, log: EventLog) -> Monitor | None:
+    """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
+    if config.metrics.address is None:
+        return None
+    keep_apart()
+    from refitd.daemon.metrics import Monitor
+
+    monitor = Monitor(config, config.metrics.address)
+    log("metrics", endpoint=monitor.endpoint)
+    return monitor
 
 
 def _services(needed: str) -> tuple[str, ...]:
@@ -422,40 +454,6 @@ def _services(needed: str) -> tuple[str, ...]:
     if registry.find(needed).join is None:
         raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, or nccl between GPUs")
     return tuple(backend.name for backend in registry if not backend.missing())
-
-
-def _make_arenas(
-    wanted: tuple[tuple[int, str], ...], held: tuple[int, ...], workers: int, device: str, moved: Moved
-) -> list[int]:
-    """Make all arenas or none; `device` is the GPU that holds them, "" for main memory."""
-    capacity.check_descriptors(wanted, len(held), workers)
-    if device:
-        from refitd.buffers import cuda
-
-        return cuda.create_all(wanted, cuda.index_of(device))
-    capacity.check_bytes(wanted, sum(held))
-    fds: list[int] = []
-    try:
-        for nbytes, label in wanted:
-            fds.append(memory.create(nbytes, label, moved))
-    except BaseException:
-        _close_all(fds)
-        raise
-    return fds
-
-
-def _close_all(fds: object) -> None:
-    assert isinstance(fds, list)
-    for fd in fds:
-        os.close(fd)
-
-
-def _measure(pid: int, spans: tuple[tuple[int, int, int], ...]) -> local.PullMeasured:
-    """Time reading a client's memory as a worker would; the daemon has the same user and permissions as its workers."""
-    try:
-        return local.PullMeasured(seconds=pull_seconds(pid, spans))
-    except (RefitdError, ValueError, MemoryError, OverflowError) as exc:
-        return local.PullMeasured(seconds=0.0, reason=str(exc).partition(";")[0])
 
 
 def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None) -> int:

@@ -31,6 +31,7 @@ from refitd.daemon.actions import (
     WriteArena,
 )
 from refitd.daemon.arenas import LocalArenas
+from refitd.daemon.clock import CoordinatorClock
 from refitd.daemon.commits import Commits
 from refitd.daemon.controllers import LocalControllers
 from refitd.daemon.coordinator_link import COORDINATOR_SILENCE_S, CoordinatorLink
@@ -62,6 +63,7 @@ from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
 from refitd.daemon.swaps import LocalSwaps
 from refitd.daemon.target_state import Step
+from refitd.daemon.timeline import Timeline
 from refitd.daemon.verification import Proofs
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import ProtocolError, RefitdError, RefusedError
@@ -71,6 +73,7 @@ from refitd.protocol.base import PROTOCOL_VERSION, Message, clipped
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.roles import check_role
 from refitd.protocol.texts import check_names
+from refitd.protocol.traces import CollectTrace, GetTrace
 from refitd.text import brief
 
 # Limits on what is read to measure how fast a client's memory can be read: some milliseconds' worth.
@@ -107,6 +110,10 @@ class Daemon:
         out = self._out.append
         self._link = CoordinatorLink(node, out, self._answered)
         self._jobs = JobTable(out, self._maps.need)
+        self._clock = CoordinatorClock()
+        self._timeline = Timeline(
+            self._jobs, self.members, lambda worker: self._worker_pids.get(worker, 0), self._clock
+        )
         self.arenas = LocalArenas(
             node,
             max_arena_bytes,
@@ -221,6 +228,7 @@ class Daemon:
         self._proofs.dispatch()
         done = self._out[:]
         self._out.clear()
+        self._timeline.watch(event, done, now)
         return done
 
     @property
@@ -266,6 +274,10 @@ class Daemon:
             gpus=tuple(self.arenas.gpus()),
             problems=tuple(clipped(text) for text in self._problems),
         )
+
+    def queues(self) -> dict[str, int]:
+        """Return how much waits for something: answers of the coordinator, arenas, runs of workers."""
+        return {"coordinator": len(self._link), "arenas": self.arenas.asked, "runs": self._jobs.active}
 
     # --- clients ------------------------------------------------------------------------------------------
 
@@ -349,6 +361,7 @@ class Daemon:
                 | local.GetPlan()
                 | local.GetHistory()
                 | local.GetDescription()
+                | GetTrace()
             ):
                 self._link.check()
                 if isinstance(message, local.GetStatus):
@@ -470,12 +483,14 @@ class Daemon:
 
     def _coordinator(self, request: int, message: cluster.CoordinatorMessage) -> None:
         self._link.heard()
-        if isinstance(message, local.Done):
-            self._permits.answered(request)
         match message:
-            case cluster.NodeWelcome(_, boot, lease_s):
+            case cluster.HeartbeatAnswer(clock_s):
+                self._clock.heard(request, clock_s, self._now)
+                self._permits.answered(request)
+            case cluster.NodeWelcome(_, boot, lease_s, clock_s):
                 self._permits.granted(boot, lease_s)
                 self._welcomed(boot)
+                self._clock.heard(request, clock_s, self._now)
                 self._permits.answered(request)
             case local.Failure(code, text) if code == "unknown-node":
                 self._link.boot = ""
@@ -505,6 +520,8 @@ class Daemon:
                 self._swaps.stage(swap, plan, version, timeout_s, verify, run)
             case cluster.StageSpare():
                 self._swaps.stage_spare(message)
+            case CollectTrace():
+                self._link.say(self._timeline.part(message, self._node, self._host, self._now))
             case cluster.CheckMembers():
                 self._proofs.check(message, self._now)
             case cluster.DigestRegions():
@@ -546,6 +563,7 @@ class Daemon:
         if known == boot:
             return
         self._log("coordinator", boot=boot)
+        self._clock.forget()
         # this coordinator has aborted every undecided swap, but its messages about that may have been lost
         states = [member.state for member in self.members.values()]
         halted = {state.swap for state in states if state.step in (Step.HALTING, Step.HALTED)}
@@ -606,6 +624,7 @@ class Daemon:
         """Send a heartbeat; its answer renews this node's permits."""
         number = self._link.next_number()
         self._permits.sent(number, self._now)
+        self._clock.sent(number, self._now)
         self._link.say(message, number)
 
     # --- workers and time ---------------------------------------------------------------------------------
@@ -636,7 +655,7 @@ class Daemon:
         self._swaps.replace_worker(worker, reason)
 
     def _is_swapping(self) -> bool:
-        return bool(self._swaps.staging()) or self._jobs.is_busy
+        return bool(self._swaps.staging()) or self._jobs.active > 0
 
     def _tick(self) -> None:
         if self._link.boot:

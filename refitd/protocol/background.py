@@ -40,6 +40,10 @@ class BackgroundThread(Generic[K]):
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
+    def __len__(self) -> int:
+        """Return how much work has not begun."""
+        return self._todo.qsize()
+
     def collect(self) -> Iterator[tuple[K, Any]]:
         """Yield key and result, or exception, of finished work."""
         while True:
@@ -73,6 +77,10 @@ class OrderedDecoder(Generic[M]):
         """Decode a message on the thread; `collect` yields it, or the exception."""
         self._waiting.append((True, None))
         self._reader.submit(None, work)
+
+    def __len__(self) -> int:
+        """Return how many messages wait, read or not."""
+        return len(self._waiting)
 
     def holds(self, message: M) -> bool:
         """Whether a message must wait for earlier ones; `collect` then yields it."""

@@ -34,6 +34,7 @@ from refitd.protocol.reports import (
     SwapReports,
     VerifyReport,
 )
+from refitd.protocol.traces import CollectTrace, GetTrace, Moment, NodeTrace, TraceReport
 from refitd.states import ProofState, TransferMode
 
 # --- daemon to coordinator --------------------------------------------------------------------------------
@@ -322,6 +323,13 @@ class NodeWelcome(Message, frozen=True):
     protocol: Small
     boot: Name
     lease_s: Seconds = 10.0
+    clock_s: Moment = 0.0  # the coordinator's monotonic clock
+
+
+class HeartbeatAnswer(Message, frozen=True):
+    """The answer to a NodeUpdate."""
+
+    clock_s: Moment  # the coordinator's monotonic clock
 
 
 class SourceAdmitted(Message, frozen=True):
@@ -541,10 +549,13 @@ NodeMessage = (
     | GetPlan
     | GetHistory
     | GetDescription
+    | GetTrace
+    | NodeTrace
 )
 
 CoordinatorMessage = (
     NodeWelcome
+    | HeartbeatAnswer
     | SourceAdmitted
     | LiveIs
     | MayDrop
@@ -565,6 +576,7 @@ CoordinatorMessage = (
     | EndSwap
     | CheckMembers
     | DigestRegions
+    | CollectTrace
     | EvictMember
     | EvictReport
     | SwapProgress
@@ -575,4 +587,5 @@ CoordinatorMessage = (
     | PlanReport
     | HistoryReport
     | ModelDescription
+    | TraceReport
 )

@@ -19,6 +19,7 @@ from refitd.protocol.reports import (
 )
 from refitd.protocol.shards import Place, Shard
 from refitd.protocol.target_forms import Conversion, DerivedTensor, HeldTensor
+from refitd.protocol.traces import GetTrace, TraceReport
 
 # --- client to daemon -------------------------------------------------------------------------------------
 
@@ -528,6 +529,7 @@ ClientRequest = (
     | GetPlan
     | GetHistory
     | GetDescription
+    | GetTrace
 )
 
 # A member's messages about its commits. On the descriptor socket, since the daemon reads its end only after them.
@@ -564,4 +566,5 @@ ClientReply = (
     | PlanReport
     | HistoryReport
     | ModelDescription
+    | TraceReport
 )

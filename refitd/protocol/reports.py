@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from refitd.errors import RefitFailed
 from refitd.protocol.base import Count, Events, Label, Message, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shape, Shard
-from refitd.states import CommitMode, LinkState, MemberState, ProofState, ServingState, SwapOutcome, TransferMode
+from refitd.states import (
+    CommitMode,
+    LinkState,
+    MemberState,
+    ProofState,
+    ServingState,
+    SwapCause,
+    SwapOutcome,
+    TransferMode,
+)
 
 
 class MemberReport(Value, frozen=True):
@@ -61,6 +70,7 @@ class SwapReport(Message, frozen=True):
     suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
     kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
     kept_bytes: Count = 0
+    cause: SwapCause = SwapCause.NONE  # the kind of `reason`
 
     @property
     def seeds(self) -> tuple[str, ...]:

@@ -175,6 +175,7 @@ class RunFailed(Message, frozen=True):
     run: Count
     reason: Text
     copy: Count | None = None
+    differs: bool = False  # what was written differs from its source
 
 
 class DigestsTaken(Message, frozen=True):

@@ -200,7 +200,8 @@ class Worker:
         try:
             result = perform()
         except DigestMismatch as exc:
-            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc), copy=exc.copy if exc.copy >= 0 else None))
+            copy = exc.copy if exc.copy >= 0 else None
+            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc), copy=copy, differs=True))
         except RefitdError as exc:
             self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc)))
         else:

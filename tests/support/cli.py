@@ -28,6 +28,7 @@ from refitd.protocol.reports import (
     TargetStatus,
     VerifyReport,
 )
+from refitd.protocol.traces import NodeTrace, TraceReport, TraceSpan
 from refitd_cli.control import main as refitctl
 from refitd_cli.session import Session
 
@@ -138,6 +139,22 @@ PROVEN = VerifyReport(
     ),
     seconds=0.2,
 )
+TRACE = TraceReport(
+    swap="s1",
+    model="policy",
+    version=7,
+    kind="asked",
+    phases=(TraceSpan("coordinator", "stage", 50.0, 50.25),),
+    began=50.0,
+    at=0.0,
+    host="head",
+    nodes=(
+        NodeTrace("t", "n0", "box", (TraceSpan("worker 0", "copy", 0.0, 0.2, 64, note="n"),), 2, 50.01, 0.0005),
+        NodeTrace("t", "n1", "box", (TraceSpan("daemon", "stage", 0.0, 0.2, is_open=True),)),
+    ),
+    outcome="committed",
+    missing=("node n2 is lost",),
+)
 
 
 @dataclass
@@ -168,6 +185,10 @@ class FakeClient:
                 HistoryEntry(swap="s1", model="policy", version=7, state="committed", at=0.0, report=COMMITTED),
             )
         )
+
+    def trace(self, model, swap=""):
+        self.asked.append(("trace", model, swap))
+        return TRACE
 
     def status(self):
         return answer(self.status_result)

@@ -55,7 +55,9 @@ class Harness:
                         pending.append(act.ArenasMade(ticket, made))
                     case act.ToCoordinator(request, message):
                         self.to_coordinator.append(message)
-                        if request and not isinstance(message, local.StartSwap):
+                        if isinstance(message, cluster.NodeUpdate):
+                            pending.append(act.CoordinatorSaid(request, cluster.HeartbeatAnswer(self.now)))
+                        elif request and not isinstance(message, local.StartSwap):
                             pending.append(act.CoordinatorSaid(request, self.refuse_with or local.Done()))
                     case act.ToClient(session, request, message):
                         self.to_client.append((session, request, message))

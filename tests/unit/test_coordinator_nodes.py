@@ -66,7 +66,7 @@ def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
     h = Harness().ready().join("n1", pid=12)
     status = next(node.status for node in h.state.nodes.values() if node.status.node == "n0")
     moved = cluster.TargetMoved("a", "staging swap s, empty", ("StageBegan -> staging swap s, empty",))
-    assert h.say("n0", cluster.NodeUpdate(status=status, moved=(moved,)), request=8) == [local.Done()]
+    assert h.say("n0", cluster.NodeUpdate(status=status, moved=(moved,)), request=8) == [cluster.HeartbeatAnswer(h.now)]
     others = cluster.NodeUpdate(status=msgspec.structs.replace(status, node="n1", pid=12), moved=(moved,))
     (refused,) = h.say("n1", others, request=8)
     assert isinstance(refused, local.Failure) and "one of node 'n0'" in refused.message

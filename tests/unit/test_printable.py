@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 import unicodedata
 from typing import Any
@@ -94,6 +95,9 @@ class Peer(FakeClient):
     def history(self, model="", limit=20):
         return poisoned(super().history(model, limit), self.text)
 
+    def trace(self, model, swap=""):
+        return poisoned(super().trace(model, swap), self.text)
+
     def evict(self, model, replica, rank, reason):
         return poisoned(EvictReport(model=model, replica=replica, members=("a rank 0",)), self.text)
 
@@ -131,13 +135,14 @@ ASKED: dict[str, tuple[str, ...]] = {
     "status": ("status",),
     "watch": ("watch", "--count", "1"),
     "models": ("models",),
+    "trace": ("trace", "policy", "--output", os.devnull),
     "plan": ("plan", "policy"),
     "manifest": ("manifest", "policy"),
     "abort": ("abort", "policy"),
     "evict": ("evict", "policy", "--replica", "a"),
 }
-# of manifests, keys, checkpoints and this machine: no daemon's word is in them, except as an error (below)
-OFFLINE = {"explain", "keygen", "doctor", "demo", "publish", "save"}
+# of manifests, keys, checkpoints, this machine, or a page: no daemon's word is in them, except as an error (below)
+OFFLINE = {"dashboard", "explain", "keygen", "doctor", "demo", "publish", "save"}
 
 
 def test_table_has_every_command():

@@ -1,0 +1,89 @@
+"""refitctl dashboard: the cluster's status and last swaps as a page for a browser on this machine."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing, suppress
+
+import click
+
+from refitd.errors import RefitdError, RefusedError
+from refitd.metrics.http import HttpServer
+from refitd_cli.dashboard import Shown, routes
+from refitd_cli.output import print_json, say
+from refitd_cli.session import Control, Session, address_option, json_option
+
+SWAPS = 50
+LOOPBACK = "127.0.0.1"
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=9480, show_default=True, help="0: any free one.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.2, max=3600),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between two questions to the cluster.",
+)
+@address_option
+@json_option
+@click.pass_obj
+def dashboard(session: Session, port: int, interval: float, address: str | None, as_json: bool) -> None:
+    """Serve a page that shows models, replicas (laggards first), running and last swaps, until Ctrl-C.
+
+    The page changes nothing, and is served to this machine alone: on 127.0.0.1, where its other users can read it, too.
+    """
+    latest = Latest(session, address)
+    latest.refresh()
+    try:
+        server = HttpServer((LOOPBACK, port), (), routes(lambda: latest.shown), "--port")
+    except RefusedError:
+        latest.close()
+        raise
+    with closing(latest), closing(server), suppress(KeyboardInterrupt):
+        url = f"http://{LOOPBACK}:{server.address[1]}/"
+        if as_json:
+            print_json({"url": url})
+        else:
+            say(f"{url} shows the cluster; Ctrl-C ends")
+        while True:
+            time.sleep(interval)
+            latest.refresh()
+
+
+class Latest:
+    """The cluster's last answers; a daemon that is away is looked for again and again.
+
+    Attributes:
+        shown: what the page shows.
+    """
+
+    def __init__(self, session: Session, address: str | None) -> None:
+        self._session, self._address = session, address
+        self._client: Control | None = None
+        self.shown = Shown(None, (), time.time())
+
+    def refresh(self) -> None:
+        """Ask once.
+
+        Raises:
+            RefitdError: it is the first time, and there was no answer.
+        """
+        try:
+            self._client = self._client or self._session.factory(self._address)
+            status, history = self._client.status(), self._client.history("", SWAPS)
+        except RefitdError as exc:
+            self.close()
+            if self.shown.status is None:
+                raise
+            self.shown = Shown(self.shown.status, self.shown.swaps, self.shown.at, str(exc))
+        else:
+            self.shown = Shown(status, history.swaps, time.time())
+
+    def close(self) -> None:
+        """Close the connection."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()

@@ -1,0 +1,52 @@
+"""refitctl trace: one swap over all processes, as a file for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from refitd.errors import ConfigError
+from refitd_cli.chrome_trace import chrome_trace
+from refitd_cli.output import duration, print_json, say
+from refitd_cli.session import Session, address_option, json_option
+
+
+@click.command()
+@click.argument("model")
+@click.option("--swap", "swap_id", default="", metavar="ID", help="One of `refitctl history`.  [default: the last one]")
+@click.option("--output", "-o", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
+@address_option
+@json_option
+@click.pass_obj
+def trace(session: Session, model: str, swap_id: str, output: str, address: str | None, as_json: bool) -> None:
+    """Write what every process did in a swap of MODEL, and when: open the file in ui.perfetto.dev.
+
+    The coordinator and the daemons keep the last 16 swaps since they started; a running swap is shown as far as it is.
+    Times of other nodes are aligned with the coordinator's by the round trips of heartbeats.
+    """
+    with session.client(address) as client:
+        report = client.trace(model, swap_id)
+    made = chrome_trace(report)
+    try:
+        Path(output).write_text(json.dumps(made) + "\n")
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--output {output!r}: cannot be written: {exc}") from exc
+    errors = [node.error_s for node in report.nodes if node.error_s is not None]
+    if as_json:
+        print_json({"file": output, **made["otherData"]})
+        return
+    spans = len(report.phases) + sum(len(node.spans) for node in report.nodes)
+    say(
+        f"swap {report.swap} ({model} version {report.version}, {report.outcome or 'running'}): {spans} spans of the "
+        f"coordinator and {len(report.nodes)} nodes in {output}; clocks agree within "
+        f"{duration(max(errors)) if errors else 'an unknown time'}"
+    )
+    for node in report.nodes:
+        if node.error_s is None:
+            say(f"node {node.node}: its clock is not aligned: it has no answered heartbeat yet", err=True)
+        if node.dropped:
+            say(f"node {node.node}: {node.dropped} spans were too many and are left out", err=True)
+    for reason in report.missing:
+        say(reason, err=True)

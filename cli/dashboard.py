@@ -1,0 +1,308 @@
+"""The page of `refitctl dashboard`: a cluster's status and last swaps as HTML, every text of others escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+
+from refitd.metrics.http import Page
+from refitd.protocol.reports import HistoryEntry, ModelStatus, NodeStatus, StatusReport, SwapReport, TargetStatus
+from refitd.states import ServingState
+from refitd.text import printable
+from refitd_cli.output import duration, size, version, versions
+
+# Rows of one table; the rest is counted.
+MAX_ROWS = 200
+
+# Characters that stand on one line.
+SHORT = 24
+
+REFRESH_MS = 1000
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --warn: #9a6700; --bad: #cf222e; }
+@media (prefers-color-scheme: dark) { :root { --good: #3fb950; --warn: #d29922; --bad: #ff7b72; } }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 75rem; padding: 0 1rem 3rem; }
+h1 { font-size: 1.3rem; margin: 1rem 0 .2rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .3rem; }
+h3 { font-size: .95rem; margin: 1rem 0 .2rem; } p { margin: .2rem 0; } h2, p, td { overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { font-weight: 600; } th, .short { white-space: nowrap; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
+.good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); font-weight: 600; }
+progress { width: 100%; } .dim { opacity: .7; }
+@media (max-width: 45rem) {
+  thead { display: none; } tr { display: block; border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  td { display: flex; gap: 1rem; justify-content: space-between; border: 0; padding: .1rem 0; text-align: right; }
+  .none { display: none; } td::before { content: attr(data-label); font-weight: 600; text-align: left; }
+}
+"""
+
+_SCRIPT = f"""
+const main = document.querySelector("main"), late = document.querySelector("#late");
+async function refresh() {{
+  try {{
+    const answer = await fetch("/now", {{cache: "no-store", signal: AbortSignal.timeout(5000)}});
+    if (!answer.ok) throw new Error(answer.status);
+    main.innerHTML = await answer.text();
+    late.hidden = true;
+  }} catch (error) {{ late.hidden = false; }}
+  setTimeout(refresh, {REFRESH_MS});
+}}
+setTimeout(refresh, {REFRESH_MS});
+"""
+
+_SHELL = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>refitd</title><style>{style}</style></head>
+<body><p id="late" class="bad" hidden>refitctl dashboard does not answer; what is shown is old.</p>
+<main>{main}</main><script>{script}</script></body>
+</html>
+"""
+
+
+def _allowed(text: str) -> str:
+    """Return the word by which a Content-Security-Policy allows exactly this script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# Even a text that were not escaped could run nothing and load nothing.
+POLICY = f"default-src 'none'; style-src {_allowed(_STYLE)}; script-src {_allowed(_SCRIPT)}; connect-src 'self'"
+_HTML = "text/html; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A table's cell; `tone` colours it."""
+
+    text: str
+    tone: str = ""  # "good", "warn", "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the page shows: the last answers of the cluster, and why there is no newer one."""
+
+    status: StatusReport | None
+    swaps: Sequence[HistoryEntry]
+    at: float  # seconds since the epoch
+    problem: str = ""
+
+
+def routes(latest: Callable[[], Shown]) -> dict[str, Callable[[], Page]]:
+    """Return the pages: the whole one, and its inner part, which it asks for each second."""
+    return {
+        "/": lambda: Page(
+            _SHELL.format(style=_STYLE, script=_SCRIPT, main=fragment(latest())).encode(), 200, _HTML, POLICY
+        ),
+        "/now": lambda: Page(fragment(latest()).encode(), 200, _HTML, POLICY),
+    }
+
+
+def fragment(shown: Shown) -> str:
+    """Return the inner part of the page."""
+    parts = ["<h1>refitd</h1>"]
+    when = datetime.fromtimestamp(shown.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    if shown.problem:
+        parts.append(_line(f"No answer since {when}: {shown.problem}", "bad"))
+    if (status := shown.status) is None:
+        return "\n".join(parts)
+    parts.append(
+        _line(
+            f"{when}: coordinator pid {status.coordinator_pid}, up {duration(status.uptime_s)}; "
+            f"{len(status.nodes)} nodes, {len(status.models)} models",
+            "dim",
+        )
+    )
+    parts += [_line(f"node {node.node}: {problem}", "bad") for node in status.nodes for problem in node.problems]
+    for model in status.models:
+        parts += _model(model)
+    if not status.models:
+        parts.append(_line("No models: no trainer and no engine has registered yet."))
+    parts += ["<h2>Last swaps</h2>", _table(_SWAP_COLUMNS, map(_swap, shown.swaps), "none")]
+    parts.append(
+        _line("refitctl trace MODEL --swap SWAP -o swap.json writes what every process did in one of them", "dim")
+    )
+    parts += ["<h2>Nodes</h2>", _table(_NODE_COLUMNS, map(_node, status.nodes), "none")]
+    return "\n".join(parts)
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+_REPLICA_COLUMNS = ("replica", ">serves", ">behind", ">ranks", "state", "nodes", ">last pause")
+_SOURCE_COLUMNS = (">rank", "node/host", ">pid", "versions held", ">bytes", "trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """A replica, rolled up over its ranks."""
+
+    name: str
+    ranks: tuple[TargetStatus, ...]
+    live: int | None
+
+    @property
+    def served(self) -> int | None:
+        """The lowest version of its ranks; None if one serves nothing."""
+        found = [rank.version for rank in self.ranks]
+        return None if None in found else min((v for v in found if v is not None), default=None)
+
+    @property
+    def lag(self) -> int:
+        """How many versions it is behind (after a rollback: ahead, below zero)."""
+        return 0 if self.live is None or self.served is None else self.live - self.served
+
+    @property
+    def worry(self) -> tuple[int, int, str]:
+        """What sorts the replicas: who serves nothing first, then who lags most."""
+        lacking = sum(rank.state not in (ServingState.SERVING, ServingState.SUSPENDED) for rank in self.ranks)
+        lacking += self.ranks[0].world_size - len(self.ranks)
+        return -lacking if self.served is None else 0, -abs(self.lag) or -lacking, self.name
+
+
+def _model(model: ModelStatus) -> Iterable[str]:
+    yield f"<h2>{_text(model.model)}</h2>"
+    waits = f"; {model.queued} swaps wait" if model.queued else ""
+    decided = "nothing is decided yet" if model.live is None else f"version {model.live} is decided"
+    yield _line(f"{decided}; complete versions: {versions(model.complete_versions)}{waits}")
+    if (swap := model.swap) is not None:
+        done = swap.bytes_done / swap.bytes_total if swap.bytes_total else 0.0
+        ranks = f", {swap.members_done} of {swap.members_total} ranks" if swap.phase == "commit" else ""
+        yield _line(
+            f"swap {swap.swap} to version {swap.version} runs: {swap.phase}, {size(swap.bytes_done)} of "
+            f"{size(swap.bytes_total)}{ranks}",
+            "warn",
+        )
+        yield f'<progress max="1" value="{min(1.0, done):.3f}"></progress>'
+    by_replica: dict[str, list[TargetStatus]] = {}
+    for target in model.targets:
+        by_replica.setdefault(target.replica, []).append(target)
+    replicas = sorted(
+        (_Replica(name, tuple(ranks), model.live) for name, ranks in by_replica.items()), key=lambda one: one.worry
+    )
+    pauses = _pauses(model.last_swap)
+    yield "<h3>Replicas</h3>"
+    yield _table(_REPLICA_COLUMNS, (_replica(one, pauses) for one in replicas), "no engine has registered")
+    yield f"<h3>Trainer: {len(model.sources)} of {model.source_world_size} ranks</h3>"
+    rows = (
+        (
+            Cell(str(source.rank)),
+            Cell(f"{source.node}/{source.host}"),
+            Cell(str(source.pid)),
+            Cell(versions(source.versions)),
+            Cell(size(source.bytes)),
+            Cell("there" if source.attached else "gone", "" if source.attached else "warn"),
+        )
+        for source in model.sources
+    )
+    yield _table(_SOURCE_COLUMNS, rows, "no trainer has registered")
+
+
+def _pauses(last: SwapReport | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for member in last.members if last is not None else ():
+        found[member.replica] = max(found.get(member.replica, 0.0), member.paused_s)
+    return found
+
+
+def _replica(one: _Replica, pauses: dict[str, float]) -> Sequence[Cell]:
+    states: dict[str, int] = {}
+    for rank in one.ranks:
+        states[str(rank.state)] = states.get(str(rank.state), 0) + 1
+    missing = one.ranks[0].world_size - len(one.ranks)
+    text = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    tone = "bad" if missing or not states.keys() <= {"serving", "suspended", "behind", "empty"} else ""
+    tone = tone or ("warn" if "behind" in states or "empty" in states else "good")
+    behind = "-" if one.served is None or one.live is None else str(one.lag)
+    nodes = sorted({rank.node for rank in one.ranks})
+    return (
+        Cell(one.name),
+        Cell(version(one.served), "" if one.served is not None else "warn"),
+        Cell(behind, "warn" if one.lag else ""),
+        Cell(f"{len(one.ranks)}/{one.ranks[0].world_size}", "bad" if missing else ""),
+        Cell(text, tone),
+        Cell(", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")),
+        Cell(duration(pauses[one.name]) if pauses.get(one.name) else "-"),
+    )
+
+
+# --- swaps and nodes ----------------------------------------------------------------------------------------
+
+_SWAP_COLUMNS = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">took", ">paused", "reason")
+_NODE_COLUMNS = ("node", "host", ">pid", ">workers", ">clients", ">arenas", ">arena bytes")
+_TONES = {"committed": "good", "aborted": "warn", "decided": "warn", "incomplete": "bad"}
+
+
+def _swap(entry: HistoryEntry) -> Sequence[Cell]:
+    report = entry.report
+    paused = max((member.paused_s for member in report.members), default=0.0) if report else 0.0
+    return (
+        Cell(datetime.fromtimestamp(entry.at, UTC).strftime("%m-%d %H:%M:%S")),
+        Cell(entry.swap),
+        Cell(entry.model),
+        Cell(version(entry.version)),
+        Cell(report.kind if report else "-"),
+        Cell(str(entry.state), _TONES.get(entry.state, "")),
+        Cell(size(report.bytes) if report else "-"),
+        Cell(duration(report.total_s) if report else "-"),
+        Cell(duration(paused) if paused else "-"),
+        Cell(entry.reason),
+    )
+
+
+def _node(node: NodeStatus) -> Sequence[Cell]:
+    running = sum(map(bool, node.workers))
+    return (
+        Cell(node.node),
+        Cell(node.host),
+        Cell(str(node.pid)),
+        Cell(f"{running}/{len(node.workers)}", "" if running == len(node.workers) else "bad"),
+        Cell(str(node.clients)),
+        Cell(str(node.arenas)),
+        Cell(size(node.arena_bytes)),
+    )
+
+
+# --- HTML ---------------------------------------------------------------------------------------------------
+
+
+def _text(text: str) -> str:
+    """Return text of others as HTML: markup and control characters are shown, and do nothing."""
+    return escape(printable(text))
+
+
+def _line(text: str, tone: str = "") -> str:
+    return f'<p class="{tone}">{_text(text)}</p>'
+
+
+def _width(cell: Cell) -> str:
+    """Return a class: what is short is never broken, and what is nothing is left out on a phone."""
+    if cell.text in ("", "-"):
+        return "none"
+    return "short" if len(cell.text) <= SHORT else ""
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], nothing: str) -> str:
+    """Return a table; a column named ">..." holds numbers."""
+    found = list(rows)
+    if not found:
+        return _line(nothing, "dim")
+    names = [column.removeprefix(">") for column in columns]
+    numbers = ["n" if column.startswith(">") else "" for column in columns]
+    head = "".join(f'<th class="{number}">{name}</th>' for number, name in zip(numbers, names, strict=True))
+    body = [
+        "<tr>"
+        + "".join(
+            f'<td class="{number} {cell.tone} {_width(cell)}" data-label="{name}">{_text(cell.text)}</td>'
+            for number, name, cell in zip(numbers, names, row, strict=True)
+        )
+        + "</tr>"
+        for row in found[:MAX_ROWS]
+    ]
+    more = _line(f"and {len(found) - MAX_ROWS} more", "dim") if len(found) > MAX_ROWS else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{more}"

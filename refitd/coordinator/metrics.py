@@ -1,0 +1,277 @@
+"""What a coordinator counts of its events and instructions, and shows of its state, for Prometheus."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from refitd.config import Config
+from refitd.coordinator.actions import Event, FromNode, Instruction, Remember
+from refitd.coordinator.membership import serving_state
+from refitd.coordinator.models import ModelState
+from refitd.coordinator.records import Record
+from refitd.coordinator.report import written_report
+from refitd.coordinator.state import Coordinator
+from refitd.events import Busy, Log
+from refitd.metrics.exporter import Exporter, Labelled
+from refitd.protocol.cluster import StageDone
+from refitd.states import SwapOutcome
+
+# Seconds. Swaps take milliseconds to minutes, a journal write 0.1 ms to seconds on a bad disk.
+_SWAP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_JOURNAL_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
+
+# The transport of bytes that stay within a node, through shared memory or a GPU's.
+WITHIN = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelFigures:
+    published: int | None
+    decided: int | None
+    queued: int
+    is_swapping: bool
+    members: Mapping[tuple[str, str], int]  # (role, state) -> ranks
+    # replicas that swaps reach -> the lowest version of their ranks; None if one serves nothing
+    replicas: Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A snapshot of a coordinator's state."""
+
+    nodes: int
+    models: Mapping[str, _ModelFigures]
+    queues: Mapping[str, int]
+
+
+def figures(state: Coordinator, queues: Mapping[str, int]) -> Figures:
+    """Take a snapshot; `queues` are the shell's, with their lengths."""
+    return Figures(len(state.nodes), {name: _model(found) for name, found in state.models.items()}, queues)
+
+
+def _model(state: ModelState) -> _ModelFigures:
+    fleet = state.fleet
+    members = Tally(("source", "attached" if m.attached else "detached") for m in fleet.sources.values())
+    members.update(("target", serving_state(m, state.live).value) for m in fleet.targets.values())
+    replicas: dict[str, int | None] = {}
+    for (replica, _), m in fleet.engines().targets.items():
+        held = replicas.get(replica, m.version)
+        replicas[replica] = None if held is None or m.version is None else min(held, m.version)
+    complete = fleet.complete_versions()
+    return _ModelFigures(
+        complete[-1] if complete else None,
+        None if state.live is None else state.live.version,
+        len(state.queue),
+        state.running is not None,
+        members,
+        replicas,
+    )
+
+
+class Monitor:
+    """Serves a coordinator's metrics; its loop calls `watch`, `journalling` and `publish`."""
+
+    def __init__(self, config: Config, address: tuple[str, int]) -> None:
+        """Listen on `address`.
+
+        Raises:
+            RefusedError: the address cannot be listened on.
+        """
+        registry = CollectorRegistry()
+        metrics = CoordinatorMetrics(registry)
+        self.watch, self.journalling = metrics.watch, metrics.journalling
+        names = (*config.metrics.hosts, socket.gethostname())
+        self._exporter = Exporter(address, names, registry, metrics.show)
+        self.endpoint, self.close = self._exporter.endpoint, self._exporter.close
+
+    def publish(self, state: Coordinator, queues: Mapping[str, int]) -> None:
+        """Publish a snapshot; `queues` are the shell's, with their lengths."""
+        lacks = "" if state.may_swap else "it waits for daemons to say which versions are live"
+        self._exporter.publish(figures(state, queues), lacks)
+
+
+class CoordinatorMetrics:
+    """The metrics of one coordinator; docs/metrics.md lists them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        r = registry
+        self._links: dict[str, dict[tuple[str, str], int]] = {}  # of running swaps that are being staged
+        self._swaps = Labelled(
+            Counter(
+                "refitd_swaps",
+                "Swaps that have ended, by how and why.",
+                ["model", "kind", "outcome", "cause"],
+                registry=r,
+            )
+        )
+        self._swap_s = Labelled(
+            Histogram(
+                "refitd_swap_seconds",
+                "From a swap's begin to its end.",
+                ["model", "outcome"],
+                registry=r,
+                buckets=_SWAP_BUCKETS,
+            )
+        )
+        self._phase_s = Labelled(
+            Histogram(
+                "refitd_swap_phase_seconds",
+                "Time that swaps spent in a phase.",
+                ["model", "phase"],
+                registry=r,
+                buckets=_SWAP_BUCKETS,
+            )
+        )
+        self._moved = Labelled(
+            Counter(
+                "refitd_moved_bytes",
+                "Bytes that arrived in staging arenas, by the nodes that they came from and went to.",
+                ["model", "source_node", "target_node", "transport"],
+                registry=r,
+            )
+        )
+        self._digests = Labelled(
+            Counter("refitd_digests", "Copies that were compared with their sources.", ["model"], registry=r)
+        )
+        self._verified = Labelled(
+            Counter(
+                "refitd_verifications",
+                "Verifications of live weights (`refitctl verify`).",
+                ["model", "outcome"],
+                registry=r,
+            )
+        )
+        self._refused = Labelled(Counter("refitd_refusals", "Requests that were refused.", ["request"], registry=r))
+        self._lost = Counter("refitd_nodes_lost", "Daemons that went silent or were replaced.", registry=r)
+        self._stalled = Counter("refitd_loop_stalled_seconds", "Time in which the loop answered nobody.", registry=r)
+        self._journal_s = Histogram(
+            "refitd_journal_write_seconds",
+            "Time of a journal write, with its fsync.",
+            registry=r,
+            buckets=_JOURNAL_BUCKETS,
+        )
+        self._journal_failures = Counter("refitd_journal_failures", "Journal writes that failed.", registry=r)
+        self._nodes = Gauge("refitd_nodes", "Daemons that the coordinator knows.", registry=r)
+        self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
+        per_model = ["model"]
+        self._published = Gauge(
+            "refitd_published_version", "Newest version that every source rank holds.", per_model, registry=r
+        )
+        self._decided = Gauge("refitd_decided_version", "Version that was decided last.", per_model, registry=r)
+        self._queued = Gauge("refitd_swaps_queued", "Swaps that wait for the running one.", per_model, registry=r)
+        self._running = Gauge("refitd_swaps_running", "Swaps that run.", per_model, registry=r)
+        self._members = Gauge(
+            "refitd_members",
+            "Registered ranks by what they serve; sources by whether their trainer is there.",
+            ["model", "role", "state"],
+            registry=r,
+        )
+        per_replica = ["model", "replica"]
+        self._replica = Gauge(
+            "refitd_replica_version",
+            "Lowest version that the replica's ranks serve; absent if one serves nothing.",
+            per_replica,
+            registry=r,
+        )
+        self._lag = Gauge(
+            "refitd_replica_lag_versions",
+            "Decided version less what the replica serves.",
+            per_replica,
+            registry=r,
+        )
+
+    def watch(self, event: Event, instructions: Iterable[Instruction], state: Coordinator) -> None:
+        """Count an event that the state has handled, and what it returned."""
+        match event:
+            case FromNode(message=StageDone() as done):
+                self._staged(event, done, state)
+            case Busy(seconds):
+                self._stalled.inc(seconds)
+        for instruction in instructions:
+            match instruction:
+                case Remember(Record() as record) if record.state != SwapOutcome.DECIDED:
+                    self._ended(record)
+                case Log("refused", fields):
+                    self._refused.of(str(fields.get("message"))).inc()
+                case Log("verified", fields):
+                    self._verified.of(str(fields["model"]), str(fields["outcome"])).inc()
+                case Log("node-lost"):
+                    self._lost.inc()
+
+    @contextmanager
+    def journalling(self) -> Iterator[None]:
+        """Time a durable write, and count it if it fails."""
+        began = perf_counter()
+        try:
+            yield
+        except BaseException:
+            self._journal_failures.inc()
+            raise
+        finally:
+            self._journal_s.observe(perf_counter() - began)
+
+    def _staged(self, event: FromNode, done: StageDone, state: Coordinator) -> None:
+        found = state.models.swapping(done.swap)
+        running = found.running if found is not None else None
+        node = next((name for name, node in state.nodes.items() if node.identity == event.identity), None)
+        if running is None or node is None or node not in running.swap.nodes:
+            return
+        plan, within, model = running.plan, done.bytes, running.swap.model
+        if plan is not None and plan.epoch is not None:
+            if done.swap not in self._links:
+                self._links[done.swap] = plan.links(running.fleet)
+            for (source, target), nbytes in self._links[done.swap].items():
+                if target == node:
+                    self._moved.of(model, source, node, plan.epoch.service).inc(nbytes)
+                    within -= nbytes
+        if within > 0:
+            self._moved.of(model, node, node, WITHIN).inc(within)
+
+    def _ended(self, record: Record) -> None:
+        self._links.pop(record.swap, None)
+        report = written_report(record)
+        if report is None:
+            return
+        model, outcome = report.model, report.outcome.value
+        self._swaps.of(model, report.kind, outcome, report.cause.value or "none").inc()
+        self._swap_s.of(model, outcome).observe(report.total_s)
+        self._digests.of(model).inc(report.digests)
+        phases = (
+            ("plan", report.plan_s),
+            ("stage", report.stage_s),
+            ("pause", report.pause_s),
+            ("commit", report.commit_s),
+        )
+        for phase, seconds in phases:
+            if seconds:
+                self._phase_s.of(model, phase).observe(seconds)
+
+    def show(self, found: Figures) -> None:
+        """Set the gauges from a snapshot."""
+        self._nodes.set(found.nodes)
+        for gauge in (self._published, self._decided, self._queued, self._running, self._members, self._replica):
+            gauge.clear()
+        self._lag.clear()
+        for queue, length in found.queues.items():
+            self._queues.labels(queue).set(length)
+        for name, model in found.models.items():
+            if model.published is not None:
+                self._published.labels(name).set(model.published)
+            if model.decided is not None:
+                self._decided.labels(name).set(model.decided)
+            self._queued.labels(name).set(model.queued)
+            self._running.labels(name).set(model.is_swapping)
+            for (role, state), ranks in model.members.items():
+                self._members.labels(name, role, state).set(ranks)
+            for replica, version in model.replicas.items():
+                if version is not None:
+                    self._replica.labels(name, replica).set(version)
+                if version is not None and model.decided is not None:
+                    self._lag.labels(name, replica).set(model.decided - version)

@@ -1,0 +1,257 @@
+"""When this node did what for its last swaps: a pure observer of the daemon's events and instructions."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from refitd.daemon.actions import (
+    CoordinatorSaid,
+    Event,
+    Instruction,
+    RestartWorker,
+    ToClient,
+    ToCoordinator,
+    ToWorker,
+    WorkerDied,
+    WorkerSaid,
+)
+from refitd.daemon.clock import Alignment, CoordinatorClock
+from refitd.daemon.commits import Committing
+from refitd.daemon.jobs import JobTable
+from refitd.daemon.members import LocalMember
+from refitd.protocol import cluster, control, local, sidecar
+from refitd.protocol.base import Message
+from refitd.protocol.traces import MAX_SPANS, CollectTrace, NodeTrace, TraceSpan
+
+# Swaps, and loads of plans, that are kept.
+MAX_SWAPS = 16
+
+# Progress marks of one run; later ones widen the last.
+MAX_CHUNKS = 32
+
+DAEMON = "daemon"
+
+# A run of a worker: copies and digests are numbered apart.
+_Key = tuple[str, int]
+_JOB, _DIGESTS = "job", "digests"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A span that has not ended."""
+
+    who: str
+    name: str
+    began: float
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # (end, bytes so far)
+
+
+@dataclass(slots=True)
+class _Swap:
+    spans: list[TraceSpan] = field(default_factory=list)
+    open: dict[Hashable, _Open] = field(default_factory=dict)
+    dropped: int = 0
+    alignment: Alignment | None = None  # of the clocks, while it ran
+
+    def add(self, span: TraceSpan) -> None:
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+        else:
+            self.dropped += 1
+
+
+class Timeline:
+    """Keeps the spans of the last MAX_SWAPS swaps."""
+
+    def __init__(
+        self,
+        jobs: JobTable,
+        members: Mapping[str, LocalMember],
+        pid_of: Callable[[int], int],
+        clock: CoordinatorClock,
+    ) -> None:
+        """`pid_of` returns a worker's pid, 0 if it has none."""
+        self._jobs, self._members, self._pid_of, self._clock = jobs, members, pid_of, clock
+        self._swaps: OrderedDict[str, _Swap] = OrderedDict()
+        self._latest: str | None = None  # the swap to which digests belong
+        self._runs: dict[_Key, tuple[str, int]] = {}  # open runs -> (swap, worker)
+        self._plans: OrderedDict[str, tuple[float, float | None]] = OrderedDict()  # loads that no swap has used
+        self._now = 0.0
+
+    def watch(self, event: Event, instructions: Iterable[Instruction], now: float) -> None:
+        """Note what an event that the state has handled, and what it returned, says of swaps."""
+        self._now = now
+        match event:
+            case CoordinatorSaid(message=message):
+                self._told(message)
+            case WorkerSaid(message=sidecar.RunProgress(run, nbytes)):
+                self._progressed((_JOB, run), nbytes)
+            case WorkerSaid(message=sidecar.RunDone() as done):
+                self._ran((_JOB, done.run), seconds=done.seconds, nbytes=done.bytes)
+            case WorkerSaid(message=sidecar.RunFailed(run, reason)):
+                self._ran((_JOB, run), note=reason)
+            case WorkerSaid(message=sidecar.DigestsTaken(run) | sidecar.SpansCompared(run)):
+                self._ran((_DIGESTS, run))
+            case WorkerDied(worker):
+                self._ended_with(worker)
+        for instruction in instructions:
+            match instruction:
+                case ToWorker(worker, sidecar.RunJob(_, run)):
+                    self._runs_job(worker, run)
+                case ToWorker(worker, sidecar.TakeDigests(run) | sidecar.CompareSpans(run)) if self._latest:
+                    self._begins(self._latest, (_DIGESTS, run), worker, "digests")
+                case RestartWorker(worker):
+                    self._ended_with(worker)
+                case ToCoordinator(message=said):
+                    self._said(said)
+                case ToClient(message=local.PrepareCommit(swap, member)):
+                    self._open(swap, ("commit", member), self._name(member), "commit")
+
+    def part(self, asked: CollectTrace, node: str, host: str, now: float) -> NodeTrace:
+        """Return this node's part of a swap's trace; without spans if it is not kept."""
+        found = self._swaps.get(asked.swap) or _Swap()
+        unended = [TraceSpan(one.who, one.name, one.began, now, is_open=True) for one in found.open.values()]
+        kept = (*found.spans, *unended)
+        at = found.alignment or self._clock.alignment
+        return NodeTrace(
+            asked.asked,
+            node,
+            host,
+            kept[:MAX_SPANS],
+            found.dropped + max(0, len(kept) - MAX_SPANS),
+            at.offset_s if at is not None else 0.0,
+            at.error_s if at is not None else None,
+        )
+
+    # --- what happens -------------------------------------------------------------------------------------
+
+    def _told(self, message: cluster.CoordinatorMessage) -> None:
+        match message:
+            case cluster.LoadPlan(plan=plan):
+                self._plans[plan] = self._now, None
+                while len(self._plans) > MAX_SWAPS:
+                    self._plans.popitem(last=False)
+            case cluster.DigestRegions(swap=swap):
+                self._begin(swap)
+                self._open(swap, "regions", DAEMON, "compare sources")
+            case cluster.Stage(swap, plan):
+                self._begin(swap)
+                began, ended = self._plans.pop(plan, (0.0, None))
+                if ended is not None:
+                    self._swaps[swap].add(TraceSpan(DAEMON, "load plan", began, ended))
+                self._open(swap, "stage", DAEMON, "stage")
+            case cluster.StageSpare(swap):
+                self._begin(swap)
+                self._open(swap, "stage", DAEMON, "take the other arena")
+            case cluster.Pause(swap, _, members):
+                self._begin(swap)
+                for member in members:
+                    self._open(swap, ("pause", member), self._name(member), "asked to stand still")
+            case control.Control(member, swap, "pause" | "commit" as what):
+                self._begin(swap)
+                self._open(swap, (what, member), f"controller {member[:200]}", what)
+            case cluster.Abort(swap) if (found := self._swaps.get(swap)) is not None:
+                for key in list(found.open):
+                    self._close(swap, key, "aborted")
+            case cluster.CheckMembers():
+                self._latest = None  # what is digested from now on is for somebody who verifies
+
+    def _said(self, message: Message) -> None:
+        match message:
+            case cluster.PlanLoaded(plan) if plan in self._plans:
+                self._plans[plan] = self._plans[plan][0], self._now
+            case cluster.RegionsDigested(swap=swap):
+                self._close(swap, "regions")
+            case cluster.StageDone(swap=swap, bytes=nbytes):
+                self._close(swap, "stage", nbytes=nbytes)
+            case cluster.StageFailed(swap, _, reason):
+                self._close(swap, "stage", reason)
+            case cluster.MemberQuiet(swap, member):
+                self._close(swap, ("pause", member))
+            case cluster.MemberCommitted(swap, member, paused_s) if (found := self._swaps.get(swap)) is not None:
+                self._close(swap, ("commit", member))
+                found.add(TraceSpan(f"{self._name(member)}: pause", "stands still", self._now - paused_s, self._now))
+                self._aligned(found)
+            case control.Controlled(member, swap, what, _, reason):
+                self._close(swap, (what, member), reason)
+            case cluster.MemberCommitFailed(swap, member, reason):
+                self._close(swap, ("pause", member), reason)
+                self._close(swap, ("commit", member), reason)
+
+    def _begin(self, swap: str) -> None:
+        self._latest = swap
+        if swap not in self._swaps:
+            self._swaps[swap] = _Swap()
+            while len(self._swaps) > MAX_SWAPS:
+                gone, _ = self._swaps.popitem(last=False)
+                self._runs = {run: at for run, at in self._runs.items() if at[0] != gone}
+
+    def _open(self, swap: str, key: Hashable, who: str, name: str) -> None:
+        if (found := self._swaps.get(swap)) is not None:
+            found.open.setdefault(key, _Open(who, name, self._now))
+
+    def _close(self, swap: str, key: Hashable, note: str = "", nbytes: int = 0) -> None:
+        found = self._swaps.get(swap)
+        if found is not None and (one := found.open.pop(key, None)) is not None:
+            found.add(TraceSpan(one.who, one.name, one.began, self._now, nbytes, note=note[:200]))
+            self._aligned(found)
+
+    def _aligned(self, found: _Swap) -> None:
+        """Keep the best alignment of the clocks known while the swap ran."""
+        found.alignment = self._clock.alignment or found.alignment
+
+    # --- runs of workers ----------------------------------------------------------------------------------
+
+    def _runs_job(self, worker: int, number: int) -> None:
+        run = self._jobs.run(number)
+        swap = getattr(run.purpose, "swap", None) if run is not None else None
+        if run is None or swap is None:
+            return
+        what = "copy"
+        if isinstance(run.purpose, Committing):
+            what = "copy into live tensors"
+        elif run.crosses:
+            what = "exchange with other nodes"
+        elif run.converts:
+            what = "convert"
+        self._begins(swap, (_JOB, number), worker, f"{what}, compared" if run.verify else what)
+
+    def _begins(self, swap: str, run: _Key, worker: int, name: str) -> None:
+        if swap in self._swaps:
+            pid = self._pid_of(worker)
+            self._runs[run] = swap, worker
+            self._open(swap, run, f"worker {worker} (pid {pid})" if pid else f"worker {worker}", name)
+
+    def _progressed(self, run: _Key, nbytes: int) -> None:
+        if (at := self._runs.get(run)) is not None and (found := self._swaps[at[0]].open.get(run)) is not None:
+            if len(found.chunks) == MAX_CHUNKS:
+                found.chunks.pop()
+            found.chunks.append((self._now, nbytes))
+
+    def _ran(self, run: _Key, *, seconds: float | None = None, nbytes: int = 0, note: str = "") -> None:
+        """End a run; `seconds` is what the worker says it took: it may have waited for the worker's earlier ones."""
+        at = self._runs.pop(run, None)
+        one = self._swaps[at[0]].open.pop(run, None) if at is not None else None
+        if at is None or one is None:
+            return
+        found = self._swaps[at[0]]
+        began = max(one.began, self._now - seconds) if seconds is not None else one.began
+        found.add(TraceSpan(one.who, one.name, began, self._now, nbytes, note=note[:200]))
+        since, before = began, 0
+        for until, so_far in one.chunks:
+            if until > since:
+                found.add(TraceSpan(one.who, "chunks", since, until, max(0, so_far - before)))
+                since, before = until, so_far
+
+    def _ended_with(self, worker: int) -> None:
+        for run in [run for run, (_, by) in self._runs.items() if by == worker]:
+            self._ran(run, note="its worker ended")
+
+    def _name(self, member: str) -> str:
+        found = self._members.get(member)
+        if found is None:
+            return member[:200]
+        replica = found.replica or "source"
+        return f"{replica[:200]} rank {found.registration.rank} (pid {found.pid})"

@@ -1,0 +1,186 @@
+"""A small HTTP server on a thread of its own: few connections, short requests, GET only, known Host headers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from refitd.errors import RefusedError
+
+# Limits of what clients may take: connections at a time, bytes of a request, seconds from the first to the last byte.
+MAX_CLIENTS = 32
+MAX_REQUEST_BYTES = 16 << 10
+EXCHANGE_S = 5.0
+
+_STATUS = {
+    200: "OK",
+    400: "Bad Request",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "text/plain; charset=utf-8"
+    policy: str = "default-src 'none'"  # Content-Security-Policy
+
+
+Routes = Mapping[str, Callable[[], Page]]
+
+
+class HttpServer:
+    """Answers GET requests for the paths of `routes`. It closes each connection after one answer.
+
+    A web page of somebody else cannot read it by a name of its own that leads here (DNS rebinding): a Host header must
+    be an address, localhost, or one of `names`.
+
+    Attributes:
+        address: the host and port that it listens on.
+    """
+
+    def __init__(self, address: tuple[str, int], names: Collection[str], routes: Routes, setting: str) -> None:
+        """Listen, and answer on a thread until `close`.
+
+        Args:
+            address: host and port; port 0 takes any free one.
+            names: by which clients may call this host, besides localhost and addresses.
+            routes: the page for each path, made on the server's thread.
+            setting: what sets the address, for the error.
+
+        Raises:
+            RefusedError: the address cannot be listened on.
+        """
+        self._names = {name.lower().rstrip(".") for name in (*names, address[0], "localhost")}
+        self._routes = routes
+        self._clients = 0
+        try:
+            self._socket = _listening(address)
+        except OSError as exc:
+            host = f"[{address[0]}]" if ":" in address[0] else address[0]
+            raise RefusedError(
+                f"{setting} {host}:{address[1]}: cannot be listened on: {exc.strerror or exc}; another process may "
+                "have this port (`ss -ltnp` says which): end it, or choose another port"
+            ) from exc
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="refitd-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and drop open connections."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(EXCHANGE_S)
+        self._socket.close()
+
+    def _run(self) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._answer, sock=self._socket, limit=MAX_REQUEST_BYTES, backlog=MAX_CLIENTS
+        )
+        await self._stop.wait()
+        server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients += 1
+        try:
+            if self._clients > MAX_CLIENTS:
+                return  # without an answer: whoever opens that many connections may not read them either
+            async with asyncio.timeout(EXCHANGE_S):
+                page, is_head = await self._page_for(reader)
+                writer.write(_response(page, is_head=is_head))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, OSError):
+            pass
+        finally:
+            self._clients -= 1
+            writer.transport.abort()  # after an orderly close this does nothing
+
+    async def _page_for(self, reader: asyncio.StreamReader) -> tuple[Page, bool]:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        except asyncio.LimitOverrunError:
+            return Page(b"the request is too long\n", 431), False
+        except asyncio.IncompleteReadError:
+            return Page(b"the request has no end\n", 400), False
+        request, *lines = head.rstrip("\r\n").split("\r\n")
+        words = request.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return Page(b"expected METHOD PATH HTTP/1.1\n", 400), False
+        method, target, _ = words
+        hosts = [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.lower() == "host"]
+        is_head = method == "HEAD"
+        if len(hosts) != 1:
+            return Page(b"expected one Host header\n", 400), is_head
+        if not self._is_ours(hosts[0]):
+            return Page(b"this host is not known by that name; call it by its address\n", 403), is_head
+        if method not in ("GET", "HEAD"):
+            return Page(b"nothing can be changed here; use GET\n", 405), is_head
+        make = self._routes.get(target.partition("?")[0])
+        if make is None:
+            return Page(f"no such page; there are {', '.join(self._routes)}\n".encode(), 404), is_head
+        try:
+            return make(), is_head
+        except Exception as exc:  # a page that cannot be made must not end the server
+            return Page(f"this page could not be made: {exc!r}\n".encode(errors="replace"), 500), is_head
+
+    def _is_ours(self, host: str) -> bool:
+        name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+        if not port.isdigit():
+            name = host
+        if name.lower().rstrip(".") in self._names:
+            return True
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name.strip("[]"))
+            return True
+        return False
+
+
+def _listening(address: tuple[str, int]) -> socket.socket:
+    """Return a listening socket; SO_REUSEADDR for a restart, but no other process can take the port meanwhile."""
+    (family, kind, _, _, where), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.socket(family, kind)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(where)
+        found.listen(MAX_CLIENTS)
+        found.setblocking(False)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _response(page: Page, *, is_head: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {page.status} {_STATUS[page.status]}\r\nContent-Type: {page.content_type}\r\n"
+        f"Content-Length: {len(page.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+        f"Content-Security-Policy: {page.policy}; frame-ancestors 'none'\r\nReferrer-Policy: no-referrer\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if is_head else page.body)

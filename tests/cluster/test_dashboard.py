@@ -1,0 +1,87 @@
+"""`refitctl dashboard` of a real daemon, and its page in a real browser."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from refitd.metrics.http import HttpServer
+from refitd.testing import Daemon, Engine
+from refitd_cli.dashboard import Shown, routes
+from tests.support.cli import STATUS, TARGET
+from tests.support.programs import ended
+
+CHROMIUM = shutil.which("chromium")
+HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
+
+
+def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> None:
+    command = [sys.executable, "-m", "refitd_cli.control", "dashboard", "--port", "0", "--interval", "0.2"]
+    command += ["--address", str(shared_daemon.directory)]
+    with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as engine:
+        source = trainer.register_source("policy", {"w": torch.ones(8)})
+        target = engine.register_target("policy", {"w": torch.zeros(8)}, replica="engine-a")
+        source.publish(1)
+        with Engine(target):
+            swap = trainer.swap("policy", timeout=30).swap
+        with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            for path in ("", "now"):
+                with urllib.request.urlopen(url + path, timeout=5) as answer:
+                    text = answer.read().decode()
+                    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+                assert "engine-a" in text and swap in text and "1 serving" in text
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=5)
+            taken = subprocess.run(
+                [*command[:5], url.split(":")[2].strip("/"), *command[6:]], capture_output=True, text=True, check=False
+            )
+            assert taken.returncode == 1 and "cannot be listened on" in taken.stderr
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) in (0, 130)
+        target.close()
+        source.close()
+
+
+def chromium(url: str, *options: str) -> str:
+    """What headless Chromium prints for a page, after its script has run for some (virtual) seconds."""
+    command = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", *options]
+    ran = subprocess.run([*command, url], capture_output=True, text=True, timeout=60, check=True)
+    return ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (Debian: apt-get install chromium)")
+def test_a_browser_shows_it_and_keeps_it_fresh_and_runs_nothing_of_others(tmp_path: Path) -> None:
+    target = structs.replace(TARGET, replica=HOSTILE)
+    model = structs.replace(STATUS.models[0], model=HOSTILE, targets=(target,))
+    status, numbers = structs.replace(STATUS, models=(model,)), itertools.count()
+    server = HttpServer(
+        ("127.0.0.1", 0), (), routes(lambda: Shown(status, (), 0.0, f"question {next(numbers)}")), "--port"
+    )
+    try:
+        url = f"http://127.0.0.1:{server.address[1]}/"
+        found = chromium(url, "--dump-dom")
+        assert "<title>refitd</title>" in found, "a name has run"
+        assert int(re.findall(r"question (\d+)", found)[0]) >= 1, "the page has not been refreshed"
+        assert found.count("<script>") == 1 and "<img" not in found
+        assert re.search(r'id="late" class="bad" hidden', found)
+        for width, scheme in ((1200, "light"), (390, "dark")):
+            picture = tmp_path / f"{scheme}.png"
+            dark = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0") if scheme == "dark" else ()
+            chromium(url, f"--screenshot={picture}", f"--window-size={width},1400", "--hide-scrollbars", *dark)
+            assert picture.stat().st_size > 10_000
+    finally:
+        server.close()

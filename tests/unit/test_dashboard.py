@@ -1,0 +1,151 @@
+"""The page of `refitctl dashboard`: what it shows, in which order, and that nothing in it is markup of others."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+from msgspec import structs
+
+from refitd.errors import TransportError
+from refitd.protocol.reports import HistoryEntry
+from refitd_cli import dashboard
+from refitd_cli.commands.dashboard import Latest
+from refitd_cli.dashboard import Shown, fragment, routes
+from refitd_cli.session import Session
+from tests.support.cli import ABORTED, STATUS, TARGET, FakeClient, run
+
+SWAPS = FakeClient().history().swaps
+HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> " onmouseover="alert(3) &lt; \x1b[31m\u202e'
+
+
+def status(*targets, **changed):
+    return structs.replace(STATUS, models=(structs.replace(STATUS.models[0], targets=targets, **changed),))
+
+
+class Tags(HTMLParser):
+    """All tags with their attributes, and all text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading."""
+    table = text.partition(heading)[2].partition("</table>")[0]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]
+
+
+def test_it_shows_models_replicas_running_and_last_swaps_and_nodes():
+    words = Tags(fragment(Shown(STATUS, SWAPS, 86400.0))).words
+    for expected in (
+        "1970-01-02 00:00:00 UTC: coordinator pid 3, up 75 s; 1 nodes, 1 models",
+        "nothing is decided yet; complete versions: 6, 7",
+        "swap s3 to version 8 runs: stage, 1 GB of 2 GB",
+        "Trainer: 1 of 2 ranks",
+        "1 serving",
+        "committed",
+    ):
+        assert expected in words
+    assert [row[1] for row in rows(fragment(Shown(STATUS, SWAPS, 0.0)), "Last swaps")] == ["s2", "s1"]
+
+
+def test_who_serves_nothing_comes_first_and_then_who_lags_most():
+    def replica(name, version, state="serving", **changed):
+        return structs.replace(TARGET, replica=name, version=version, state=state, **changed)
+
+    targets = (
+        replica("current", 7),
+        replica("late", 6, "behind"),
+        replica("later", 3, "behind"),
+        replica("fenced", None, "fenced"),
+        replica("short", 7, world_size=2),
+        replica("ahead", 9, "behind"),
+        replica("wide", 7, world_size=2),
+        replica("wide", 5, "behind", world_size=2, rank=1),
+    )
+    found = rows(fragment(Shown(status(*targets, live=7), (), 0.0)), "Replicas")
+    assert [(row[0], row[1], row[2], row[3]) for row in found] == [
+        ("fenced", "-", "-", "1/1"),
+        ("later", "3", "4", "1/1"),
+        ("ahead", "9", "-2", "1/1"),
+        ("wide", "5", "2", "2/2"),
+        ("late", "6", "1", "1/1"),
+        ("short", "7", "0", "1/2"),
+        ("current", "7", "0", "1/1"),
+    ]
+    assert found[3][4] == "1 behind, 1 serving"
+
+
+def test_texts_of_others_are_no_markup():
+    target = structs.replace(TARGET, replica=HOSTILE, node=HOSTILE)
+    model = structs.replace(STATUS.models[0], model=HOSTILE, targets=(target,))
+    node = structs.replace(STATUS.nodes[0], node=HOSTILE, host=HOSTILE, problems=(HOSTILE,))
+    shown = structs.replace(STATUS, models=(model,), nodes=(node,))
+    entry = HistoryEntry(HOSTILE, HOSTILE, 1, "aborted", 0.0, HOSTILE, structs.replace(ABORTED, kind=HOSTILE))
+    found = Tags(fragment(Shown(shown, (entry,), 0.0, HOSTILE)))
+    plain = Tags(fragment(Shown(STATUS, (SWAPS[1],), 0.0, "away")))
+    assert {tag for tag, _ in found.tags} <= {tag for tag, _ in plain.tags} | {"p"}
+    assert {name for _, given in found.tags for name in given} <= {"class", "data-label", "value", "max"}
+    assert found.words.count("<script>alert(1)</script>") == 12
+    assert all(char.isprintable() or char == "\n" for char in found.words)
+
+
+def test_long_tables_are_cut_and_counted():
+    targets = tuple(structs.replace(TARGET, replica=f"r{n:04}") for n in range(dashboard.MAX_ROWS + 5))
+    text = fragment(Shown(status(*targets), (), 0.0))
+    assert len(rows(text, "Replicas")) == dashboard.MAX_ROWS
+    assert "and 5 more" in text
+
+
+def test_the_page_allows_its_own_script_and_style_and_nothing_else():
+    page = routes(lambda: Shown(STATUS, SWAPS, 0.0))["/"]()
+    text = page.body.decode()
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert f"{directive} {dashboard._allowed(inside)}" in page.policy
+    assert "http" not in text.replace("http-equiv", ""), "nothing comes from elsewhere"
+    assert {tag for tag, _ in Tags(text).tags} & {"link", "img", "iframe"} == set()
+
+
+class Flaky(FakeClient):
+    away = False
+
+    def status(self):
+        if self.away:
+            raise TransportError("no coordinator answers")
+        return super().status()
+
+
+def test_a_daemon_that_is_away_leaves_what_was_shown_and_says_so():
+    client = Flaky()
+    latest = Latest(Session(lambda _: client), None)
+    latest.refresh()
+    first = latest.shown
+    client.away = True
+    latest.refresh()
+    assert (latest.shown.status, latest.shown.at) == (first.status, first.at)
+    assert latest.shown.problem == "no coordinator answers" and client.closed
+    assert "No answer since" in fragment(latest.shown) and "serving" in fragment(latest.shown)
+    client.away = False
+    latest.refresh()
+    assert latest.shown.problem == ""
+
+
+def test_without_a_daemon_it_ends_with_the_reason():
+    ran = run(TransportError("no daemon runs in /run/refitd"), "dashboard")
+    assert (ran.status, ran.stdout, ran.stderr) == (1, "", "refitctl: no daemon runs in /run/refitd\n")
+
+
+def test_an_empty_cluster_has_a_page():
+    text = fragment(Shown(structs.replace(STATUS, nodes=(), models=()), (), 0.0))
+    assert "No models" in text and "none" in text

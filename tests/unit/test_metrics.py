@@ -1,0 +1,269 @@
+"""Metrics: the table in the docs, what is counted, and a server that no client can hold up."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from refitd.config import MetricsConfig, load
+from refitd.coordinator.metrics import CoordinatorMetrics
+from refitd.daemon.metrics import DaemonMetrics
+from refitd.errors import ConfigError, RefusedError
+from refitd.metrics import exporter, http
+from refitd.metrics.exporter import Exporter, Labelled
+from refitd.metrics.http import HttpServer, Page
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+DOCUMENT = CONFIGS.parent / "docs/metrics.md"
+
+
+@contextmanager
+def served(**routes: object) -> Iterator[HttpServer]:
+    pages = {"/": lambda: Page(b"here"), **{f"/{name}": make for name, make in routes.items()}}
+    server = HttpServer(("127.0.0.1", 0), ("node7",), pages, "metrics.endpoint")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def connected(server: HttpServer) -> socket.socket:
+    return socket.create_connection(server.address, timeout=5)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    found = b""
+    while more := sock.recv(1 << 16):
+        found += more
+    return found
+
+
+def ask(server: HttpServer, request: str) -> bytes:
+    with connected(server) as sock:
+        sock.sendall(request.encode("latin-1"))
+        return read_all(sock)
+
+
+def get(server: HttpServer, path: str = "/", host: str = "localhost") -> tuple[int, bytes]:
+    answer = ask(server, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+
+def test_the_table_documents_every_metric_and_nothing_else():
+    found: dict[tuple[str, ...], list[str]] = {}
+    for process, make in (
+        ("coordinator", CoordinatorMetrics),
+        ("daemon", lambda registry: DaemonMetrics(registry, 1)),
+    ):
+        registry = CollectorRegistry()
+        make(registry)
+        for metric in registry._collector_to_names:
+            name = f"{metric._name}_total" if metric._type == "counter" else metric._name
+            labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+            found.setdefault((f"`{name}`", metric._type, labels, metric._documentation), []).append(process)
+    rows = re.findall(r"^\| (`refitd\w+`) \| (\w+) \| ([^|]*?) ?\| ([\w, ]+) \| (.*) \|$", DOCUMENT.read_text(), re.M)
+    listed = {(name, kind, labels, meaning): processes.split(", ") for name, kind, labels, processes, meaning in rows}
+    assert listed == found
+
+
+def test_beyond_the_limit_series_are_counted_together(monkeypatch):
+    monkeypatch.setattr(exporter, "MAX_SERIES", 3)
+    registry = CollectorRegistry()
+    names = Labelled(Counter("c", "", ["a", "b"], registry=registry))
+    for number in range(10):
+        names.of(str(number), "x").inc()
+    assert registry.get_sample_value("c_total", {"a": "1", "b": "x"}) == 1
+    assert registry.get_sample_value("c_total", {"a": "other", "b": "other"}) == 7
+
+
+# --- the exporter -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exported() -> Iterator[tuple[Exporter[str], list[str]]]:
+    shown: list[str] = []
+    found = Exporter(("127.0.0.1", 0), (), CollectorRegistry(), shown.append)
+    try:
+        yield found, shown
+    finally:
+        found.close()
+
+
+def test_health_follows_the_loop_and_readiness_what_it_says(monkeypatch):
+    with exported() as (found, _):
+        assert get(found._server, "/healthz")[0] == 503
+        found.publish("a", "")
+        assert (get(found._server, "/healthz"), get(found._server, "/readyz")) == ((200, b"ok\n"), (200, b"ok\n"))
+        found.publish("a", "no coordinator answers")
+        assert get(found._server, "/healthz")[0] == 200
+        assert get(found._server, "/readyz") == (503, b"no coordinator answers\n")
+        monkeypatch.setattr(exporter, "SILENT_S", -1.0)
+        assert get(found._server, "/healthz") == (503, b"its loop has not turned for 0 s\n")
+
+
+def test_a_page_is_made_once_for_many_scrapes():
+    with exported() as (found, shown):
+        found.publish("a", "")
+        for _ in range(50):
+            status, body = get(found._server, "/metrics")
+            assert status == 200
+            assert b"process_cpu_seconds_total" in body
+        assert 1 <= len(shown) <= 10
+        found.publish("b", "")
+        time.sleep(exporter.FRESH_S)
+        get(found._server, "/metrics")
+        assert shown[-1] == "b"
+
+
+# --- the server ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.:9464", "127.0.0.1:1", "[::1]:9464", "10.1.2.3", "node7:80"])
+def test_a_host_that_is_ours_is_answered(host):
+    with served() as server:
+        assert get(server, host=host) == (200, b"here")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "node7.evil.example:80", "", "127.0.0.1.evil.example", "localhost:x"])
+def test_a_foreign_host_is_refused(host):
+    with served() as server:
+        assert get(server, host=host)[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("GET / HTTP/1.1\r\n\r\n", 400),
+        ("GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", 400),
+        ("POST / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        ("GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        ("GET /?a=b HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+        ("\x00\xff\xfe\r\n\r\n", 400),
+        ("GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 400),
+        ("GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * http.MAX_REQUEST_BYTES, 431),
+        ("GET /broken HTTP/1.1\r\nHost: localhost\r\n\r\n", 500),
+    ],
+)
+def test_each_request_has_its_status(request_, status):
+    with served(broken=lambda: 1 / 0) as server:
+        assert ask(server, request_).split()[1] == str(status).encode()
+
+
+def test_head_has_the_length_and_no_body():
+    with served() as server:
+        answer = ask(server, "HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b"Content-Length: 4\r\n" in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+def test_clients_that_are_slow_end_at_the_limit_and_hold_up_nobody(monkeypatch):
+    monkeypatch.setattr(http, "EXCHANGE_S", 1.0)
+    large = Page(b"x" * (16 << 20))
+    with served(large=lambda: large) as server:
+        silent = connected(server)
+        dripping = connected(server)
+        dripping.sendall(b"GET / HT")
+        never_reads = connected(server)
+        never_reads.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        began = time.monotonic()
+        assert get(server) == (200, b"here")
+        assert time.monotonic() - began < 0.9
+        for sock in (silent, dripping):
+            assert sock.recv(100) == b""
+        got = 0
+        with suppress(ConnectionResetError):
+            got = len(read_all(never_reads))
+        assert got < len(large.body), "it was waited for"
+        for sock in (silent, dripping, never_reads):
+            sock.close()
+        assert server._clients == 0
+
+
+def test_connections_beyond_the_limit_are_closed_and_later_ones_answered():
+    with served() as server:
+        many = [connected(server) for _ in range(http.MAX_CLIENTS)]
+        for sock in many:
+            sock.sendall(b"GET ")
+        deadline = time.monotonic() + 5
+        while server._clients < http.MAX_CLIENTS and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with connected(server) as late:
+            assert late.recv(100) == b""
+        for sock in many:
+            sock.close()
+        while server._clients and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert get(server) == (200, b"here")
+
+
+def test_a_port_that_is_taken_is_named():
+    with (
+        served() as server,
+        pytest.raises(RefusedError, match=rf"metrics.endpoint 127.0.0.1:{server.address[1]}: .*ss"),
+    ):
+        HttpServer(server.address, (), {}, "metrics.endpoint")
+
+
+def test_an_address_of_another_host_is_named():
+    with pytest.raises(RefusedError, match=r"metrics.endpoint 192.0.2.1:9464: cannot be listened on"):
+        HttpServer(("192.0.2.1", 9464), (), {}, "metrics.endpoint")
+
+
+# --- the configuration --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address", "beside"),
+    [
+        ("", None, None),
+        ("9464", ("127.0.0.1", 9464), ("127.0.0.1", 9465)),
+        (9464, ("127.0.0.1", 9464), ("127.0.0.1", 9465)),
+        ("0.0.0.0:1", ("0.0.0.0", 1), ("0.0.0.0", 2)),
+        ("[::1]:9464", ("::1", 9464), ("::1", 9465)),
+        ("0", ("127.0.0.1", 0), ("127.0.0.1", 0)),
+    ],
+)
+def test_an_endpoint_is_an_address_and_a_coordinator_beside_takes_the_next_port(endpoint, address, beside):
+    config = MetricsConfig(endpoint)
+    assert config.address == address
+    assert config.beside.address == beside
+    flags = {} if endpoint == "" else {"metrics.endpoint": endpoint}
+    assert load(None, environ={}, **flags).metrics.address == address
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost", "host:port", "::1:9464", "1.2.3.4:65535", ":9464", 70000, -1, "a b:1"]
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint):
+    with pytest.raises(ConfigError, match=r"metrics\.endpoint"):
+        load(None, environ={}, **{"metrics.endpoint": endpoint})
+
+
+def test_an_environment_variable_may_hold_a_port():
+    assert load(None, environ={"REFITD_METRICS__ENDPOINT": "9464"}).metrics.address == ("127.0.0.1", 9464)
+
+
+# --- what is shipped beside it ------------------------------------------------------------------------------
+
+
+def test_alerts_and_dashboard_name_metrics_that_exist_and_each_alert_has_its_advice():
+    known = set(re.findall(r"^\| `(refitd_\w+)`", DOCUMENT.read_text(), re.MULTILINE))
+    for path in ("grafana/refitd.json", "prometheus/refitd.rules.yml", "prometheus/refitd.rules.test.yml"):
+        text = (CONFIGS / path).read_text()
+        used = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\brefitd_\w+", text)}
+        assert used <= known, path
+        if path.startswith("grafana"):
+            assert used == known, "each is shown"
+    alerts = re.findall(r"- alert: (\w+)", (CONFIGS / "prometheus/refitd.rules.yml").read_text())
+    assert re.findall(r"^\| `(Refitd\w+)`", DOCUMENT.read_text(), re.MULTILINE) == alerts
