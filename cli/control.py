@@ -23,7 +23,9 @@ COMMANDS = {
     "abort": "refitd_cli.commands.abort:abort",
     "evict": "refitd_cli.commands.evict:evict",
     "keygen": "refitd_cli.commands.keygen:keygen",
+    "config": "refitd_cli.commands.config:config",
     "doctor": "refitd_cli.commands.doctor:doctor",
+    "support-bundle": "refitd_cli.commands.support_bundle:support_bundle",
     "demo": "refitd_cli.commands.demo:demo",
 }
 

@@ -11,6 +11,7 @@ import click
 
 from refitd.errors import ConfigError
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
+from refitd_cli.completion import model_names
 from refitd_cli.layouts import Planned, manifest_options, planned, rank_ranges
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.session import Session, address_option, json_option
@@ -22,7 +23,7 @@ SPEED = click.FloatRange(min=0, min_open=True, max=1e6)
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=model_names)
 @manifest_options
 @click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, help="Rows per table; 0 shows all.")
 @click.option("--html", "html_file", metavar="FILE", help="Write who sends how much to whom as a heat map.")

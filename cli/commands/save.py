@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from refitd_cli.completion import model_names
 from refitd_cli.output import duration, print_json, rate, say, size, to_json
 from refitd_cli.progress import bytes_bar
 from refitd_cli.session import Session, address_option, json_option
@@ -33,7 +34,7 @@ class Size(click.ParamType[int]):
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_names)
 @click.option(
     "-o",
     "--output",

@@ -14,6 +14,7 @@ from msgspec import structs
 from refitd.errors import TransportError
 from refitd.protocol.reports import StatusReport
 from refitd.text import printable
+from refitd_cli.completion import model_names
 from refitd_cli.output import console, print_json, say, to_json
 from refitd_cli.progress import bar_columns, bar_fields
 from refitd_cli.session import Control, Session, address_option, json_option
@@ -28,7 +29,7 @@ DAY_S = 86400.0
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=model_names)
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1, max=DAY_S),

@@ -160,9 +160,13 @@ class Operations:
     swap_together_async = awaitable(swap_together)
     rollback_async = awaitable(rollback)
 
-    def status(self) -> StatusReport:
-        """Return the cluster as the coordinator sees it."""
-        return self._connection.request(local.GetStatus(), StatusReport, REQUEST_S)
+    def status(self, *, timeout: float = REQUEST_S) -> StatusReport:
+        """Return the cluster as the coordinator sees it.
+
+        Raises:
+            DeadlineExceeded: no answer came within `timeout` seconds.
+        """
+        return self._connection.request(local.GetStatus(), StatusReport, seconds("timeout", timeout))
 
     def history(self, model: str = "", limit: int = 20) -> HistoryReport:
         """Return the last `limit` swaps of a model ("": of all models) from the coordinator's journal, newest first."""

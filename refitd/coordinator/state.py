@@ -261,7 +261,7 @@ class Coordinator:
             case local.StartSwaps():
                 self.swaps.start_together(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
-                reply = history_report(self._recent(model, min(limit, MAX_HISTORY)))
+                reply = history_report(self._past_swaps(model, limit))
             case local.AbortSwap(model, reason):
                 self.swaps.abort(self.models.named(model), reason, now)
                 reply = local.Done()
@@ -295,6 +295,19 @@ class Coordinator:
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
             self.swaps.next(self.models[self._member(message.member).added.model], now)
+
+    def _past_swaps(self, model: str, limit: int) -> Sequence[Record]:
+        """Return the last swaps of a model, "" for all.
+
+        Raises:
+            RefusedError: the journal has no swap of it, and it is not registered; lists the known models.
+        """
+        found = self._recent(model, min(limit, MAX_HISTORY))
+        if model and not found and model not in self.models:
+            known = {*self.models, *self._lives.models(), *(record.model for record in self._recent("", MAX_HISTORY))}
+            if model not in known:
+                raise RefusedError(f"no model {model!r} is known; known models: {', '.join(sorted(known)) or 'none'}")
+        return found
 
     def _answer_checks(self, reports: Iterable[tuple[Waiter, VerifyReport]]) -> None:
         for waiter, report in reports:

@@ -169,7 +169,7 @@ class FakeClient:
             )
         )
 
-    def status(self):
+    def status(self, *, timeout=30.0):
         return answer(self.status_result)
 
     def plan(self, model):

@@ -249,9 +249,12 @@ def test_commands_in_a_document_are_commands_with_these_options(document):
     text = (ROOT / document).read_text()
     shell = "".join(blocks(text, "sh"))
     for program, group in (("refitctl", control), ("refitd", daemon)):
-        for command, rest in re.findall(rf"^{program} (\w+)(.*)$", shell, re.MULTILINE):
+        for command, rest in re.findall(rf"^{program} ([\w-]+)(.*)$", shell, re.MULTILINE):
             assert command in group.COMMANDS, f"{program} {command}"
             loaded = group.main.get_command(click.Context(group.main), command)
+            if isinstance(loaded, click.Group):
+                loaded = loaded.get_command(click.Context(loaded), rest.split()[0])
+                assert loaded is not None, f"{program} {command}{rest}"
             options = {option for parameter in loaded.params for option in parameter.opts}
             for option in re.findall(r"(?<!\S)--[\w-]+", rest.split(" #")[0]):
                 assert option in options, f"{program} {command} {option}"
