@@ -21,13 +21,8 @@ def model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list
 
 
 def replica_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Return the replicas whose names begin like this, of the model on the command line or of all."""
-    wanted = ctx.params.get("model")
-    return _named(
-        ctx,
-        incomplete,
-        lambda model: {t.replica for t in model.targets if wanted in (None, "", model.model)},
-    )
+    """Return the replicas of all models whose names begin like this; click does not tell the model before an option."""
+    return _named(ctx, incomplete, lambda model: {target.replica for target in model.targets})
 
 
 def _named(ctx: click.Context, incomplete: str, names_of: Callable[[ModelStatus], set[str]]) -> list[str]:

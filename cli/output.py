@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -92,3 +92,16 @@ def version(number: int | None) -> str:
 def versions(numbers: Iterable[int]) -> str:
     """Return versions as a list, or "-" where there is none."""
     return ", ".join(map(str, numbers)) or "-"
+
+
+def rank_ranges(ranks: Sequence[int], limit: int = 4) -> str:
+    """Return ascending ranks for people: "0-7, 16, 24-31"; from `limit` runs on, how many more there are."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
+    more = sum(high - low + 1 for low, high in runs[limit:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
@@ -38,6 +38,8 @@ STYLES = {
 }
 
 FOLDED = 16  # cells below which a column of text is not folded
+CUT = 8  # likewise, of a table that is cut
+KEPT = 4  # columns that a table which is cut keeps
 _GAP = 2  # cells between columns
 
 
@@ -48,10 +50,16 @@ class Grid:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    is_cut: bool = False  # one line a row: the last columns are left out, text loses its middle
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield the table or, if the width is too small for it, its records."""
         widths = self.widths(options.max_width)
+        is_whole = widths == self._whole()
+        if self.is_cut and len(self.columns) > 1 and (widths is None or (len(self.columns) > KEPT and not is_whole)):
+            fewer = replace(self, columns=self.columns[:-1], rows=tuple(row[:-1] for row in self.rows))
+            yield from fewer.__rich_console__(console, options)
+            return
         if widths is None:
             yield from self._records()
             return
@@ -61,9 +69,9 @@ class Grid:
 
     def widths(self, available: int) -> list[int] | None:
         """Return the columns' widths in cells, None if the table does not fit `available`."""
-        whole = [max(map(cell_len, cells)) for cells in zip(self._names, *self.rows, strict=True)]
+        whole = self._whole()
         least = [
-            width if column.startswith(">") else min(width, max(FOLDED, cell_len(name)))
+            width if column.startswith(">") else min(width, max(CUT if self.is_cut else FOLDED, cell_len(name)))
             for width, column, name in zip(whole, self.columns, self._names, strict=True)
         ]
         room = available - _GAP * (len(whole) - 1)
@@ -72,6 +80,9 @@ class Grid:
         while sum(whole) > room:  # the widest of those that may shrink does
             whole[max((i for i in range(len(whole)) if whole[i] > least[i]), key=lambda i: whole[i])] -= 1
         return whole
+
+    def _whole(self) -> list[int]:
+        return [max(map(cell_len, cells)) for cells in zip(self._names, *self.rows, strict=True)]
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -82,7 +93,8 @@ class Grid:
         for name, column, width in zip(self._names, self.columns, widths, strict=True):
             made.add_column(name, justify="right" if column.startswith(">") else "left", overflow="fold", width=width)
         for row in self.rows:
-            made.add_row(*map(_cell, row))
+            cells = map(shortened, row, widths) if self.is_cut else row
+            made.add_row(*map(_cell, cells))
         return made
 
     def _records(self) -> Iterator[Text]:
@@ -98,6 +110,15 @@ def _cell(text: str) -> Text:
     return Text(text, style=STYLES.get(text, ""))
 
 
-def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Grid:
+def shortened(text: str, width: int) -> str:
+    """Return text without its middle if it takes more than `width` cells; names often differ at their end."""
+    if cell_len(text) <= width:
+        return text
+    half = max(0, width - 3) // 2
+    return f"{set_cell_size(text, half)}...{text[-half:] if half else ''}"[:width]
+
+
+def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, is_cut: bool = False) -> Grid:
     """Return a table. Control characters in what other processes say are escaped."""
-    return Grid(printable(title), tuple(map(printable, columns)), tuple(tuple(map(printable, row)) for row in rows))
+    cells = tuple(tuple(map(printable, row)) for row in rows)
+    return Grid(printable(title), tuple(map(printable, columns)), cells, is_cut)

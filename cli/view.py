@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from refitd.protocol.reports import LinkStatus, ModelStatus, NodeStatus, SourceStatus, StatusReport, TargetStatus
 from refitd.states import SwapOutcome
 from refitd_cli.output import console, duration, rate, say, size, version, versions
+from refitd_cli.rollup import live_text
 from refitd_cli.tables import Grid, grid
 
 NO_MODELS = "no models: no trainer and no engine has registered yet"
@@ -117,7 +118,7 @@ def _target(target: TargetStatus) -> Sequence[str]:
 
 
 def _activity(model: ModelStatus) -> str:
-    text = f"; live: {model.live}" if model.live is not None else ""
+    text = f"; {live_text(model)}" if model.live is not None else ""
     text += "; swaps when a version is complete" if model.auto_swap else ""
     text += "" if model.verify else "; not verified"
     text += "; the sources offer a part" if any(source.is_partial for source in model.sources) else ""

@@ -485,6 +485,7 @@ class Model:
                 bytes=m.bytes,
                 state=_state(m, live),
                 version=m.version,
+                staged=live.version if m.staged is not None and live is not None else None,
                 held_bytes=m.added.held_bytes,
                 staging_bytes=m.added.staging_bytes,
                 run=m.run if m.version is not None else "",
@@ -516,7 +517,7 @@ def _state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.suspended:
         return ServingState.SUSPENDED
     if member.staged is not None:
-        return ServingState.BEHIND
+        return ServingState.WAITING
     if member.version is None:
         return ServingState.EMPTY if live is None else ServingState.FENCED
     is_live = live is None or live.is_at(member.version, member.run)

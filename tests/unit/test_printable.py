@@ -137,7 +137,7 @@ ASKED: dict[str, tuple[str, ...]] = {
     "evict": ("evict", "policy", "--replica", "a"),
 }
 # of manifests, keys, checkpoints and this machine: no daemon's word is in them, except as an error (below)
-OFFLINE = {"explain", "keygen", "doctor", "demo", "publish", "save"}
+OFFLINE = {"explain", "keygen", "config", "doctor", "support-bundle", "demo", "publish", "save"}
 
 
 def test_table_has_every_command():
