@@ -11,9 +11,11 @@ import click
 
 from refitd.protocol.reports import (
     EvictReport,
+    ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
+    ReloadReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -87,6 +89,14 @@ class Control(Protocol):
 
     def evict(self, model: str, replica: str, rank: int | None = None, reason: str = "") -> EvictReport:
         """Remove a replica, or one rank of it, from `model`."""
+        ...
+
+    def forget(self, model: str) -> ForgetReport:
+        """Free what dead processes left of `model`."""
+        ...
+
+    def reload(self) -> ReloadReport:
+        """Have the coordinator read its list of admitted keys again."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from types import FrameType
 
 import zmq
 
+from refitd import service
 from refitd.buffers import arena as memory
 from refitd.buffers import capacity
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES, PermitPage
@@ -479,10 +480,15 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        stop.append(number)
+        if number != signal.SIGHUP:
+            stop.append(number)
+        elif beside is not None:
+            beside.reload()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    if service.may_reload():
+        signal.signal(signal.SIGHUP, on_signal)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
