@@ -185,14 +185,23 @@ def test_image_copies_files_that_exist():
                 assert f"!{source.split('/')[0]}" in ignored, source
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "check", "bench", "faults", "fuzz", "env"])
+@pytest.mark.parametrize("script", ["demo", "test", "check", "bench", "faults", "fuzz", "docs", "env"])
 def test_script_is_posix_sh(script):
     subprocess.run(["sh", "-n", ROOT / "scripts" / script], check=True)
 
 
 @pytest.mark.parametrize(
     "script",
-    ["scripts/demo", "scripts/test", "scripts/check", "scripts/bench", "scripts/faults", "scripts/fuzz", ".ci/run"],
+    [
+        "scripts/demo",
+        "scripts/test",
+        "scripts/check",
+        "scripts/bench",
+        "scripts/faults",
+        "scripts/fuzz",
+        "scripts/docs",
+        ".ci/run",
+    ],
 )
 def test_script_is_executable_and_stops_at_the_first_error(script):
     path = ROOT / script
