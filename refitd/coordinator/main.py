@@ -68,7 +68,9 @@ class CoordinatorShell:
         journal: Journal,
         log: EventLog,
         is_beside: bool = False,
+        manager: service.ServiceManager | None = None,
     ) -> None:
+        self._manager = manager
         self._router = router
         self._journal = journal
         self._log = log
@@ -129,6 +131,8 @@ class CoordinatorShell:
                 self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
+                if self._manager is not None:
+                    self._manager.alive(now)
                 with contextlib.suppress(CommitError):  # logged when it happened
                     self._journal.flush()
                 # peers were not silent in that time: this process was stopped or busy
@@ -327,7 +331,13 @@ def run(config: Config, *, with_parent: bool = False) -> int:
             journal = Journal(config.journal_path)
             log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())
             allowed = keys.allowed if keys else {}
-            CoordinatorShell(config, router, allowed, journal, log, with_parent).serve(stop, reloads, wakeup_r)
+            manager = None if with_parent else service.ServiceManager()  # a child's is its daemon's
+            shell = CoordinatorShell(config, router, allowed, journal, log, with_parent, manager)
+            if manager is not None:
+                manager.ready()
+            shell.serve(stop, reloads, wakeup_r)
+            if manager is not None:
+                manager.stopping()
             journal.close()
         finally:
             router.close()

@@ -54,7 +54,12 @@ class DaemonShell:
     """Feeds events to the state and performs its instructions."""
 
     def __init__(
-        self, config: Config, keys: ClientKeys | None, context: zmq.Context[zmq.Socket[bytes]], log: EventLog
+        self,
+        config: Config,
+        keys: ClientKeys | None,
+        context: zmq.Context[zmq.Socket[bytes]],
+        log: EventLog,
+        manager: service.ServiceManager,
     ) -> None:
         """Open every socket and start the workers.
 
@@ -63,6 +68,7 @@ class DaemonShell:
             ConfigError: the coordinator's endpoint is invalid.
         """
         self._log = log
+        self._manager = manager
         self._uncoordinated = Throttle()
         self._started = time.monotonic()
         self._host = socket.gethostname()
@@ -152,6 +158,7 @@ class DaemonShell:
         return now
 
     def _tick(self) -> None:
+        self._manager.alive(time.monotonic())
         self._dealer.retry()
         self._tell_if_alone(time.monotonic())
         if late := self._gate.expire(time.monotonic()):
@@ -187,6 +194,7 @@ class DaemonShell:
 
     def _tell_ready(self, ready_fd: int | None) -> None:
         self._log("ready", node=self._config.node_name, dir=str(self._config.runtime_dir), pid=os.getpid())
+        self._manager.ready()
         if ready_fd is not None:
             os.write(ready_fd, b"ready\n")
             os.close(ready_fd)
@@ -472,6 +480,7 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     """
     setup(config.log.level, config.log.format)
     log = EventLog("daemon")
+    manager = service.ServiceManager()
     was, now = capacity.raise_descriptor_limit()
     if was != now:
         log("descriptor-limit-raised", was=was, now=now)
@@ -492,10 +501,11 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        shell = DaemonShell(config, keys, context, log)
+        shell = DaemonShell(config, keys, context, log, manager)
         try:
             shell.serve(stop, wakeup_r, beside, ready_fd)
         finally:
+            manager.stopping()
             shell.close()
     finally:
         context.destroy(linger=0)
