@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def cli() -> str:
     """Return the reference of both programs."""
     parts = [f"# Reference: `refitctl` and `refitd`\n\n{MADE} [operate.md](operate.md) says how they are used."]
     for name, group in (("refitctl", control.main), ("refitd", daemon.main)):
-        top = click.Context(group, info_name=name, terminal_width=WIDTH, max_content_width=WIDTH)
+        width = {"terminal_width": WIDTH, "max_content_width": WIDTH}
+        top = click.Context(group, info_name=name, **group.context_settings, **width)
         for context in commands(group, top):
             usage = "\n".join(line.rstrip() for line in context.get_help().splitlines())
             parts.append(f"## {context.command_path}\n\n```text\n{usage}\n```")
@@ -125,10 +127,12 @@ PAGES = {ROOT / "docs/cli.md": cli, ROOT / "docs/configuration.md": configuratio
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages; with --check, exit 1 if one of them is not what it should be."""
     for path, make in PAGES.items():
-        path.write_text(make())
-        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.write_text(make())
+        elif path.read_text() != make():
+            sys.exit(f"{path.relative_to(ROOT)} is not what the code says; run scripts/docs")
 
 
 if __name__ == "__main__":
