@@ -18,18 +18,13 @@ if TYPE_CHECKING:
     from refitd.client import Client
 
 
-class Part(click.ParamType[tuple[int, int]]):
-    """One of several parts: 2/4."""
-
-    name = "part"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Return which one, from 1, and how many."""
-        found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", str(value))
-        which, count = (int(found[1]), int(found[2])) if found else (0, 0)
-        if not 1 <= which <= count:
-            self.fail(f"{value!r} is no part; give 1/4, 2/4, ...", param, ctx)
-        return which, count
+def _part(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
+    """Return one of several parts, "2/4": which one, from 1, and how many."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    which, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= which <= count:
+        raise click.BadParameter(f"{text!r} is no part; give 1/4, 2/4, ...", ctx, param)
+    return which, count
 
 
 @click.command()
@@ -50,7 +45,7 @@ class Part(click.ParamType[tuple[int, int]]):
 )
 @click.option(
     "--part",
-    type=Part(),
+    callback=_part,
     default="1/1",
     show_default=True,
     metavar="I/N",
