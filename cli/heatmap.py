@@ -180,4 +180,7 @@ def _merged(groups: Sequence[Group]) -> Group:
 
 
 def _between(nodes: Sequence[str]) -> str:
-    return nodes[0] if nodes[0] == nodes[-1] else f"{nodes[0]}..{nodes[-1]}"
+    known = [node for node in nodes if node]
+    if not known:
+        return ""
+    return known[0] if known[0] == known[-1] else f"{known[0]}..{known[-1]}"

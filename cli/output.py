@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,11 +45,9 @@ def console() -> Console:
     """Return a console on stdout, $COLUMNS or the terminal wide; it prints text as it is (reasons hold brackets)."""
     from rich.console import Console
 
-    width = PIPED_WIDTH
+    width: int | None = None if sys.stdout.isatty() else PIPED_WIDTH  # None: as the terminal, which may change
     if (wanted := os.environ.get("COLUMNS", "")).isdecimal() and int(wanted):
         width = max(LEAST_WIDTH, min(int(wanted), PIPED_WIDTH))
-    elif sys.stdout.isatty():
-        width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 

@@ -126,7 +126,8 @@ def _urgency(model: ModelStatus) -> tuple[int, str]:
 def _nodes(report: StatusReport) -> str:
     held = sum(node.arena_bytes for node in report.nodes)
     arenas = sum(node.arenas for node in report.nodes)
-    return f"{len(report.nodes)} nodes, {arenas} arenas of {size(held)}, coordinator pid {report.coordinator_pid}"
+    nodes = f"{len(report.nodes)} node{'' if len(report.nodes) == 1 else 's'}"
+    return f"{nodes}, {arenas} arenas of {size(held)}, coordinator pid {report.coordinator_pid}"
 
 
 def _troubles(report: StatusReport) -> Iterator[str]:

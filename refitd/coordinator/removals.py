@@ -77,25 +77,29 @@ class Removals:
         self._log("forgotten", model=model, sources=len(names))
         return ForgetReport(model=model, sources=names, nodes=tuple(sorted(self._nodes)))
 
-    def keys_read(self, allowed: Mapping[str, Allowed] | None, now: float) -> ReloadReport:
-        """Apply a list of admitted keys; None: no keys are used.
+    def keys_read(
+        self, allowed: Mapping[str, Allowed] | None, tell: Callable[[ReloadReport], None], now: float
+    ) -> None:
+        """Apply a list of admitted keys (None: no keys are used), and tell what it does, before it does it.
 
         Nodes whose key is not on it, or may not have their name, are removed; others get the roles that it gives.
         """
         if allowed is None:
-            return ReloadReport(uses_keys=False)
-        removed = []
+            tell(ReloadReport(uses_keys=False))
+            return
+        removed: dict[str, str] = {}
         for name, node in sorted(self._nodes.items()):
             found = allowed.get(node.key)
-            if found is None or found.node not in ("", name):
-                why = "was taken off security.allowed" if found is None else f"may be node {found.node!r} only"
-                self._to_node(
-                    name, local.Failure(code="unknown-node", message=f"the key of {node.allowed.name!r} {why}")
-                )
-                self._forget_node(name, f"its key {why}", now)
-                removed.append(name)
+            if found is None:
+                removed[name] = "was taken off security.allowed"
+            elif found.node not in ("", name):
+                removed[name] = f"may be node {found.node!r} only"
             else:
                 node.allowed = found
         admitted = tuple(one.name for one in allowed.values())
         self._log("keys-read", admitted=len(admitted), removed=", ".join(removed) or "none")
-        return ReloadReport(uses_keys=True, admitted=admitted, removed=tuple(removed))
+        tell(ReloadReport(uses_keys=True, admitted=admitted, removed=tuple(removed)))  # whoever asks may be removed
+        for name, why in removed.items():
+            said = f"the key of {self._nodes[name].allowed.name!r} {why}"
+            self._to_node(name, local.Failure(code="unknown-node", message=said))
+            self._forget_node(name, f"its key {why}", now)

@@ -121,9 +121,12 @@ class Coordinator:
             case Planned():
                 self.swaps.planned(event, now)
             case KeysRead(allowed, waiter):
-                report = self._removals.keys_read(allowed, now)
-                if waiter is not None:
-                    self._send(*waiter, report)
+
+                def tell(report: Message) -> None:
+                    if waiter is not None:
+                        self._send(*waiter, report)
+
+                self._removals.keys_read(allowed, tell, now)
             case JournalWritten(swaps, error):
                 for swap in swaps:
                     self.swaps.journalled(swap, error, now)

@@ -153,8 +153,8 @@ class CoordinatorProcess:
             self._again_at = self._clock() + pause_s(self._quick)
 
     def reload(self) -> None:
-        """Have the process read its list of admitted keys again; one that is started later reads it anyway."""
-        if self._process is not None and self._process.poll() is None:
+        """Have the process read its list of admitted keys again; one that is starting reads it anyway."""
+        if self._settled and self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGHUP)
 
     def stop(self) -> None:

@@ -61,6 +61,7 @@ def test_keys_come_and_go_without_a_restart(head: Head, nodes: Nodes) -> None:
             eventually(lambda: there.version == 2, "it is taken back and caught up", JOIN_S)
 
 
+@pytest.mark.slow
 def test_a_standalone_daemon_has_its_coordinator_read_the_keys(
     head: Head, nodes: Nodes, start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -119,3 +120,28 @@ def test_forget_frees_what_dead_processes_have_left_and_nothing_else(daemon: Dae
         with pytest.raises(refitd.RefusedError, match="no model 'polcy' is known; known models: policy"):
             client.forget("polcy")
         assert not client.reload().uses_keys
+
+
+@pytest.mark.slow
+def test_who_may_reload_and_what_becomes_of_a_list_that_is_gone(head: Head, nodes: Nodes, tmp_path: Path) -> None:
+    a, b = nodes.key("a"), nodes.key("b")
+
+    class Line:
+        public_line = f"{b.public_line} roles=trainer,engine"
+
+    head.start(a, Line)  # type: ignore[arg-type]
+    operates, trains = nodes.start("a", key=a), nodes.start("b", key=b)
+    assert joined(operates) and joined(trains) == ["a", "b"]
+    refused = refitctl(trains, "reload")
+    assert (refused.returncode, "needs the role operator" in refused.stderr) == (1, True)
+    (tmp_path / "allowed").unlink()
+    assert head.process is not None
+    for _ in range(200):
+        os.kill(head.process.pid, signal.SIGHUP)
+    eventually(lambda: "event=keys-not-read" in head.log(), "the log says that the list cannot be read")
+    missing = refitctl(operates, "reload")
+    assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
+    assert joined(operates) == ["a", "b"]  # nothing has changed
+    head.allow(b)
+    own = refitctl(operates, "reload", "--json")  # takes its own node off, and is still told so
+    assert json.loads(own.stdout)["removed"] == ["a"]
