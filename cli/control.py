@@ -25,8 +25,12 @@ COMMANDS = {
     "manifest": "refitd_cli.commands.manifest:manifest",
     "abort": "refitd_cli.commands.abort:abort",
     "evict": "refitd_cli.commands.evict:evict",
+    "forget": "refitd_cli.commands.forget:forget",
     "keygen": "refitd_cli.commands.keygen:keygen",
+    "reload": "refitd_cli.commands.reload:reload",
+    "config": "refitd_cli.commands.config:config",
     "doctor": "refitd_cli.commands.doctor:doctor",
+    "support-bundle": "refitd_cli.commands.support_bundle:support_bundle",
     "demo": "refitd_cli.commands.demo:demo",
 }
 

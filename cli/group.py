@@ -17,9 +17,20 @@ from refitd_cli import ends
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+_SENTENCE = 400  # characters
 
 
-class Commands(click.Group):
+class Listed(click.Group):
+    """A group whose --help has the whole first sentence of each command; click's would cut it to one line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write every command with the first sentence of its help."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(_SENTENCE)) for name, command in commands if command])
+
+
+class Commands(Listed):
     """A group whose commands are named as "module:attribute" and imported when they are asked for.
 
     A RefitdError that leaves a command is printed without a traceback: as text on stderr or, if the command

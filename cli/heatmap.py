@@ -1,12 +1,12 @@
 """Bytes between senders and receivers as a matrix: for a terminal, and as a self-contained HTML file.
 
-Ranks become groups where there are too many: those of a node first, then those of several nodes.
+Both ends are named by their own ranks. Where these are too many, those of a node become a group, then those of several.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from refitd.describe.roster import Roster
 from refitd.plan.cost import Traffic
-from refitd_cli.layouts import rank_ranges
-from refitd_cli.output import size
+from refitd_cli.layouts import Side
+from refitd_cli.output import rank_ranges, size
 
 TEXT_GROUPS = 12
 HTML_GROUPS = 96
@@ -26,7 +26,8 @@ class Group:
     """Ranks that share a row or a column."""
 
     label: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # in the plan
+    nodes: str  # the first and the last of their nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +39,11 @@ class Matrix:
     bytes: npt.NDArray[np.int64]
 
 
-def matrix_of(traffic: Traffic, rosters: Sequence[Roster], limit: int = TEXT_GROUPS) -> Matrix:
-    """Return the matrix with at most `limit` rows and columns."""
-    senders = _groups([r for r in rosters if r.source], limit)
-    receivers = _groups([r for r in rosters if r.destination], limit)
+def matrix_of(traffic: Traffic, rosters: Sequence[Roster], sides: Sequence[Side], limit: int = TEXT_GROUPS) -> Matrix:
+    """Return the matrix with at most `limit` rows and columns; the first of `sides` sends, the others receive."""
+    nodes = {roster.rank: roster.node for roster in rosters}
+    senders = _groups(sides[:1], nodes, limit)
+    receivers = _groups(sides[1:], nodes, limit)
     row_of = {rank: i for i, group in enumerate(senders) for rank in group.ranks}
     column_of = {rank: i for i, group in enumerate(receivers) for rank in group.ranks}
     found = np.zeros((len(senders), len(receivers)), np.int64)
@@ -51,7 +53,7 @@ def matrix_of(traffic: Traffic, rosters: Sequence[Roster], limit: int = TEXT_GRO
     return Matrix(senders, receivers, found)
 
 
-def text_matrix(matrix: Matrix) -> tuple[str, list[str], list[list[str]]]:
+def text_matrix(matrix: Matrix, sides: Sequence[Side]) -> tuple[str, list[str], list[list[str]]]:
     """Return title, column names and rows of the matrix as text, every number in one unit."""
     largest = int(matrix.bytes.max(initial=0))
     unit, factor = next(((u, f) for u, f in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= f), ("bytes", 1.0))
@@ -59,7 +61,8 @@ def text_matrix(matrix: Matrix) -> tuple[str, list[str], list[list[str]]]:
     def cell(nbytes: int) -> str:
         return f"{nbytes / factor:.4g}" if nbytes else "."
 
-    title = f"{unit} sent: from each row to each column"
+    receivers = ", ".join(side.name for side in sides[1:])
+    title = f"{unit} sent: from ranks of {sides[0].name} (rows) to ranks of {receivers} (columns)"
     columns = ["from \\ to", *(f">{group.label}" for group in matrix.receivers), ">sum"]
     rows = [
         [group.label, *(cell(int(n)) for n in values), cell(int(values.sum()))]
@@ -70,7 +73,7 @@ def text_matrix(matrix: Matrix) -> tuple[str, list[str], list[list[str]]]:
     return title, columns, rows
 
 
-def html_page(title: str, facts: Sequence[str], matrix: Matrix) -> str:
+def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[Side]) -> str:
     """Return an HTML page with the matrix as a heat map; hovering over a cell shows its numbers."""
     rows, columns = matrix.bytes.shape
     step = max(6, min(40, 960 // max(rows, columns, 1)))
@@ -79,7 +82,8 @@ def html_page(title: str, facts: Sequence[str], matrix: Matrix) -> str:
     parts = []
     for row, column in np.argwhere(matrix.bytes > 0).tolist():
         nbytes = int(matrix.bytes[row, column])
-        tip = f"{matrix.senders[row].label} to {matrix.receivers[column].label}: {size(nbytes)} ({nbytes:,} bytes)"
+        ends = f"{_told(matrix.senders[row])} to {_told(matrix.receivers[column])}"
+        tip = f"{ends}: {size(nbytes)} ({nbytes:,} bytes)"
         parts.append(
             f'<rect x="{left + column * step}" y="{top + row * step}" width="{step}" height="{step}" '
             f'fill="{_colour(nbytes / largest)}"><title>{html.escape(tip)}</title></rect>'
@@ -101,6 +105,8 @@ def html_page(title: str, facts: Sequence[str], matrix: Matrix) -> str:
     shades = "".join(f'<span style="background:{_colour(i / 20)}"></span>' for i in range(21))
     return _PAGE.format(
         title=html.escape(title),
+        source=html.escape(sides[0].name),
+        targets=html.escape(", ".join(side.name for side in sides[1:])),
         facts="".join(f"<li>{html.escape(fact)}</li>" for fact in facts),
         shades=shades,
         largest=html.escape(size(largest)),
@@ -119,7 +125,7 @@ svg text {{ font: 10px system-ui, sans-serif; fill: #444 }}
 </style></head><body>
 <h1>{title}</h1>
 <ul>{facts}</ul>
-<p class="key">senders down, receivers across; nothing {shades} {largest}</p>
+<p class="key">ranks of {source} down, ranks of {targets} across; nothing {shades} {largest}</p>
 <svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{title}">
 {body}
 </svg>
@@ -133,24 +139,48 @@ def _colour(share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share**0.6):02x}" for a, b in zip(low, high, strict=True))
 
 
-def _groups(rosters: Sequence[Roster], limit: int) -> tuple[Group, ...]:
-    """Divide ranks into at most `limit` groups, along nodes where they are known."""
-    ordered = sorted(rosters, key=lambda roster: roster.rank)
-    if len(ordered) <= limit:
-        return tuple(Group(f"rank {r.rank}", (r.rank,)) for r in ordered)
+def _told(group: Group) -> str:
+    return f"{group.label}{f' on {group.nodes}' if group.nodes else ''}"
+
+
+def _groups(sides: Sequence[Side], nodes: Mapping[int, str], limit: int) -> tuple[Group, ...]:
+    """Divide the ranks of these sides into at most `limit` groups, along nodes where they are known.
+
+    Ranks of two sides share a group only if there are more sides than groups.
+    """
+    parts = [(side, _units(side, nodes, limit)) for side in sides]
+    most = max(len(units) for _, units in parts)
+    each = next((n for n in range(1, most) if sum(-(-len(units) // n) for _, units in parts) <= limit), most)
+    found: list[Group] = []
+    for side, units in parts:
+        for i in range(0, len(units), each):
+            ranks = tuple(rank for unit in units[i : i + each] for rank in unit)
+            own = rank_ranges([rank - side.first for rank in ranks])
+            label = own if len(sides) == 1 else f"{side.name} {own}"
+            found.append(Group(label, ranks, _between([nodes.get(rank, "") for rank in ranks])))
+    each = -(-len(found) // limit)
+    return tuple(_merged(found[i : i + each]) for i in range(0, len(found), each))
+
+
+def _units(side: Side, nodes: Mapping[int, str], limit: int) -> list[tuple[int, ...]]:
+    """Return a side's ranks one by one if they are few, else by node, if these are known."""
     by_node: dict[str, list[int]] = {}
-    for roster in ordered:
-        by_node.setdefault(roster.node, []).append(roster.rank)
-    if len(by_node) > 1 and "" not in by_node:
-        each = -(-len(by_node) // limit)
-        nodes = list(by_node.items())
-        groups = []
-        for i in range(0, len(nodes), each):
-            some = nodes[i : i + each]
-            label = some[0][0] if len(some) == 1 else f"{some[0][0]}..{some[-1][0]}"
-            groups.append(Group(label, tuple(rank for _, ranks in some for rank in ranks)))
-        return tuple(groups)
-    ranks = [roster.rank for roster in ordered]
-    each = -(-len(ranks) // limit)
-    chunks = [tuple(ranks[i : i + each]) for i in range(0, len(ranks), each)]
-    return tuple(Group(f"ranks {rank_ranges(chunk, 1)}", chunk) for chunk in chunks)
+    for rank in side.ranks:
+        by_node.setdefault(nodes.get(rank, ""), []).append(rank)
+    if len(side.ranks) <= limit or len(by_node) == 1 or "" in by_node:
+        return [(rank,) for rank in side.ranks]
+    return [tuple(ranks) for ranks in by_node.values()]
+
+
+def _merged(groups: Sequence[Group]) -> Group:
+    if len(groups) == 1:
+        return groups[0]
+    ranks = tuple(rank for group in groups for rank in group.ranks)
+    return Group(f"{groups[0].label}..{groups[-1].label}", ranks, _between([groups[0].nodes, groups[-1].nodes]))
+
+
+def _between(nodes: Sequence[str]) -> str:
+    known = [node for node in nodes if node]
+    if not known:
+        return ""
+    return known[0] if known[0] == known[-1] else f"{known[0]}..{known[-1]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,32 @@ from typing import Any, TypeVar
 import click
 
 from refitd.describe.roster import Roster
-from refitd.offline import Manifest, ModelSpec, load, load_model, rosters_of
+from refitd.offline import Manifest, ModelSpec, Shards, load, load_model, place, rosters_of, world_size
 from refitd.plan.shared import GlobalPlan
+from refitd_cli.output import rank_ranges
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan between two manifests. `rosters` are in rank order."""
+class Side:
+    """The ranks of one manifest: in the plan, and by their own numbers."""
 
+    name: str
+    first: int  # its rank 0 in the plan
+    ranks: tuple[int, ...]  # in the plan
+
+    def own(self, ranks: Iterable[int]) -> str:
+        """Return those of `ranks` that are its own, by their own numbers ("0-7 of serve"); "" if none is."""
+        mine = set(self.ranks).intersection(ranks)
+        return f"{rank_ranges(sorted(rank - self.first for rank in mine))} of {self.name}" if mine else ""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan between two manifests. `rosters` are in rank order; the first of `sides` is the source."""
+
+    sides: tuple[Side, ...]
     source: Manifest
     targets: tuple[Manifest, ...]
     rosters: list[Roster]
@@ -64,20 +80,17 @@ def planned(source: str, targets: Sequence[str], model_file: str | None, colloca
         rosters = rosters_of(sender, receivers, collocated=collocated)
         started = time.perf_counter()
         plan = plan_copies(rosters)
-        return Planned(sender, receivers, rosters, plan, time.perf_counter() - started)
+        sides = _sides((sender, *receivers), collocated)
+        return Planned(sides, sender, receivers, rosters, plan, time.perf_counter() - started)
 
 
-def rank_ranges(ranks: Sequence[int], limit: int = 4) -> str:
-    """Return ascending ranks for people: "0-7, 16, 24-31"; from `limit` runs on, how many more there are."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
-    more = sum(high - low + 1 for low, high in runs[limit:])
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+def _sides(manifests: Sequence[Manifest], collocated: bool) -> tuple[Side, ...]:
+    found = []
+    for placed in place(manifests, collocated=collocated):
+        manifest = placed.manifest
+        own = [r.rank for r in manifest.ranks] if isinstance(manifest, Shards) else range(world_size(manifest))
+        found.append(Side(manifest.name, placed.first_rank, tuple(placed.first_rank + rank for rank in own)))
+    return tuple(found)
 
 
 def _spinner(text: str) -> AbstractContextManager[Any]:

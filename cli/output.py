@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,29 +15,9 @@ from refitd.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-PIPED_WIDTH = 200  # a table in a file or a pipe is not cut to a terminal's 80 columns
-
-STYLES = {
-    "committed": "green",
-    "serving": "green",
-    "proven": "green",
-    "ok": "green",
-    "up": "green",
-    "staged": "yellow",
-    "behind": "yellow",
-    "late": "yellow",
-    "warn": "yellow",
-    "unknown": "yellow",
-    "down": "yellow",
-    "aborted": "yellow",
-    "incomplete": "red",
-    "lost": "red",
-    "failed": "red",
-    "differs": "red",
-    "fail": "red",
-}
+LEAST_WIDTH = 30  # cells; whatever COLUMNS says
+PIPED_WIDTH = 100_000  # a table in a file or a pipe is as wide as its text
 
 
 def to_json(value: Any) -> dict[str, Any]:
@@ -61,34 +42,20 @@ def json_on_terminal(text: str) -> str:
 
 
 def console() -> Console:
-    """Return a console on stdout that prints text as it is: reasons may hold brackets."""
+    """Return a console on stdout, $COLUMNS or the terminal wide; it prints text as it is (reasons hold brackets)."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    width: int | None = None if sys.stdout.isatty() else PIPED_WIDTH  # None: as the terminal, which may change
+    if (wanted := os.environ.get("COLUMNS", "")).isdecimal() and int(wanted):
+        width = max(LEAST_WIDTH, min(int(wanted), PIPED_WIDTH))
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print what `table` makes."""
-    console().print(table(title, columns, rows))
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table; a column named ">..." holds numbers."""
+    from refitd_cli.tables import grid
 
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table. A column named ">..." holds numbers; words that are states get their colour."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(
-        title=printable(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False
-    )
-    for column in columns:
-        made.add_column(
-            printable(column.removeprefix(">")), justify="right" if column.startswith(">") else "left", overflow="fold"
-        )
-    for row in rows:
-        made.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
-    return made
+    console().print(grid(title, columns, rows))
 
 
 def size(nbytes: float) -> str:
@@ -122,3 +89,16 @@ def version(number: int | None) -> str:
 def versions(numbers: Iterable[int]) -> str:
     """Return versions as a list, or "-" where there is none."""
     return ", ".join(map(str, numbers)) or "-"
+
+
+def rank_ranges(ranks: Sequence[int], limit: int = 4) -> str:
+    """Return ascending ranks for people: "0-7, 16, 24-31"; from `limit` runs on, how many more there are."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
+    more = sum(high - low + 1 for low, high in runs[limit:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")

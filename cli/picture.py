@@ -92,7 +92,7 @@ def tensors_of(meta: ParameterMetadata) -> set[str]:
 
 def side_lines(picture: Picture, holdings: Sequence[Holding]) -> list[str]:
     """Return one line for each different holding: the ranks that have it, bars, boxes and the local name."""
-    from refitd_cli.layouts import rank_ranges
+    from refitd_cli.output import rank_ranges
 
     kinds: dict[tuple[tuple[Box, ...], str], list[int]] = {}
     for holding in holdings:

@@ -14,23 +14,29 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 
+_NAME = 24  # cells of a model's name beside its bar
+
+
 def bar_columns() -> tuple[ProgressColumn, ...]:
     """Return the columns of a swap's bar; its task has the fields that `bar_fields` gives."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.table import Column
 
     return (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[members]}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TransferSpeedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[members]}", markup=False, table_column=Column(no_wrap=True)),
     )
 
 
 def bar_fields(event: SwapProgress) -> dict[str, Any]:
     """Return a swap's bar fields, as `Progress.update` takes them."""
+    from refitd_cli.tables import shortened
+
     return {
-        "description": printable(f"{event.model} v{event.version}: {event.phase}"),
+        "description": f"{shortened(printable(event.model), _NAME)} v{event.version}: {printable(event.phase)}",
         "total": event.bytes_total or None,
         "completed": event.bytes_done,
         "members": f"{event.members_done}/{event.members_total} ranks" if event.members_total else "",

@@ -11,9 +11,11 @@ import click
 
 from refitd.protocol.reports import (
     EvictReport,
+    ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
+    ReloadReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -66,7 +68,7 @@ class Control(Protocol):
         """Return the last swaps, the newest first."""
         ...
 
-    def status(self) -> StatusReport:
+    def status(self, *, timeout: float = 30.0) -> StatusReport:
         """Return the cluster as the coordinator sees it."""
         ...
 
@@ -94,18 +96,26 @@ class Control(Protocol):
         """Remove a replica, or one rank of it, from `model`."""
         ...
 
+    def forget(self, model: str) -> ForgetReport:
+        """Free what dead processes left of `model`."""
+        ...
+
+    def reload(self) -> ReloadReport:
+        """Have the coordinator read its list of admitted keys again."""
+        ...
+
     def close(self) -> None:
         """Close the connection."""
         ...
 
 
-def connect(address: str | None) -> Control:
-    """Connect to the daemon at `address`; raise TransportError if none runs there."""
+def connect(address: str | None, timeout: float = 10.0) -> Control:
+    """Connect to the daemon at `address` within `timeout` seconds; raise TransportError if none runs there."""
     import refitd
 
     context = click.get_current_context(silent=True)
     uid = None if context is None else context.meta.get(_UID)
-    client: Control = refitd.connect(address, name="refitctl", uid=uid)
+    client: Control = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid)
     return client
 
 

@@ -9,6 +9,8 @@ import click
 
 from refitd import config
 
+_FLAGS = {"node.runtime_dir": "--runtime-dir", "node.workers": "--workers", "log.level": "--log-level"}
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,6 +23,12 @@ def config_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+def read(path: str | None, **flags: Any) -> tuple[config.Config, dict[str, str]]:
+    """Read the configuration as `load`; also return what has set each key that is set: file, variable or flag."""
+    found, origins = config.read(path, **{name.replace("__", "."): value for name, value in flags.items()})
+    return found, {key: _FLAGS.get(origin, origin) for key, origin in origins.items()}
 
 
 def load(path: str | None, **flags: Any) -> config.Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from refitd.protocol.reports import (
     LinkStatus,
@@ -15,10 +14,9 @@ from refitd.protocol.reports import (
     TargetStatus,
 )
 from refitd.states import SwapOutcome
-from refitd_cli.output import console, duration, rate, say, size, table, version, versions
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from refitd_cli.output import console, duration, rate, say, size, version, versions
+from refitd_cli.rollup import live_text
+from refitd_cli.tables import Grid, grid
 
 NO_MODELS = "no models: no trainer and no engine has registered yet"
 
@@ -28,19 +26,19 @@ SOURCE_COLUMNS = (">rank", "node/host", ">pid", ">tensors", ">bytes", "versions 
 TARGET_COLUMNS = ("replica", ">rank", "node/host", ">pid", ">tensors", ">bytes", "mode", "state", ">serves", ">staged")
 
 
-def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events: bool = False) -> Iterator[str | Table]:
+def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events: bool = False) -> Iterator[str | Grid]:
     """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
     yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
-    yield table("nodes", NODE_COLUMNS, map(_node, report.nodes))
+    yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
     yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
     if report.links:
-        yield table("links", LINK_COLUMNS, map(_link, report.links))
+        yield grid("links", LINK_COLUMNS, map(_link, report.links))
     if not report.models:
         yield nothing
     for model in report.models:
         yield f"model {model.model}: complete versions {versions(model.complete_versions)}{_activity(model)}"
-        yield table("sources", SOURCE_COLUMNS, map(_source, model.sources))
-        yield table("targets", TARGET_COLUMNS, map(_target, model.targets))
+        yield grid("sources", SOURCE_COLUMNS, map(_source, model.sources))
+        yield grid("targets", TARGET_COLUMNS, map(_target, model.targets))
         if with_events:
             yield from _events(model)
 
@@ -57,7 +55,7 @@ def _events(model: ModelStatus) -> Iterator[str]:
         yield from (f"  {event}" for event in target.events)
 
 
-def print_parts(parts: Iterable[str | Table]) -> None:
+def print_parts(parts: Iterable[str | Grid]) -> None:
     """Print lines as they are, however long, and tables as wide as the terminal."""
     for part in parts:
         if isinstance(part, str):
@@ -133,7 +131,7 @@ def kind(report: SwapReport) -> str:
 
 
 def _activity(model: ModelStatus) -> str:
-    text = f"; live: {model.live}" if model.live is not None else ""
+    text = f"; {live_text(model)}" if model.live is not None else ""
     text += "; swaps when a version is complete" if model.auto_swap else ""
     text += "" if model.verify else "; not verified"
     text += "; the sources offer a part" if any(source.is_partial for source in model.sources) else ""

@@ -167,7 +167,17 @@ def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **flags: Any) -> Config:
+    """Return the configuration that `read` reads; raises what it raises."""
+    return read(path, environ, **flags)[0]
+
+
+def read(
+    path: str | Path | None, environ: Mapping[str, str] = os.environ, **flags: Any
+) -> tuple[Config, dict[str, str]]:
     """Read `path` (None: defaults), then REFITD_NODE__WORKERS=4 style variables, then `flags` ("node.workers": 4).
+
+    Return the configuration, and for each key that is set ("node.workers") what has set it: the file, the variable or
+    the flag.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key or a bad value.
@@ -185,23 +195,35 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **fla
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{path}: not TOML: {exc}") from exc
     origins: dict[str, str] = {}
+    for section, table in values.items():
+        for key in table if isinstance(table, dict) else ():
+            _note(origins, f"{section}.{key}", table[key], where)
     for variable, text in sorted(environ.items()):
         _check_underscores(variable)
         section, _, key = variable.removeprefix("REFITD_").lower().partition("__")
         if variable.startswith("REFITD_") and key:
             _set(values, section, key, _parse(text), variable)
-            origins[f"$.{section}.{key}"] = variable
+            _note(origins, f"{section}.{key}", values[section][key], variable)
     for dotted, value in flags.items():
         if value is not None:
             section, _, key = dotted.partition(".")
             _set(values, section, key, value, dotted)
-            origins[f"$.{dotted}"] = dotted
+            _note(origins, dotted, value, dotted)
     try:
         config = msgspec.convert(values, Config, strict=True)
     except msgspec.ValidationError as exc:
         raise ConfigError(_explained(str(exc), origins, where)) from exc
     _check(config, where)
-    return config
+    return config, origins
+
+
+def _note(origins: dict[str, str], dotted: str, value: Any, origin: str) -> None:
+    """Note what has set a key and, if it is a table, the keys inside it."""
+    for inside in [name for name in origins if name.startswith(f"{dotted}.")]:
+        del origins[inside]
+    origins[dotted] = origin
+    if isinstance(value, dict):
+        origins.update({f"{dotted}.{key}": origin for key in value})
 
 
 def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
@@ -217,9 +239,12 @@ def _explained(problem: str, origins: Mapping[str, str], where: str) -> str:
     found = [
         origin
         for key, origin in origins.items()
-        if f"{path}.".startswith(f"{key}.") or (f"{key}.".startswith(f"{path}.") and path != "$")
+        if origin != where
+        and (f"{path}.".startswith(f"$.{key}.") or (f"$.{key}.".startswith(f"{path}.") and path != "$"))
     ]
-    return f"{', '.join(found) or where}: {problem}{hint}; configs/ has commented examples with every key"
+    return (
+        f"{', '.join(dict.fromkeys(found)) or where}: {problem}{hint}; configs/ has commented examples with every key"
+    )
 
 
 def _keys(section: str) -> list[str]:

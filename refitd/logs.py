@@ -30,6 +30,7 @@ _LEVELS = {
     "illegal": logging.WARNING,
     "internal-error": logging.ERROR,
     "journal-failed": logging.ERROR,
+    "keys-not-read": logging.WARNING,
     "live-outranked": logging.WARNING,
     "live-recovered": logging.WARNING,
     "node-lost": logging.WARNING,

@@ -22,8 +22,8 @@ def coordinator_keys(config: Config) -> keys.ServerKeys | None:
     """
     if not config.uses_keys:
         return None
-    allowed = _needed(config, "allowed", "the file that lists the public keys of the daemons")
-    return keys.ServerKeys(_own(config), keys.read_list(Path(allowed)))
+    allowed = _file(config, "allowed", "the file that lists the public keys of the daemons")
+    return keys.ServerKeys(_own(config), keys.read_list(allowed))
 
 
 def daemon_keys(config: Config) -> keys.ClientKeys | None:
@@ -85,7 +85,14 @@ def node_users(config: Config) -> Users:
 
 
 def _own(config: Config) -> keys.KeyPair:
-    return keys.read(Path(_needed(config, "key", "this process's key file")))
+    return keys.read(_file(config, "key", "this process's key file"))
+
+
+def _file(config: Config, name: str, what: str) -> Path:
+    found = _needed(config, name, what)
+    if keys.is_key(found):  # perhaps a secret one, which an error about a missing file would print
+        raise ConfigError(f"security.{name} holds a key; set it to the path of {what}")
+    return Path(found)
 
 
 def _needed(config: Config, name: str, what: str) -> str:

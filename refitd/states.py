@@ -47,7 +47,8 @@ class ServingState(StrEnum):
 
     SERVING = "serving"
     EMPTY = "empty"  # no version has been committed
-    BEHIND = "behind"  # another version is live
+    WAITING = "waiting"  # the live version is staged; it takes it over at its next commit point
+    BEHIND = "behind"  # another version is live, and it does not have that yet
     FENCED = "fenced"  # it serves nothing until the coordinator says which version is live
     POISONED = "poisoned"
     SUSPENDED = "suspended"  # its process has put the tensors away; swaps leave its replica out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from refitd.testing import Daemon
 # how long an example takes is the machine's business
 hypothesis.settings.register_profile("refitd", deadline=None)
 hypothesis.settings.load_profile("refitd")
+
+os.environ.pop("COLUMNS", None)  # xdist sets it; what commands print here is as wide as its text
 
 pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["refitd.testing.fixtures"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from refitd_cli.completion import model_names
 from refitd_cli.output import print_json, say
 from refitd_cli.session import Session, address_option, json_option
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_names)
 @click.option(
     "--reason",
     default="aborted by the operator",

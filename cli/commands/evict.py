@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import click
 
+from refitd_cli.completion import model_names, replica_names
 from refitd_cli.output import print_json, say, to_json
 from refitd_cli.session import Session, address_option, json_option
 
 
 @click.command()
-@click.argument("model")
-@click.option("--replica", required=True, help="The engine's name, as `refitctl status` shows it.")
+@click.argument("model", shell_complete=model_names)
+@click.option(
+    "--replica",
+    required=True,
+    shell_complete=replica_names,
+    help="The engine's name, as `refitctl status` shows it.",
+)
 @click.option("--rank", type=click.IntRange(min=0), help="One of its ranks.  [default: all]")
 @click.option(
     "--reason",

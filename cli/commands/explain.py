@@ -10,8 +10,8 @@ import click
 
 from refitd.errors import ConfigError, PlanError
 from refitd_cli.group import EXIT_FAILED, error_object
-from refitd_cli.layouts import manifest_options, rank_ranges, read_manifests
-from refitd_cli.output import print_json, say, size
+from refitd_cli.layouts import manifest_options, read_manifests
+from refitd_cli.output import print_json, rank_ranges, say, size
 from refitd_cli.session import json_option
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 import click
 
 from refitd.protocol.reports import HistoryEntry
+from refitd_cli.completion import model_names
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
 from refitd_cli.session import Session, address_option, json_option
 from refitd_cli.view import kind
 
 
 @click.command()
-@click.argument("model", default="")
+@click.argument("model", default="", shell_complete=model_names)
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
 @address_option
 @json_option

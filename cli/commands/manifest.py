@@ -14,13 +14,19 @@ from refitd.errors import ConfigError, RefusedError
 from refitd.offline import Shards, load, load_model, rosters_of, shards_of, to_json
 from refitd.protocol.reports import ModelDescription
 from refitd.protocol.shards import metadata_of
+from refitd_cli.completion import model_names, replica_names
 from refitd_cli.output import json_on_terminal, print_json, say
 from refitd_cli.session import Session, address_option, json_option
 
 
 @click.command()
-@click.argument("model", required=False)
-@click.option("--replica", metavar="NAME", help="Write this replica's ranks instead of the source's.")
+@click.argument("model", required=False, shell_complete=model_names)
+@click.option(
+    "--replica",
+    metavar="NAME",
+    shell_complete=replica_names,
+    help="Write this replica's ranks instead of the source's.",
+)
 @click.option("--layout", "layout_file", metavar="FILE", help="Instead of MODEL: a layout to write rank by rank.")
 @click.option("--model", "model_file", metavar="FILE", help="The layout's model, over the one it names.")
 @click.option("--output", metavar="FILE", help="Write there instead of on stdout.")

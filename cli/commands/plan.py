@@ -11,7 +11,8 @@ import click
 
 from refitd.errors import ConfigError
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
-from refitd_cli.layouts import Planned, manifest_options, planned, rank_ranges
+from refitd_cli.completion import model_names
+from refitd_cli.layouts import Planned, Side, manifest_options, planned
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.session import Session, address_option, json_option
 
@@ -22,7 +23,7 @@ SPEED = click.FloatRange(min=0, min_open=True, max=1e6)
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=model_names)
 @manifest_options
 @click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, help="Rows per table; 0 shows all.")
 @click.option("--html", "html_file", metavar="FILE", help="Write who sends how much to whom as a heat map.")
@@ -144,10 +145,10 @@ def _offline(found: Planned, top: int, html_file: str | None, speeds: tuple[floa
         return
     from refitd_cli.heatmap import matrix_of, text_matrix
 
-    title, columns, rows = text_matrix(matrix_of(traffic, found.rosters))
+    title, columns, rows = text_matrix(matrix_of(traffic, found.rosters, found.sides), found.sides)
     print_table(title, columns, rows)
     _show_parameters(traffic.largest_tensors(), top)
-    _show_memory(memory, top)
+    _show_memory(memory, found.sides, top)
     _show_unused(found.plan.unused_sources, top)
     for fact in facts:
         say(fact)
@@ -158,7 +159,6 @@ def _offline(found: Planned, top: int, html_file: str | None, speeds: tuple[floa
 def _facts(
     found: Planned, traffic: Traffic, balance: Balance, least: Estimate | None, speeds: tuple[float, float]
 ) -> list[str]:
-    senders, receivers = _sides(found)
     nodes = {r.rank: r.node or f"rank {r.rank}" for r in found.rosters}
     near = sum(
         nbytes
@@ -167,17 +167,17 @@ def _facts(
     )
     far = traffic.total_bytes - traffic.local_bytes - near
     facts = [
-        f"{found.source.name} ({len(senders)} ranks: {rank_ranges(senders)}) to "
-        f"{', '.join(target.name for target in found.targets)} ({len(receivers)} ranks: {rank_ranges(receivers)})",
+        f"{found.source.name} ({len(found.sides[0].ranks)} ranks) to "
+        + ", ".join(f"{side.name} ({len(side.ranks)} ranks)" for side in found.sides[1:]),
         f"{size(traffic.total_bytes)} in {traffic.total_copies} copies over {len(traffic.src)} rank pairs: "
         f"{size(traffic.local_bytes)} stay on their rank, {size(near)} on their node, {size(far)} cross nodes",
-        f"senders: the busiest, rank {balance.max_rank}, sends {size(balance.max_bytes)}, "
+        f"senders: the busiest, rank {_own(found.sides, [balance.max_rank])}, sends {size(balance.max_bytes)}, "
         f"{balance.ratio:.2f} times the mean of {balance.senders}",
     ]
     if least is not None:
         facts.append(
             f"at least {duration(least.seconds)} with {speeds[0]:g} GB/s within and {speeds[1]:g} GB/s between nodes: "
-            f"rank {least.rank} {least.direction} {size(least.bytes)} {_LINKS[least.link]}"
+            f"rank {_own(found.sides, [least.rank])} {least.direction} {size(least.bytes)} {_LINKS[least.link]}"
         )
     facts.append(f"planned in {duration(found.plan_s)}; digest {found.plan.digest}")
     return facts
@@ -186,11 +186,7 @@ def _facts(
 _LINKS = {"intra": "within its node", "inter": "between nodes"}
 
 
-def _sides(found: Planned) -> tuple[list[int], list[int]]:
-    return [r.rank for r in found.rosters if r.source], [r.rank for r in found.rosters if r.destination]
-
-
-def _show_memory(memory: Sequence[Memory], top: int) -> None:
+def _show_memory(memory: Sequence[Memory], sides: Sequence[Side], top: int) -> None:
     kinds: dict[tuple[int, int], list[int]] = {}
     for each in memory:
         kinds.setdefault((each.staging_bytes, each.source_bytes), []).append(each.rank)
@@ -199,8 +195,13 @@ def _show_memory(memory: Sequence[Memory], top: int) -> None:
     print_table(
         _title("memory per rank", len(shown), len(largest)),
         ("ranks", ">number", ">source", ">staging"),
-        ((rank_ranges(ranks), str(len(ranks)), size(held), size(staged)) for (staged, held), ranks in shown),
+        ((_own(sides, ranks), str(len(ranks)), size(held), size(staged)) for (staged, held), ranks in shown),
     )
+
+
+def _own(sides: Sequence[Side], ranks: Sequence[int]) -> str:
+    """Return ranks by their own numbers, on every side that they are on."""
+    return " + ".join(own for side in sides if (own := side.own(ranks)))
 
 
 def _object(
@@ -231,7 +232,7 @@ def _write_heat_map(path: str, found: Planned, traffic: Traffic, facts: Sequence
     from refitd_cli.heatmap import HTML_GROUPS, html_page, matrix_of
 
     title = f"{found.source.name} to {', '.join(target.name for target in found.targets)}"
-    page = html_page(title, facts, matrix_of(traffic, found.rosters, HTML_GROUPS))
+    page = html_page(title, facts, matrix_of(traffic, found.rosters, found.sides, HTML_GROUPS), found.sides)
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from refitd_cli.commands.swap import perform
+from refitd_cli.completion import model_names
 from refitd_cli.output import duration, print_json, rate, say, size, to_json
 from refitd_cli.progress import bytes_bar
 from refitd_cli.session import Session, address_option, json_option
@@ -17,22 +18,17 @@ if TYPE_CHECKING:
     from refitd.client import Client
 
 
-class Part(click.ParamType[tuple[int, int]]):
-    """One of several parts: 2/4."""
-
-    name = "part"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Return which one, from 1, and how many."""
-        found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", str(value))
-        which, count = (int(found[1]), int(found[2])) if found else (0, 0)
-        if not 1 <= which <= count:
-            self.fail(f"{value!r} is no part; give 1/4, 2/4, ...", param, ctx)
-        return which, count
+def _part(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
+    """Return one of several parts, "2/4": which one, from 1, and how many."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+    which, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= which <= count:
+        raise click.BadParameter(f"{text!r} is no part; give 1/4, 2/4, ...", ctx, param)
+    return which, count
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_names)
 @click.option(
     "--from",
     "folder",
@@ -49,7 +45,7 @@ class Part(click.ParamType[tuple[int, int]]):
 )
 @click.option(
     "--part",
-    type=Part(),
+    callback=_part,
     default="1/1",
     show_default=True,
     metavar="I/N",

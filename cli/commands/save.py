@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from refitd_cli.completion import model_names
 from refitd_cli.output import duration, print_json, rate, say, size, to_json
 from refitd_cli.progress import bytes_bar
 from refitd_cli.session import Session, address_option, json_option
@@ -18,22 +19,20 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-class Size(click.ParamType[int]):
-    """A number of bytes: 5GB, 500MB, 1000."""
+def bytes_of(text: str) -> int:
+    """Return a size in bytes: 5GB, 500MB, 1000; 0 for what is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
-    name = "size"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", str(value))
-        nbytes = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-        if not nbytes:
-            self.fail(f"{value!r} is no size; give bytes, or 500MB, 5GB", param, ctx)
-        return nbytes
+def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    if not (nbytes := bytes_of(text)):
+        raise click.BadParameter(f"{text!r} is no size; give bytes, or 500MB, 5GB", ctx, param)
+    return nbytes
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_names)
 @click.option(
     "-o",
     "--output",
@@ -53,7 +52,7 @@ class Size(click.ParamType[int]):
     show_default=True,
     help="dcp: for torch.distributed.checkpoint.",
 )
-@click.option("--max-shard-size", "shard_bytes", type=Size(), default="5GB", show_default=True, metavar="SIZE")
+@click.option("--max-shard-size", "shard_bytes", callback=_size, default="5GB", show_default=True, metavar="SIZE")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from refitd.errors import ConfigError
-from refitd_cli.layouts import manifest_options, planned, rank_ranges
-from refitd_cli.output import duration, print_json, print_table, say, size
+from refitd_cli.layouts import manifest_options, planned
+from refitd_cli.output import duration, print_json, print_table, rank_ranges, say, size
 from refitd_cli.session import json_option
 
 if TYPE_CHECKING:

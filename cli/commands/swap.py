@@ -11,6 +11,7 @@ import click
 from refitd.errors import RefitFailed
 from refitd.protocol.reports import MemberReport, SwapFailed, SwapProgress, SwapReport
 from refitd.states import MemberState, SwapOutcome
+from refitd_cli.completion import model_names
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.output import duration, print_json, print_table, rate, say, size, to_json, version
 from refitd_cli.progress import swap_bar
@@ -21,10 +22,17 @@ BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.PO
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_names)
 @click.option("--version", "number", type=click.IntRange(min=0), help="Which one.  [default: the newest complete one]")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
-@click.option("--with", "others", multiple=True, metavar="MODEL[:VERSION]", help="Decide this model together with it.")
+@click.option(
+    "--with",
+    "others",
+    multiple=True,
+    metavar="MODEL[:VERSION]",
+    shell_complete=model_names,
+    help="Decide this model together with it.",
+)
 @click.option("--queue", is_flag=True, help="Wait for a swap of the model that is running, instead of being refused.")
 @address_option
 @json_option

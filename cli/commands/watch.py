@@ -14,9 +14,12 @@ from msgspec import structs
 from refitd.errors import TransportError
 from refitd.protocol.reports import StatusReport
 from refitd.text import printable
+from refitd_cli.completion import model_names
 from refitd_cli.output import console, print_json, say, to_json
 from refitd_cli.progress import bar_columns, bar_fields
+from refitd_cli.rollup import screen_parts
 from refitd_cli.session import Control, Session, address_option, json_option
+from refitd_cli.tables import Grid
 from refitd_cli.view import NO_MODELS, print_parts, status_parts
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ DAY_S = 86400.0
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=model_names)
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1, max=DAY_S),
@@ -158,11 +161,11 @@ class Screen:
         from rich.live import Live
         from rich.progress import Progress
 
-        self._model, self._interval_s = model, interval_s
+        self._terminal, self._model, self._interval_s = terminal, model, interval_s
         # never started: it is only drawn, as a part of the live view
         self._bars = Progress(*bar_columns(), console=terminal, auto_refresh=False)
         self._tasks: dict[str, TaskID] = {}
-        self._tables: list[RenderableType] = []
+        self._parts: list[str | Grid] = []
         self.live = Live(console=terminal, auto_refresh=False)
 
     def show(self, report: StatusReport) -> None:
@@ -174,9 +177,8 @@ class Screen:
             if swap not in self._tasks:
                 self._tasks[swap] = self._bars.add_task("", members="")
             self._bars.update(self._tasks[swap], **bar_fields(event))
-        self._tables = [
-            _text(part) if isinstance(part, str) else part for part in status_parts(report, _nothing(self._model))
-        ]
+        room = self._terminal.height - 1 - len(self._tasks)  # below the clock and the bars
+        self._parts = [*screen_parts(report, _nothing(self._model), room)]
         self._draw(_text(f"{_clock()}, every {self._interval_s:g} s; Ctrl-C ends", "dim"))
 
     def wait(self, why: TransportError) -> None:
@@ -189,8 +191,9 @@ class Screen:
     def _draw(self, head: RenderableType) -> None:
         from rich.console import Group
 
-        bars = [self._bars] if self._tasks else []  # above the tables: a small terminal cuts these off
-        self.live.update(Group(head, *bars, *self._tables), refresh=True)
+        bars = [self._bars] if self._tasks else []
+        parts = [_text(part) if isinstance(part, str) else part for part in self._parts]
+        self.live.update(Group(head, *bars, *parts), refresh=True)
 
 
 @contextmanager
@@ -228,4 +231,4 @@ def _clock() -> str:
 def _text(text: str, style: str = "") -> RenderableType:
     from rich.text import Text
 
-    return Text(printable(text), style=style)
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")  # one line, as is counted on

@@ -15,9 +15,11 @@ from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
 from refitd.protocol.reports import (
     EvictReport,
+    ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
+    ReloadReport,
     StatusReport,
     SwapFailed,
     SwapProgress,
@@ -161,9 +163,13 @@ class Operations:
     swap_together_async = awaitable(swap_together)
     rollback_async = awaitable(rollback)
 
-    def status(self) -> StatusReport:
-        """Return the cluster as the coordinator sees it."""
-        return self._connection.request(local.GetStatus(), StatusReport, REQUEST_S)
+    def status(self, *, timeout: float = REQUEST_S) -> StatusReport:
+        """Return the cluster as the coordinator sees it.
+
+        Raises:
+            DeadlineExceeded: no answer came within `timeout` seconds.
+        """
+        return self._connection.request(local.GetStatus(), StatusReport, seconds("timeout", timeout))
 
     def history(self, model: str = "", limit: int = 20) -> HistoryReport:
         """Return the last `limit` swaps of a model ("": of all models) from the coordinator's journal, newest first."""
@@ -261,6 +267,28 @@ class Operations:
         """
         message = local.Evict(model=model, replica=replica, rank=rank, reason=reason)
         return self._connection.request(message, EvictReport, REQUEST_S)
+
+    def forget(self, model: str) -> ForgetReport:
+        """Free what dead processes left of `model`: versions of trainers that have ended, arenas kept of dead engines.
+
+        Who is connected keeps what it has. If no source is left, replicas that join are not caught up until the next
+        version is published.
+
+        Raises:
+            RefusedError: nobody knows such a model, or a swap of it is running.
+        """
+        return self._connection.request(local.Forget(model=text("model", model)), ForgetReport, REQUEST_S)
+
+    def reload(self) -> ReloadReport:
+        """Have the coordinator read its list of admitted keys (security.allowed) again.
+
+        A node whose key was taken off is removed as if it had died, and its engines stop serving at the end of their
+        lease. An unusable list changes nothing.
+
+        Raises:
+            ConfigError: the list cannot be used.
+        """
+        return self._connection.request(local.Reload(), ReloadReport, REQUEST_S)
 
 
 def _check_committed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
@@ -45,7 +45,14 @@ class JournalWritten(Struct, frozen=True):
     error: RefitdError | None = None
 
 
-Event = FromNode | Planned | JournalWritten | Busy | Tick
+class KeysRead(Struct, frozen=True):
+    """The list of admitted keys was read again; None: this coordinator uses no keys. `waiter` asked for it, if any."""
+
+    allowed: Mapping[str, Allowed] | None
+    waiter: tuple[bytes, int] | None = None
+
+
+Event = FromNode | Planned | JournalWritten | KeysRead | Busy | Tick
 
 
 # --- instructions -----------------------------------------------------------------------------------------
@@ -91,4 +98,10 @@ class Remember(Struct, frozen=True):
     record: Record | Recovered
 
 
-Instruction = Send | Answer | MakePlan | Decide | Remember | Log
+class ReadKeys(Struct, frozen=True):
+    """Read the list of admitted keys again, then feed KeysRead; if it cannot be used, only answer that."""
+
+    waiter: tuple[bytes, int]
+
+
+Instruction = ReadKeys | Send | Answer | MakePlan | Decide | Remember | Log

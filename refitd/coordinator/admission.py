@@ -44,7 +44,7 @@ def check_hello(
     if allowed.node not in ("", name):
         raise RefusedError(
             f"the key of {allowed.name!r} may be node {allowed.node!r}, not {name!r}; set node.name there, or node= in "
-            "its line of security.allowed and start the coordinator again"
+            "its line of security.allowed, and run `refitctl reload`"
         )
     old = nodes.get(name)
     if old is not None and alive and old.key != key:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from refitd import service
 from refitd.buffers.arena import die_with_parent
 from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
 from refitd.config import Config
@@ -74,13 +75,16 @@ class CoordinatorShell:
         log: EventLog,
         is_beside: bool = False,
         monitor: Monitor | None = None,
+        manager: service.ServiceManager | None = None,
     ) -> None:
+        self._manager = manager
         self._router = router
         self._monitor = monitor
         self._journal = journal
         self._log = log
         self._turned_away = Throttle()
         self._noise = Throttle(period_s=5.0)
+        self._config = config
         self._allowed = allowed
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
         self._strangers: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeHello, NODE_HELLO_BYTES)
@@ -109,8 +113,8 @@ class CoordinatorShell:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._told_w, b".")
 
-    def serve(self, stop: list[int], wakeup: int) -> None:
-        """Run until `stop` holds a signal number; `wakeup` becomes readable then."""
+    def serve(self, stop: list[int], reloads: list[int], wakeup: int) -> None:
+        """Run until `stop` holds a signal number, and read keys for each in `reloads`; `wakeup` is readable then."""
         poller = zmq.Poller()
         poller.register(wakeup, zmq.POLLIN)
         poller.register(self._told_r, zmq.POLLIN)
@@ -122,6 +126,11 @@ class CoordinatorShell:
             deadline = min(next_tick, self._state.next_deadline() or next_tick)
             poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
             began = time.monotonic()
+            if reloads:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wakeup, 4096)
+                reloads.clear()
+                self.read_keys()
             self._collect()
             for fields in self._router.turned_away():
                 if self._turned_away.allows(str(fields), time.monotonic()):
@@ -132,6 +141,8 @@ class CoordinatorShell:
                 self._take(received)
             if (now := time.monotonic()) >= deadline:
                 next_tick = now + _TICK_S
+                if self._manager is not None:
+                    self._manager.alive(now)
                 with contextlib.suppress(CommitError):  # logged when it happened
                     self._journal.flush()
                 # peers were not silent in that time: this process was stopped or busy
@@ -223,6 +234,10 @@ class CoordinatorShell:
 
     def _said(self, received: Received, request: int, message: cluster.NodeMessage, read: ShardRead | None) -> None:
         identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
+        if self._allowed and received.key not in self._allowed:  # taken off the list after its connection was made
+            text = "the key of this daemon was taken off the file security.allowed of the coordinator"
+            self._router.send(identity, request, Failure(code=RefusedError.code, message=text))
+            return
         try:
             self._feed(act.FromNode(identity, request, message, received.key, allowed, read))
         except Exception as exc:
@@ -233,6 +248,20 @@ class CoordinatorShell:
                 )
             text = f"the coordinator made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
             self._router.send(identity, request, Failure(code="internal", message=text))
+
+    def read_keys(self, waiter: tuple[bytes, int] | None = None) -> None:
+        """Read the list of admitted keys again, for whoever waits for the answer; an unusable one changes nothing."""
+        try:
+            keys = coordinator_keys(self._config)
+        except RefitdError as exc:
+            self._log("keys-not-read", reason=str(exc))
+            if waiter is not None:
+                self._router.send(*waiter, Failure(code=exc.code, message=str(exc)))
+            return
+        if keys is not None:
+            self._allowed = keys.allowed
+            self._router.admit(keys.allowed)
+        self._feed(act.KeysRead(None if keys is None else keys.allowed, waiter))
 
     def _feed(self, event: act.Event) -> None:
         pending = [event]
@@ -262,6 +291,8 @@ class CoordinatorShell:
         match instruction:
             case act.Send(identity, request, message):
                 self._router.send(identity, request, message)
+            case act.ReadKeys(waiter):
+                self.read_keys(waiter)
             case act.Answer(identity, request, make):
                 self._answers.submit((identity, request), lambda: framed(request, make()))
             case act.MakePlan(ticket, rosters):
@@ -320,12 +351,15 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     keys = coordinator_keys(config)
     make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))
     stop: list[int] = []
+    reloads: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        stop.append(number)
+        (reloads if number == signal.SIGHUP else stop).append(number)
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    if service.may_reload():
+        signal.signal(signal.SIGHUP, on_signal)
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     monitor = _monitor(config, log)
@@ -336,7 +370,13 @@ def run(config: Config, *, with_parent: bool = False) -> int:
             journal = Journal(config.journal_path)
             log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())
             allowed = keys.allowed if keys else {}
-            CoordinatorShell(config, router, allowed, journal, log, with_parent, monitor).serve(stop, wakeup_r)
+            manager = None if with_parent else service.ServiceManager()  # a child's is its daemon's
+            shell = CoordinatorShell(config, router, allowed, journal, log, with_parent, monitor, manager)
+            if manager is not None:
+                manager.ready()
+            shell.serve(stop, reloads, wakeup_r)
+            if manager is not None:
+                manager.stopping()
             journal.close()
         finally:
             router.close()

@@ -546,7 +546,7 @@ def serving_state(member: Member, live: LiveVersion | None) -> ServingState:
     if member.suspended:
         return ServingState.SUSPENDED
     if member.staged is not None:
-        return ServingState.BEHIND
+        return ServingState.WAITING
     if member.version is None:
         return ServingState.EMPTY if live is None else ServingState.FENCED
     is_live = live is None or live.is_at(member.version, member.run)

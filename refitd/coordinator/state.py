@@ -10,7 +10,18 @@ from math import prod
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Answer, Event, FromNode, Instruction, JournalWritten, Planned, Remember, Send
+from refitd.coordinator.actions import (
+    Answer,
+    Event,
+    FromNode,
+    Instruction,
+    JournalWritten,
+    KeysRead,
+    Planned,
+    ReadKeys,
+    Remember,
+    Send,
+)
 from refitd.coordinator.admission import (
     check_hello,
     check_message,
@@ -22,6 +33,7 @@ from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.records import Record
 from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.removals import Removals
 from refitd.coordinator.report import written_report
 from refitd.coordinator.requirements import wanted_parts
 from refitd.coordinator.source_versions import SourceVersions
@@ -34,7 +46,7 @@ from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, control, local
 from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.reports import EvictReport, VerifyReport
+from refitd.protocol.reports import VerifyReport
 from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
 from refitd.states import SwapCause
 
@@ -109,6 +121,7 @@ class Coordinator:
             self.traces,
             self._out.append,
         )
+        self._removals = Removals(self.nodes, self.models, self._remove, self._forget_node, self._to_node, self._log)
         self._descriptions = Descriptions(self.swaps.planning.reader)
         self._sources = SourceVersions(self._members, self._new_run, self._to_node, self._log)
 
@@ -119,6 +132,13 @@ class Coordinator:
                 self._from_node(event, now)
             case Planned():
                 self.swaps.planned(event, now)
+            case KeysRead(allowed, waiter):
+
+                def tell(report: Message) -> None:
+                    if waiter is not None:
+                        self._send(*waiter, report)
+
+                self._removals.keys_read(allowed, tell, now)
             case JournalWritten(swaps, error):
                 for swap in swaps:
                     self.swaps.journalled(swap, error, now)
@@ -275,12 +295,17 @@ class Coordinator:
             case local.StartSwaps():
                 self.swaps.start_together(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
-                reply = history_report(self._recent(model, min(limit, MAX_HISTORY)))
+                reply = history_report(self._past_swaps(model, limit))
             case local.AbortSwap(model, reason):
                 self.swaps.abort(self.models.named(model), reason, now)
                 reply = local.Done()
             case local.Evict():
-                reply = self._evict(message, now)
+                reply = self._removals.evict(message, now)
+            case local.Forget(model):
+                self._check_known(model)
+                reply = self._removals.forget(model, now)
+            case local.Reload():
+                self._out.append(ReadKeys((node.identity, request)))
             case local.Verify(model, timeout_s):
                 fleet = self.models.named(model).fleet
                 self._numbers += 1
@@ -317,6 +342,20 @@ class Coordinator:
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
             self.swaps.next(self.models[self._member(message.member).added.model], now)
+
+    def _past_swaps(self, model: str, limit: int) -> Sequence[Record]:
+        """Return the last swaps of a model, "" for all."""
+        if model:
+            self._check_known(model)
+        return self._recent(model, min(limit, MAX_HISTORY))
+
+    def _check_known(self, model: str) -> None:
+        """Raise RefusedError, which lists the known models, if a model is neither registered nor in the journal."""
+        if model in self.models or self._recent(model, 1):
+            return
+        known = {*self.models, *self._lives.models(), *(record.model for record in self._recent("", MAX_HISTORY))}
+        if model not in known:
+            raise RefusedError(f"no model {model!r} is known; known models: {', '.join(sorted(known)) or 'none'}")
 
     def _answer_checks(self, reports: Iterable[tuple[Waiter, VerifyReport]]) -> None:
         for waiter, report in reports:
@@ -469,29 +508,6 @@ class Coordinator:
                 gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
                 self._send(*queued.waiter, local.Failure(code=RefusedError.code, message=gone))
             self.models.pop(state.fleet.name, None)
-
-    def _evict(self, asked: local.Evict, now: float) -> EvictReport:
-        """Evict a replica, or one of its ranks; for a running swap that is as if the process had died.
-
-        Raises:
-            RefusedError: no such rank is registered; lists the registered ones.
-        """
-        fleet = self.models.named(asked.model).fleet
-        found = [
-            member
-            for (replica, rank), member in sorted(fleet.targets.items())
-            if replica == asked.replica and asked.rank in (None, rank)
-        ]
-        if not found:
-            there = ", ".join(f"{replica} rank {rank}" for replica, rank in sorted(fleet.targets)) or "none"
-            rank = "" if asked.rank is None else f" rank {asked.rank}"
-            raise RefusedError(f"model {asked.model!r} has no replica {asked.replica!r}{rank}; registered: {there}")
-        reason = f"it was evicted on request: {asked.reason or 'no reason given'}"
-        members = tuple(member.describe() for member in found)
-        for member in found:
-            self._remove(member.id, reason, now)  # first: the abort stops workers that write its arena
-            self._to_node(member.node, cluster.EvictMember(member=member.id, reason=reason))
-        return EvictReport(model=asked.model, replica=asked.replica, members=members)
 
     def _suspended(self, member: Member, suspended: bool, is_lost: bool, now: float) -> None:
         """Leave a replica out of swaps, or let it take part again; an undecided swap of it aborts.

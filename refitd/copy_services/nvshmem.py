@@ -68,7 +68,7 @@ def load() -> _Library:
         return _Library(importlib.import_module("nvshmem.core"), importlib.import_module("nvshmem.bindings"))
     except (ImportError, RuntimeError, OSError) as exc:
         raise ConfigError(
-            f"nvshmem4py cannot be loaded: {exc}; install refitd[cuda12] or refitd[cuda13], as torch needs, never both"
+            f"nvshmem4py cannot be loaded: {exc}; install nvshmem4py-cu12 or -cu13, as torch needs, never both"
         ) from exc
 
 

@@ -180,7 +180,8 @@ def _lacks_gpu() -> str:
 
     found = [] if visible_devices() else ["no GPU is visible to this process (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
     if not torch_cuda():
-        command = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        # without --force-reinstall, a build for the CPU of the same version stays
+        command = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
         found.append(_lacks("torch", command) or f"this torch has no CUDA; `{command}` brings one that has")
     return "; ".join(found)
 
@@ -188,7 +189,8 @@ def _lacks_gpu() -> str:
 def _lacks_nvshmem() -> str:
     major = torch_cuda().partition(".")[0] or "13"
     # the wheels for two CUDA majors overwrite each other: name the one that torch was built for
-    lacks = _lacks("nvshmem", f"pip install 'refitd[cuda{major}]'").replace("nvshmem", "nvshmem4py", 1)
+    command = f"pip install nvshmem4py-cu{major} nvidia-nvshmem-cu{major}"
+    lacks = _lacks("nvshmem", command).replace("nvshmem", "nvshmem4py", 1)
     return "; ".join(part for part in (_lacks_gpu(), lacks) if part)
 
 

@@ -153,6 +153,11 @@ class CoordinatorProcess:
             self._last, self._last_at = f"could not be started: {exc.strerror}", self._clock()
             self._again_at = self._clock() + pause_s(self._quick)
 
+    def reload(self) -> None:
+        """Have the process read its list of admitted keys again; one that is starting reads it anyway."""
+        if self._settled and self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGHUP)
+
     def stop(self) -> None:
         """Terminate the process; kill it if that takes too long."""
         if self._process is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from refitd import service
 from refitd.buffers import arena as memory
 from refitd.buffers import capacity
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES, PermitPage
@@ -59,7 +60,12 @@ class DaemonShell:
     """Feeds events to the state and performs its instructions."""
 
     def __init__(
-        self, config: Config, keys: ClientKeys | None, context: zmq.Context[zmq.Socket[bytes]], log: EventLog
+        self,
+        config: Config,
+        keys: ClientKeys | None,
+        context: zmq.Context[zmq.Socket[bytes]],
+        log: EventLog,
+        manager: service.ServiceManager,
     ) -> None:
         """Open every socket and start the workers.
 
@@ -68,6 +74,7 @@ class DaemonShell:
             ConfigError: the coordinator's endpoint is invalid.
         """
         self._log = log
+        self._manager = manager
         self._uncoordinated = Throttle()
         self._started = time.monotonic()
         self._host = socket.gethostname()
@@ -159,6 +166,7 @@ class DaemonShell:
         return now
 
     def _tick(self) -> None:
+        self._manager.alive(time.monotonic())
         self._dealer.retry()
         self._tell_if_alone(time.monotonic())
         if late := self._gate.expire(time.monotonic()):
@@ -199,6 +207,7 @@ class DaemonShell:
 
     def _tell_ready(self, ready_fd: int | None) -> None:
         self._log("ready", node=self._config.node_name, dir=str(self._config.runtime_dir), pid=os.getpid())
+        self._manager.ready()
         if ready_fd is not None:
             os.write(ready_fd, b"ready\n")
             os.close(ready_fd)
@@ -469,6 +478,7 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     """
     setup(config.log.level, config.log.format)
     log = EventLog("daemon")
+    manager = service.ServiceManager()
     was, now = capacity.raise_descriptor_limit()
     if was != now:
         log("descriptor-limit-raised", was=was, now=now)
@@ -477,17 +487,23 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        stop.append(number)
+        if number != signal.SIGHUP:
+            stop.append(number)
+        elif beside is not None:
+            beside.reload()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    if service.may_reload():
+        signal.signal(signal.SIGHUP, on_signal)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        shell = DaemonShell(config, keys, context, log)
+        shell = DaemonShell(config, keys, context, log, manager)
         try:
             shell.serve(stop, wakeup_r, beside, ready_fd)
         finally:
+            manager.stopping()
             shell.close()
     finally:
         context.destroy(linger=0)

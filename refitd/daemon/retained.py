@@ -68,6 +68,11 @@ class RetainedTargets:
         found = None if member.is_source else self._kept.pop(_key(member), None)
         return set() if found is None else set(found.member.arenas())
 
+    def forget(self, model: str) -> set[int]:
+        """Stop retaining the targets of a model; return their arenas."""
+        keys = [key for key in self._kept if key[0] == model]
+        return {self._kept.pop(key).member.staging for key in keys}
+
     def expire(self, now: float) -> Iterator[int]:
         """Stop retaining targets whose time is over; yield their arenas."""
         for key, retained in list(self._kept.items()):

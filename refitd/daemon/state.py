@@ -105,6 +105,7 @@ class Daemon:
         self._now = 0.0
         self._out: list[Instruction] = []
         self._address, self._services = address, services
+        self._refusal = ""  # why the coordinator does not take this node, as last logged
         self._retained = RetainedTargets(keep_targets_s)
         self._maps = WorkerArenas(workers, self._out.append)
         out = self._out.append
@@ -356,6 +357,8 @@ class Daemon:
                 | local.StartSwaps()
                 | local.AbortSwap()
                 | local.Evict()
+                | local.Forget()
+                | local.Reload()
                 | local.Verify()
                 | local.GetStatus()
                 | local.GetPlan()
@@ -488,6 +491,7 @@ class Daemon:
                 self._clock.heard(request, clock_s, self._now)
                 self._permits.answered(request)
             case cluster.NodeWelcome(_, boot, lease_s, clock_s):
+                self._refusal = ""
                 self._permits.granted(boot, lease_s)
                 self._welcomed(boot)
                 self._clock.heard(request, clock_s, self._now)
@@ -499,7 +503,10 @@ class Daemon:
             case _ if self._link.waits_for(request):
                 self._link.reply(request, message)
             case local.Failure(_, text):
-                self._log("coordinator-refused", reason=text)
+                self._link.unreachable(text)
+                if text != self._refusal:  # it is asked every second
+                    self._refusal = text
+                    self._log("coordinator-refused", reason=text)
             case cluster.LoadPlan():
                 self._plans.load(message)
             case cluster.DropPlan(plan):
@@ -538,6 +545,8 @@ class Daemon:
                 self._abort(swap, reason)
             case cluster.EvictMember(member, reason):
                 self._evict(member, reason)
+            case cluster.ForgetRetained(model):
+                self.arenas.free(self._retained.forget(model))
             case cluster.EndSwap(swap, version, members):
                 self._publishing.release(self.members.values(), swap)
                 self._publishing.end_unread((self.members[m] for m in members if m in self.members), version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,6 +149,11 @@ class Router:
             self._close_sockets()
             raise RefusedError(f"{endpoint}: cannot listen here: {exc.strerror}; is another one running?") from exc
 
+    def admit(self, allowed: Collection[str]) -> None:
+        """Admit these keys from now on. Connections that were admitted before stay: the caller must check their key."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.admit(allowed)
+
     def receive(self, limit: Callable[[Received], int] | None = None) -> Received | None:
         """Return the next message, None if none waits.
 
@@ -193,7 +198,9 @@ class Router:
         """Answer pending ZAP requests; yield log fields for each refused peer."""
         if self._doorkeeper is not None:
             for peer in self._doorkeeper.answer():
-                reason = "its key is not in security.allowed; if it is a daemon of yours, add it there and start again"
+                reason = (
+                    "its key is not in security.allowed; if this is a daemon of yours, add it and run `refitctl reload`"
+                )
                 yield {"key": peer.key, "address": peer.address, "reason": reason}
         while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
             if failed is HandshakeFailure.OTHER_MECHANISM and self._keys is not None:
@@ -268,8 +275,8 @@ class Dealer:
         match failed:
             case HandshakeFailure.KEY_REFUSED:
                 return (
-                    f"add the line {self._keys.own.public_line!r} to the file security.allowed of the coordinator "
-                    "and start that again"
+                    f"add the line {self._keys.own.public_line!r} to the file security.allowed of the coordinator, "
+                    "which `refitctl reload` on a node that it admits, or SIGHUP, makes it read again"
                 )
             case HandshakeFailure.OTHER_MECHANISM:
                 return "set security.key and security.allowed for the coordinator, too"

@@ -13,10 +13,12 @@ from refitd.protocol.local import (
     Done,
     Evict,
     Failure,
+    Forget,
     GetDescription,
     GetHistory,
     GetPlan,
     GetStatus,
+    Reload,
     StartSwap,
     StartSwaps,
     Verify,
@@ -24,10 +26,12 @@ from refitd.protocol.local import (
 from refitd.protocol.reports import (
     Difference,
     EvictReport,
+    ForgetReport,
     HistoryReport,
     ModelDescription,
     NodeStatus,
     PlanReport,
+    ReloadReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -505,6 +509,12 @@ class EvictMember(Message, frozen=True):
     reason: Text
 
 
+class ForgetRetained(Message, frozen=True):
+    """Free the staging arenas that were kept of dead engines of this model."""
+
+    model: Name
+
+
 class EndSwap(Message, frozen=True):
     """The swap is over: its sources may be overwritten and leases end, also those of `members` that it did not read."""
 
@@ -544,6 +554,8 @@ NodeMessage = (
     | StartSwaps
     | AbortSwap
     | Evict
+    | Forget
+    | Reload
     | Verify
     | GetStatus
     | GetPlan
@@ -578,7 +590,10 @@ CoordinatorMessage = (
     | DigestRegions
     | CollectTrace
     | EvictMember
+    | ForgetRetained
     | EvictReport
+    | ForgetReport
+    | ReloadReport
     | SwapProgress
     | SwapReport
     | SwapReports

@@ -8,9 +8,11 @@ from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Te
 from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
     EvictReport,
+    ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
+    ReloadReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -284,6 +286,16 @@ class Evict(Message, frozen=True):
     reason: Text = ""
 
 
+class Forget(Message, frozen=True):
+    """Free what dead processes left of a model: ended trainers' versions, dead engines' arenas. Reply: ForgetReport."""
+
+    model: Name
+
+
+class Reload(Message, frozen=True):
+    """Read the list of admitted keys again. Reply: ReloadReport."""
+
+
 class Verify(Message, frozen=True):
     """Check the live weights of all replicas of a model. Reply: VerifyReport, within `timeout_s` (0: request_s)."""
 
@@ -524,6 +536,8 @@ ClientRequest = (
     | StartSwaps
     | AbortSwap
     | Evict
+    | Forget
+    | Reload
     | Verify
     | GetStatus
     | GetPlan
@@ -558,6 +572,8 @@ ClientReply = (
     | LeaseEnded
     | Evicted
     | EvictReport
+    | ForgetReport
+    | ReloadReport
     | SwapProgress
     | SwapReport
     | SwapReports

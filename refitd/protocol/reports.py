@@ -106,6 +106,22 @@ class EvictReport(Message, frozen=True):
     members: tuple[Text, ...]
 
 
+class ForgetReport(Message, frozen=True):
+    """The removed detached sources, by their names for people, and the nodes that free what they keep of engines."""
+
+    model: Label
+    sources: tuple[Text, ...]
+    nodes: tuple[Label, ...]
+
+
+class ReloadReport(Message, frozen=True):
+    """The names of the keys that are admitted now, and the nodes that were removed. Without keys, nothing is read."""
+
+    uses_keys: bool
+    admitted: tuple[Label, ...] = ()
+    removed: tuple[Label, ...] = ()  # nodes whose key was taken off the list, or may not be theirs any more
+
+
 class HistoryEntry(Value, frozen=True):
     """One swap in the journal; `report` says how it ended, or what was decided if it has not ended."""
 

@@ -27,6 +27,8 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.StartSwaps: _SWAPS,
     local.AbortSwap: _SWAPS,
     local.Evict: _SWAPS,
+    local.Forget: _SWAPS,
+    local.Reload: frozenset({OPERATOR}),
     local.Verify: _SWAPS,  # it reads every byte of every replica
     cluster.ShardPublished: frozenset({TRAINER}),
     cluster.WantsRoom: frozenset({TRAINER}),

@@ -38,10 +38,14 @@ class Doorkeeper:
     """Answers ZeroMQ's admission requests, called by the loop that polls `socket`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: Collection[str]) -> None:
-        self._allowed = {z85.decode(public): public for public in allowed}
+        self.admit(allowed)
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
+
+    def admit(self, allowed: Collection[str]) -> None:
+        """Admit these keys, and no others, from now on."""
+        self._allowed = {z85.decode(public): public for public in allowed}
 
     def answer(self) -> list[TurnedAway]:
         """Answer all pending requests; return the refused peers."""

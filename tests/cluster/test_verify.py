@@ -322,4 +322,4 @@ def test_verify_can_be_switched_off_for_a_model(start_daemon: Callable[..., Daem
         (member,) = trainer.verify("policy", timeout=30).members
         assert member.state == "unknown" and "[models.policy] verify" in member.reason
         assert trainer.verify("other", timeout=30).outcome == "proven"
-        assert "live: 1; not verified" in refitctl(daemon, "status").stdout
+        assert "live: 1 on 1 rank; not verified" in refitctl(daemon, "status").stdout

@@ -190,7 +190,7 @@ class FakeClient:
         self.asked.append(("trace", model, swap))
         return TRACE
 
-    def status(self):
+    def status(self, *, timeout=30.0):
         return answer(self.status_result)
 
     def plan(self, model):

@@ -26,11 +26,15 @@ class Head:
 
     def start(self, *allowed: keys.KeyPair, more: str = "") -> None:
         """Start with this list."""
-        self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
-        self._allowed.chmod(0o644)
+        self.allow(*allowed)
         text = f'[coordinator]\nendpoint = "{self.endpoint}"\n'
         text += f'[security]\nkey = "{self._key}"\nallowed = "{self._allowed}"\n{more}'
         self.process = Coordinator(text, name="head", folder=self._directory).start()
+
+    def allow(self, *allowed: keys.KeyPair) -> None:
+        """Write the list; a running coordinator reads it when it is told to."""
+        self._allowed.write_text("".join(f"{pair.public_line}\n" for pair in allowed))
+        self._allowed.chmod(0o644)
 
     def stop(self) -> None:
         assert self.process is not None and self.process.stop() == []

@@ -23,7 +23,7 @@ from refitd.checkpoints.new_folder import new_folder, write_file
 from refitd.checkpoints.reading import Mapped
 from refitd.checkpoints.save import split
 from refitd.errors import CheckpointError
-from refitd_cli.commands.save import Size
+from refitd_cli.commands.save import bytes_of
 from refitd_cli.control import main as refitctl
 
 A, B = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
@@ -331,7 +331,7 @@ def test_what_a_killed_writer_has_left_is_removed_and_what_a_living_one_writes_i
 
 @pytest.mark.parametrize(("text", "nbytes"), [("7", 7), ("9kB", 9000), ("1.5G", 1_500_000_000), ("2 MB", 2_000_000)])
 def test_a_size_on_the_command_line_is_bytes(text: str, nbytes: int) -> None:
-    assert Size().convert(text, None, None) == nbytes
+    assert bytes_of(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "1e9"])

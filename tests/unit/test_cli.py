@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -13,6 +14,18 @@ from refitd_cli.control import COMMANDS
 from refitd_cli.control import main as refitctl
 from refitd_cli.daemon import main as refitd
 from tests.support.cli import FakeClient, run
+
+
+def leaves(group: click.Group, *before: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command that is no group."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from leaves(command, *before, name)
+        else:
+            yield (*before, name)
+
 
 COMMANDS_OF_THE_DAEMON: dict[str, tuple[str, ...]] = {
     "swap": ("swap", "policy"),
@@ -94,11 +107,12 @@ def test_abort_passes_the_reason():
 
 def test_every_command_has_help_and_json():
     runner = CliRunner()
-    for name in COMMANDS:
-        result = runner.invoke(refitctl, [name, "--help"])
-        assert result.exit_code == 0, name
-        assert "--json" in result.stdout, name
+    for words in leaves(refitctl):
+        result = runner.invoke(refitctl, [*words, "--help"])
+        assert result.exit_code == 0, words
+        assert "--json" in result.stdout, words
     listed = runner.invoke(refitctl, ["--help"]).stdout
+    assert "..." not in listed.partition("Commands:")[2]
     assert all(f"\n  {name}" in listed for name in COMMANDS)
 
 

@@ -18,7 +18,8 @@ from refitd.protocol.reports import DescribedMember, ModelDescription
 from refitd.protocol.shards import Shard, WireTensor
 from refitd_cli.group import Commands
 from refitd_cli.heatmap import matrix_of, text_matrix
-from refitd_cli.layouts import rank_ranges
+from refitd_cli.layouts import Side
+from refitd_cli.output import rank_ranges
 from refitd_cli.picture import bars
 from tests.support import cli
 from tests.support.manifests import LAYOUTS
@@ -88,16 +89,16 @@ def test_plan_shows_matrix_parameters_memory_balance_and_time():
     ran = run("plan", *BOTH, "--top", "5")
     assert (ran.status, ran.stderr) == (0, "")
     for expected in (
-        "GB sent: from each row to each column",
-        "node11",
+        "GB sent: from ranks of llama-train (rows) to ranks of llama-serve (columns)",
+        "24-31",
         "the largest 5 of 723",
         "lm_head.weight",
         "16.8 GB",
-        "64-95",
+        "0-31 of llama-serve",
         "35.3 GB",
         "1.13 TB in 41120 copies",
         "times the mean of 64",
-        "at least 705.6 ms with 300 GB/s within and 50 GB/s between nodes: rank 64 receives",
+        "at least 705.6 ms with 300 GB/s within and 50 GB/s between nodes: rank 0 of llama-serve receives",
     ):
         assert expected in ran.stdout, expected
 
@@ -199,7 +200,7 @@ def test_heat_map_is_one_well_formed_file_without_outside_references(sides, tmp_
     svg = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     titles = [title.text for title in svg.iter("title")]
     assert len(titles) == len(run("plan", *sides, "--json").object["pairs"])
-    assert any(title.startswith("rank 0 to rank 4: ") for title in titles)
+    assert any(title.startswith("0 on node0 to 0 on node1: ") for title in titles)
 
 
 def test_names_in_the_heat_map_are_escaped(sides, tmp_path):
@@ -224,12 +225,14 @@ def test_large_matrices_are_grouped_by_node_and_sum_up():
     )
     rosters = rosters_of(source, [target])
     plan = plan_copies(rosters)
-    matrix = matrix_of(traffic_of(plan), rosters)
+    sides = (Side("from", 0, tuple(range(64))), Side("to", 64, tuple(range(64, 1088))))
+    matrix = matrix_of(traffic_of(plan), rosters, sides)
     assert [len(group.ranks) for group in matrix.senders] == [8] * 8
     assert len(matrix.receivers) == 12
-    assert matrix.receivers[0].label == "node8..node18"
+    assert (matrix.senders[1].label, matrix.senders[1].nodes) == ("8-15", "node1")
+    assert (matrix.receivers[0].label, matrix.receivers[0].nodes) == ("0-87", "node8..node18")
     assert int(matrix.bytes.sum()) == plan.table.total_bytes
-    _, columns, rows = text_matrix(matrix)
+    _, columns, rows = text_matrix(matrix, sides)
     assert len(columns) == len(rows[0]) == 14
 
 

@@ -103,15 +103,15 @@ def test_watch_on_a_terminal_draws_bars_of_running_swaps_until_they_end():
     with screen.live:
         screen.show(STATUS)
         text = drawn()
-        assert all(word in text for word in ("policy v8: stage", "1.0/2.0 GB", "10.0.0.7"))
+        assert all(word in text for word in ("policy v8: stage", "1.0/2.0 GB", "serving"))
         screen.show(idle)
         text = drawn()
-        assert "10.0.0.7" in text
+        assert "serving" in text
         assert "policy v8" not in text
         screen.show(STATUS)
         drawn()
         screen.wait(TransportError("it has ended [again]"))
         text = drawn()
         assert "waiting for the daemon: it has ended [again]" in text
-        assert "10.0.0.7" in text
+        assert "serving" in text
         assert "policy v8" not in text

@@ -86,14 +86,24 @@ def test_two_node_examples_meet_at_one_port_with_a_key_for_each():
     assert head.security.allowed and head.uses_keys and a.uses_keys
 
 
-def test_service_unit_runs_a_command_that_exists():
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("refitd", ["serve", "--standalone", "--config", "/etc/refitd/node.toml"]),
+        ("refitd-coordinator", ["coordinator", "--config", "/etc/refitd/coordinator.toml"]),
+    ],
+)
+def test_service_unit_runs_a_command_that_exists(name, expected):
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
-    unit.read(CONFIGS / "refitd.service")
+    unit.read(CONFIGS / f"{name}.service")
     program, *arguments = unit["Service"]["ExecStart"].split()
     assert Path(program).name == "refitd"
-    assert arguments == ["serve", "--standalone", "--config", "/etc/refitd/node.toml"]
+    assert arguments == expected
+    assert (CONFIGS / Path(arguments[-1]).name).is_file()
     assert unit["Service"]["RuntimeDirectoryMode"] == "0700"
+    assert (unit["Service"]["Type"], unit["Service"]["RestartPreventExitStatus"]) == ("notify", "2")
+    assert unit["Unit"]["After"] == unit["Unit"]["Wants"] == "network-online.target"
 
 
 def test_slurm_example_is_posix_sh_and_refuses_to_start_without_commands():

@@ -46,6 +46,21 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
     assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]
 
 
+def test_the_history_of_a_model_that_nobody_knows_is_refused_with_the_known_ones() -> None:
+    journal: dict[str, Record] = {}
+    h = Harness(journal=journal).ready()
+    (none,) = [m for m in h.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
+    assert none.swaps == ()  # it is registered, and nothing has become of it yet
+    commit(h, h.until_staging(), "a")
+    later = Harness(journal=journal).join()  # nobody of m is there, but the journal knows it
+    (unknown,) = later.say("n0", local.GetHistory("n"), request=4)
+    assert isinstance(unknown, local.Failure) and "known models: m" in unknown.message
+    (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
+    assert len(found.swaps) == 1
+    (everything,) = [m for m in later.say("n0", local.GetHistory(""), request=4) if isinstance(m, HistoryReport)]
+    assert everything == found
+
+
 def decided_and_died() -> tuple[Harness, str]:
     """The coordinator that comes after one which died as soon as it had decided about replicas a and b."""
     journal: dict[str, Record] = {}

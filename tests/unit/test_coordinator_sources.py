@@ -90,6 +90,19 @@ def test_what_a_trainer_has_left_on_another_node_is_given_back() -> None:
     assert [m.next_version for m in sent if isinstance(m, cluster.SourceAdmitted)] == [0]
 
 
+def test_forgetting_waits_for_no_swap_and_takes_nothing_from_who_is_there() -> None:
+    h = Harness().ready()
+    swap = h.until_staging()
+    h.say("n0", cluster.DetachShard(member="src", reason="its process has ended"))
+    (refused,) = [m for m in h.say("n0", local.Forget(model="m"), request=3) if isinstance(m, local.Failure)]
+    assert f"swap {swap} is running" in refused.message
+    h.say("n0", local.AbortSwap(model="m"), request=4)
+    sent = h.say("n0", local.Forget(model="m"), request=5)
+    assert [m.member for m in sent if isinstance(m, cluster.EvictMember)] == ["src"]
+    assert [m.model for m in sent if isinstance(m, cluster.ForgetRetained)] == ["m"]
+    assert h.state.models["m"].fleet.sources == {} and len(h.state.models["m"].fleet.targets) == 1
+
+
 def test_ranks_of_a_trainer_of_another_size_replace_all_that_is_left_and_abort_what_reads_it() -> None:
     h = Harness().ready()
     swap = h.until_staging()

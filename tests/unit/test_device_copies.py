@@ -173,7 +173,7 @@ def test_what_torch_was_built_for_is_read_without_importing_it(tmp_path, monkeyp
     assert missing["nccl"] == missing["cuda"]
     assert ("has no CUDA" in missing["nccl"]) == (not cuda)
     assert "nvshmem4py is not installed" in missing["nvshmem"]
-    assert f"refitd[cuda{(cuda or '13').partition('.')[0]}]" in missing["nvshmem"]
+    assert f"nvshmem4py-cu{(cuda or '13').partition('.')[0]} " in missing["nvshmem"]
 
 
 def test_what_the_registry_says_of_a_service_is_what_it_says_of_itself() -> None:

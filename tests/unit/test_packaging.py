@@ -185,14 +185,23 @@ def test_image_copies_files_that_exist():
                 assert f"!{source.split('/')[0]}" in ignored, source
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "check", "bench", "faults", "fuzz", "env"])
+@pytest.mark.parametrize("script", ["demo", "test", "check", "bench", "faults", "fuzz", "docs", "env"])
 def test_script_is_posix_sh(script):
     subprocess.run(["sh", "-n", ROOT / "scripts" / script], check=True)
 
 
 @pytest.mark.parametrize(
     "script",
-    ["scripts/demo", "scripts/test", "scripts/check", "scripts/bench", "scripts/faults", "scripts/fuzz", ".ci/run"],
+    [
+        "scripts/demo",
+        "scripts/test",
+        "scripts/check",
+        "scripts/bench",
+        "scripts/faults",
+        "scripts/fuzz",
+        "scripts/docs",
+        ".ci/run",
+    ],
 )
 def test_script_is_executable_and_stops_at_the_first_error(script):
     path = ROOT / script
@@ -249,9 +258,12 @@ def test_commands_in_a_document_are_commands_with_these_options(document):
     text = (ROOT / document).read_text()
     shell = "".join(blocks(text, "sh"))
     for program, group in (("refitctl", control), ("refitd", daemon)):
-        for command, rest in re.findall(rf"^{program} (\w+)(.*)$", shell, re.MULTILINE):
+        for command, rest in re.findall(rf"^{program} ([\w-]+)(.*)$", shell, re.MULTILINE):
             assert command in group.COMMANDS, f"{program} {command}"
             loaded = group.main.get_command(click.Context(group.main), command)
+            if isinstance(loaded, click.Group):
+                loaded = loaded.get_command(click.Context(loaded), rest.split()[0])
+                assert loaded is not None, f"{program} {command}{rest}"
             options = {option for parameter in loaded.params for option in parameter.opts}
             for option in re.findall(r"(?<!\S)--[\w-]+", rest.split(" #")[0]):
                 assert option in options, f"{program} {command} {option}"

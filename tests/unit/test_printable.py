@@ -19,7 +19,15 @@ from refitd.config import load
 from refitd.errors import ConfigError, PlanError, RefitFailed, RefusedError, TransportError, from_code
 from refitd.logs import Escaped, _LineFormatter
 from refitd.protocol import local
-from refitd.protocol.reports import DescribedMember, Difference, EvictReport, ModelDescription, SwapProgress
+from refitd.protocol.reports import (
+    DescribedMember,
+    Difference,
+    EvictReport,
+    ForgetReport,
+    ModelDescription,
+    ReloadReport,
+    SwapProgress,
+)
 from refitd.protocol.shards import Shard, shard_of
 from refitd.protocol.texts import check_names
 from refitd.text import flaw, printable, printable_lines
@@ -101,6 +109,12 @@ class Peer(FakeClient):
     def evict(self, model, replica, rank, reason):
         return poisoned(EvictReport(model=model, replica=replica, members=("a rank 0",)), self.text)
 
+    def forget(self, model):
+        return poisoned(ForgetReport(model=model, sources=("source rank 0",), nodes=("n0",)), self.text)
+
+    def reload(self):
+        return poisoned(ReloadReport(uses_keys=True, admitted=("a",), removed=("n0",)), self.text)
+
     def describe(self, model):
         shard = described(f"w{self.text}")
         member = DescribedMember(role="source", replica="", rank=0, world_size=1, node="n", host="h", shard=0)
@@ -139,10 +153,23 @@ ASKED: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "policy"),
     "manifest": ("manifest", "policy"),
     "abort": ("abort", "policy"),
+    "forget": ("forget", "policy"),
+    "reload": ("reload",),
     "evict": ("evict", "policy", "--replica", "a"),
 }
 # of manifests, keys, checkpoints, this machine, or a page: no daemon's word is in them, except as an error (below)
-OFFLINE = {"dashboard", "explain", "keygen", "doctor", "demo", "publish", "save"}
+OFFLINE = {
+    "config",
+    "dashboard",
+    "demo",
+    "doctor",
+    "explain",
+    "keygen",
+    "publish",
+    "save",
+    "simulate",
+    "support-bundle",
+}
 
 
 def test_table_has_every_command():

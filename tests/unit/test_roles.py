@@ -15,7 +15,7 @@ from refitd.daemon.publishing import MAX_OPEN
 from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol import cluster, local
-from refitd.protocol.reports import NodeStatus
+from refitd.protocol.reports import NodeStatus, ReloadReport
 from refitd.protocol.roles import ALL_ROLES, Allowed, check_role, roles_for
 from refitd.protocol.shards import Shard, WireTensor
 from refitd.security import node_users
@@ -39,6 +39,8 @@ def test_configuration_knows_the_same_roles():
         (local.StartSwap(model="m"), TRAINER | OPERATOR),
         (local.AbortSwap(model="m"), TRAINER | OPERATOR),
         (local.Evict(model="m", replica="r"), TRAINER | OPERATOR),
+        (local.Forget(model="m"), TRAINER | OPERATOR),
+        (local.Reload(), OPERATOR),
         (cluster.ShardPublished(member="m", version=1), TRAINER),
         (local.GetStatus(), ALL_ROLES),
         (local.GetPlan(model="m"), ALL_ROLES),
@@ -81,6 +83,28 @@ def test_key_may_only_be_its_own_node():
     # another key does not take a living node's name, even with its pid; its own may, over a new connection
     assert "another key" in failure(say(h, "y", hello("a"), "K2"))
     assert isinstance(say(h, "z", hello("a"), "K1", only_a)[0], cluster.NodeWelcome)
+
+
+def test_keys_that_are_read_again_remove_nodes_and_change_roles():
+    h = Fleet()
+    rights = {key: Allowed(name, node=name) for key, name in (("K1", "a"), ("K2", "b"), ("K3", "c"))}
+    for key, allowed in rights.items():
+        say(h, key, hello(allowed.name), key, allowed)
+    less = {"K1": Allowed("a", node="a", roles=ENGINE), "K3": Allowed("c", node="other")}
+    h.sent.clear()
+    h.feed(act.KeysRead(less, (b"K1", 5)))
+    (report,) = [m for _, _, m in h.sent if isinstance(m, ReloadReport)]
+    assert (report.admitted, report.removed) == (("a", "c"), ("b", "c"))
+    assert {identity: m.message for identity, _, m in h.sent if isinstance(m, local.Failure)} == {
+        "K2": "the key of 'b' was taken off security.allowed",
+        "K3": "the key of 'c' may be node 'other' only",
+    }
+    assert h.state.nodes.keys() == {"a"}
+    assert "needs the role" in failure(say(h, "K1", local.StartSwap(model="m"), "K1", less["K1"]))
+    assert "say NodeHello first" in failure(say(h, "K2", local.GetStatus(), "K2"))
+    h.sent.clear()
+    h.feed(act.KeysRead(None, (b"K1", 6)))  # a coordinator without keys
+    assert [m.uses_keys for _, _, m in h.sent if isinstance(m, ReloadReport)] == [False]
 
 
 def test_connection_that_changes_its_key_or_its_name_is_nobody():

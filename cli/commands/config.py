@@ -1,0 +1,149 @@
+"""refitctl config: check a configuration, and show what is in force and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import msgspec
+
+from refitd.config import Config
+from refitd.errors import ConfigError, RefitdError
+from refitd.protocol import keys
+from refitd.security import coordinator_keys, daemon_keys, node_users
+from refitd_cli import settings
+from refitd_cli.group import EXIT_USAGE, Listed
+from refitd_cli.output import print_json, print_table, say
+from refitd_cli.session import json_option
+
+HIDDEN = "(not shown)"
+_STAND_INS = ("node.name", "node.runtime_dir", "coordinator.endpoint", "coordinator.journal")  # "" stands for something
+
+
+@click.group(cls=Listed)
+def config() -> None:
+    """Check a configuration, or show what is in force and where each value comes from."""
+
+
+@config.command()
+@settings.config_options
+@json_option
+@click.pass_context
+def check(ctx: click.Context, path: str | None, runtime_dir: str | None, log_level: str | None, as_json: bool) -> None:
+    """Say whether `refitd serve` and `refitd coordinator` would start with this configuration. Exit 2 if not.
+
+    Reads the file, the environment and the keys, as the user that runs it: be the daemon's user. Starts nothing.
+    """
+    found, _ = settings.read(path, node__runtime_dir=runtime_dir, log__level=log_level)
+    results = list(_checks(found))
+    valid = all(state != "fail" for _, state, _ in results)
+    if as_json:
+        rows = [{"name": name, "state": state, "found": text} for name, state, text in results]
+        print_json({"valid": valid, "checks": rows})
+    else:
+        print_table("", ("check", "state", "found"), [("values", "ok", path or "defaults and environment"), *results])
+    ctx.exit(0 if valid else EXIT_USAGE)
+
+
+@config.command()
+@settings.config_options
+@json_option
+def show(path: str | None, runtime_dir: str | None, log_level: str | None, as_json: bool) -> None:
+    """Print the configuration in force as TOML, each value with the file, variable or flag that has set it.
+
+    An empty value is replaced by what it stands for. Keys are not shown, only the names of their files.
+    """
+    found, origins = settings.read(path, node__runtime_dir=runtime_dir, log__level=log_level)
+    tables = in_force(found)
+    for key in _STAND_INS:
+        if not getattr(getattr(found, key.partition(".")[0]), key.partition(".")[2]):
+            origins.pop(key, None)
+    if as_json:
+        print_json({"configuration": tables, "from": origins})
+        return
+    for line in as_toml(tables, origins):
+        say(line)
+
+
+def in_force(found: Config) -> dict[str, dict[str, Any]]:
+    """Return every table with its values; "models" holds a table for each model."""
+    tables: dict[str, dict[str, Any]] = msgspec.to_builtins(found)
+    tables["node"] |= {"name": found.node_name, "runtime_dir": str(found.runtime_dir)}
+    tables["coordinator"] |= {"endpoint": found.coordinator_endpoint, "journal": str(found.journal_path)}
+    for name, table in tables.items():
+        for key, value in table.items():
+            # somebody may have pasted a secret key where its file is expected
+            if isinstance(value, str) and keys.is_key(value) and (name, key) != ("security", "server_key"):
+                table[key] = HIDDEN
+    return tables
+
+
+def as_toml(tables: dict[str, dict[str, Any]], origins: dict[str, str]) -> Iterator[str]:
+    """Yield lines of TOML, each value with where it comes from as a comment."""
+    flat = {name: table for name, table in tables.items() if name != "models"}
+    flat |= {f"models.{json.dumps(name, ensure_ascii=False)}": table for name, table in tables["models"].items()}
+    names = {f"models.{json.dumps(name, ensure_ascii=False)}": f"models.{name}" for name in tables["models"]}
+    for i, (name, table) in enumerate(flat.items()):
+        yield from ["", f"[{name}]"] if i else [f"[{name}]"]
+        for key, value in table.items():
+            origin = origins.get(f"{names.get(name, name)}.{key}", "default")
+            yield f"{key} = {_toml(value)}  # {origin}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{json.dumps(key, ensure_ascii=False)} = {_toml(inner)}" for key, inner in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return json.dumps(value, ensure_ascii=False)  # text, numbers, booleans and lists are the same in both
+
+
+def _checks(found: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (check, state, found), state "ok" or "fail"."""
+    asked = [("users", _users), ("transport", _service), ("coordinator", _endpoint)]
+    if found.uses_keys and found.security.server_key:
+        asked.append(("as a daemon", _daemon))
+    if found.uses_keys and found.security.allowed:
+        asked.append(("as a coordinator", _coordinator))
+    for name, ask in asked:
+        try:
+            yield name, "ok", ask(found)
+        except RefitdError as exc:
+            yield name, "fail", str(exc)
+
+
+def _users(found: Config) -> str:
+    users = node_users(found)
+    return "; ".join(f"uid {uid}: {', '.join(sorted(users.roles_of(uid)))}" for uid in sorted(users.uids))
+
+
+def _service(found: Config) -> str:
+    from refitd.copy_services.registry import installed
+
+    if installed().find(found.transport.service).join is None:
+        raise ConfigError(f"transport.service {found.transport.service!r} does not cross nodes; use gloo or nccl")
+    return found.transport.service
+
+
+def _endpoint(found: Config) -> str:
+    if not found.uses_keys:
+        return f"{found.coordinator_endpoint}, without keys"
+    if not found.security.server_key and not found.security.allowed:
+        raise ConfigError(
+            f"coordinator.endpoint {found.coordinator_endpoint} needs security.server_key on a daemon, and "
+            "security.allowed on the coordinator; neither is set (see configs/cluster)"
+        )
+    return f"{found.coordinator_endpoint}, with keys"
+
+
+def _daemon(found: Config) -> str:
+    from refitd.daemon.address import reachable_address
+
+    pair = daemon_keys(found)
+    return f"key of {pair.own.name}; other nodes reach it at {reachable_address(found)}" if pair else ""
+
+
+def _coordinator(found: Config) -> str:
+    pair = coordinator_keys(found)
+    return f"key of {pair.own.name}; admits {', '.join(a.name for a in pair.allowed.values())}" if pair else ""

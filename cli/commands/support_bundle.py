@@ -1,0 +1,43 @@
+"""refitctl support-bundle: one archive of what somebody needs who is asked for help."""
+
+from __future__ import annotations
+
+import click
+
+from refitd_cli import settings
+from refitd_cli.bundle import collected, write
+from refitd_cli.output import print_json, print_table, say, size
+from refitd_cli.session import Session, address_option, json_option
+
+
+@click.command("support-bundle")
+@click.option("-o", "--output", metavar="FILE", help="The archive.  [default: refitd-support-TIME.tar.gz]")
+@click.option("--config", "config_file", metavar="FILE", help="The daemon's configuration; its keys are left out.")
+@click.option("--log", "logs", multiple=True, metavar="FILE", help="A log; its end is taken. May be given again.")
+@click.option("--unit", default="refitd", show_default=True, help="The systemd unit whose journal is asked.")
+@address_option
+@json_option
+@click.pass_obj
+def support_bundle(
+    session: Session,
+    output: str | None,
+    config_file: str | None,
+    logs: tuple[str, ...],
+    unit: str,
+    address: str | None,
+    as_json: bool,
+) -> None:
+    """Collect versions, checks, configuration, status, histories and log ends in one archive, and say what is in it.
+
+    It holds names of hosts, users, models and tensors, and paths; no keys and no weights. What cannot be had (a daemon
+    that is down) is noted in it. At most 4 MB are taken of each item.
+    """
+    items = collected(lambda: session.factory(address), lambda: settings.read(config_file), address, logs, unit)
+    path = write(items, output)
+    sizes = [(item.name, len(item.content), item.note) for item in items]
+    if as_json:
+        rows = [{"name": name, "bytes": nbytes, "note": note} for name, nbytes, note in sizes]
+        print_json({"file": str(path), "items": rows})
+        return
+    print_table("", ("item", ">bytes", "what it is"), ((name, size(n), note) for name, n, note in sizes))
+    say(f"{path}: look through it before you pass it on; it names hosts, users, models and paths")

@@ -1,0 +1,55 @@
+"""What a process and its service manager tell each other: reloads, readiness, signs of life (man 3 sd_notify)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import MutableMapping
+
+
+def may_reload() -> bool:
+    """Whether SIGHUP asks for a reload: not in a terminal, whose end it announces, nor under nohup."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return False
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return True
+    return False
+
+
+class ServiceManager:
+    """Sends datagrams to the socket in $NOTIFY_SOCKET, which a unit of Type=notify has; without one, does nothing."""
+
+    def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Take the socket out of the environment: it is not for this process's children."""
+        self._address = environ.pop("NOTIFY_SOCKET", "")
+        mine = environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        usec = environ.pop("WATCHDOG_USEC", "")
+        self._period_s = int(usec) / 2e6 if mine and usec.isdecimal() else 0.0  # twice as often as it must
+        self._last = float("-inf")
+
+    def ready(self) -> None:
+        """Say that the service has started."""
+        self._say("READY=1")
+
+    def alive(self, now: float) -> None:
+        """Say that this process's loop turns, if the unit has a watchdog. Call it every second; `now` is monotonic."""
+        if self._period_s and now - self._last >= self._period_s:
+            self._last = now
+            self._say("WATCHDOG=1")
+
+    def stopping(self) -> None:
+        """Say that the service ends."""
+        self._say("STOPPING=1")
+
+    def _say(self, text: str) -> None:
+        if not self._address:
+            return
+        address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
+        # a manager that is gone must not end what it has started
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.setblocking(False)
+            end.sendto(text.encode(), address)
