@@ -103,6 +103,8 @@ def shown(kind: inspect.Type) -> str:
             return ", ".join([name, *bounds])
         case inspect.VarTupleType(item_type=item):
             return f"list of {shown(item)}"
+        case inspect.UnionType(types=kinds):
+            return " or ".join(map(shown, kinds))
         case inspect.DictType(value_type=item):
             return f"table of {shown(item)}"
     raise TypeError(kind)
