@@ -30,11 +30,11 @@ def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> N
     command = [sys.executable, "-m", "refitd_cli.control", "dashboard", "--port", "0", "--interval", "0.2"]
     command += ["--address", str(shared_daemon.directory)]
     with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as engine:
-        source = trainer.register_source("policy", {"w": torch.ones(8)})
-        target = engine.register_target("policy", {"w": torch.zeros(8)}, replica="engine-a")
+        source = trainer.register_source("shown", {"w": torch.ones(8)})
+        target = engine.register_target("shown", {"w": torch.zeros(8)}, replica="engine-a")
         source.publish(1)
         with Engine(target):
-            swap = trainer.swap("policy", timeout=30).swap
+            swap = trainer.swap("shown", timeout=30).swap
         with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
             assert process.stdout is not None
             url = process.stdout.readline().split()[0]

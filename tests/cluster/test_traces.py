@@ -16,14 +16,14 @@ from tests.support.programs import refitctl
 
 def test_a_trace_of_one_node(shared_daemon: Daemon) -> None:
     with shared_daemon.connect("trainer") as trainer, shared_daemon.connect("engine") as engine:
-        source = trainer.register_source("policy", {"w": torch.ones(1000)})
-        target = engine.register_target("policy", {"w": torch.zeros(1000)}, replica="a")
+        source = trainer.register_source("traced", {"w": torch.ones(1000)})
+        target = engine.register_target("traced", {"w": torch.zeros(1000)}, replica="a")
         source.publish(1)
         with Engine(target):
-            swap = trainer.swap("policy", timeout=30).swap
-        report = trainer.trace("policy")
+            swap = trainer.swap("traced", timeout=30).swap
+        report = trainer.trace("traced")
         with pytest.raises(refitd.RefusedError, match=rf"no trace of swap 'nosuch'.*{swap}"):
-            trainer.trace("policy", "nosuch")
+            trainer.trace("traced", "nosuch")
         target.close()
         source.close()
     assert (report.swap, report.outcome, report.missing) == (swap, "committed", ())
