@@ -221,6 +221,7 @@ class WindowedArena:
         """
         self.nbytes = arena.nbytes
         self._windows = windows = _Windows(arena.mapping, parts, held)
+        weakref.finalize(self, windows.close)  # atexit too: the interpreter's end may free the memory
         self.refused: dict[int, str] = {}
         by_address = sorted(parts)
         self._starts, self._by_address = [part.address for part in by_address], by_address
@@ -234,7 +235,6 @@ class WindowedArena:
         except BaseException:
             windows.close()
             raise
-        weakref.finalize(self, windows.close)  # atexit too: the interpreter's end may free the memory
 
     @property
     def edge_bytes(self) -> int:
