@@ -56,7 +56,6 @@ class Running:
     suspended: tuple[str, ...] = ()  # replicas that it leaves out
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
-    begins_anew: bool = False  # ... or of a catch-up of more replicas
 
     def is_live(self, live: LiveVersion | None) -> bool:
         """Whether its version is already live."""
@@ -89,7 +88,6 @@ class ModelState:
     bases: dict[str, int] = field(default_factory=dict)  # run -> the highest number used up before it
     published: dict[tuple[str, int], int] = field(default_factory=dict)  # (run, rank) -> highest number
     wants_room: dict[str, int] = field(default_factory=dict)  # source rank waiting for a slot -> its slot count
-    gathers_until: float = 0.0  # replicas that join until then are caught up together, while nothing is staged
     plan: LoadedPlan | None = None  # of the present members; None after any change
     running: Running | None = None
     queue: list[Queued] = field(default_factory=list)

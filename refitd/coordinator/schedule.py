@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from refitd.coordinator.decision import Phase
@@ -19,10 +18,6 @@ MAX_QUEUED = 64
 # Retries of an aborted catch-up per registration, and the pause that each adds.
 CATCH_UP_AGAIN = 3
 CATCH_UP_PAUSE_S = 3.0
-
-# For so long after its begin, a catch-up that has not staged anything begins anew for whoever joins: replicas that are
-# started at once cost about as much as one.
-GATHER_S = 2.0
 
 # The shortest timeout of a queued swap whose turn comes; 0 would mean no timeout.
 SHORTEST_S = 0.001
@@ -156,18 +151,6 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
     whole = len(fleet.targets) == len(state.fleet.targets)
     version = fleet.version_to_swap(live.version, may_be_older=True)
     return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
-
-
-def gathers(state: ModelState, running: Running, find: Callable[[ModelState], DueSwap | None], now: float) -> bool:
-    """Return whether a running catch-up begins anew, because more replicas can be caught up with those that it has."""
-    has_staged = running.swap.phase not in (Phase.IDLE, Phase.PLANNED)
-    if running.kind != "catch-up" or has_staged or now >= state.gathers_until:
-        return False
-    try:
-        due = find(state)
-    except RefusedError:
-        return False
-    return due is not None and due.fleet.targets.keys() > running.fleet.targets.keys()
 
 
 def left_behind(state: ModelState, running: Running, now: float) -> None:

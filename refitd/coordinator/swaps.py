@@ -33,10 +33,8 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import (
-    GATHER_S,
     DueSwap,
     asked_for,
-    gathers,
     gives_way,
     lagging,
     left_behind,
@@ -160,13 +158,9 @@ class Swaps:
                 self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
         if state.running is None and state.fleet.auto_swap:
             self._begin_if_due(state, "auto-swap", newer, now)
-        find = partial(lagging, only_observers=not self._model_config(state).catch_up)
         if state.running is None:
+            find = partial(lagging, only_observers=not self._model_config(state).catch_up)
             self._begin_if_due(state, "catch-up", find, now)
-        elif gathers(state, state.running, find, now):
-            state.running.gives_way = state.running.begins_anew = True
-            reason = "it begins anew, with replicas that have joined meanwhile"
-            self.step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
 
     def _begin_if_due(
         self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
@@ -195,8 +189,6 @@ class Swaps:
             state.running.suspended = tuple(state.fleet.suspended())
             tried, run = state.tried
             state.tried = max(tried, due.version) if run == due.run else due.version, due.run
-        if due.kind == "catch-up" and now >= state.gathers_until:
-            state.gathers_until = now + GATHER_S
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
         if due.flips_back:
@@ -536,8 +528,7 @@ class Swaps:
         outcome, written = report.outcome, msgspec.json.encode(report)
         self._answer(running, report)
         # callers need not wait for this write: the decision is on disk
-        if not running.begins_anew:
-            self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
+        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
                 self.step(one, decision.AbortAsked(reason, SwapCause.TOGETHER), now)

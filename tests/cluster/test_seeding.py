@@ -213,3 +213,24 @@ def test_a_seed_that_dies_is_replaced_by_another(nodes: Callable[..., Nodes], fo
                 eventually(lambda: looks.history("policy", 1).swaps[0].state == "aborted", "it was the seed")
             caught_up(looks, joins, late, seeds={"other"})
             assert "dies rank 0" in looks.history("policy", 2).swaps[1].reason
+
+
+@pytest.mark.slow
+def test_a_seed_whose_node_dies_is_replaced_by_another(nodes: Callable[..., Nodes]) -> None:
+    n0, n1, n2 = nodes(3)
+    with n0.connect() as c0, n2.connect() as c2, n0.connect("looks") as looks:
+        given = shards.whole(0)
+        source = c0.register_source("policy", given)
+        c1 = n1.connect()
+        dies, other = Replica(c1, "dies"), Replica(c2, "other")
+        with Engine(*dies.targets, *other.targets):
+            publish(source, given, 1)
+            c0.swap("policy", 1, timeout=60)
+        source.close()
+        (workers,) = [n.workers for n in looks.status().nodes if n.pid == n1.pid]
+        with stopped(workers):
+            joins = Replica(c0, "joins")
+            eventually(lambda: looks.status().models[0].swap is not None, "it is read")
+            n1.kill()
+        caught_up(looks, joins, seeds={"other"})
+        c1.close()

@@ -126,3 +126,25 @@ def test_mxfp8_is_made_where_the_tensors_are(
                 assert torch.equal(norm, full["norm"])
         assert client.verify("policy", timeout=60).outcome == "proven"
     gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed_on", ["arena", "flip"])
+def test_what_lies_on_a_gpu_is_given_to_replicas_that_join(daemon: Daemon, seed_on: str) -> None:
+    full = shards.whole(5)
+    with daemon.connect() as client:
+        live = allocated(client, full, "cuda:0")
+        source = client.register_source("policy", full)
+        mode = "copy" if seed_on == "arena" else "shadow"
+        seed = client.register_target("policy", live, replica="seed", mode=mode)
+        source.publish(1)
+        with Engine(seed):
+            client.swap("policy", 1, timeout=60)
+        source.close()
+        joins = {"main": shards.zeros_like(full), "gpu": allocated(client, full, "cuda:1")}
+        for name, mine in joins.items():
+            target = client.register_target("policy", mine, replica=name)
+            assert target.wait(1, timeout=60) == 1 and shards.equal(mine, full)
+        assert all(swap.report and swap.report.seeds for swap in client.history("policy", 2).swaps)
+        assert client.verify("policy", timeout=60).outcome == "proven"
+        del live, joins, mine
