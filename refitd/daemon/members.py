@@ -110,6 +110,7 @@ class LocalMember:
     suspended: bool = False  # target: its process has put the tensors away
     exchanged: str = ""  # target: the last swap that exchanged its arenas
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
+    distrusts_base: bool = False  # target: what it held was not what it should have been, so it gets versions whole
     proof: Proof | None = None  # of the version that it serves, once taken
     spare_proof: Proof | None = None  # of the version that its other arena holds, if taken while that was served
     newest: int = -1  # highest version ever published

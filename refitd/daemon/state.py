@@ -495,8 +495,8 @@ class Daemon:
                     self._commits.fence_behind(self.members[member], reason)
             case cluster.Pause(swap, version, members):
                 self._commits.pause(swap, version, members)
-            case cluster.Stage(swap, plan, version, timeout_s, verify, run):
-                self._swaps.stage(swap, plan, version, timeout_s, verify, run)
+            case cluster.Stage():
+                self._swaps.stage(message)
             case cluster.StageSpare():
                 self._swaps.stage_spare(message)
             case cluster.CheckMembers():

@@ -13,6 +13,7 @@ from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
 from refitd.daemon.actions import Instruction, ToCoordinator
+from refitd.daemon.bases import source_bases, target_bases
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
@@ -26,6 +27,7 @@ from refitd.events import Log
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message, clipped
+from refitd.protocol.reports import Crossing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class _LocalSwap:
     seconds: float = 0.0
     crossing_s: float = 0.0
     staging_bytes: int = 0
+    crossing: Crossing = field(default_factory=Crossing)
+    based: list[LocalMember] = field(default_factory=list)  # targets that may be made of what they hold
     failed: bool = False
 
 
@@ -80,10 +84,9 @@ class LocalSwaps:
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(
-        self, swap: str, plan_id: str, version: int, timeout_s: float, verify: bool = True, run: str = ""
-    ) -> None:
+    def stage(self, message: cluster.Stage) -> None:
         """Start copying a version into the staging arenas of this node's members, and to other nodes."""
+        swap, plan_id, version, run, verify = message.swap, message.plan, message.version, message.run, message.verify
         plan = self._plans.get(plan_id)
         if plan is None:
             self._stage_failed(swap, "", f"node {self._node} does not have plan {plan_id}")
@@ -113,10 +116,11 @@ class LocalSwaps:
             self._log("illegal", reason=str(exc))
             self._stage_failed(swap, f"node {self._node}", clipped(str(exc)))
             return
+        based = [(member, base) for _, member in targets for base in target_bases(message, [member])]
         for _, member in targets:
             member.move(StageBegan(swap, version, run))
             member.verifies, member.spare_proof = verify, None
-        local_swap = _LocalSwap(swap, plan, version, verify=verify)
+        local_swap = _LocalSwap(swap, plan, version, verify=verify, based=[member for member, _ in based])
         self._swaps[swap] = local_swap
         for member in read.values():
             readers = member.readers_of(version)
@@ -151,7 +155,9 @@ class LocalSwaps:
             runs = self._jobs.start(("stage", plan_id, *places_key), inner, purpose, verify=verify)
             if outer is not None:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
-                runs += self._jobs.start(key, crossing_shares, purpose, verify=verify, timeout_s=timeout_s)
+                bases = [*source_bases(message, read.values()), *(base for _, base in based)]
+                limit_s = message.timeout_s
+                runs += self._jobs.start(key, crossing_shares, purpose, verify=verify, timeout_s=limit_s, bases=bases)
         except (KeyError, ValueError) as exc:
             self._stage_failed(swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}")
             return
@@ -252,6 +258,7 @@ class LocalSwaps:
                 crossing_s=local_swap.crossing_s,
                 staging_bytes=local_swap.staging_bytes,
                 converted_bytes=sum(m.figures.converted_bytes for _, m in self._targets(plan)),
+                crossing=local_swap.crossing,
             )
         )
 
@@ -298,8 +305,10 @@ class LocalSwaps:
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_done(run, message)
-            case sidecar.RunFailed(number, reason, copy):
+            case sidecar.RunFailed(number, reason, copy, is_base_wrong):
                 run = self._jobs.end(number)
+                if run is not None and is_base_wrong:
+                    self._distrust(run)
                 if run is not None:
                     self._run_failed(run, reason, copy, worker)
             case sidecar.LanePut() | sidecar.EpochJoined() | sidecar.EpochFailed():
@@ -323,6 +332,8 @@ class LocalSwaps:
             if run.crosses:
                 local_swap.crossing_s = max(local_swap.crossing_s, done.seconds)
                 local_swap.staging_bytes = max(local_swap.staging_bytes, done.staging_bytes)
+                arrived = Crossing(done.bytes, done.crossed_bytes, done.delta_bytes, done.changed_bytes)
+                local_swap.crossing += arrived
             if not local_swap.outstanding and not local_swap.failed:
                 match local_swap.phase:
                     case "arriving":
@@ -331,6 +342,13 @@ class LocalSwaps:
                         self._gathered(local_swap)
                     case "converting":
                         self._staged(local_swap)
+
+    def _distrust(self, run: Run) -> None:
+        """What was made of what targets here hold was wrong: they get every version whole until they register again."""
+        swap = self._swaps.get(run.purpose.swap) if isinstance(run.purpose, _Staging) else None
+        for member in swap.based if swap is not None else ():
+            member.distrusts_base = True
+            self._log("base-wrong", member=member.id, worker=run.worker)
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
         """A message did not reach a worker: fail what needs it; the next attempt sends it again."""

@@ -34,6 +34,31 @@ class SourceReport(Value, frozen=True):
     why: Text = ""  # the measurement that chose between pulling and copying, if any
 
 
+class Crossing(Value, frozen=True):
+    """What came from other nodes: `bytes` that ranks needed, for which `crossed_bytes` were sent.
+
+    Of `bytes`, `delta_bytes` came as changes to the version before; of these, `changed_bytes` had changed.
+    """
+
+    bytes: Count = 0
+    crossed_bytes: Count = 0
+    delta_bytes: Count = 0
+    changed_bytes: Count = 0
+
+    def __add__(self, other: Crossing) -> Crossing:
+        return Crossing(
+            self.bytes + other.bytes,
+            self.crossed_bytes + other.crossed_bytes,
+            self.delta_bytes + other.delta_bytes,
+            self.changed_bytes + other.changed_bytes,
+        )
+
+    @property
+    def changed(self) -> float | None:
+        """The share that had changed of what was compared; None if nothing was."""
+        return self.changed_bytes / self.delta_bytes if self.delta_bytes else None
+
+
 class SwapReport(Message, frozen=True):
     """How a swap ended, or its present state."""
 
@@ -60,6 +85,7 @@ class SwapReport(Message, frozen=True):
     suspended: tuple[Label, ...] = ()  # replicas that it left out because their engines are asleep
     kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
     kept_bytes: Count = 0
+    crossing: Crossing = Crossing()
 
 
 class SwapReports(Message, frozen=True):

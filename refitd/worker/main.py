@@ -22,7 +22,7 @@ from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
 from refitd.worker import digests
 from refitd.worker.devices import Devices
-from refitd.worker.exchanges import Exchanges
+from refitd.worker.exchanges import ExchangeJob, Exchanges
 
 
 class DaemonLink:
@@ -155,8 +155,8 @@ class Worker:
                 self._jobs[job] = self._load(_only(fds), nbytes, epoch, converts)
             case sidecar.DropJob(job):
                 self._jobs.pop(job, None)
-            case sidecar.RunJob(job, run, verify, timeout_s):
-                self._run(job, run, verify, timeout_s)
+            case sidecar.RunJob():
+                self._run(message)
             case sidecar.TakeDigests():
                 self._daemon.say(digests.taken(message, {**self._arenas, **self._devices.arenas}))
             case sidecar.CompareSpans():
@@ -185,8 +185,8 @@ class Worker:
         except (RefitdError, ValueError) as exc:
             return str(exc)
 
-    def _run(self, job: int, run: int, verify: bool, timeout_s: float) -> None:
-        prepared = self._jobs.get(job, f"job {job} is not loaded")
+    def _run(self, message: sidecar.RunJob) -> None:
+        run, prepared = message.run, self._jobs.get(message.job, f"job {message.job} is not loaded")
         if isinstance(prepared, str):
             self._daemon.say(sidecar.RunFailed(run=run, reason=prepared))
             return
@@ -194,13 +194,19 @@ class Worker:
         def progress(bytes_done: int) -> None:
             self._daemon.say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
 
-        self._perform(run, lambda: prepared.run(verify=verify, on_progress=progress, timeout=timeout_s or None))
+        def perform() -> RunResult:
+            if isinstance(prepared, ExchangeJob):
+                prepared.use(message.bases)
+            return prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
+
+        self._perform(run, perform)
 
     def _perform(self, run: int, perform: Callable[[], RunResult]) -> None:
         try:
             result = perform()
         except DigestMismatch as exc:
-            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc), copy=exc.copy if exc.copy >= 0 else None))
+            copy = exc.copy if exc.copy >= 0 else None
+            self._daemon.say(sidecar.RunFailed(run, str(exc), copy, is_base_wrong=exc.is_base_wrong))
         except RefitdError as exc:
             self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc)))
         else:
@@ -211,6 +217,9 @@ class Worker:
                     bytes=result.bytes,
                     seconds=result.seconds,
                     staging_bytes=result.staging_bytes,
+                    crossed_bytes=result.crossed_bytes,
+                    delta_bytes=result.delta_bytes,
+                    changed_bytes=result.changed_bytes,
                 )
             )
 
