@@ -21,6 +21,7 @@ BENCHMARKS = {
     "mxfp8-swap": "benchmarks.mxfp8_swap",
     "checkpoint": "benchmarks.checkpoint",
     "flip": "benchmarks.flip",
+    "delta": "benchmarks.delta",
 }
 
 

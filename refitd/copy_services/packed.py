@@ -151,8 +151,6 @@ class PackedExchange(ExchangeService):
     capabilities = PACKED
     #: most bytes packed and digested at once
     step_bytes: ClassVar[int] = STEP_BYTES
-    #: whether pieces with a base may travel as deltas
-    sends_deltas: ClassVar[bool] = False
 
     def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
         """Use the processes of a group.
@@ -286,9 +284,9 @@ class PackedExchange(ExchangeService):
         """Compare with each peer what both are about to do; every rank raises unless all agree."""
         peers = self.peers
         terms = _TERMS.pack(self._limit, verify)
-        marked = self.sends_deltas and verify  # only digests prove that two bases were the same
         outgoing, incoming = (
-            [_mark(streams[i]) if marked and i in streams else NO_MARK for i in range(len(peers))]
+            # only digests prove that two bases were the same
+            [self._mark(streams[i]) if verify and i in streams else NO_MARK for i in range(len(peers))]
             for streams in (held.outgoing, held.incoming)
         )
         said = [
@@ -335,6 +333,10 @@ class PackedExchange(ExchangeService):
             raise _Agreed(DigestMismatch(found[1:], is_base_wrong=is_base_wrong))
         if found:
             raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
+
+    def _mark(self, stream: Stream) -> bytes:
+        """Return a mark that is equal on both ends only if they hold the same bases, and both want deltas."""
+        return NO_MARK
 
     @abstractmethod
     def _move(self, move: Move) -> str:
@@ -471,12 +473,6 @@ def _offer(keys: Sequence[Key], pieces: Sequence[Piece]) -> bytes:
     for key, piece in zip(keys, pieces, strict=True):
         digest.update(struct.pack("<qqqq", *key, piece.nbytes, piece.itemsize))
     return _OFFER.pack(digest.digest(), len(pieces), sum(piece.nbytes for piece in pieces))
-
-
-def _mark(stream: Stream) -> bytes:
-    """Return a mark that is equal on both ends exactly if they hold the same bases; NO_MARK if there is none."""
-    held = [piece.base.version if piece.base is not None else "" for piece in stream.pieces]
-    return xxhash.xxh3_64_digest("\0".join(held).encode()) if any(held) else NO_MARK
 
 
 def _mismatch(sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], rank: int) -> str:
