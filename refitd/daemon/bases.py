@@ -12,17 +12,14 @@ from refitd.protocol.sidecar import HeldBase
 
 
 def source_bases(stage: Stage, sources: Iterable[LocalMember]) -> list[HeldBase]:
-    """Return what these ranks hold of `stage.base` beside the version to be sent; it stays until the swap has read it.
-
-    A slot that a publish waits for is not held back.
-    """
+    """Return what these ranks hold of `stage.base` beside the version to be sent, in slots that are then compared."""
     found = []
     for member in sources:
         slots = {slot.version: slot for slot in member.slots}
         new, base = slots.get(stage.version), slots.get(stage.base)
         is_held = stage.base is not None and new is not None and base is not None and member.run == stage.base_run
-        if is_held and new is not None and base is not None and not member.waiting:
-            base.readers.add(stage.swap)
+        if is_held and new is not None and base is not None and not member.waiting:  # it would wait for the slot
+            base.compared.add(stage.swap)
             found.append(HeldBase(new.arena, base.arena, _name(stage, member)))
     return found
 

@@ -161,6 +161,10 @@ class JobTable:
         """Return the workers that have runs for this purpose."""
         return {run.worker for run in self._runs.values() if run.purpose == purpose}
 
+    def runs_for(self, purpose: Hashable) -> list[Run]:
+        """Return the active runs for this purpose."""
+        return [run for run in self._runs.values() if run.purpose == purpose]
+
     def drop_arenas(self, arenas: set[int]) -> None:
         """Forget every job that touches one of these arenas."""
         for key, job in list(self._jobs.items()):

@@ -142,6 +142,7 @@ class Daemon:
             self._maps,
             out,
             self._restart,
+            lambda: self._publishing.slots_freed(self.members.values()),
         )
         numbers = itertools.count(1).__next__  # of digest runs
         self._proofs = Proofs(

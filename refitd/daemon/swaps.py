@@ -12,7 +12,7 @@ from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
-from refitd.daemon.actions import Instruction, ToCoordinator
+from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
 from refitd.daemon.bases import source_bases, target_bases
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
@@ -51,6 +51,7 @@ class _LocalSwap:
     staging_bytes: int = 0
     crossing: Crossing = field(default_factory=Crossing)
     based: list[LocalMember] = field(default_factory=list)  # targets that may be made of what they hold
+    comparing: set[int] = field(default_factory=set)  # runs that were told to stop that
     failed: bool = False
 
 
@@ -69,7 +70,10 @@ class LocalSwaps:
         maps: WorkerArenas,
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
+        slots_freed: Callable[[], None],
     ) -> None:
+        """`slots_freed` is called when slots of sources are no longer compared with newer versions."""
+        self._slots_freed = slots_freed
         self._node = node
         self._workers = workers
         self._members = members
@@ -292,6 +296,32 @@ class LocalSwaps:
         if readers is not None:
             readers.clear()
 
+    def end_comparing(self, member: LocalMember) -> None:
+        """A publish waits for a slot: have workers compare nothing with this source's slots any more."""
+        for swap in sorted({swap for slot in member.slots for swap in slot.compared}):
+            local_swap = self._swaps.get(swap)
+            runs = [run for run in self._jobs.runs_for(_Staging(swap)) if run.crosses]
+            if not runs or local_swap is None:
+                self._compared(swap)
+            elif not local_swap.comparing:
+                local_swap.comparing = {run.number for run in runs}
+                for run in runs:
+                    self._out(ToWorker(run.worker, sidecar.DropBases(run=run.number)))
+
+    def _compared(self, swap: str) -> None:
+        for member in self._members.values():
+            for slot in member.slots:
+                slot.compared.discard(swap)
+
+    def _ends_comparing(self, run: int) -> None:
+        """A run no longer compares, if it was told so."""
+        for swap, local_swap in self._swaps.items():
+            if run in local_swap.comparing:
+                local_swap.comparing.discard(run)
+                if not local_swap.comparing:
+                    self._compared(swap)
+                    self._slots_freed()
+
     # --- workers ------------------------------------------------------------------------------------------
 
     def worker_said(self, worker: int, message: sidecar.FromWorker) -> None:
@@ -301,7 +331,10 @@ class LocalSwaps:
                 run = self._jobs.run(number)
                 if run is not None and isinstance(run.purpose, _Staging):
                     self._progress(run, run.purpose.swap, bytes_done)
+            case sidecar.BasesDropped(number):
+                self._ends_comparing(number)
             case sidecar.RunDone(number):
+                self._ends_comparing(number)
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_done(run, message)

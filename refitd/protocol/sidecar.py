@@ -97,6 +97,12 @@ class RunJob(Message, frozen=True):
     bases: tuple[HeldBase, ...] = ()
 
 
+class DropBases(Message, frozen=True):
+    """Compare nothing with a run's bases any more: somebody waits for their memory. Reply: BasesDropped, always."""
+
+    run: Count
+
+
 class DropJob(Message, frozen=True):
     """Discard a job."""
 
@@ -169,6 +175,12 @@ class RunProgress(Message, frozen=True):
 
     run: Count
     bytes_done: Count
+
+
+class BasesDropped(Message, frozen=True):
+    """What this run sends is no longer compared with anything: the rest of it goes whole."""
+
+    run: Count
 
 
 class RunDone(Message, frozen=True):
@@ -247,6 +259,7 @@ ToWorker = (
     | ExchangeArenas
     | LoadJob
     | RunJob
+    | DropBases
     | DropJob
     | TakeDigests
     | CompareSpans
@@ -256,7 +269,16 @@ ToWorker = (
     | WarmUp
 )
 FromWorker = (
-    WorkerReady | RunProgress | RunDone | RunFailed | DigestsTaken | SpansCompared | LanePut | EpochJoined | EpochFailed
+    WorkerReady
+    | RunProgress
+    | BasesDropped
+    | RunDone
+    | RunFailed
+    | DigestsTaken
+    | SpansCompared
+    | LanePut
+    | EpochJoined
+    | EpochFailed
 )
 DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, too
 DescriptorReply = Greeting | ArenaDescriptor | Failure

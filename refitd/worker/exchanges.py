@@ -130,17 +130,21 @@ class ExchangeJob(PreparedJob):
         self._service, self._transfers, self._gpus = service, transfers, gpus
         self._rows, self._pieces, self._arenas = rows, pieces, arenas
         self._receives = int((rows.is_send == 0).sum())
+        self._ends_comparing: Callable[[], bool] = lambda: False
         self._held_in: dict[int, int] = {}  # arena -> where its base is held, in the last run
         self._bases: list[Piece | None] = [None] * len(rows)
 
-    def use(self, bases: Sequence[sidecar.HeldBase]) -> None:
+    def use(self, bases: Sequence[sidecar.HeldBase], ends_comparing: Callable[[], bool]) -> None:
         """Tell where this end holds an earlier version, for the next run. Arenas on GPUs are not looked at.
+
+        `ends_comparing` is asked during the run whether what is left to send must go whole.
 
         Raises:
             TransportError: an arena is not mapped here, or is shorter.
         """
         from refitd.copy_services.pieces import Base
 
+        self._ends_comparing = ends_comparing
         of_arena = {base.arena: base for base in bases if {base.arena, base.held_in} <= self._arenas.keys()}
         held_in = {base.arena: base.held_in for base in of_arena.values()}
         if held_in != self._held_in:
@@ -166,6 +170,10 @@ class ExchangeJob(PreparedJob):
 
         def progress(arrived: int) -> None:
             nonlocal told
+            if self._held_in and self._ends_comparing():
+                for piece, is_send in zip(self._pieces, self._rows.is_send.tolist(), strict=True):
+                    if is_send:
+                        piece.base = None
             if arrived >= told + PROGRESS_BYTES:
                 told = arrived
                 on_progress(arrived)

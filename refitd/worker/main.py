@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from refitd.addressing.conversions import ConversionList
 from refitd.addressing.copies import CopyList
@@ -66,6 +67,18 @@ class DaemonLink:
                     raise DeadlineExceeded(f"nobody left {key!r} within {timeout:.1f} s")
         finally:
             self._connection.settimeout(None)
+
+    def take(self, wanted: sidecar.ToWorker, values: dict[tuple[str, str], bytes]) -> bool:
+        """Return whether this message has arrived, and remove it; other messages are kept for `next`."""
+        try:
+            self._take_in(values, 0.0)
+        finally:
+            self._connection.settimeout(None)
+        found = next((at for at, (kept, _) in enumerate(self._kept) if kept == wanted), None)
+        if found is None:
+            return False
+        del self._kept[found]
+        return True
 
     def _take_in(self, values: dict[tuple[str, str], bytes], wait: float) -> None:
         """Sort all received messages into values and others; wait up to `wait` seconds for the first one."""
@@ -153,6 +166,8 @@ class Worker:
                 self._exchanges.warm_up(service)
             case sidecar.LoadJob(job, nbytes, epoch, converts):
                 self._jobs[job] = self._load(_only(fds), nbytes, epoch, converts)
+            case sidecar.DropBases(run):
+                self._daemon.say(sidecar.BasesDropped(run=run))  # it has ended
             case sidecar.DropJob(job):
                 self._jobs.pop(job, None)
             case sidecar.RunJob():
@@ -196,10 +211,17 @@ class Worker:
 
         def perform() -> RunResult:
             if isinstance(prepared, ExchangeJob):
-                prepared.use(message.bases)
+                prepared.use(message.bases, partial(self._ends_comparing, run))
             return prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
 
         self._perform(run, perform)
+
+    def _ends_comparing(self, run: int) -> bool:
+        """Whether the daemon wants the memory of this run's bases; it is told that nothing reads it any more."""
+        is_asked = self._daemon.take(sidecar.DropBases(run=run), self._values)
+        if is_asked:
+            self._daemon.say(sidecar.BasesDropped(run=run))
+        return is_asked
 
     def _perform(self, run: int, perform: Callable[[], RunResult]) -> None:
         try:
