@@ -22,6 +22,7 @@ BENCHMARKS = {
     "checkpoint": "benchmarks.checkpoint",
     "flip": "benchmarks.flip",
     "simulate": "benchmarks.simulate",
+    "delta": "benchmarks.delta",
 }
 
 

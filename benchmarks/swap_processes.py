@@ -69,7 +69,8 @@ class Process:
 
 def daemon(config: str = "", **options: Any) -> Daemon:
     """Start a daemon as it is configured by default, with two workers; `options` are those of Daemon."""
-    return Daemon(config, workers=2, environment={"REFITD_LOG__LEVEL": "warning"}, **options).start()
+    environment = {"REFITD_LOG__LEVEL": "warning", **options.pop("environment", {})}
+    return Daemon(config, workers=2, environment=environment, **options).start()
 
 
 def daemons(nodes: int, *, verify: bool = True) -> list[Daemon]:

@@ -81,6 +81,11 @@ def rate(nbytes: float, seconds: float) -> str:
     return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
 
 
+def share(part: float | None) -> str:
+    """Return a share for people: 1.02%, and "-" where it is not known."""
+    return "-" if part is None else f"{100 * part:.3g}%"
+
+
 def version(number: int | None) -> str:
     """Return a version, or "-" where there is none."""
     return "-" if number is None else str(number)

@@ -8,7 +8,7 @@ import click
 
 from refitd.protocol.reports import HistoryEntry
 from refitd_cli.completion import model_names
-from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
+from refitd_cli.output import duration, print_json, print_table, say, share, size, to_json, version
 from refitd_cli.session import Session, address_option, json_option
 from refitd_cli.view import kind
 
@@ -23,6 +23,8 @@ def history(ctx: click.Context, model: str, limit: int, address: str | None, as_
     """Show the last swaps of MODEL (or of all models), the newest first.
 
     They outlive the coordinator. A swap that stands as "decided" was being committed when it was last heard of.
+    "crossed" is what was sent between nodes; "changed" is the share of the weights that had changed, where only that
+    was sent.
     """
     session: Session = ctx.obj
     with session.client(address) as client:
@@ -33,8 +35,8 @@ def history(ctx: click.Context, model: str, limit: int, address: str | None, as_
     if not found.swaps:
         say(f"no swap of {model} has been begun" if model else "no swap has been begun")
         return
-    columns = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">took", ">paused", "reason")
-    print_table("", columns, map(_row, found.swaps))
+    columns = ("when (UTC)", "swap", "model", ">version", "kind", "ended", ">bytes", ">crossed", ">changed", ">took")
+    print_table("", (*columns, ">paused", "reason"), map(_row, found.swaps))
 
 
 def _row(entry: HistoryEntry) -> tuple[str, ...]:
@@ -48,6 +50,8 @@ def _row(entry: HistoryEntry) -> tuple[str, ...]:
         kind(report) if report else "-",
         entry.state,
         size(report.bytes) if report else "-",
+        size(report.crossing.crossed_bytes) if report and report.crossing.bytes else "-",
+        share(report.crossing.changed) if report else "-",
         duration(report.total_s) if report else "-",
         duration(paused) if paused else "-",
         entry.reason,

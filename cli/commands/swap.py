@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from refitd.errors import RefitFailed
-from refitd.protocol.reports import MemberReport, SwapFailed, SwapProgress, SwapReport
+from refitd.protocol.reports import Crossing, MemberReport, SwapFailed, SwapProgress, SwapReport
 from refitd.states import MemberState, SwapOutcome
 from refitd_cli.completion import model_names
 from refitd_cli.group import EXIT_FAILED, error_object
-from refitd_cli.output import duration, print_json, print_table, rate, say, size, to_json, version
+from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, to_json, version
 from refitd_cli.progress import swap_bar
 from refitd_cli.session import Control, Session, address_option, json_option
 
@@ -160,6 +160,8 @@ def _show(report: SwapReport) -> None:
             f"({rate(report.bytes, report.stage_s)}), commit {duration(report.commit_s)}, "
             f"total {duration(report.total_s)}"
         )
+        if report.crossing.bytes:
+            say(f"between nodes: {_crossed(report.crossing)}")
         if report.kept_tensors:
             say(f"kept as they were, not sent: {report.kept_tensors} tensors, {size(report.kept_bytes)}")
         if report.sources:
@@ -174,6 +176,13 @@ def _show(report: SwapReport) -> None:
     say(f"{report.model}: version {version(report.version)} {told}", err=True)
     for line in culprits(report):
         say(f"  {line}", err=True)
+
+
+def _crossed(crossing: Crossing) -> str:
+    sent = f"{size(crossing.crossed_bytes)} for {size(crossing.bytes)}"
+    if crossing.changed is None:
+        return f"{sent}, sent whole"
+    return f"{sent}; {share(crossing.changed)} of {size(crossing.delta_bytes)} had changed since the version before"
 
 
 def _verified(report: SwapReport) -> str:

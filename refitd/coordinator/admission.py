@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import prod
 
+import msgspec
+
 from refitd.config import ModelConfig
 from refitd.coordinator.membership import Member, Node
 from refitd.dtypes import ELEMENT_SIZES
@@ -103,6 +105,8 @@ def check_message(node: Node, message: cluster.NodeMessage, members: Mapping[str
             for one in checked:
                 _own(name, one.member, members)
         case cluster.StageDone(_, _, nbytes) | cluster.StageProgress(_, nbytes):
+            if isinstance(message, cluster.StageDone):
+                nbytes = max(nbytes, *msgspec.structs.astuple(message.crossing))
             if nbytes > MAX_BYTES:
                 raise RefusedError(f"node {name!r} says it has staged {nbytes} bytes, at most {MAX_BYTES} are believed")
         case _:

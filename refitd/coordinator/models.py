@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from refitd.coordinator.region_comparison import RegionComparison
 from refitd.coordinator.steps import FlipSteps
 from refitd.errors import RefusedError
 from refitd.protocol import local
-from refitd.protocol.reports import SourceReport, SwapReport
+from refitd.protocol.reports import Crossing, SourceReport, SwapReport
 
 # Limit on journal entries in one answer.
 MAX_HISTORY = 1000
@@ -56,6 +57,13 @@ class Running:
     suspended: tuple[str, ...] = ()  # replicas that it leaves out
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
+    crossing: Crossing = field(default_factory=Crossing)  # what has come from other nodes so far
+
+    def base(self) -> tuple[int, str] | None:
+        """Return the version (number, run) that most targets serve, unless it is this swap's own."""
+        served = Counter((m.version, m.run) for m in self.fleet.targets.values())
+        found = [(number, run) for (number, run), _ in served.most_common() if number is not None]
+        return found[0] if found and found[0] != (self.version, self.run) else None
 
     def is_live(self, live: LiveVersion | None) -> bool:
         """Whether its version is already live."""

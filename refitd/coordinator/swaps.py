@@ -290,11 +290,12 @@ class Swaps:
                 self._digested(name, message, now)
             case cluster.StageProgress(swap, bytes_done):
                 self.step_swap(swap, decision.NodeProgress(name, bytes_done), now)
-            case cluster.StageDone(swap, copies, nbytes, _, crossing_s, _, converted):
+            case cluster.StageDone(swap, copies, nbytes, _, crossing_s, _, converted, crossing):
                 found = self._models.swapping(swap)
                 running = found.running if found is not None else None
                 if running is not None and running.plan is not None and name in running.swap.nodes:
                     running.plan.crossing_s[name] = crossing_s
+                    running.crossing += crossing
                 self.step_swap(swap, decision.NodeStaged(name, copies, nbytes + converted), now)
             case cluster.StageFailed(swap, where, reason):
                 self.step_swap(swap, decision.NodeFailed(name, where, reason), now)
@@ -427,7 +428,9 @@ class Swaps:
                 # shorter than the phase, so that the workers' own errors, which name who is late, arrive first
                 timeout_s = max(0.05, 0.9 * (s.deadline - now))
                 verify = self._model_config(state).verify
-                stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run)
+                deltas = self._config.transport.deltas and verify  # only digests prove that bases are the same
+                base, base_run = (running.base() if deltas else None) or (None, "")
+                stage = cluster.Stage(s.swap, plan.id, s.version, timeout_s, verify, running.run, base, base_run)
                 self._to_node(node, stage)
             case decision.ReleaseSources() if running.flips_back:
                 pass
@@ -547,7 +550,9 @@ class Swaps:
         seeds = {member.id for member in running.fleet.seeds.values()}
         members = {name: member for name, member in running.members.items() if name not in seeds}
         report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
-        report = msgspec.structs.replace(report, run=running.run, suspended=running.suspended)
+        report = msgspec.structs.replace(
+            report, run=running.run, suspended=running.suspended, crossing=running.crossing
+        )
         return apart_report(report, running.apart)
 
     def _remember(self, record: Record) -> None:

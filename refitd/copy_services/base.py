@@ -13,13 +13,17 @@ from refitd.errors import TransportError
 
 
 class DigestMismatch(TransportError):
-    """Written bytes differ from the read ones, by comparison or by digests. `copy` is the row of the CopyList."""
+    """Written bytes differ from the read ones, by comparison or by digests. `copy` is the row of the CopyList.
+
+    `is_base_wrong`: this process built them from a delta and a base, which is not the sender's.
+    """
 
     code = "digest"
 
-    def __init__(self, message: str, copy: int = -1) -> None:
+    def __init__(self, message: str, copy: int = -1, *, is_base_wrong: bool = False) -> None:
         super().__init__(message)
         self.copy = copy
+        self.is_base_wrong = is_base_wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,9 @@ class RunResult:
     bytes: int
     seconds: float
     staging_bytes: int = 0  # held in the service's own buffers
+    crossed_bytes: int = 0  # that came from other nodes
+    delta_bytes: int = 0  # that came as deltas, counted whole
+    changed_bytes: int = 0  # of these, what had changed
 
 
 class PreparedJob(ABC):

@@ -29,6 +29,9 @@ class ExchangeResult:
     messages: int
     seconds: float
     staging_bytes: int = 0  # most held in the service's own buffers
+    crossed_bytes: int = 0  # `received_bytes`, or less where deltas came
+    delta_bytes: int = 0  # of `received_bytes`, what came as deltas
+    changed_bytes: int = 0  # of these, what had changed
 
 
 class Transfers:

@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from refitd.copy_services import sockets
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import STAGING_BYTES, PackedExchange
+from refitd.copy_services.packed import STAGING_BYTES
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
+from refitd.copy_services.windows import WindowExchange
 from refitd.errors import DeadlineExceeded, TransportError
 
 # Attempts of an epoch's workers to connect, and the seconds of the first one, once all are present; each further one
@@ -35,7 +36,7 @@ MOST_NAMED = 256  # limit on reported peers of one port, since a stranger can op
 SKIPPED_NUMBERS = 1 << 13
 
 
-class GlooService(PackedExchange):
+class GlooService(WindowExchange):
     """Exchanges tensors over a process group with a gloo backend. See ExchangeService for its contract."""
 
     name = "gloo"

@@ -29,9 +29,10 @@ import torch
 
 from refitd.copy_services.base import MAX_MESSAGE_BYTES, NIXL
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import STAGING_BYTES, WINDOW, PackedExchange, Stream
+from refitd.copy_services.packed import NO_MARK, STAGING_BYTES, WINDOW, Stream
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.waits import Backoff
+from refitd.copy_services.windows import WindowExchange
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportError
 
 TOKEN_BYTES = 16
@@ -288,7 +289,7 @@ class NixlPeers(Peers):
         self._reading = []
 
 
-class NixlService(PackedExchange):
+class NixlService(WindowExchange):
     """Exchanges tensors by reads between NIXL agents. See ExchangeService for its contract."""
 
     name = "nixl"
@@ -310,6 +311,10 @@ class NixlService(PackedExchange):
         for _ in range(_LAST_LOOKS):
             self.peers.look()
         return found
+
+    def _mark(self, stream: Stream) -> bytes:
+        """Return NO_MARK: the body of a delta would have to lie in the slab."""
+        return NO_MARK
 
     def _direct(self, stream: Stream, message: Any) -> None:
         """Return None: messages lie in the slab."""

@@ -3,22 +3,21 @@
     note   send and receive halves; those within this rank are paired by id
     agree  each pair compares digests of (id, bytes) before anything is posted: with some transports a receive
            smaller than its send would end the process
-    move   at most WINDOW messages per direction and peer are in flight. All first messages are posted; then each
-           message, in the order of posting, is awaited and replaced by the next one of its stream
+    move   at most WINDOW messages per direction and peer are in flight
     prove  each stream ends with the digest of what was packed, compared with that of what then lies in the
            destinations; all ranks learn whether every rank has everything
 
-No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have finished its
-(k - WINDOW)-th, and both wait for messages in the order of k.
+How messages move is what transports differ in: windows.py, rounds.py and slots.py.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections import deque
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -41,6 +40,9 @@ STEP_BYTES = 256 << 10
 TAG = 0x52470000
 DIGEST_BYTES = 16
 _OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
+_TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
+MARK_BYTES = 8
+NO_MARK = bytes(MARK_BYTES)
 
 Key = tuple[int, int]  # task id, part
 
@@ -80,6 +82,7 @@ class Stream:
     messages: list[PackedMessage]
     offer: bytes
     next: int = 0
+    has_bases: bool = False  # both ends hold the same earlier version of the same pieces, so that deltas may travel
     digest: Digest = field(default_factory=_HostDigest)
 
     @property
@@ -97,6 +100,7 @@ class InFlight:
     posted: Any
     buffer: torch.Tensor
     is_staged: bool
+    is_note: bool = False  # it says what follows (windows.py)
 
     @property
     def payload(self) -> int:
@@ -105,11 +109,22 @@ class InFlight:
         return messages[self.number].payload if self.number < len(messages) else 0
 
 
+@dataclass(slots=True)
+class Tally:
+    """What has crossed to this rank in one run."""
+
+    crossed_bytes: int = 0
+    delta_bytes: int = 0  # of the pieces that came as deltas, whole
+    changed_bytes: int = 0  # of these, what had changed
+    is_base_wrong: bool = False  # what was made of deltas is not what was sent
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """What one run moves. `meanwhile` is called while the first messages are in flight; it returns an error text."""
 
     streams: Sequence[Stream]
+    tally: Tally
     meanwhile: Callable[[], str]
     verify: bool
     deadline: Deadline
@@ -223,26 +238,30 @@ class PackedExchange(ExchangeService):
         streams = [*held.incoming.values(), *held.outgoing.values()]
         for stream in streams:
             stream.next, stream.digest = 0, self._new_digest()
-        trouble = refuse or _mismatch(*held.local, self.peers.rank)
+        trouble, tally = refuse or _mismatch(*held.local, self.peers.rank), Tally()
         try:
             self._agree(held, trouble, verify, deadline)
             with torch.no_grad():
-                move = Move(streams, lambda: self._copy_local(*held.local, verify), verify, deadline, on_progress)
-                trouble = self._move(move)
-            self._conclude(trouble, finish, deadline)
+                meanwhile = partial(self._copy_local, *held.local, verify)
+                trouble = self._move(Move(streams, tally, meanwhile, verify, deadline, on_progress))
+            self._conclude(trouble, finish, deadline, is_base_wrong=tally.is_base_wrong)
         except _Agreed as exc:
             raise exc.error from exc.__cause__
         except BaseException as exc:
             # connections may hold half a message
             self._unusable = f"a run ended with {type(exc).__name__}: {exc}"
             raise
+        received = sum(stream.nbytes for stream in held.incoming.values())
         return ExchangeResult(
             sent_bytes=sum(stream.nbytes for stream in held.outgoing.values()),
-            received_bytes=sum(stream.nbytes for stream in held.incoming.values()),
+            received_bytes=received,
             local_bytes=sum(piece.nbytes for piece in held.local[1].values()),
             messages=sum(len(s.messages) for s in streams),
             seconds=time.perf_counter() - started,
             staging_bytes=self._buffers * self._limit,
+            crossed_bytes=tally.crossed_bytes or received,
+            delta_bytes=tally.delta_bytes,
+            changed_bytes=tally.changed_bytes,
         )
 
     def close(self) -> None:
@@ -264,9 +283,25 @@ class PackedExchange(ExchangeService):
     def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> None:
         """Compare with each peer what both are about to do; every rank raises unless all agree."""
         peers = self.peers
-        terms = struct.pack("<q?7x", self._limit, verify)
-        offered = peers.all_to_all([offer + terms for offer in held.offers], deadline, "comparing transfers")
-        for position, offer in enumerate(offered):
+        terms = _TERMS.pack(self._limit, verify)
+        outgoing, incoming = (
+            # only digests prove that two bases were the same
+            [self._mark(streams[i]) if verify and i in streams else NO_MARK for i in range(len(peers))]
+            for streams in (held.outgoing, held.incoming)
+        )
+        said = [
+            offer + terms + mine + theirs for offer, mine, theirs in zip(held.offers, outgoing, incoming, strict=True)
+        ]
+        offered = peers.all_to_all(said, deadline, "comparing transfers")
+        for position, record in enumerate(offered):
+            offer, sent, received = (
+                record[: -2 * MARK_BYTES],
+                record[-2 * MARK_BYTES : -MARK_BYTES],
+                record[-MARK_BYTES:],
+            )
+            for streams, mine, theirs in ((held.outgoing, outgoing, received), (held.incoming, incoming, sent)):
+                if position in streams:
+                    streams[position].has_bases = mine[position] == theirs != NO_MARK
             expected = held.expected[position]
             _, pieces, nbytes = _OFFER.unpack(offer[: _OFFER.size])
             _, want, want_bytes = _OFFER.unpack(expected)
@@ -280,7 +315,9 @@ class PackedExchange(ExchangeService):
         if found := peers.first_trouble(trouble, deadline, "agreeing on transfers"):
             raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
 
-    def _conclude(self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline) -> None:
+    def _conclude(
+        self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline, *, is_base_wrong: bool
+    ) -> None:
         """Call `finish`, and learn whether every rank has done its part."""
         failure: Exception | None = None
         if finish is not None and not trouble:
@@ -293,57 +330,22 @@ class PackedExchange(ExchangeService):
             said = f"f {self.peers.label(self.peers.index)}: {type(failure).__name__}: {failure}"
         found = self.peers.first_trouble(said, deadline, "concluding transfers")
         if found.startswith("d"):
-            raise _Agreed(DigestMismatch(found[1:], copy=-1))
+            raise _Agreed(DigestMismatch(found[1:], is_base_wrong=is_base_wrong))
         if found:
             raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
 
-    def _move(self, move: Move) -> str:
-        """Post, await and replace messages until every stream has ended; return an error text, "" if all is well."""
-        flying: deque[InFlight] = deque()
-        try:
-            return self._pass(flying, move)
-        except BaseException:
-            # what other ranks still send must not be written any more
-            for flight in flying:
-                flight.posted.abandon()
-            raise
+    def _mark(self, stream: Stream) -> bytes:
+        """Return a mark that is equal on both ends only if they hold the same bases, and both want deltas."""
+        return NO_MARK
 
-    def _pass(self, flying: deque[InFlight], move: Move) -> str:
-        """The body of `_move`; `flying` holds the posted messages that are not known to be done."""
-        arrived = 0
-        order = self._order(move.streams)
-        for _ in range(WINDOW):
-            flying.extend(flight for stream in order if (flight := self._post(stream, move.verify)))
-        trouble = move.meanwhile()
-        while flying:
-            done = flying[0]
-            self.peers.wait(done.posted, done.stream.position, move.deadline, _doing(done))
-            flying.popleft()
-            if not done.stream.is_send:
-                trouble = self._land(done, move.verify) or trouble
-                arrived += done.payload
-            if done.is_staged:
-                self._give_back(done.buffer)
-            if move.on_progress is not None:
-                move.on_progress(arrived)
-            if flight := self._post(done.stream, move.verify):
-                flying.append(flight)
-        return trouble
+    @abstractmethod
+    def _move(self, move: Move) -> str:
+        """Move everything; return an error text, "" if all is well."""
 
     def _order(self, streams: Sequence[Stream]) -> list[Stream]:
         """Return the order in which streams are served: each rank starts with its successor, not all with rank 0."""
         me, size = self.peers.index, len(self.peers)
         return sorted(streams, key=lambda s: (s.is_send, (s.position - me) % size))
-
-    def _post(self, stream: Stream, verify: bool) -> InFlight | None:
-        """Post a stream's next message; None if there is none. With `verify` the last message is the digest."""
-        made = self._next_buffer(stream, verify)
-        if made is None:
-            return None
-        number, buffer, is_staged = made
-        post = self.peers.send if stream.is_send else self.peers.receive
-        # a tag for each message, so that it meets only its own other half
-        return InFlight(stream, number, post(buffer, stream.position, TAG + number % 0x10000), buffer, is_staged)
 
     def _next_buffer(
         self, stream: Stream, verify: bool, room: torch.Tensor | None = None
@@ -363,7 +365,7 @@ class PackedExchange(ExchangeService):
         direct = self._direct(stream, message) if room is None else None
         buffer = (self._staging() if room is None else room)[: message.nbytes] if direct is None else direct
         if stream.is_send:
-            for span, here in _steps(message, self.step_bytes):
+            for span, here in steps_of(message, self.step_bytes):
                 if direct is None:
                     stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
                 if verify:
@@ -384,7 +386,7 @@ class PackedExchange(ExchangeService):
                 "read; something else writes to these tensors during the transfer"
             )
         again = self._staging() if done.is_staged and verify else None
-        for span, here in _steps(stream.messages[done.number], self.step_bytes):
+        for span, here in steps_of(stream.messages[done.number], self.step_bytes):
             piece = stream.pieces[span.piece]
             found = done.buffer[here]
             if done.is_staged:
@@ -422,7 +424,7 @@ class PackedExchange(ExchangeService):
         buffer, again = self._staging(), self._staging()
         is_same = True
         for message in lay_out([source.nbytes], self._limit):
-            for span, here in _steps(message, self.step_bytes):
+            for span, here in steps_of(message, self.step_bytes):
                 source.pack(span.start, span.end, buffer[here])
                 target.unpack(span.start, span.end, buffer[here])
                 if verify:
@@ -457,11 +459,7 @@ class _Agreed(Exception):
         self.error = error
 
 
-def _doing(flight: InFlight) -> str:
-    return f"message {flight.number} {'to' if flight.stream.is_send else 'from'}"
-
-
-def _steps(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
+def steps_of(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
     """Cut a message's spans into steps of at most `longest` bytes: (part of the piece, its place in the message)."""
     for span in message.spans:
         for start in range(span.start, span.end, longest):

@@ -12,8 +12,21 @@ from refitd.addressing.messages import boxes_between
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where this end holds the elements of a piece as they were in an earlier version, in the same order and form."""
+
+    piece: Piece
+    version: str  # equal on both ends exactly if they hold the same one
+
+
 class Piece(ABC):
-    """The elements of one end, as bytes in order. A part is the bytes start:end, multiples of `itemsize`."""
+    """The elements of one end, as bytes in order. A part is the bytes start:end, multiples of `itemsize`.
+
+    A piece with a `base` may travel as a delta. The base of a received piece may be the piece itself.
+    """
+
+    base: Base | None = None
 
     @property
     @abstractmethod

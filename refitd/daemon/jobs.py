@@ -82,23 +82,32 @@ class JobTable:
         *,
         verify: bool,
         timeout_s: float = 0.0,
+        bases: Sequence[sidecar.HeldBase] = (),
     ) -> list[Run]:
         """Run the job `key`, addressing and loading it first if needed; return its runs.
 
-        `timeout_s` limits exchanges with workers of other nodes.
+        `timeout_s` limits exchanges with workers of other nodes, which may use `bases`.
         """
         job = self._jobs.pop(key, None)
         if job is None:
             job = Job(self._next(), {share.worker: share for share in make()})
         self._jobs[key] = job
         self._evict()
-        return [self._begin(job, worker, purpose, verify, timeout_s) for worker in job.shares]
+        return [self._begin(job, worker, purpose, verify, timeout_s, bases) for worker in job.shares]
 
     def repeat(self, run: Run) -> Run:
         """Run a share within the node again, on the worker that replaced its first one."""
-        return self._begin(run.job, run.worker, run.purpose, run.verify, 0.0)
+        return self._begin(run.job, run.worker, run.purpose, run.verify, 0.0, ())
 
-    def _begin(self, job: Job, worker: int, purpose: Hashable, verify: bool, timeout_s: float) -> Run:
+    def _begin(
+        self,
+        job: Job,
+        worker: int,
+        purpose: Hashable,
+        verify: bool,
+        timeout_s: float,
+        bases: Sequence[sidecar.HeldBase],
+    ) -> Run:
         if worker not in job.loaded:
             share = job.shares[worker]
             self._need(worker, share.rows.arenas())
@@ -110,7 +119,9 @@ class JobTable:
         run = Run(self._next(), job, worker, purpose, verify)
         self._runs[run.number] = run
         job.running.add(run.number)
-        message = sidecar.RunJob(job=job.number, run=run.number, verify=verify, timeout_s=timeout_s)
+        mine = job.shares[worker].rows.arenas() if bases else ()
+        told = tuple(base for base in bases if base.arena in mine)
+        message = sidecar.RunJob(job.number, run.number, verify, timeout_s, told)
         self._out(ToWorker(worker, message))
         return run
 
@@ -149,6 +160,10 @@ class JobTable:
     def busy_with(self, purpose: Hashable) -> set[int]:
         """Return the workers that have runs for this purpose."""
         return {run.worker for run in self._runs.values() if run.purpose == purpose}
+
+    def runs_for(self, purpose: Hashable) -> list[Run]:
+        """Return the active runs for this purpose."""
+        return [run for run in self._runs.values() if run.purpose == purpose]
 
     def drop_arenas(self, arenas: set[int]) -> None:
         """Forget every job that touches one of these arenas."""

@@ -55,6 +55,7 @@ class Slot:
     version: int | None = None
     writing: int | None = None  # the version that the client is copying in
     readers: set[str] = field(default_factory=set)  # swaps
+    compared: set[str] = field(default_factory=set)  # swaps that compare a newer version with this one
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class LocalMember:
     exchanged: str = ""  # target: the last swap that exchanged its arenas
     seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read what it holds
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
+    distrusts_base: bool = False  # target: what it held was not what it should have been, so it gets versions whole
     proof: Proof | None = None  # of the version that it serves, once taken
     spare_proof: Proof | None = None  # of the version that its other arena holds, if taken while that was served
     newest: int = -1  # highest version ever published
@@ -246,7 +248,7 @@ class LocalMember:
 
     def read_by(self) -> set[str]:
         """Return the swaps that read any of its versions."""
-        held = [slot.readers for slot in self.slots] + [lease.readers for lease in self.leases.values()]
+        held = [slot.readers | slot.compared for slot in self.slots] + [lease.readers for lease in self.leases.values()]
         return self.seeding.union(*held)
 
     def readers_of(self, version: int) -> set[str] | None:
@@ -257,13 +259,16 @@ class LocalMember:
             return self.leases[version].readers
         return next((slot.readers for slot in self.slots if slot.version == version), None)
 
-    def free_slot(self) -> int | None:
+    def free_slot(self, *, even_compared: bool = False) -> int | None:
         """Return the slot to write next: an empty one, else the oldest that is neither read nor needed, else None.
+
+        One that a newer version is being compared with is free only with `even_compared`.
 
         With several ranks, only versions in `may_drop` may be overwritten: other ranks may still have to publish a
         version, and the newest complete one must stay. With one rank any unread version may be overwritten.
         """
         free = [i for i, s in enumerate(self.slots) if s.writing is None and not s.readers]
+        free = [i for i in free if even_compared or not self.slots[i].compared]
         if self.registration.world_size > 1:
             free = [i for i in free if (v := self.slots[i].version) is None or v in self.may_drop]
         return min(free, key=lambda i: -1 if (v := self.slots[i].version) is None else v, default=None)

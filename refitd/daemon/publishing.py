@@ -117,7 +117,13 @@ class Publishing:
                     self._end_lease(member, version)
             for slot in member.slots:
                 slot.readers.discard(swap)
+                slot.compared.discard(swap)
             member.seeding.discard(swap)
+            self._grant(member)
+
+    def slots_freed(self, members: Iterable[LocalMember]) -> None:
+        """Grant slots that nothing is compared with any more."""
+        for member in list(members):
             self._grant(member)
 
     def end_unread(self, members: Iterable[LocalMember], version: int) -> None:
@@ -142,6 +148,9 @@ class Publishing:
         """Grant waiting publishes in order, while slots are free."""
         while member.waiting:
             index = member.free_slot()
+            if index is None and member.free_slot(even_compared=True) is not None:
+                self._swaps.end_comparing(member)
+                index = member.free_slot()
             if index is None:
                 return
             waiting = member.waiting.pop(0)
@@ -194,7 +203,7 @@ def _check_room(member: LocalMember, what: str, count: int) -> None:
 def _why_not(member: LocalMember) -> str:
     """Say why no slot of a member can be overwritten."""
     found = []
-    if reading := sorted({s for slot in member.slots for s in slot.readers}):
+    if reading := sorted({s for slot in member.slots for s in slot.readers | slot.compared}):
         found.append(f"swaps {reading} are still reading")
     if writing := sorted(slot.writing for slot in member.slots if slot.writing is not None):
         found.append(f"versions {writing} are being copied in")

@@ -155,6 +155,7 @@ class Daemon:
             out,
             self._restart,
             self._proofs.prove,
+            lambda: self._publishing.slots_freed(self.members.values()),
         )
         self._controllers = LocalControllers(node, self._link, out)
         self._publishing = Publishing(self._swaps, self._link, self._reply)
@@ -523,8 +524,8 @@ class Daemon:
                     self._commits.fence_behind(self.members[member], reason)
             case cluster.Pause(swap, version, members):
                 self._commits.pause(swap, version, members)
-            case cluster.Stage(swap, plan, version, timeout_s, verify, run):
-                self._swaps.stage(swap, plan, version, timeout_s, verify, run)
+            case cluster.Stage():
+                self._swaps.stage(message)
             case cluster.StageSpare():
                 self._swaps.stage_spare(message)
             case CollectTrace():

@@ -13,7 +13,8 @@ from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
 from refitd.addressing.places import Places
-from refitd.daemon.actions import Instruction, ToCoordinator
+from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
+from refitd.daemon.bases import source_bases, target_bases
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
@@ -27,6 +28,7 @@ from refitd.events import Log
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message, clipped
+from refitd.protocol.reports import Crossing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class _LocalSwap:
     seconds: float = 0.0
     crossing_s: float = 0.0
     staging_bytes: int = 0
+    crossing: Crossing = field(default_factory=Crossing)
+    based: list[LocalMember] = field(default_factory=list)  # targets that may be made of what they hold
+    comparing: set[int] = field(default_factory=set)  # runs that were told to stop that
     failed: bool = False
     unproven: set[str] = field(default_factory=set)  # seeds whose digests are being compared
 
@@ -68,8 +73,13 @@ class LocalSwaps:
         out: Callable[[Instruction], None],
         restart: Callable[[int], None],
         prove: Callable[[LocalMember, Collection[str], Callable[[str], None]], None],
+        slots_freed: Callable[[], None],
     ) -> None:
-        """`prove(member, tensors, then)` compares them with their digests and tells `then` what is wrong."""
+        """`prove(member, tensors, then)` compares them with their digests and tells `then` what is wrong.
+
+        `slots_freed` is called when slots of sources are no longer compared with newer versions.
+        """
+        self._slots_freed = slots_freed
         self._node = node
         self._workers = workers
         self._members = members
@@ -85,10 +95,9 @@ class LocalSwaps:
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(
-        self, swap: str, plan_id: str, version: int, timeout_s: float, verify: bool = True, run: str = ""
-    ) -> None:
+    def stage(self, message: cluster.Stage) -> None:
         """Start copying a version into the staging arenas of this node's members, and to other nodes."""
+        swap, plan_id, version, run, verify = message.swap, message.plan, message.version, message.run, message.verify
         plan = self._plans.get(plan_id)
         if plan is None:
             self._stage_failed(swap, "", f"node {self._node} does not have plan {plan_id}")
@@ -119,10 +128,11 @@ class LocalSwaps:
             self._log("illegal", reason=str(exc))
             self._stage_failed(swap, f"node {self._node}", clipped(str(exc)))
             return
+        based = [(member, base) for _, member in targets for base in target_bases(message, [member])]
         for _, member in targets:
             member.move(StageBegan(swap, version, run))
             member.verifies, member.spare_proof = verify, None
-        local_swap = _LocalSwap(swap, plan, version, verify=verify)
+        local_swap = _LocalSwap(swap, plan, version, verify=verify, based=[member for member, _ in based])
         self._swaps[swap] = local_swap
         for member in read.values():
             readers = member.readers_of(version)
@@ -157,7 +167,9 @@ class LocalSwaps:
             runs = self._jobs.start(("stage", plan_id, *places_key), inner, purpose, verify=verify)
             if outer is not None:
                 key = ("stage", plan_id, outer.epoch.id, *places_key)
-                runs += self._jobs.start(key, crossing_shares, purpose, verify=verify, timeout_s=timeout_s)
+                bases = [*source_bases(message, read.values()), *(base for _, base in based)]
+                limit_s = message.timeout_s
+                runs += self._jobs.start(key, crossing_shares, purpose, verify=verify, timeout_s=limit_s, bases=bases)
         except (KeyError, ValueError) as exc:
             self._stage_failed(swap, f"node {self._node}", f"the plan does not fit the tensors registered here: {exc}")
             return
@@ -280,6 +292,7 @@ class LocalSwaps:
                 crossing_s=local_swap.crossing_s,
                 staging_bytes=local_swap.staging_bytes,
                 converted_bytes=sum(m.figures.converted_bytes for _, m in self._targets(plan)),
+                crossing=local_swap.crossing,
             )
         )
 
@@ -318,6 +331,32 @@ class LocalSwaps:
         if readers is not None:
             readers.clear()
 
+    def end_comparing(self, member: LocalMember) -> None:
+        """A publish waits for a slot: have workers compare nothing with this source's slots any more."""
+        for swap in sorted({swap for slot in member.slots for swap in slot.compared}):
+            local_swap = self._swaps.get(swap)
+            runs = [run for run in self._jobs.runs_for(_Staging(swap)) if run.crosses]
+            if not runs or local_swap is None:
+                self._compared(swap)
+            elif not local_swap.comparing:
+                local_swap.comparing = {run.number for run in runs}
+                for run in runs:
+                    self._out(ToWorker(run.worker, sidecar.DropBases(run=run.number)))
+
+    def _compared(self, swap: str) -> None:
+        for member in self._members.values():
+            for slot in member.slots:
+                slot.compared.discard(swap)
+
+    def _ends_comparing(self, run: int) -> None:
+        """A run no longer compares, if it was told so."""
+        for swap, local_swap in self._swaps.items():
+            if run in local_swap.comparing:
+                local_swap.comparing.discard(run)
+                if not local_swap.comparing:
+                    self._compared(swap)
+                    self._slots_freed()
+
     # --- workers ------------------------------------------------------------------------------------------
 
     def worker_said(self, worker: int, message: sidecar.FromWorker) -> None:
@@ -327,12 +366,17 @@ class LocalSwaps:
                 run = self._jobs.run(number)
                 if run is not None and isinstance(run.purpose, _Staging):
                     self._progress(run, run.purpose.swap, bytes_done)
+            case sidecar.BasesDropped(number):
+                self._ends_comparing(number)
             case sidecar.RunDone(number):
+                self._ends_comparing(number)
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_done(run, message)
-            case sidecar.RunFailed(number, reason, copy):
+            case sidecar.RunFailed(number, reason, copy, is_base_wrong):
                 run = self._jobs.end(number)
+                if run is not None and is_base_wrong:
+                    self._distrust(run)
                 if run is not None:
                     self._run_failed(run, reason, copy, worker)
             case sidecar.LanePut() | sidecar.EpochJoined() | sidecar.EpochFailed():
@@ -356,6 +400,8 @@ class LocalSwaps:
             if run.crosses:
                 local_swap.crossing_s = max(local_swap.crossing_s, done.seconds)
                 local_swap.staging_bytes = max(local_swap.staging_bytes, done.staging_bytes)
+                arrived = Crossing(done.bytes, done.crossed_bytes, done.delta_bytes, done.changed_bytes)
+                local_swap.crossing += arrived
             if not local_swap.outstanding and not local_swap.failed:
                 match local_swap.phase:
                     case "arriving":
@@ -366,6 +412,13 @@ class LocalSwaps:
                         self._converted(local_swap)
                     case "proving":
                         pass  # nothing runs any more
+
+    def _distrust(self, run: Run) -> None:
+        """What was made of what targets here hold was wrong: they get every version whole until they register again."""
+        swap = self._swaps.get(run.purpose.swap) if isinstance(run.purpose, _Staging) else None
+        for member in swap.based if swap is not None else ():
+            member.distrusts_base = True
+            self._log("base-wrong", member=member.id, worker=run.worker)
 
     def not_sent(self, worker: int, message: Message, reason: str) -> None:
         """A message did not reach a worker: fail what needs it; the next attempt sends it again."""

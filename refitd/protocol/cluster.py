@@ -24,6 +24,7 @@ from refitd.protocol.local import (
     Verify,
 )
 from refitd.protocol.reports import (
+    Crossing,
     Difference,
     EvictReport,
     ForgetReport,
@@ -243,6 +244,7 @@ class StageDone(Message, frozen=True):
     crossing_s: Seconds = 0.0  # of that, the slowest worker's exchange with other nodes
     staging_bytes: Count = 0  # the most that one worker holds in its own buffers
     converted_bytes: Count = 0  # read again for conversions
+    crossing: Crossing = Crossing()  # what came here from other nodes
 
 
 class StageFailed(Message, frozen=True):
@@ -434,6 +436,8 @@ class Stage(Message, frozen=True):
     timeout_s: Seconds = 60.0
     verify: bool = True  # compare what is written with its source, and digest the version once it is live
     run: Label = ""  # of the version
+    base: Count | None = None  # a version that targets may still hold: what crosses may be sent as changes to it
+    base_run: Label = ""
 
 
 class StageSpare(Message, frozen=True):

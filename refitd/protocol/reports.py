@@ -44,6 +44,31 @@ class SourceReport(Value, frozen=True):
     replica: Label = ""
 
 
+class Crossing(Value, frozen=True):
+    """What came from other nodes: `bytes` that ranks needed, for which `crossed_bytes` were sent.
+
+    Of `bytes`, `delta_bytes` came as changes to the version before; of these, `changed_bytes` had changed.
+    """
+
+    bytes: Count = 0
+    crossed_bytes: Count = 0
+    delta_bytes: Count = 0
+    changed_bytes: Count = 0
+
+    def __add__(self, other: Crossing) -> Crossing:
+        return Crossing(
+            self.bytes + other.bytes,
+            self.crossed_bytes + other.crossed_bytes,
+            self.delta_bytes + other.delta_bytes,
+            self.changed_bytes + other.changed_bytes,
+        )
+
+    @property
+    def changed(self) -> float | None:
+        """The share that had changed of what was compared; None if nothing was."""
+        return self.changed_bytes / self.delta_bytes if self.delta_bytes else None
+
+
 class SwapReport(Message, frozen=True):
     """How a swap ended, or its present state."""
 
@@ -71,6 +96,7 @@ class SwapReport(Message, frozen=True):
     kept_tensors: Count = 0  # of all targets that took part: they keep their own values, nothing of them was sent
     kept_bytes: Count = 0
     cause: SwapCause = SwapCause.NONE  # the kind of `reason`
+    crossing: Crossing = Crossing()
 
     @property
     def seeds(self) -> tuple[str, ...]:

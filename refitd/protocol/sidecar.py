@@ -76,13 +76,31 @@ class LoadJob(Message, frozen=True):
     converts: bool = False
 
 
+class HeldBase(Value, frozen=True):
+    """What a job reads or writes in `arena` lies in arena `held_in` as it was in an earlier version.
+
+    `version` identifies that version in the whole cluster. `held_in` may be `arena`, where a job writes.
+    """
+
+    arena: Count
+    held_in: Count
+    version: Name
+
+
 class RunJob(Message, frozen=True):
-    """Run a loaded job once; a job of an epoch must end within `timeout_s`."""
+    """Run a loaded job once; a job of an epoch must end within `timeout_s`, and may use `bases`."""
 
     job: Count
     run: Count
     verify: bool = True
     timeout_s: Seconds = 0.0
+    bases: tuple[HeldBase, ...] = ()
+
+
+class DropBases(Message, frozen=True):
+    """Compare nothing with a run's bases any more: somebody waits for their memory. Reply: BasesDropped, always."""
+
+    run: Count
 
 
 class DropJob(Message, frozen=True):
@@ -159,6 +177,12 @@ class RunProgress(Message, frozen=True):
     bytes_done: Count
 
 
+class BasesDropped(Message, frozen=True):
+    """What this run sends is no longer compared with anything: the rest of it goes whole."""
+
+    run: Count
+
+
 class RunDone(Message, frozen=True):
     """Every copy is written; with `verify`, each was compared with its source and is equal."""
 
@@ -167,15 +191,22 @@ class RunDone(Message, frozen=True):
     bytes: Count
     seconds: Seconds
     staging_bytes: Count = 0  # held in the worker's own buffers
+    crossed_bytes: Count = 0  # that came from other nodes
+    delta_bytes: Count = 0  # that came as deltas, counted whole
+    changed_bytes: Count = 0  # of these, what had changed
 
 
 class RunFailed(Message, frozen=True):
-    """The job failed; `copy` is the index of the failed copy, if known."""
+    """The job failed; `copy` is the index of the failed copy, if known.
+
+    `is_base_wrong`: what this worker made of a base and a delta is not what was sent.
+    """
 
     run: Count
     reason: Text
     copy: Count | None = None
     differs: bool = False  # what was written differs from its source
+    is_base_wrong: bool = False
 
 
 class DigestsTaken(Message, frozen=True):
@@ -229,6 +260,7 @@ ToWorker = (
     | ExchangeArenas
     | LoadJob
     | RunJob
+    | DropBases
     | DropJob
     | TakeDigests
     | CompareSpans
@@ -238,7 +270,16 @@ ToWorker = (
     | WarmUp
 )
 FromWorker = (
-    WorkerReady | RunProgress | RunDone | RunFailed | DigestsTaken | SpansCompared | LanePut | EpochJoined | EpochFailed
+    WorkerReady
+    | RunProgress
+    | BasesDropped
+    | RunDone
+    | RunFailed
+    | DigestsTaken
+    | SpansCompared
+    | LanePut
+    | EpochJoined
+    | EpochFailed
 )
 DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, too
 DescriptorReply = Greeting | ArenaDescriptor | Failure

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from refitd.addressing.between_nodes import TransferList
 from refitd.buffers.arena import MappedArena
@@ -19,6 +22,7 @@ from refitd.worker.devices import Devices, torch_with_one_thread
 
 if TYPE_CHECKING:
     from refitd.buffers.cuda import MappedDeviceArena
+    from refitd.copy_services.pieces import Piece
 
 # Progress is reported at most this often, however small the messages are.
 PROGRESS_BYTES = 8 << 20
@@ -98,22 +102,67 @@ class Exchanges:
         rows = TransferList.from_bytes(block)
         on_gpus = self._devices.mapped(rows.arenas()) if self._devices is not None else {}
         arenas: dict[int, MappedArena | MappedDeviceArena] = {**self._arenas, **on_gpus}
+        pieces: list[Piece] = []
         try:
             for row in range(len(rows)):
                 note = service.send if rows.is_send[row] else service.receive
-                piece = piece_of(rows, row, arenas)
+                pieces.append(piece := piece_of(rows, row, arenas))
                 note(int(rows.task_id[row]), piece, service.ranks[int(rows.peer[row])], part=int(rows.part[row]))
         except BaseException:
             service.hold()  # forget the transfers of a refused job
             raise
         gpus = sorted({arena.device for arena in on_gpus.values()})
-        return _ExchangeJob(service, service.hold(), int((rows.is_send == 0).sum()), gpus)
+        return ExchangeJob(service, service.hold(), rows, pieces, self._arenas, gpus)
 
 
-class _ExchangeJob(PreparedJob):
-    def __init__(self, service: ExchangeService, transfers: Transfers, receives: int, gpus: list[int]) -> None:
-        self._service, self._transfers, self._receives = service, transfers, receives
-        self._gpus = gpus  # that hold the pieces
+class ExchangeJob(PreparedJob):
+    """Transfers of one worker. `pieces` are this end of `rows`; `gpus` hold some of them."""
+
+    def __init__(
+        self,
+        service: ExchangeService,
+        transfers: Transfers,
+        rows: TransferList,
+        pieces: list[Piece],
+        arenas: Mapping[int, MappedArena],
+        gpus: list[int],
+    ) -> None:
+        self._service, self._transfers, self._gpus = service, transfers, gpus
+        self._rows, self._pieces, self._arenas = rows, pieces, arenas
+        self._receives = int((rows.is_send == 0).sum())
+        self._ends_comparing: Callable[[], bool] = lambda: False
+        self._held_in: dict[int, int] = {}  # arena -> where its base is held, in the last run
+        self._bases: list[Piece | None] = [None] * len(rows)
+
+    def use(self, bases: Sequence[sidecar.HeldBase], ends_comparing: Callable[[], bool]) -> None:
+        """Tell where this end holds an earlier version, for the next run. Arenas on GPUs are not looked at.
+
+        `ends_comparing` is asked during the run whether what is left to send must go whole.
+
+        Raises:
+            TransportError: an arena is not mapped here, or is shorter.
+        """
+        from refitd.copy_services.pieces import Base
+
+        self._ends_comparing = ends_comparing
+        of_arena = {base.arena: base for base in bases if {base.arena, base.held_in} <= self._arenas.keys()}
+        held_in = {base.arena: base.held_in for base in of_arena.values()}
+        if held_in != self._held_in:
+            self._bases, self._held_in = self._bases_in(held_in), held_in
+        for piece, base, arena in zip(self._pieces, self._bases, self._rows.arena.tolist(), strict=True):
+            piece.base = None if base is None else Base(base, of_arena[arena].version)
+
+    def _bases_in(self, held_in: Mapping[int, int]) -> list[Piece | None]:
+        from refitd.copy_services.arena_pieces import piece_of
+
+        arenas = self._rows.arena.tolist()
+        there = np.array([held_in.get(arena, arena) for arena in arenas], np.int64)
+        rows = replace(self._rows, arena=there, is_send=np.ones_like(there))  # they are only read
+        found: list[Piece | None] = [None] * len(rows)
+        for row, arena in enumerate(arenas):
+            if arena in held_in:
+                found[row] = self._pieces[row] if held_in[arena] == arena else piece_of(rows, row, self._arenas)
+        return found
 
     def run(self, *, verify: bool, on_progress: Callable[[int], None], timeout: float | None = None) -> RunResult:
         """See PreparedJob.run."""
@@ -121,6 +170,10 @@ class _ExchangeJob(PreparedJob):
 
         def progress(arrived: int) -> None:
             nonlocal told
+            if self._held_in and self._ends_comparing():
+                for piece, is_send in zip(self._pieces, self._rows.is_send.tolist(), strict=True):
+                    if is_send:
+                        piece.base = None
             if arrived >= told + PROGRESS_BYTES:
                 told = arrived
                 on_progress(arrived)
@@ -132,4 +185,12 @@ class _ExchangeJob(PreparedJob):
 
                 streams.enter_context(on_streams(self._gpus, timeout, "what crosses between nodes"))
             result = self._service.run(timeout, self._transfers, verify=verify, on_progress=progress)
-        return RunResult(self._receives, result.received_bytes, result.seconds, result.staging_bytes)
+        return RunResult(
+            self._receives,
+            result.received_bytes,
+            result.seconds,
+            result.staging_bytes,
+            result.crossed_bytes,
+            result.delta_bytes,
+            result.changed_bytes,
+        )

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from refitd.addressing.conversions import ConversionList
 from refitd.addressing.copies import CopyList
@@ -22,7 +23,7 @@ from refitd.protocol import sidecar
 from refitd.protocol.codec import Decoder, encode
 from refitd.worker import digests
 from refitd.worker.devices import Devices
-from refitd.worker.exchanges import Exchanges
+from refitd.worker.exchanges import ExchangeJob, Exchanges
 
 
 class DaemonLink:
@@ -66,6 +67,18 @@ class DaemonLink:
                     raise DeadlineExceeded(f"nobody left {key!r} within {timeout:.1f} s")
         finally:
             self._connection.settimeout(None)
+
+    def take(self, wanted: sidecar.ToWorker, values: dict[tuple[str, str], bytes]) -> bool:
+        """Return whether this message has arrived, and remove it; other messages are kept for `next`."""
+        try:
+            self._take_in(values, 0.0)
+        finally:
+            self._connection.settimeout(None)
+        found = next((at for at, (kept, _) in enumerate(self._kept) if kept == wanted), None)
+        if found is None:
+            return False
+        del self._kept[found]
+        return True
 
     def _take_in(self, values: dict[tuple[str, str], bytes], wait: float) -> None:
         """Sort all received messages into values and others; wait up to `wait` seconds for the first one."""
@@ -153,10 +166,12 @@ class Worker:
                 self._exchanges.warm_up(service)
             case sidecar.LoadJob(job, nbytes, epoch, converts):
                 self._jobs[job] = self._load(_only(fds), nbytes, epoch, converts)
+            case sidecar.DropBases(run):
+                self._daemon.say(sidecar.BasesDropped(run=run))  # it has ended
             case sidecar.DropJob(job):
                 self._jobs.pop(job, None)
-            case sidecar.RunJob(job, run, verify, timeout_s):
-                self._run(job, run, verify, timeout_s)
+            case sidecar.RunJob():
+                self._run(message)
             case sidecar.TakeDigests():
                 self._daemon.say(digests.taken(message, {**self._arenas, **self._devices.arenas}))
             case sidecar.CompareSpans():
@@ -185,8 +200,8 @@ class Worker:
         except (RefitdError, ValueError) as exc:
             return str(exc)
 
-    def _run(self, job: int, run: int, verify: bool, timeout_s: float) -> None:
-        prepared = self._jobs.get(job, f"job {job} is not loaded")
+    def _run(self, message: sidecar.RunJob) -> None:
+        run, prepared = message.run, self._jobs.get(message.job, f"job {message.job} is not loaded")
         if isinstance(prepared, str):
             self._daemon.say(sidecar.RunFailed(run=run, reason=prepared))
             return
@@ -194,14 +209,27 @@ class Worker:
         def progress(bytes_done: int) -> None:
             self._daemon.say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
 
-        self._perform(run, lambda: prepared.run(verify=verify, on_progress=progress, timeout=timeout_s or None))
+        def perform() -> RunResult:
+            if isinstance(prepared, ExchangeJob):
+                prepared.use(message.bases, partial(self._ends_comparing, run))
+            return prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
+
+        self._perform(run, perform)
+
+    def _ends_comparing(self, run: int) -> bool:
+        """Whether the daemon wants the memory of this run's bases; it is told that nothing reads it any more."""
+        is_asked = self._daemon.take(sidecar.DropBases(run=run), self._values)
+        if is_asked:
+            self._daemon.say(sidecar.BasesDropped(run=run))
+        return is_asked
 
     def _perform(self, run: int, perform: Callable[[], RunResult]) -> None:
         try:
             result = perform()
         except DigestMismatch as exc:
             copy = exc.copy if exc.copy >= 0 else None
-            self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc), copy=copy, differs=True))
+            found = sidecar.RunFailed(run, str(exc), copy, differs=True, is_base_wrong=exc.is_base_wrong)
+            self._daemon.say(found)
         except RefitdError as exc:
             self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc)))
         else:
@@ -212,6 +240,9 @@ class Worker:
                     bytes=result.bytes,
                     seconds=result.seconds,
                     staging_bytes=result.staging_bytes,
+                    crossed_bytes=result.crossed_bytes,
+                    delta_bytes=result.delta_bytes,
+                    changed_bytes=result.changed_bytes,
                 )
             )
 

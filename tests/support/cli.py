@@ -157,6 +157,14 @@ TRACE = TraceReport(
 )
 
 
+HISTORY = HistoryReport(
+    swaps=(
+        HistoryEntry(swap="s2", model="policy", version=8, state="decided", at=86400.0),
+        HistoryEntry(swap="s1", model="policy", version=7, state="committed", at=0.0, report=COMMITTED),
+    )
+)
+
+
 @dataclass
 class FakeClient:
     """Answers from memory and remembers what it was asked."""
@@ -166,6 +174,7 @@ class FakeClient:
     plan_result: PlanReport | RefitdError = PLAN
     abort_result: RefitdError | None = None
     verify_result: VerifyReport | RefitdError = PROVEN
+    history_result: HistoryReport = HISTORY
     asked: list[tuple] = field(default_factory=list)
     closed: bool = False
 
@@ -179,12 +188,7 @@ class FakeClient:
 
     def history(self, model="", limit=20):
         self.asked.append(("history", model, limit))
-        return HistoryReport(
-            swaps=(
-                HistoryEntry(swap="s2", model="policy", version=8, state="decided", at=86400.0),
-                HistoryEntry(swap="s1", model="policy", version=7, state="committed", at=0.0, report=COMMITTED),
-            )
-        )
+        return self.history_result
 
     def trace(self, model, swap=""):
         self.asked.append(("trace", model, swap))

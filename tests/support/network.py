@@ -37,9 +37,10 @@ class TwoHosts:
     addresses = ("10.77.0.1", "10.77.0.2")
     coordinator = "10.77.0.3"  # another address of a, for what is to be out of reach alone
 
-    def __init__(self) -> None:
-        self.names = tuple(f"rf{os.getpid()}{side}" for side in "ab")
-        self._cables = tuple(f"v{os.getpid() % 10**8}{side}" for side in "ab")
+    def __init__(self, which: str = "") -> None:
+        """Make them; `which` tells several pairs of one process apart by its first letter."""
+        self.names = tuple(f"rf{os.getpid()}{which[:1]}{side}" for side in "ab")
+        self._cables = tuple(f"v{os.getpid() % 10**8}{which[:1]}{side}" for side in "ab")
         try:
             for name in self.names:
                 _must("ip", "netns", "add", name)

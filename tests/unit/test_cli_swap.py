@@ -8,7 +8,18 @@ import pytest
 from msgspec import structs
 
 from refitd.errors import PlanError, RefitFailed, RefusedError
-from refitd.protocol.reports import Difference, MemberProof, SourceReport, SwapFailed, SwapReport, VerifyReport
+from refitd.protocol.reports import (
+    Crossing,
+    Difference,
+    HistoryEntry,
+    HistoryReport,
+    MemberProof,
+    SourceReport,
+    SwapFailed,
+    SwapReport,
+    VerifyReport,
+)
+from refitd.states import SwapOutcome
 from tests.support.cli import ABORTED, COMMITTED, FakeClient, run
 
 
@@ -42,6 +53,20 @@ def test_history_shows_how_swaps_ended_and_which_are_open():
     assert any("s2" in line and "decided" in line and "1970-01-02" in line for line in lines)
     assert any("s1" in line and "committed" in line for line in lines)
     assert json.loads(run(client, "history", "--json").stdout)["swaps"][1]["report"]["outcome"] == "committed"
+
+
+def test_what_crossed_and_what_had_changed_is_shown():
+    crossing = Crossing(2_000_000_000, 31_000_000, 1_600_000_000, 16_320_000)
+    report = structs.replace(COMMITTED, crossing=crossing)
+    ran = run(FakeClient(swap_result=report), "swap", "policy")
+    assert "between nodes: 31 MB for 2 GB; 1.02% of 1.6 GB had changed since the version before" in ran.stdout
+    entry = HistoryEntry("s1", "policy", 7, SwapOutcome.COMMITTED, 0.0, report=report)
+    client = FakeClient(history_result=HistoryReport(swaps=(entry,)))
+    shown = run(client, "history", "policy").stdout
+    assert "31 MB" in shown and "1.02%" in shown
+    first = structs.replace(COMMITTED, crossing=Crossing(2_000_000_000, 2_000_000_100))
+    assert "between nodes: 2 GB for 2 GB, sent whole" in run(FakeClient(swap_result=first), "swap", "policy").stdout
+    assert "between nodes" not in run(FakeClient(), "swap", "policy").stdout
 
 
 def test_swap_without_options_leaves_the_choice_to_the_coordinator():

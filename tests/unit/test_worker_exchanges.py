@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from refitd.copy_services.base import Capabilities
 from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.registry import Backend, Registry
 from refitd.errors import DeadlineExceeded, TransportError
-from refitd.protocol.sidecar import JoinEpoch
+from refitd.protocol.sidecar import HeldBase, JoinEpoch
 from refitd.worker.exchanges import Exchanges
 
 
@@ -78,6 +79,64 @@ def joined(service: Any, timeout_s: float, arenas: Any = None) -> Exchanges:
     )
     exchanges.join(message, service)
     return exchanges
+
+
+class Looking(Noting):
+    """Runs nothing, and looks at the bases of the noted pieces before and after each report of progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Any] = []
+        self.bases: list[list[str | None]] = []
+
+    def send(self, task_id: int, piece: Any, peer: int, *, part: int) -> None:
+        self.pieces.append(piece)
+
+    receive = send
+
+    def run(self, timeout: float, transfers: Any, *, verify: bool, on_progress: Any) -> Any:
+        from refitd.copy_services.exchange import ExchangeResult
+
+        for _ in range(3):
+            self.bases.append([piece.base and piece.base.version for piece in self.pieces])
+            on_progress(0)
+        return ExchangeResult(0, 0, 0, 0, 0.0)
+
+
+def test_a_job_uses_the_bases_of_a_run_until_it_is_told_that_they_are_wanted() -> None:
+    pytest.importorskip("torch")
+    arenas = {}
+    for number in (3, 4, 5):
+        fd = memory.create(4096, "test")
+        arenas[number] = MappedArena(fd, 4096, write=number != 4)
+        os.close(fd)
+    arenas[5].bytes[:] = 5
+    service = Looking()
+    anything: Any = service
+    exchanges = joined(lambda epoch: anything, 5.0, arenas)
+    rows = TransferList.from_bytes(receives(0, 100))
+    both = replace(rows, is_send=np.array([1, 0]), arena=np.array([4, 3]))
+    job = exchanges.prepare("e", both.to_bytes())
+    bases = (HeldBase(4, 5, "v1"), HeldBase(3, 3, "v1"), HeldBase(9, 9, "v1"))  # the last is in no row
+    asked = iter([False, True, False])
+    job.use(bases, lambda: next(asked))
+    job.run(verify=True, on_progress=lambda arrived: None)
+    assert service.bases == [["v1", "v1"], ["v1", "v1"], [None, "v1"]], "what is received still needs its base"
+    sent, received = service.pieces
+    assert received.base.piece is received
+    job.use((HeldBase(4, 5, "v2"),), lambda: False)
+    assert sent.base.version == "v2" and received.base is None
+    packed = torch_bytes(10)
+    sent.base.piece.pack(0, 10, packed)
+    assert packed.tolist() == [5] * 10
+    job.use((), lambda: False)
+    assert sent.base is None
+
+
+def torch_bytes(count: int) -> Any:
+    import torch
+
+    return torch.zeros(count, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("timeout_s", [0.01, 0.4])

@@ -1,0 +1,43 @@
+"""Which of this node's ranks hold the version that a swap's deltas may be taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+from refitd.daemon.members import LocalMember
+from refitd.protocol.cluster import Stage
+from refitd.protocol.sidecar import HeldBase
+
+
+def source_bases(stage: Stage, sources: Iterable[LocalMember]) -> list[HeldBase]:
+    """Return what these ranks hold of `stage.base` beside the version to be sent, in slots that are then compared."""
+    found = []
+    for member in sources:
+        slots = {slot.version: slot for slot in member.slots}
+        new, base = slots.get(stage.version), slots.get(stage.base)
+        is_held = stage.base is not None and new is not None and base is not None and member.run == stage.base_run
+        if is_held and new is not None and base is not None and not member.waiting:  # it would wait for the slot
+            base.compared.add(stage.swap)
+            found.append(HeldBase(new.arena, base.arena, _name(stage, member)))
+    return found
+
+
+def target_bases(stage: Stage, targets: Iterable[LocalMember]) -> list[HeldBase]:
+    """Return what these ranks hold of `stage.base`, whole and proven. To be asked before they are staged into.
+
+    A rank that is written in place gets every version whole: a wrong base would leave it poisoned.
+    """
+    return [
+        HeldBase(member.staging, member.live_arena if member.flips else member.staging, _name(stage, member))
+        for member in targets
+        if not (member.in_place or member.distrusts_base)
+        and stage.base is not None
+        and (member.state.holds, member.state.run) == (stage.base, stage.base_run)
+    ]
+
+
+def _name(stage: Stage, member: LocalMember) -> str:
+    """Return what identifies a version in the whole cluster: model, number and run."""
+    return xxhash.xxh3_128_hexdigest(repr((member.registration.model, stage.base, stage.base_run)).encode())

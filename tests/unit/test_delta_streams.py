@@ -1,0 +1,227 @@
+"""Two processes' ends of a gloo group (here: two threads) exchange what has changed; whatever is wrong is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from numpy.testing import assert_array_equal
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from refitd.copy_services.arena_pieces import ArenaPiece
+from refitd.copy_services.base import DigestMismatch
+from refitd.copy_services.conversions import converted
+from refitd.copy_services.delta_codec import Form, Note
+from refitd.copy_services.gloo import GlooService
+from refitd.copy_services.pace import Pace
+from refitd.copy_services.pieces import Base
+from refitd.errors import RefitdError, TransportError
+
+Words = np.ndarray
+TIMEOUT_S = 20.0
+MESSAGE_BYTES = 64 << 10
+FLOAT32_TO_BFLOAT16 = 1
+
+
+class Ends:
+    """A sender and a receiver; each has a thread."""
+
+    def __init__(self, sender: type[GlooService] = GlooService) -> None:
+        store = dist.HashStore()
+        self._threads = ThreadPoolExecutor(2)
+        kinds = (sender, GlooService)
+
+        def join(rank: int) -> GlooService:
+            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=TIMEOUT_S)
+            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
+            group = ProcessGroupGloo(store, rank, 2, options)
+            return kinds[rank](group, labels=("sender", "receiver"), message_bytes=MESSAGE_BYTES)
+
+        self.services = list(self._threads.map(join, range(2)))
+
+    def run(
+        self, sent: list[ArenaPiece], received: list[ArenaPiece], *, verify: bool = True, timeout: float = TIMEOUT_S
+    ) -> list[Any]:
+        """Return each end's result, or its error."""
+        for number, (give, take) in enumerate(zip(sent, received, strict=True)):
+            self.services[0].send(number, give, 1)
+            self.services[1].receive(number, take, 0)
+
+        def one(service: GlooService) -> Any:
+            try:
+                return service.run(timeout, verify=verify)
+            except RefitdError as exc:
+                return exc
+
+        return list(self._threads.map(one, self.services))
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    found = Ends()
+    yield found
+    found.close()
+
+
+def based(words: Words, base: Words, cast: int = 0, version: str = "v1") -> ArenaPiece:
+    """A piece whose elements were those of `base` in an earlier version."""
+    element = 2 if cast else words.itemsize
+    piece = ArenaPiece(words, cast, element)
+    piece.base = Base(piece if base is words else ArenaPiece(base, cast, element), version)
+    return piece
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[Words, Words, int, bool]:
+    """New words, those before, their conversion, and whether they lie in columns."""
+    cast = draw(st.sampled_from([0, 0, FLOAT32_TO_BFLOAT16]))
+    kind = np.uint32 if cast else draw(st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]))
+    shape = draw(st.sampled_from([(1,), (37,), (40, 30), (131, 257), (3, 30_000), (1, 5, 7)]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    before = random.integers(0, 256, int(np.prod(shape)) * np.dtype(kind).itemsize, np.uint8).view(kind).reshape(shape)
+    new, share = before.copy(), draw(st.sampled_from([0.0, 0.001, 0.02, 0.5, 1.0]))
+    flat = new.reshape(-1).view(np.uint8).reshape(new.size, -1)
+    flat[random.random(new.size) < share, -1] ^= 1
+    return new, before, cast, draw(st.booleans())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(boxes(), min_size=1, max_size=6), st.booleans(), st.booleans())
+def test_what_arrives_is_what_was_sent(
+    ends: Ends, cases: list[tuple[Words, Words, int, bool]], beside: bool, all_based: bool
+) -> None:
+    """Over the version before, or `beside` it, as where arenas are exchanged; contiguous or not; converted or not."""
+    sent, received, wanted, places = [], [], [], []
+    for number, (new, before, cast, in_columns) in enumerate(cases):
+        want, held = (converted(cast, words) if cast else words for words in (new, before))
+        if in_columns:
+            held = np.asfortranarray(held)
+        held = held.copy(order="K")
+        place = np.zeros_like(held) if beside else held
+        give, take = based(new, before, cast), based(place, held)
+        if not all_based and number % 2:
+            give.base = take.base = None
+        sent, received = [*sent, give], [*received, take]
+        wanted, places = [*wanted, want], [*places, place]
+    given_, taken = ends.run(sent, received)
+    assert not isinstance(taken, Exception), taken
+    assert not isinstance(given_, Exception), given_
+    for want, place in zip(wanted, places, strict=True):
+        assert place.tobytes() == want.tobytes()
+    whole = sum(want.nbytes for want in wanted)
+    assert taken.received_bytes == whole
+    assert taken.changed_bytes <= taken.delta_bytes <= whole
+    assert taken.crossed_bytes <= whole + 400 + 16 * (whole // 1000)
+
+
+def test_little_crosses_where_little_has_changed(ends: Ends) -> None:
+    before = np.arange(2_000_000, dtype=np.uint16)
+    new, live = before.copy(), before.copy()
+    new[::100] ^= 7
+    _, taken = ends.run([based(new, before)], [based(live, live)])
+    assert_array_equal(live, new)
+    assert (taken.received_bytes, taken.delta_bytes, taken.changed_bytes) == (4_000_000, 4_000_000, 40_000)
+    assert taken.crossed_bytes <= 0.016 * 4_000_000
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_only_equal_bases_are_used_and_only_where_digests_prove_it(ends: Ends, verify: bool) -> None:
+    before = np.zeros(100_000, np.uint16)
+    for version in ("v0", "v1"):
+        new, live = before + np.uint16(5), before.copy()
+        new[7] = 1
+        _, taken = ends.run([based(new, new.copy())], [based(live, live, version=version)], verify=verify)
+        if verify and version == "v1":  # the sender's "v1" is another than the receiver's
+            assert isinstance(taken, DigestMismatch)
+            continue
+        assert_array_equal(live, new)
+        assert taken.delta_bytes == 0
+
+
+def test_a_base_that_was_changed_is_found_by_who_holds_it(ends: Ends) -> None:
+    before = np.arange(300_000, dtype=np.uint16)
+    new, held = before.copy(), before.copy()
+    new[5], held[70_000] = 1, 2
+    place = np.zeros_like(held)
+    given_, taken = ends.run([based(new, before)], [based(place, held)])
+    assert isinstance(taken, DigestMismatch) and taken.is_base_wrong
+    assert isinstance(given_, DigestMismatch) and not given_.is_base_wrong
+    assert held[70_000] == 2, "what is held is only read"
+    # the ends can still be used, and whole messages need no base
+    plain = ArenaPiece(place, 0, 2)
+    assert not isinstance(ends.run([ArenaPiece(new, 0, 2)], [plain])[1], Exception)
+    assert_array_equal(place, new)
+
+
+class Liar(GlooService):
+    """Says of each message that it comes as `note`, with `body`."""
+
+    note = Note(Form.GAPS_8, 1, 3)
+    body = bytes(3)
+
+    def _line(self, stream: Any, move: Any) -> Any:
+        line = super()._line(stream, move)
+        liar = type(self)
+
+        def note(number: int) -> bytes:
+            line_note(number)
+            return liar.note.to_bytes()
+
+        if stream.is_send and stream.has_bases:
+            line_note, line._note = line._note, note
+            line._length = lambda number: len(liar.body)
+            body = torch.frombuffer(bytearray(liar.body or b"-"), dtype=torch.uint8)
+            line._post_body = lambda number: self._post(stream, number, body)
+        return line
+
+
+@pytest.mark.parametrize(
+    ("note", "body", "found"),
+    [
+        (Note(Form.GAPS_8, 1, 300_000), b"", "cannot come in form"),
+        (Note(Form.GAPS_8, 1000, 30), b"", "cannot come in form"),
+        (Note(9, 1, 3), b"", "cannot come in form 9"),  # type: ignore[arg-type]
+        (Note(Form.GAPS_16, 1, 4), b"ab\xf0\xff", "positions, up to 65520, in a message of 1000 words"),
+        (Note(Form.GAPS_8, 2, 6), b"abcd\x01\xff", "a delta of 2 words has 1 positions"),
+        (Note(Form.GAPS_8, 1, 3), b"ab\x01", "read; something else writes"),
+    ],
+)
+def test_a_delta_that_cannot_be_is_refused(note: Note, body: bytes, found: str) -> None:
+    kind = type("Told", (Liar,), {"note": note, "body": body})
+    ends = Ends(kind)
+    try:
+        before = np.arange(1000, dtype=np.uint16)
+        live = before.copy()
+        _, taken = ends.run([based(before + np.uint16(0), before)], [based(live, live)], timeout=0.4)
+        assert isinstance(taken, TransportError) and found in str(taken)
+    finally:
+        ends.close()
+
+
+def test_deltas_that_are_slower_rest_and_are_tried_again() -> None:
+    pace = Pace()
+    asked = []
+    for _ in range(12):
+        wants = pace.wants_deltas()
+        asked.append(wants)
+        pace.took(10.0 if wants else 5.0, 1000, as_deltas=wants)
+        pace.whole = pace.whole or 200.0
+    assert asked == [True] * 3 + [False] + [True] + [False] * 2 + [True] + [False] * 4
+    pace = Pace(whole=200.0)
+    for seconds in (5.0, 0.5, 5.59, 0.1):
+        pace.took(seconds, 1000, as_deltas=True)
+        assert pace.wants_deltas()
