@@ -373,7 +373,7 @@ class LocalSwaps:
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_done(run, message)
-            case sidecar.RunFailed(number, reason, copy, is_base_wrong):
+            case sidecar.RunFailed(number, reason, copy, is_base_wrong=is_base_wrong):
                 run = self._jobs.end(number)
                 if run is not None and is_base_wrong:
                     self._distrust(run)
