@@ -15,6 +15,7 @@ import zmq
 
 import refitd
 from refitd.buffers import handoff
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.testing import Daemon
 from tests.support import programs
 from tests.support.two_replicas import Fleet
@@ -86,7 +87,7 @@ def open_session(daemon: Daemon, raw: RawClient) -> socket.socket:
     descriptors = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors.connect(str(daemon.directory / "refitd.fds"))
     greeting = msgpack.unpackb(handoff.receive(descriptors)[0])[1]
-    assert raw.say({"type": "Hello", "protocol": 1, "token": greeting["token"]})["type"] == "Welcome"
+    assert raw.say({"type": "Hello", "protocol": PROTOCOL_VERSION, "token": greeting["token"]})["type"] == "Welcome"
     return descriptors
 
 
@@ -123,7 +124,7 @@ def test_messages_that_make_no_sense_are_refused_and_change_nothing(fleet: Fleet
 
 def test_nobody_is_heard_without_a_token(fleet: Fleet, raw: RawClient) -> None:
     assert "Hello" in str(raw.say({"type": "GetStatus"})["message"])
-    refusal = raw.say({"type": "Hello", "protocol": 1, "token": b"0" * 16})
+    refusal = raw.say({"type": "Hello", "protocol": PROTOCOL_VERSION, "token": b"0" * 16})
     assert refusal["type"] == "Failure" and "token" in str(refusal["message"])
     with open_session(fleet.daemon, raw):
         assert raw.say({"type": "GetStatus"})["type"] == "StatusReport"
@@ -131,7 +132,7 @@ def test_nobody_is_heard_without_a_token(fleet: Fleet, raw: RawClient) -> None:
 
 def test_another_protocol_version_is_refused_with_both_numbers(fleet: Fleet, raw: RawClient) -> None:
     answer = raw.say({"type": "Hello", "protocol": 99, "token": b""})
-    assert "protocol 99" in str(answer["message"]) and "the daemon 1" in str(answer["message"])
+    assert "protocol 99" in str(answer["message"]) and f"the daemon {PROTOCOL_VERSION}" in str(answer["message"])
 
 
 def test_frames_that_are_no_messages_are_refused(fleet: Fleet, raw: RawClient) -> None:
