@@ -14,6 +14,7 @@ from refitd.coordinator.state import Coordinator
 from refitd.errors import RefitdError
 from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, shards
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus, SwapProgress, SwapReport
 
@@ -114,7 +115,9 @@ class Harness:
 
     def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> Self:
         status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
-        assert isinstance(self.say(node, cluster.NodeHello(protocol=1, status=status))[-1], cluster.NodeWelcome)
+        assert isinstance(
+            self.say(node, cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status))[-1], cluster.NodeWelcome
+        )
         return self
 
     def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from refitd import ParameterMetadata
 from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.reports import NodeStatus
 from refitd.protocol.shards import shard_of
@@ -39,7 +40,7 @@ class Sim:
 
     def hello(self) -> None:
         status = NodeStatus(node=self.name, host="h", pid=self.pid, workers=(), clients=0, arenas=0, arena_bytes=0)
-        self.outbox.append(cluster.NodeHello(protocol=1, status=status, live=tuple(self.live.values())))
+        self.outbox.append(cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status, live=tuple(self.live.values())))
 
     def introduce(self, member: str) -> None:
         source = member == "src"

@@ -12,6 +12,7 @@ from refitd.errors import ArenaError
 from refitd.plan.build import plan_copies
 from refitd.plan.regions import RegionTable
 from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.shards import Place, metadata_of, shard_of
 from tests.support.shards import describe, whole
 
@@ -36,7 +37,7 @@ class Harness:
         self.refuse_with: local.Failure | None = None
         self.no_memory: ArenaError | None = None  # for the next arenas
         self.no_memory_times = 1
-        self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
+        self.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="b")))
         self.feed(act.SessionOpened(1, 100, "client"))
 
     def feed(self, *events: act.Event) -> None:

@@ -12,6 +12,7 @@ from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import RefusedError
 from refitd.events import Tick
 from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION
 from tests.support.daemon_harness import FC1, SOURCE, TARGET, Harness, regions
 
 SESSIONS = (1, 2, 3)
@@ -99,7 +100,7 @@ class DaemonMachine(RuleBasedStateMachine):
     @rule()
     def coordinator_is_another(self) -> None:
         self.boots += 1
-        self.h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot=f"b{self.boots}")))
+        self.h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=f"b{self.boots}")))
 
     @precondition(lambda self: self.runs)
     @rule(works=st.booleans(), twice=st.booleans())

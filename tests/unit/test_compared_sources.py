@@ -15,6 +15,7 @@ from refitd.daemon.region_digests import ATTEMPTS
 from refitd.events import Tick
 from refitd.plan.regions import RegionTable
 from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.codec import digest_of, pack
 from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Harness as Fleet
@@ -276,7 +277,7 @@ def test_nothing_is_answered_once_nobody_waits_for_it(how: str) -> None:
     if how == "aborted":
         h.feed(act.CoordinatorSaid(0, cluster.Abort(swap="s", reason="x")))
     else:
-        h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+        h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
     assert h.is_slot_free()
     h.give(worker, message)
     assert h.answer() is None and h.daemon.next_deadline is None

@@ -8,6 +8,7 @@ from refitd.config import Config, ModelConfig
 from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.records import Record
 from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import NodeStatus, StatusReport
 from tests.support.coordinator_harness import Harness, commit, kinds
 
@@ -17,7 +18,7 @@ def lost(h: Harness, *, version: int, run: str = "x", sequence: int = 5, journal
     claim = cluster.LiveClaim("m", version, run, sequence, more.pop("swap", "s"), journal, more.pop("highest", 0))
     node = str(more.get("node", "n0"))
     status = NodeStatus(node=node, host="h", pid=10, workers=(), clients=0, arenas=0, arena_bytes=0)
-    return h.say(node, cluster.NodeHello(protocol=1, status=status, live=(claim,)))
+    return h.say(node, cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status, live=(claim,)))
 
 
 def live_of(h: Harness) -> tuple[object, ...]:

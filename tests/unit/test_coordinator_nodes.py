@@ -8,6 +8,7 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import NodeStatus, StatusReport
 from tests.support.coordinator_harness import Harness, kinds, reports
 
@@ -81,10 +82,10 @@ def test_status_shows_where_targets_stand_as_their_own_daemons_say() -> None:
 def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
     h = Harness().ready()
     status = NodeStatus(node="n0", host="h2", pid=99, workers=(), clients=0, arenas=0, arena_bytes=0)
-    (refusal,) = h.say("other", cluster.NodeHello(protocol=1, status=status))
+    (refusal,) = h.say("other", cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status))
     assert "in use by the daemon with pid 10" in refusal.message
     h.now = NODE_SILENCE_S - 1
-    h.say("other", cluster.NodeHello(protocol=1, status=status))
+    h.say("other", cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status))
     assert h.state.nodes["n0"].status.pid == 99
     assert not h.state.models, "the old daemon's members went with it"
 

@@ -7,6 +7,7 @@ from msgspec import structs
 from refitd.daemon import actions as act
 from refitd.events import Busy, Tick
 from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
 from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness
 
 
@@ -15,7 +16,7 @@ def test_whoever_was_halted_for_a_swap_that_never_began_is_told_to_go_on() -> No
     _, target = h.fleet()
     h.feed(act.CoordinatorSaid(0, cluster.Pause(swap="s", version=1, members=(target,))))
     h.to_client.clear()
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
     (resume,) = [message for _, _, message in h.to_client if isinstance(message, local.Resume)]
     assert (resume.swap, resume.member, resume.is_poisoned) == ("s", target, False)
 
@@ -34,7 +35,7 @@ def test_a_heartbeat_tells_where_targets_stand_that_have_moved_since_the_last_on
     assert (told(), told()) == ([(target, "idle, empty", 0)], [])
     h.done(h.stage())
     assert (told(), told()) == ([(target, "staged swap s, empty", 2)], [])
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
     assert told() == [(target, "staged swap s, empty", 2)]
 
 
@@ -63,7 +64,7 @@ def test_a_new_coordinator_is_told_of_every_member_and_what_it_holds() -> None:
     h.to_coordinator.clear()
     h.feed(act.CoordinatorSaid(0, local.Failure(code="unknown-node", message="hello?")))
     assert h.said(cluster.NodeHello)
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="other")))
     added = {m.member: m for m in h.said(cluster.AddShard)}
     assert added[source].versions == (1,)
     assert added[target].staged == "s"
@@ -88,7 +89,7 @@ def test_what_was_being_staged_is_forgotten_when_a_coordinator_takes_the_node_ba
     source, _ = h.fleet()
     h.stage()
     h.feed(act.CoordinatorSaid(0, local.Failure(code="unknown-node", message="hello?")))
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="b")))
     assert h.restarted == [0, 1], "nothing is written for it any more"
     assert h.publish(source, 2) == local.Done() and h.publish(source, 3) == local.Done(), "and nothing holds a slot"
 
@@ -107,7 +108,7 @@ def test_what_a_target_was_told_to_commit_is_said_to_the_next_coordinator() -> N
     h.done(h.stage())
     h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
     h.to_coordinator.clear()
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
     told = {m.member: m for m in h.said(cluster.AddShard)}
     assert (told[target].staged, told[target].staged_version, told[target].committing) == ("s", 1, True)
 

@@ -8,6 +8,7 @@ from refitd.daemon import actions as act
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.shards import metadata_of
 from tests.support.daemon_harness import SHARD, SOURCE, Harness
 
@@ -67,7 +68,7 @@ def test_a_plan_between_nodes_is_loaded_once_every_lane_has_met_its_peer() -> No
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_new_coordinator_finds_no_plan_nor_epoch_of_the_one_before(loaded: bool) -> None:
     h = crossing(*((0, 1) if loaded else (0,)))
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="other")))
     assert {(w, m.epoch) for w, m in h.to_worker if isinstance(m, sidecar.LeaveEpoch)} == {(0, "e1"), (1, "e1")}
     assert h.stage() == []
     assert "does not have plan p" in h.said(cluster.StageFailed)[0].reason

@@ -7,6 +7,7 @@ import pytest
 from refitd.daemon import actions as act
 from refitd.events import Tick
 from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
 from tests.support.daemon_harness import SHARD, SOURCE, Harness
 
 
@@ -62,7 +63,7 @@ def test_the_coordinator_is_told_in_which_way_each_version_is_given() -> None:
         cluster.ShardPublished(member=source.member, version=2, mode="pulled", mode_reason="it is fast"),
     ]
     # a coordinator that starts anew learns the same
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="other")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="other")))
     added = h.said(cluster.AddShard)[-1]
     assert (added.versions, added.modes) == ((1, 2), ("copied", "pulled"))
     assert (added.mode, added.mode_reason) == ("pulled", "it is fast")
@@ -89,7 +90,7 @@ def test_a_source_that_was_admitted_above_what_was_live_is_refused_lower_numbers
     assert h.publish(source.member, 12) == local.Done()
     # whoever coordinates next is told what it may not publish again, and whose versions these are
     h.to_coordinator.clear()
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="another")))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
     (again,) = h.said(cluster.AddShard)
     assert (again.run, again.newest, again.versions) == ("r2", 12, (12,))
 

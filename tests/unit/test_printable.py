@@ -19,6 +19,7 @@ from refitd.config import load
 from refitd.errors import ConfigError, PlanError, RefitFailed, RefusedError, TransportError, from_code
 from refitd.logs import Escaped, _LineFormatter
 from refitd.protocol import local
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import (
     DescribedMember,
     Difference,
@@ -290,7 +291,7 @@ def test_reasons_of_a_plan_keep_their_lines_and_add_none() -> None:
         local.RegisterTarget(model="m", replica="a\0b", rank=0, world_size=1, shard=described("w")),
         local.RegisterTarget(model="m", replica="r", rank=0, world_size=1, shard=described("w\0")),
         local.StartSwap(model="caf\udce9"),
-        local.Hello(protocol=1, token="t", name="a\0"),
+        local.Hello(protocol=PROTOCOL_VERSION, token="t", name="a\0"),
         local.CreateArena(nbytes=1, label="\0"),
     ],
 )

@@ -15,6 +15,7 @@ from refitd.daemon.publishing import MAX_OPEN
 from refitd.daemon.sessions import MAX_WAITING
 from refitd.errors import ConfigError, ProtocolError, RefusedError
 from refitd.protocol import cluster, local
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import NodeStatus, ReloadReport
 from refitd.protocol.roles import ALL_ROLES, Allowed, check_role, roles_for
 from refitd.protocol.shards import Shard, WireTensor
@@ -61,7 +62,7 @@ def test_message_needs_these_roles(message, roles):
 
 def hello(node: str, pid: int = 10) -> cluster.NodeHello:
     status = NodeStatus(node=node, host="h", pid=pid, workers=(), clients=0, arenas=0, arena_bytes=0)
-    return cluster.NodeHello(protocol=1, status=status)
+    return cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status)
 
 
 def say(h: Fleet, identity: str, message, key: str = "", allowed: Allowed = Allowed("")):  # noqa: B008

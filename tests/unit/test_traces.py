@@ -12,6 +12,7 @@ from refitd.daemon import timeline
 from refitd.daemon.clock import KEPT, Alignment, CoordinatorClock
 from refitd.events import Tick
 from refitd.protocol import cluster, control, local, sidecar
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.traces import MAX_SPANS, CollectTrace, GetTrace, NodeTrace, TraceReport, TraceSpan
 from refitd_cli.chrome_trace import chrome_trace
 from tests.support.cli import FakeClient, run
@@ -170,7 +171,7 @@ def test_the_last_swaps_are_kept_and_each_in_bounds():
 def test_a_swap_keeps_the_alignment_of_its_own_time():
     h = Harness()
     h.fleet()
-    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=1, boot="b", lease_s=10.0)))
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="b", lease_s=10.0)))
     assert part(h, "s").error_s is None
     h.now = 1.0
     h.feed(Tick())
