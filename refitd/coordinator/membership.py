@@ -75,6 +75,7 @@ class Member:
     seeds: bool = False  # target: an arena holds the version that it serves, so that others can be given it
     unfit: bool = False  # target: it could not seed the version that it serves, and is not asked for it again
     unseeded: frozenset[str] = frozenset()  # target: the ranks that could not seed it, as no plan fitted
+    seeded_alone: bool = False  # target: no plan fitted it and others together; until it has been seeded
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again
     tries: int = 0  # target: catch-ups aborted since it registered

@@ -51,7 +51,8 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
         return None
     found = fleet.seeded_by(seeds, joining)
     able = [name for name in joining if _can_follow(found.only({name}), live)]
-    return found.only(able) if able else None
+    alone = [name for name in able if any(m.seeded_alone for m in replicas[name])]
+    return found.only(alone[:1] or able) if able else None
 
 
 def seeds_failed(running: Running) -> bool:
@@ -62,8 +63,9 @@ def seeds_failed(running: Running) -> bool:
     at_fault = [member for member in seeds if member.id == s.culprit]
     for member in at_fault:
         member.unfit = True
-    tried = {member.id for member in seeds}
-    return bool(at_fault) or all(tried <= member.unseeded for member in running.fleet.targets.values())
+    tried, is_alone = {member.id for member in seeds}, _joins_alone(running.fleet)
+    unplanned = all(tried <= m.unseeded if is_alone else m.seeded_alone for m in running.fleet.targets.values())
+    return bool(at_fault) or unplanned
 
 
 def without_unread(running: Running, plan: LoadedPlan) -> None:
@@ -78,9 +80,20 @@ def without_unread(running: Running, plan: LoadedPlan) -> None:
 
 
 def no_plan(fleet: Model) -> None:
-    """Note that no plan fits those that join and these seeds: others seed them, or the sources."""
-    for member in fleet.targets.values():
-        member.unseeded |= {seed.id for seed in fleet.seeds.values()}
+    """Note that no plan fits those that join and these seeds: others seed them, or the sources.
+
+    If several replicas join, one of them may be at fault: each is tried alone first.
+    """
+    seeds = {seed.id for seed in fleet.seeds.values()}
+    for member in fleet.targets.values() if seeds else ():
+        if _joins_alone(fleet):
+            member.unseeded |= seeds
+        else:
+            member.seeded_alone = True
+
+
+def _joins_alone(fleet: Model) -> bool:
+    return len({replica for replica, _ in fleet.targets}) == 1
 
 
 def _replicas(fleet: Model) -> dict[str, list[Member]]:

@@ -526,7 +526,7 @@ class Coordinator:
                 "wait), then suspend"
             )
         if is_lost and not suspended and not member.suspended and (takes_part or member.staged is not None):
-            raise RefusedError(f"{member.describe()} is not suspended, and a swap writes it; suspend it first")
+            raise RefusedError(f"{member.describe()} is not suspended, and a swap writes or reads it; suspend it first")
         if suspended and takes_part:
             self.swaps.step(state, decision.MemberLost(member.id, "its engine was suspended"), now)
         self._log("suspended" if suspended else "woken", model=state.fleet.name, member=member.id)

@@ -313,7 +313,7 @@ class Swaps:
             case cluster.MemberCommitted(swap, member, paused_s, spare, spare_run, seeds):
                 if (committed := self._members.get(member)) is not None:
                     committed.spare = None if spare is None else (spare, spare_run)
-                    committed.seeds, committed.unfit = seeds, False
+                    committed.seeds, committed.unfit, committed.seeded_alone = seeds, False, False
                 self._member_committed(swap, member, paused_s, now)
             case cluster.MemberCommitFailed(swap, member, reason):
                 self._member_failed(swap, member, reason, now)

@@ -71,7 +71,7 @@ class RetainedTargets:
     def forget(self, model: str) -> set[int]:
         """Stop retaining the targets of a model; return their arenas."""
         keys = [key for key in self._kept if key[0] == model]
-        return {self._kept.pop(key).member.staging for key in keys}
+        return {arena for key in keys for arena in self._kept.pop(key).member.arenas()}
 
     def expire(self, now: float) -> Iterator[int]:
         """Stop retaining targets whose time is over; yield their arenas."""

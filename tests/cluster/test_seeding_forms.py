@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import refitd
 from refitd import ParameterMetadata, Tile
@@ -131,3 +132,55 @@ def test_what_was_converted_seeds_nobody_and_what_arrived_converted_does(daemon:
             assert set(seeded(client, "m", *c.targets)) <= {"a", "b"}
             c.assert_holds(full)
         assert client.verify("m").outcome == "proven"
+
+
+class Kept(nn.Module):
+    """Tensors at odd addresses that stay: pages that are shown, edges beside them, one that is copied whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.zeros(700 * 333 + 5, dtype=BF16)
+        self.wide = nn.Parameter(memory[5:].view(333, 700).t(), requires_grad=False)
+        self.odd = nn.Parameter(torch.zeros(131077, dtype=BF16), requires_grad=False)
+        self.small = nn.Parameter(torch.zeros(9, dtype=BF16), requires_grad=False)
+        self.tied = self.odd
+
+
+def test_replicas_that_keep_their_addresses_seed_and_are_seeded(shared_daemon: Daemon) -> None:
+    with shared_daemon.connect() as client:
+        generator = torch.Generator().manual_seed(3)
+        full = {
+            name: torch.randn(value.shape, generator=generator).to(BF16) for name, value in Kept().state_dict().items()
+        }
+        full["tied"] = full["odd"]
+        aliases = {"odd": ("tied",)}
+        names = ("wide", "odd", "small")
+        described = [
+            ParameterMetadata(name, tuple(full[name].shape), BF16, 2, resolved_name=name, aliases=aliases.get(name, ()))
+            for name in names
+        ]
+        source = client.register_source("kept", {name: full[name] for name in names}, metadata=described)
+        source.publish(1)
+
+        def joins(replica: str) -> tuple[Kept, refitd.Target]:
+            client.adopt(module := Kept(), keep_addresses=True)
+            held = {name: getattr(module, name).data for name in names}
+            return module, client.register_target("kept", held, replica=replica, metadata=described, mode="flip")
+
+        a, first = joins("a")
+        with Engine(first):
+            client.swap("kept", 1, timeout=60)
+        source.close()
+        assert client.verify("kept").outcome == "proven"
+        # what an engine writes beside the pages that an arena shows is its own: it does not spread, and is named
+        a.small.data[8] += 1
+        a.odd.data[-1] += 1
+        b, second = joins("b")
+        assert seeded(client, "kept", first, second) == ("a",)
+        for name, value in full.items():
+            assert torch.equal(getattr(b, name), value), name
+        assert client.verify("kept").outcome == "differs"
+        a.small.data[8], a.odd.data[-1] = full["small"][8], full["odd"][-1]
+        assert client.verify("kept").outcome == "proven"
+        first.close()
+        second.close()

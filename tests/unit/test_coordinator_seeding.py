@@ -193,3 +193,21 @@ def test_seeds_that_no_plan_fits_are_not_asked_again() -> None:
     last = h.state.models["m"].last
     assert last is not None and "the plan was refused" in last.reason
     assert kinds(h.tick()) == []
+
+
+def test_a_replica_that_no_plan_fits_keeps_no_other_from_being_seeded() -> None:
+    h = serving(("a", "n1"))
+    h.say("n0", cluster.RemoveShard(member="src", reason="the trainer has gone"))
+    half = ParameterMetadata("w", (2, 4), "bfloat16", 2, resolved_name="w")  # it lacks what the others have
+    shard = shards.shard_of([half])
+    h.say("n2", cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
+    h.say("n1", cluster.MemberSuspended(member="a", suspended=True), request=5)  # until both have joined
+    h.say("n2", cluster.AddShard("bad", "m", "target", "bad", 0, 1, 5, digest_of(shard)), request=3)
+    h.add("good", "n2")
+    h.say("n1", cluster.MemberSuspended(member="a", suspended=False), request=5)
+    assert read(h) == {"a"} and "good" in loads(h)["n2"].members
+    finish(h, {"good": "n2"})
+    ended = [(record.state, record.reason[:20]) for record in h.journal.values()]
+    assert ended.count(("aborted", "the plan was refused")) == 3, ended  # of both, of one, of it with another seed
+    assert h.state.models["m"].fleet.targets["good", 0].version == 1
+    assert h.state.models["m"].running is None

@@ -43,7 +43,9 @@ def test_a_place_in_a_page_may_change_and_the_client_is_told_the_old_one() -> No
     first, second, third = member(64), member(4032), member(64 + 4032)
     kept = left_by(first)
     found = kept.fitting(second, UID)
-    assert found is not None and kept.give(found, second) == 2
+    assert found is not None
+    kept.give(found, second)
+    assert second.staging == 2
     assert second.content == tuple(64 + 65536 * i for i in range(len(SHARD.tensors)))
     kept = left_by(second)  # it has died before it had restored them
     found = kept.fitting(third, UID)
@@ -65,3 +67,13 @@ def test_other_layouts_are_no_return(offset: int, reads_live: bool, fits: bool) 
     assert found is not None
     plain.give(found, one)
     assert one.content == () and one.state != fresh(in_place=False, flips=True)
+
+
+def test_whoever_forgets_or_replaces_a_rank_is_given_all_of_its_arenas_to_free() -> None:
+    def left() -> RetainedTargets:
+        one = member(64)
+        one.landing = 3  # a tensor is converted into its staging arena
+        return left_by(one)
+
+    assert left().forget("m") == set(left().clear()) == left().replaced_by(member(64)) == {2, 3}
+    assert left().forget("other") == set()
