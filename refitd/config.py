@@ -321,6 +321,9 @@ def _check(config: Config, where: str) -> None:
         raise ConfigError(f"{where}: metrics.endpoint {metrics!r} is neither HOST:PORT nor PORT; IPv6 as [::1]:PORT")
     if metrics and int(metrics.rpartition(":")[2]) > MAX_PORT:
         raise ConfigError(f"{where}: metrics.endpoint {metrics!r}: choose a port up to {MAX_PORT}")
+    for name in config.metrics.hosts:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"{where}: metrics.hosts: {name!r} is no host's name; give names without scheme and port")
     limit = 100  # sun_path holds 108 bytes
     if len(str(config.runtime_dir)) + len("/coordinator.sock") > limit:
         raise ConfigError(
