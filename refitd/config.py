@@ -17,7 +17,8 @@ from refitd.errors import ConfigError
 from refitd.text import flaw, unprintable
 
 Role = Literal["trainer", "engine", "operator"]
-MAX_PORT = (1 << 16) - 2  # the next one is a standalone daemon's coordinator's
+LAST_PORT = (1 << 16) - 1
+MAX_PORT = LAST_PORT - 1  # the next one is a standalone daemon's coordinator's
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -310,6 +311,14 @@ def _check(config: Config, where: str) -> None:
     endpoint = config.coordinator_endpoint
     if not endpoint.startswith(("ipc://", "tcp://")):
         raise ConfigError(f"{where}: coordinator.endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT")
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and not (
+        re.fullmatch(r"tcp://(\*|\[[^\[\]/]+\]|[\w.-]+):[0-9]{1,5}", endpoint) and 0 < int(port) <= LAST_PORT
+    ):
+        raise ConfigError(
+            f"{where}: coordinator.endpoint {endpoint!r} is not tcp://HOST:PORT with a port from 1 to {LAST_PORT}; "
+            "IPv6 as tcp://[::1]:PORT"
+        )
     if config.uses_keys and not config.security.key:
         raise ConfigError(
             f"{where}: coordinator.endpoint {endpoint!r} is tcp://, which every user of this host can connect to, "

@@ -133,7 +133,9 @@ def _metrics(found: Config) -> str:
 
     assert found.metrics.address is not None
     host, port = found.metrics.address
-    listening((host, 0), "metrics.endpoint").close()  # any port: a daemon that runs may have this one
+    listening(
+        (host, 0), f"metrics.endpoint {found.metrics.endpoint}"
+    ).close()  # any port: a daemon that runs may have this one
     return f"{host}, port {port or 'any'}"
 
 

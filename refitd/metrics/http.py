@@ -69,7 +69,8 @@ class HttpServer:
         self._names = {name.lower().rstrip(".") for name in (*names, address[0], "localhost")}
         self._routes = routes
         self._clients = 0
-        self._socket = listening(address, setting)
+        host, port = address
+        self._socket = listening(address, f"{setting} {f'[{host}]' if ':' in host else host}:{port}")
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -163,15 +164,18 @@ def _advice(error: OSError) -> str:
     return "another process has this port (`ss -ltnp` says which): end it, or choose another port"
 
 
-def listening(address: tuple[str, int], setting: str) -> socket.socket:
-    """Return a listening socket; as `HttpServer`, which says what the arguments are and what is raised."""
+def listening(address: tuple[str, int], named: str) -> socket.socket:
+    """Return a socket that listens at host and port, 0 for any.
+
+    Raises:
+        RefusedError: it cannot be listened on; the error calls it what it is `named`.
+    """
     try:
         return _bound(address)
     except OSError as exc:
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        raise RefusedError(
-            f"{setting} {host}:{address[1]}: cannot be listened on: {exc.strerror or exc}; {_advice(exc)}"
-        ) from exc
+        raise RefusedError(f"{named}: cannot be listened on: {exc.strerror or exc}; {_advice(exc)}") from exc
+    except UnicodeError as exc:  # a name with an empty or a long part
+        raise RefusedError(f"{named}: cannot be listened on: this is no host's name") from exc
 
 
 def _bound(address: tuple[str, int]) -> socket.socket:

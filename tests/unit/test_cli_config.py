@@ -110,6 +110,7 @@ def test_check_reads_the_keys_and_exits_2_for_what_no_process_would_start_with(k
         ('[node]\nruntime_dir = "/tmp"\n', "mode"),
         ('[node]\nruntime_dir = "/dev/null/refitd"\n', "/dev/null"),
         ('[metrics]\nendpoint = "192.0.2.1:9464"\n', "address of this host"),
+        ('[metrics]\nendpoint = "a..b:9464"\n', "no host's name"),
         ('[metrics]\nhosts = ["prometheus:9090"]\n', "without scheme and port"),
     ],
 )

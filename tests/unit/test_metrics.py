@@ -230,6 +230,12 @@ def test_an_address_of_another_host_is_named():
         HttpServer(("192.0.2.1", 9464), (), {}, "metrics.endpoint")
 
 
+@pytest.mark.parametrize("host", ["a..b", ".", "a" * 70])
+def test_a_host_that_is_no_name_is_refused(host):
+    with pytest.raises(RefusedError, match=f"endpoint {host}:9464: cannot be listened on: .*no host's name"):
+        HttpServer((host, 9464), (), {}, "metrics.endpoint")
+
+
 # --- the configuration --------------------------------------------------------------------------------------
 
 
