@@ -240,7 +240,15 @@ def test_environment_stands_above_the_file_for_keys_as_well(write):
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["tcp://head", "tcp://head:port", "tcp://head:0", "tcp://head:99999", "tcp://a b:1"]
+    "endpoint",
+    [
+        "tcp://head",
+        "tcp://head:port",
+        "tcp://head:0",
+        "tcp://head:99999",
+        "tcp://a b:1",
+        "tcp://127.0.0.1:0;10.1.2.3:1",
+    ],
 )
 def test_a_tcp_endpoint_is_a_host_and_a_port(endpoint):
     with pytest.raises(ConfigError, match=r"is not tcp://HOST:PORT"):
