@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -9,10 +10,12 @@ import click
 
 from refitd.errors import RefitdError
 from refitd.protocol.reports import ModelStatus
-from refitd.text import unprintable
 from refitd_cli.session import Session, connect
 
 DEADLINE_S = 1.0
+
+# Shells insert a completed name as it is, and clients choose their names: `$(...)` or a quote would be obeyed.
+_PLAIN = re.compile(r"[\w.:/@%+,][\w.:/@%+,=-]*")
 
 
 def model_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
@@ -33,5 +36,4 @@ def _named(ctx: click.Context, incomplete: str, names_of: Callable[[ModelStatus]
     except (RefitdError, OSError):
         return []  # a shell that waits for a word has no place for errors
     found = {name for model in models for name in names_of(model)}
-    # what would move the cursor, or is several words to a shell, cannot be completed
-    return sorted(name for name in found if name.startswith(incomplete) and not unprintable(name) and " " not in name)
+    return sorted(name for name in found if name.startswith(incomplete) and _PLAIN.fullmatch(name))

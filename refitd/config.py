@@ -17,7 +17,8 @@ from refitd.errors import ConfigError
 from refitd.text import flaw, unprintable
 
 Role = Literal["trainer", "engine", "operator"]
-MAX_PORT = (1 << 16) - 2  # the next one is a standalone daemon's coordinator's
+LAST_PORT = (1 << 16) - 1
+MAX_PORT = LAST_PORT - 1  # the next one is a standalone daemon's coordinator's
 Positive = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -311,6 +312,14 @@ def _check(config: Config, where: str) -> None:
     endpoint = config.coordinator_endpoint
     if not endpoint.startswith(("ipc://", "tcp://")):
         raise ConfigError(f"{where}: coordinator.endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT")
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and not (
+        re.fullmatch(r"tcp://(\*|\[[^\[\]/]+\]|[\w.-]+):[0-9]{1,5}", endpoint) and 0 < int(port) <= LAST_PORT
+    ):
+        raise ConfigError(
+            f"{where}: coordinator.endpoint {endpoint!r} is not tcp://HOST:PORT with a port from 1 to {LAST_PORT}; "
+            "IPv6 as tcp://[::1]:PORT"
+        )
     if config.uses_keys and not config.security.key:
         raise ConfigError(
             f"{where}: coordinator.endpoint {endpoint!r} is tcp://, which every user of this host can connect to, "
@@ -322,6 +331,9 @@ def _check(config: Config, where: str) -> None:
         raise ConfigError(f"{where}: metrics.endpoint {metrics!r} is neither HOST:PORT nor PORT; IPv6 as [::1]:PORT")
     if metrics and int(metrics.rpartition(":")[2]) > MAX_PORT:
         raise ConfigError(f"{where}: metrics.endpoint {metrics!r}: choose a port up to {MAX_PORT}")
+    for name in config.metrics.hosts:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"{where}: metrics.hosts: {name!r} is no host's name; give names without scheme and port")
     limit = 100  # sun_path holds 108 bytes
     if len(str(config.runtime_dir)) + len("/coordinator.sock") > limit:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 from refitd.config import Config
 from refitd.errors import ConfigError, RefitdError
 from refitd.protocol import keys
+from refitd.protocol.directory import check_runtime_dir
 from refitd.security import coordinator_keys, daemon_keys, node_users
 from refitd_cli import settings
 from refitd_cli.group import EXIT_USAGE, Listed
@@ -101,7 +103,9 @@ def _toml(value: Any) -> str:
 
 def _checks(found: Config) -> Iterator[tuple[str, str, str]]:
     """Yield (check, state, found), state "ok" or "fail"."""
-    asked = [("users", _users), ("transport", _service), ("coordinator", _endpoint)]
+    asked = [("directory", _directory), ("users", _users), ("transport", _service), ("coordinator", _endpoint)]
+    if found.metrics.address is not None:
+        asked.append(("metrics", _metrics))
     if found.uses_keys and found.security.server_key:
         asked.append(("as a daemon", _daemon))
     if found.uses_keys and found.security.allowed:
@@ -113,6 +117,28 @@ def _checks(found: Config) -> Iterator[tuple[str, str, str]]:
             yield name, "fail", str(exc)
 
 
+def _directory(found: Config) -> str:
+    path = found.runtime_dir
+    if os.path.lexists(path):
+        check_runtime_dir(path, opened=bool(found.node.allowed_uids))
+        return str(path)
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"node.runtime_dir {path} does not exist, and this user cannot make it in {above}")
+    return f"{path}, made at the start"
+
+
+def _metrics(found: Config) -> str:
+    from refitd.metrics.http import listening
+
+    assert found.metrics.address is not None
+    host, port = found.metrics.address
+    listening(
+        (host, 0), f"metrics.endpoint {found.metrics.endpoint}"
+    ).close()  # any port: a daemon that runs may have this one
+    return f"{host}, port {port or 'any'}"
+
+
 def _users(found: Config) -> str:
     users = node_users(found)
     return "; ".join(f"uid {uid}: {', '.join(sorted(users.roles_of(uid)))}" for uid in sorted(users.uids))
@@ -122,7 +148,7 @@ def _service(found: Config) -> str:
     from refitd.copy_services.registry import installed
 
     if installed().find(found.transport.service).join is None:
-        raise ConfigError(f"transport.service {found.transport.service!r} does not cross nodes; use gloo or nccl")
+        raise ConfigError(f"transport.service {found.transport.service!r} does not cross nodes; use gloo, nixl or nccl")
     return found.transport.service
 
 

@@ -10,6 +10,7 @@ import click
 from refitd.errors import RefitdError, RefusedError
 from refitd.metrics.http import HttpServer
 from refitd_cli.dashboard import Shown, routes
+from refitd_cli.numbers import Number
 from refitd_cli.output import print_json, say
 from refitd_cli.session import Control, Session, address_option, json_option
 
@@ -21,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 @click.option("--port", type=click.IntRange(0, 65535), default=9480, show_default=True, help="0: any free one.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.2, max=3600),
+    type=Number(min=0.2, max=3600),
     default=1.0,
     show_default=True,
     metavar="S",

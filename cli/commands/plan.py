@@ -13,13 +13,14 @@ from refitd.errors import ConfigError
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
 from refitd_cli.completion import model_names
 from refitd_cli.layouts import Planned, Side, manifest_options, planned
+from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.session import Session, address_option, json_option
 
 if TYPE_CHECKING:
     from refitd.plan.cost import Balance, Estimate, Memory, Traffic
 
-SPEED = click.FloatRange(min=0, min_open=True, max=1e6)
+SPEED = Number(min=0, min_open=True, max=1e6)
 
 
 @click.command()

@@ -10,6 +10,7 @@ import click
 
 from refitd_cli.commands.swap import perform
 from refitd_cli.completion import model_names
+from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, rate, say, size, to_json
 from refitd_cli.progress import bytes_bar
 from refitd_cli.session import Session, address_option, json_option
@@ -55,7 +56,7 @@ def _part(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, i
 @click.option("--swap", is_flag=True, help="Bring it into every replica, too.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",

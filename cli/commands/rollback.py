@@ -9,13 +9,14 @@ import click
 from refitd.protocol.reports import SwapProgress, SwapReport
 from refitd_cli.commands.swap import perform
 from refitd_cli.completion import model_names
+from refitd_cli.numbers import Number
 from refitd_cli.session import Control, address_option, json_option
 
 
 @click.command()
 @click.argument("model", shell_complete=model_names)
 @click.option("--version", "number", type=click.IntRange(min=0), help="[default: the one before the live one]")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
 @address_option
 @json_option
 @click.pass_context

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from refitd_cli.completion import model_names
+from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, rate, say, size, to_json
 from refitd_cli.progress import bytes_bar
 from refitd_cli.session import Session, address_option, json_option
@@ -55,7 +56,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
 @click.option("--max-shard-size", "shard_bytes", callback=_size, default="5GB", show_default=True, metavar="SIZE")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=120.0,
     show_default=True,
     metavar="S",

@@ -10,6 +10,7 @@ import click
 
 from refitd.errors import ConfigError
 from refitd_cli.layouts import manifest_options, planned
+from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, rank_ranges, say, size
 from refitd_cli.session import json_option
 
@@ -35,7 +36,7 @@ EXPLAINED = {
 @click.option("--route", "routes", type=click.Choice(ROUTES), multiple=True, help="How bytes get there; default: all.")
 @click.option(
     "--changed",
-    type=click.FloatRange(min=0, max=1),
+    type=Number(min=0, max=1),
     default=0.01,
     show_default=True,
     help="Share of the elements that changed, for deltas.",

@@ -13,6 +13,7 @@ from refitd.protocol.reports import Crossing, MemberReport, SwapFailed, SwapProg
 from refitd.states import MemberState, SwapOutcome
 from refitd_cli.completion import model_names
 from refitd_cli.group import EXIT_FAILED, error_object
+from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, to_json, version
 from refitd_cli.progress import swap_bar
 from refitd_cli.session import Control, Session, address_option, json_option
@@ -24,7 +25,7 @@ BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.PO
 @click.command()
 @click.argument("model", shell_complete=model_names)
 @click.option("--version", "number", type=click.IntRange(min=0), help="Which one.  [default: the newest complete one]")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
 @click.option(
     "--with",
     "others",

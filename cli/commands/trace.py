@@ -9,12 +9,13 @@ import click
 
 from refitd.errors import ConfigError
 from refitd_cli.chrome_trace import chrome_trace
+from refitd_cli.completion import model_names
 from refitd_cli.output import duration, print_json, say
 from refitd_cli.session import Session, address_option, json_option
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=model_names)
 @click.option("--swap", "swap_id", default="", metavar="ID", help="One of `refitctl history`.  [default: the last one]")
 @click.option("--output", "-o", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
 @address_option

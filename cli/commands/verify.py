@@ -8,13 +8,14 @@ from refitd.protocol.reports import Difference, MemberProof, VerifyReport
 from refitd.states import ProofState
 from refitd_cli.completion import model_names
 from refitd_cli.group import EXIT_FAILED
+from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json, version
 from refitd_cli.session import Session, address_option, json_option
 
 
 @click.command()
 @click.argument("model", shell_complete=model_names)
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
+@click.option("--timeout", type=Number(min=0, min_open=True), metavar="S", help="Seconds for all of it.")
 @address_option
 @json_option
 @click.pass_context

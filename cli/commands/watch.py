@@ -15,6 +15,7 @@ from refitd.errors import TransportError
 from refitd.protocol.reports import StatusReport
 from refitd.text import printable
 from refitd_cli.completion import model_names
+from refitd_cli.numbers import Number
 from refitd_cli.output import console, print_json, say, to_json
 from refitd_cli.progress import bar_columns, bar_fields
 from refitd_cli.rollup import screen_parts
@@ -34,7 +35,7 @@ DAY_S = 86400.0
 @click.argument("model", required=False, shell_complete=model_names)
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1, max=DAY_S),
+    type=Number(min=0.1, max=DAY_S),
     default=1.0,
     show_default=True,
     metavar="S",
@@ -44,7 +45,7 @@ DAY_S = 86400.0
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0, max=DAY_S),
+    type=Number(min=0, max=DAY_S),
     default=60.0,
     show_default=True,
     metavar="S",

@@ -316,6 +316,7 @@ class Coordinator:
             case cluster.MembersChecked():
                 self._answer_checks(self._checks.answered(message, now))
             case GetTrace():
+                self._check_known(message.model)
                 self._numbers += 1
                 number, wall = f"{self._boot}.{self._numbers}", self._wall_clock()
                 collect = self.traces.begin(number, message, (node.identity, request), self.nodes.keys(), now, wall)

@@ -25,7 +25,7 @@ def reachable_address(config: Config) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(there)
             return str(probe.getsockname()[0])
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # the latter for a name with an empty or a long part
         raise ConfigError(
             f"coordinator.endpoint {config.coordinator_endpoint}: no address of this node leads there: {exc}; check "
             "the endpoint, or set node.address"

@@ -461,7 +461,7 @@ def _services(needed: str) -> tuple[str, ...]:
     """
     registry = installed()
     if registry.find(needed).join is None:
-        raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, or nccl between GPUs")
+        raise ConfigError(f"transport.service {needed!r} does not cross nodes; use gloo, nixl, or nccl between GPUs")
     return tuple(backend.name for backend in registry if not backend.missing())
 
 

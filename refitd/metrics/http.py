@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import socket
 import threading
@@ -68,14 +69,8 @@ class HttpServer:
         self._names = {name.lower().rstrip(".") for name in (*names, address[0], "localhost")}
         self._routes = routes
         self._clients = 0
-        try:
-            self._socket = _listening(address)
-        except OSError as exc:
-            host = f"[{address[0]}]" if ":" in address[0] else address[0]
-            raise RefusedError(
-                f"{setting} {host}:{address[1]}: cannot be listened on: {exc.strerror or exc}; another process may "
-                "have this port (`ss -ltnp` says which): end it, or choose another port"
-            ) from exc
+        host, port = address
+        self._socket = listening(address, f"{setting} {f'[{host}]' if ':' in host else host}:{port}")
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -115,8 +110,8 @@ class HttpServer:
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (TimeoutError, OSError):
-            pass
+        except (TimeoutError, OSError, asyncio.CancelledError):
+            pass  # cancelled by `close`: before 3.12, asyncio reports a connection's cancelled task as an error
         finally:
             self._clients -= 1
             writer.transport.abort()  # after an orderly close this does nothing
@@ -161,7 +156,29 @@ class HttpServer:
         return False
 
 
-def _listening(address: tuple[str, int]) -> socket.socket:
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "choose an address of this host (`ip address` lists them)"
+    if error.errno == errno.EACCES:
+        return "ports below 1024 need privileges: choose a higher one"
+    return "another process has this port (`ss -ltnp` says which): end it, or choose another port"
+
+
+def listening(address: tuple[str, int], named: str) -> socket.socket:
+    """Return a socket that listens at host and port, 0 for any.
+
+    Raises:
+        RefusedError: it cannot be listened on; the error calls it what it is `named`.
+    """
+    try:
+        return _bound(address)
+    except OSError as exc:
+        raise RefusedError(f"{named}: cannot be listened on: {exc.strerror or exc}; {_advice(exc)}") from exc
+    except UnicodeError as exc:  # a name with an empty or a long part
+        raise RefusedError(f"{named}: cannot be listened on: this is no host's name") from exc
+
+
+def _bound(address: tuple[str, int]) -> socket.socket:
     """Return a listening socket; SO_REUSEADDR for a restart, but no other process can take the port meanwhile."""
     (family, kind, _, _, where), *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = socket.socket(family, kind)

@@ -13,7 +13,7 @@ from refitd.offline.files import read_file
 from refitd.offline.tables import each, refusal, shown, table, tables
 from refitd.offline.values import Degree, Name, Table
 
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]  # GB/s: 10**9 bytes per second
+Rate = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]  # GB/s: 10**9 bytes per second
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 

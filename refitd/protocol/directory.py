@@ -27,6 +27,17 @@ def make_runtime_dir(path: Path, *, opened: bool = False) -> None:
         if not path.is_dir():
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)  # mkdir applies the umask
+    except OSError as exc:
+        raise ConfigError(f"node.runtime_dir {path}: {exc.strerror}; choose a directory this user can make") from exc
+    check_runtime_dir(path, opened=opened)
+
+
+def check_runtime_dir(path: Path, *, opened: bool = False) -> None:
+    """Raise ConfigError if an existing runtime directory belongs to another user or is open to others.
+
+    The arguments are those of `make_runtime_dir`.
+    """
+    try:
         stat = path.lstat()
     except OSError as exc:
         raise ConfigError(f"node.runtime_dir {path}: {exc.strerror}; choose a directory this user can make") from exc

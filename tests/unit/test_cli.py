@@ -128,6 +128,29 @@ def test_refitd_with_a_bad_configuration_exits_2_and_names_it(tmp_path, command,
     assert str(path) in result.stderr
 
 
+def test_no_option_takes_nan_for_a_number():
+    options = [
+        option
+        for words in leaves(refitctl)
+        for option in command_of(refitctl, words).params
+        if isinstance(option.type, click.types.FloatParamType)
+    ]
+    assert len(options) >= 9
+    for option in options:
+        with pytest.raises(click.BadParameter, match="not a number"):
+            option.type.convert("nan", option, None)
+
+
+def command_of(group: click.Group, words: tuple[str, ...]) -> click.Command:
+    command: click.Command = group
+    for word in words:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), word)
+        assert found is not None
+        command = found
+    return command
+
+
 def test_refitd_flags_stand_above_the_file(tmp_path):
     path = tmp_path / "refitd.toml"
     path.write_text("[node]\nworkers = 2\n")

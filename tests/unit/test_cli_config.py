@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from refitd import config
 from refitd.errors import TransportError
@@ -106,6 +107,11 @@ def test_check_reads_the_keys_and_exits_2_for_what_no_process_would_start_with(k
         ('[transport]\nservice = "pigeon"\n', "pigeon"),
         ('[node]\nroles = { nobody-there = ["engine"] }\n', "nobody-there"),
         ("[node]\nwrokers = 1\n", "wrokers"),
+        ('[node]\nruntime_dir = "/tmp"\n', "mode"),
+        ('[node]\nruntime_dir = "/dev/null/refitd"\n', "/dev/null"),
+        ('[metrics]\nendpoint = "192.0.2.1:9464"\n', "address of this host"),
+        ('[metrics]\nendpoint = "a..b:9464"\n', "no host's name"),
+        ('[metrics]\nhosts = ["prometheus:9090"]\n', "without scheme and port"),
     ],
 )
 def test_check_refuses_what_the_processes_refuse(tmp_path, text, named):
@@ -179,6 +185,7 @@ def test_a_log_that_never_ends_or_is_no_file_does_not_hold_a_bundle_up(tmp_path)
         (("swap", "po"), ["policy"]),
         (("swap", "x"), []),
         (("history", ""), ["policy"]),
+        (("trace", ""), ["policy"]),
         (("evict", "policy", "--replica", ""), ["a"]),
         (("evict", "policy", "--replica", "b"), []),
     ],
@@ -186,6 +193,15 @@ def test_a_log_that_never_ends_or_is_no_file_does_not_hold_a_bundle_up(tmp_path)
 def test_a_shell_completes_the_names_that_the_daemon_knows(words, found):
     assert complete(FakeClient(), *words) == found
     assert complete(TransportError("no daemon runs"), *words) == []
+
+
+@pytest.mark.parametrize("name", ["$(reboot)", "a;b", "a b", "it's", "`x`", "-n", "~root", "a\x1b[2J", "*"])
+def test_a_name_that_a_shell_would_obey_is_not_completed(name, monkeypatch):
+    client = FakeClient()
+    known = client.status()
+    both = structs.replace(known, models=(*known.models, structs.replace(known.models[0], model=name)))
+    monkeypatch.setattr(client, "status", lambda **_: both)
+    assert complete(client, "verify", "") == ["policy"]
 
 
 def complete(client: object, *words: str) -> list[str]:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from refitd.config import Config, default_runtime_dir, load
+from refitd.daemon.address import reachable_address
 from refitd.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -198,7 +199,6 @@ OVER_TCP = (
     "tcp://10.1.2.3:5555",
     "tcp://*:5555",
     "tcp://127.example.com:5555",
-    "tcp://127.0.0.1:0;10.1.2.3:5555",
     "tcp://[::]:5555",
 )
 
@@ -237,6 +237,28 @@ def test_environment_stands_above_the_file_for_keys_as_well(write):
     path = write('[security]\nkey = "/a.key"\nserver_key = "/a.pub"\n')
     found = load(path, environ={"REFITD_SECURITY__KEY": "/b.key"}).security
     assert (found.key, found.server_key) == ("/b.key", "/a.pub")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://head",
+        "tcp://head:port",
+        "tcp://head:0",
+        "tcp://head:99999",
+        "tcp://a b:1",
+        "tcp://127.0.0.1:0;10.1.2.3:1",
+    ],
+)
+def test_a_tcp_endpoint_is_a_host_and_a_port(endpoint):
+    with pytest.raises(ConfigError, match=r"is not tcp://HOST:PORT"):
+        load(None, environ={}, **{"coordinator.endpoint": endpoint, "security.key": "k"})
+
+
+def test_a_coordinator_at_what_is_no_host_s_name_cannot_be_reached():
+    elsewhere = load(None, environ={}, **{"coordinator.endpoint": "tcp://a..b:7433", "security.key": "k"})
+    with pytest.raises(ConfigError, match="no address of this node leads there"):
+        reachable_address(elsewhere)
 
 
 def test_runtime_dir_that_no_socket_path_can_hold_is_refused():

@@ -207,6 +207,16 @@ def test_connections_beyond_the_limit_are_closed_and_later_ones_answered():
         assert get(server) == (200, b"here")
 
 
+def test_a_server_that_ends_while_a_client_is_connected_reports_no_error(caplog):
+    with served() as server:
+        slow = connected(server)
+        deadline = time.monotonic() + 5
+        while not server._clients and time.monotonic() < deadline:
+            time.sleep(0.01)
+    slow.close()
+    assert not caplog.records
+
+
 def test_a_port_that_is_taken_is_named():
     with (
         served() as server,
@@ -216,8 +226,14 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_an_address_of_another_host_is_named():
-    with pytest.raises(RefusedError, match=r"metrics.endpoint 192.0.2.1:9464: cannot be listened on"):
+    with pytest.raises(RefusedError, match=r"endpoint 192.0.2.1:9464: cannot be listened on.*address of this host"):
         HttpServer(("192.0.2.1", 9464), (), {}, "metrics.endpoint")
+
+
+@pytest.mark.parametrize("host", ["a..b", ".", "a" * 70])
+def test_a_host_that_is_no_name_is_refused(host):
+    with pytest.raises(RefusedError, match=f"endpoint {host}:9464: cannot be listened on: .*no host's name"):
+        HttpServer((host, 9464), (), {}, "metrics.endpoint")
 
 
 # --- the configuration --------------------------------------------------------------------------------------
