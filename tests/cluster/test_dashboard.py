@@ -26,6 +26,7 @@ CHROMIUM = shutil.which("chromium")
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 
 
+@pytest.mark.slow
 def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> None:
     command = [sys.executable, "-m", "refitd_cli.control", "dashboard", "--port", "0", "--interval", "0.2"]
     command += ["--address", str(shared_daemon.directory)]

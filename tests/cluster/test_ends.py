@@ -201,6 +201,7 @@ def test_names_from_the_command_line_that_are_not_utf_8_are_refused_in_a_line(sh
 NASTY = "x\x1b[2J\x1b]0;t\x07\n[red]\u202eb\u2028\x9b31m\x7f:boom:"
 
 
+@pytest.mark.slow
 def test_hostile_names_of_a_running_cluster_reach_no_terminal_and_no_log(daemon: Daemon) -> None:
     model, replica, tensor = f"model {NASTY}", f"replica {NASTY}", f"tensor {NASTY}"
     address = ["--address", str(daemon.directory)]

@@ -79,7 +79,9 @@ def journal_files(daemon: Daemon) -> list[Path]:
     return sorted(daemon.directory.glob("journal.sqlite*"))
 
 
-@pytest.mark.parametrize("how", ["lost", "older", "another's"])
+@pytest.mark.parametrize(
+    "how", ["lost", pytest.param("older", marks=pytest.mark.slow), pytest.param("another's", marks=pytest.mark.slow)]
+)
 def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
     alone: tuple[Fleet, Coordinator], how: str, tmp_path: Path
 ) -> None:

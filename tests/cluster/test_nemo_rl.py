@@ -130,6 +130,7 @@ def test_policy_ranks_that_do_not_agree_are_refused(job: Job):
     check(job.refit(2), 2)
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_goes_on_above_what_was_live(job: Job, only_daemon: Daemon):
     check(job.refit(1), 1)
     check(job.refit(2), 2)

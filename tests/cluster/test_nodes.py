@@ -30,6 +30,7 @@ def big(seed: int) -> dict[str, torch.Tensor]:
     return {"large": large, "odd": torch.randn(7, 13, generator=generator), "one": torch.tensor([seed])}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_two_nodes_publish_is_saved_on_one(nodes: Callable[..., Nodes], tmp_path: Path) -> None:
     n0, n1 = nodes(2)
     given = tmp_path / "given"
@@ -237,6 +238,7 @@ def test_a_service_that_cannot_run_is_refused_at_start(
     assert "it has left" not in str(failure.value)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_between_swaps_is_replaced_in_the_next_epoch(two: TwoNodes) -> None:
     two.swap(1)
     victim = two.n1.node_of("n1").workers[0]

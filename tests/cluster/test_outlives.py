@@ -125,6 +125,7 @@ def test_a_daemon_outlives_its_coordinator_however_often_that_is_killed(start_da
         assert any("started again 4 times" in text for text in report.nodes[0].problems), report.nodes[0].problems
 
 
+@pytest.mark.slow
 def test_a_daemon_outlives_a_worker_that_is_killed_again_and_again(start_daemon: Start) -> None:
     daemon = start_daemon()
     with served(daemon) as here:
@@ -269,7 +270,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_that_hangs_can_be_evicted_and_must_register_again(start_daemon: Start, is_stopped: bool) -> None:
     daemon = start_daemon("[deadlines]\ncommit_s = 2.0\n[models.policy]\ncatch_up = true\n")
     with served(daemon) as here:
@@ -332,6 +333,7 @@ def no_memory(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     return held, {"LD_PRELOAD": str(library), "NO_MEMORY_WHILE": str(held)}
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_come_blocks_nobody_else_and_is_named(
     start_daemon: Start, no_memory: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ class Served:
         return self.versions
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_stopped_node_serves_nothing_once_the_fleet_goes_on(start_daemon: Callable[..., Daemon]) -> None:
     """Its daemon is stopped after version 2 was decided; on waking up, its engine takes 2 over, which is not live."""
     deadlines = "[deadlines]\ncommit_s = 1.0\n"

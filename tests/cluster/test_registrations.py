@@ -316,6 +316,7 @@ def held_by_each(daemon: Daemon) -> dict[str, int]:
     return {pid: private_bytes(pid) for pid in pids}
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_registrations_that_are_closed_and_arenas_that_are_freed(daemon: Daemon) -> None:
     seen = []
     with daemon.connect() as trainer, daemon.connect() as engine:

@@ -96,6 +96,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_forget_frees_what_dead_processes_have_left_and_nothing_else(daemon: Daemon) -> None:
     def start(code: str) -> subprocess.Popen[str]:
         return subprocess.Popen(python(daemon, code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

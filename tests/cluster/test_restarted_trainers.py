@@ -47,6 +47,7 @@ def trained(daemon: Daemon, world: int, value: float, *, ends: bool = True) -> t
     return int(said[1]), process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (1, 2, 1)])
 def test_a_trainer_that_has_crashed_starts_again_with_more_or_fewer_ranks(
     daemon: Daemon, sizes: tuple[int, ...]

@@ -78,6 +78,7 @@ def _leaves_after_a_commit(trainer: Trainer, leavers: Leavers, way: str) -> None
     eventually(lambda: not trainer.targets(), f"an engine that left by {way} is gone")
 
 
+@pytest.mark.slow
 def test_an_engine_that_leaves_right_after_its_commit_has_committed(lone: Daemon, leavers: Leavers) -> None:
     trainer = Trainer(lone)
     with trainer.client:

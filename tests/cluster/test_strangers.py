@@ -294,6 +294,7 @@ def test_meeting_that_a_stranger_has_taken_a_place_in_is_held_again(monkeypatch:
     assert {key.partition("/")[0] for key in board.values} == {"here", "0", "1", "2"}
 
 
+@pytest.mark.slow
 def test_stranger_that_disturbs_every_meeting_is_named_and_no_worker_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MEET_S", 2.0)
     monkeypatch.setattr(gloo, "MEETINGS", 3)

@@ -34,6 +34,7 @@ def test_what_a_daemon_leaves_behind_is_named_and_what_a_block_raises_carries_it
     assert "--- log of other\n" in failure.value.__notes__[0] and not daemon.folder.exists()
 
 
+@pytest.mark.slow
 def test_parts_of_a_cluster_are_killed_stopped_and_come_back() -> None:
     with Cluster(("n0", "n1")) as cluster:
         n0, n1 = cluster.daemons.values()

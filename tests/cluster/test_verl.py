@@ -258,6 +258,7 @@ async def updated(trainer: Any, rollout: Any, step: int) -> None:
     rollout.finalize()
 
 
+@pytest.mark.slow
 def test_any_workers_and_any_errors_one_after_the_other(engine: Callable[..., Any], base: str) -> None:
     """Workers come, stay away, come back and start anew, and streams fail, in the same random order each time."""
     chance = random.Random(1)

@@ -91,7 +91,9 @@ def test_a_peer_that_dies_after_a_run_leaves_what_it_sent(two_sided: Contestant,
     a_new_epoch_works(world)
 
 
-@pytest.mark.parametrize("so_far", [None, 1], ids=["before", "during"])
+@pytest.mark.parametrize(
+    "so_far", [pytest.param(None, id="before", marks=pytest.mark.slow), pytest.param(1, id="during")]
+)
 def test_a_peer_that_stops_is_named_at_the_deadline_and_what_it_sends_later_is_not_written(
     two_sided: Contestant, fresh: Callable[..., World], so_far: int | None
 ) -> None:

@@ -25,6 +25,7 @@ def refitctl(daemon: Daemon, *arguments: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_fsdp2_ranks_save_goes_live_and_is_saved_for_them(pool: Pool, tmp_path: Path) -> None:
     given, kept = tmp_path / "given", tmp_path / "kept"

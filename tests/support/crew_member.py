@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,23 +165,25 @@ class Exchanges:
         self.count = 0
         self.holds_at = self.dies_at = ""
         self.may_go = threading.Event()
-        self._moves = 0
-        remapped, flip = mapping._remapped, ArenaPair.flip
+        self._is_begun = False
+        remap, flip = mapping.remap, ArenaPair.flip
 
-        def counted(*arguments: int) -> None:
-            remapped(*arguments)
-            self._moves += 1
-            if self._moves == 1:
-                self._reach("half")
+        def stopped(moves: Sequence[mapping.Move], done: list[int]) -> None:
+            if self._is_begun:
+                remap(moves, done)
+                return
+            self._is_begun = True
+            remap(moves[:1], done)
+            self._reach("half")
+            remap(moves[1:], done)
 
-        def flipped(pair: ArenaPair) -> bool:
-            self._moves = 0
-            exchanged = flip(pair)
-            self.count += exchanged
+        def flipped(pair: ArenaPair) -> None:
+            self._is_begun, before = False, pair.exchanges
+            flip(pair)
+            self.count += pair.exchanges - before
             self._reach("exchanged")
-            return exchanged
 
-        mapping._remapped = counted
+        mapping.remap = stopped
         ArenaPair.flip = flipped  # type: ignore[method-assign]
 
     def _reach(self, point: str) -> None:

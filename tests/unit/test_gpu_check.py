@@ -86,6 +86,7 @@ def test_every_check_has_a_body():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

@@ -107,6 +107,7 @@ def test_a_worker_that_dies_while_it_commits_is_replaced_and_the_commit_is_done(
     fleet.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_gives_its_memory_of_the_gpu_back(daemon: Daemon, gpus: fake_cuda.FakeGpus) -> None:
     def descriptors() -> list[str]:
         """What the daemon has open, apart from connections of clients that come and go."""
