@@ -252,7 +252,11 @@ class _Shared:
             with self._lock:
                 self._bytes_done, mine = self._bytes_done + bytes_done - mine, bytes_done
                 if not self._is_stopped:
-                    self._on_progress(self._bytes_done)
+                    try:
+                        self._on_progress(self._bytes_done)
+                    except BaseException:
+                        self._is_stopped = True  # before the lock is free: no other thread may call it again
+                        raise
 
         try:
             _work(self._taken(), near, far, verify, progress)
