@@ -241,6 +241,8 @@ class NixlPeers(Peers):
             self._done(posted)
         elif (offer := self._inbox.offers.pop(key, None)) is not None:
             self._check_size(position, offer[1], tensor.nbytes)
+            if posted.handle is not None:
+                raise TransportError(f"{self.label(position)} offers a message twice")
             self._read(posted, offer[0])
 
     def _check_size(self, position: int, nbytes: int, expected: int) -> None:

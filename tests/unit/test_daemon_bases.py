@@ -123,5 +123,5 @@ def test_a_base_that_was_wrong_is_not_used_again() -> None:
     done(other, stage(other, "s1", 1, base=None))
     other.commit(kept, "s1", 1)
     runs = stage(other, "s2", 2, base=1)
-    other.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="a peer is gone")))
+    other.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="a copy differs", differs=True)))
     assert not other.daemon.members[kept].distrusts_base
