@@ -14,7 +14,7 @@ import numpy as np
 from refitd.addressing.copies import cut, destination_addresses, source_addresses
 from refitd.addressing.places import Int64, Places
 from refitd.addressing.work import WorkList, equal_shares
-from refitd.plan.table import CopyTable
+from refitd.plan.table import CrossingTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class NodeTransfers:
         src_node, dst_node: positions of the two nodes in the epoch, shape [n].
     """
 
-    table: CopyTable
+    table: CrossingTable
     part: Int64
     origin: Int64
     lane: Int64
@@ -37,7 +37,7 @@ class NodeTransfers:
     dst_node: Int64
 
 
-def node_transfers(table: CopyTable, node_of: Mapping[int, int], lanes: int) -> NodeTransfers:
+def node_transfers(table: CrossingTable, node_of: Mapping[int, int], lanes: int) -> NodeTransfers:
     """Cut the rows of a plan that cross nodes and assign them to lanes.
 
     Args:
@@ -48,13 +48,17 @@ def node_transfers(table: CopyTable, node_of: Mapping[int, int], lanes: int) -> 
     table, part, origin = cut(table)
     src = np.array([node_of[rank] for rank in table.src_rank.tolist()], dtype=np.int64)
     dst = np.array([node_of[rank] for rank in table.dst_rank.tolist()], dtype=np.int64)
-    return NodeTransfers(table, part, origin, lanes_of(table.row_bytes, src, dst, lanes), src, dst)
+    lane = lanes_of(table.row_bytes, src, dst, lanes, table.path.astype(np.int64))
+    return NodeTransfers(table, part, origin, lane, src, dst)
 
 
-def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int) -> Int64:
-    """Return the lane of each row: for every pair of nodes, contiguous runs of about equal bytes."""
+def lanes_of(nbytes: Int64, src_node: Int64, dst_node: Int64, lanes: int, path: Int64) -> Int64:
+    """Return the lane of each row: for every pair of nodes, and every path, contiguous runs of about equal bytes.
+
+    So a row has the same lane at every hop of its path: the worker that receives it is the one that passes it on.
+    """
     lane = np.zeros(len(nbytes), dtype=np.int64)
-    pairs = src_node * (dst_node.max(initial=0) + 1) + dst_node
+    pairs = (path * (src_node.max(initial=0) + 1) + src_node) * (dst_node.max(initial=0) + 1) + dst_node
     for pair in np.unique(pairs).tolist():
         rows = np.flatnonzero(pairs == pair)
         lane[rows] = equal_shares(nbytes[rows], lanes)
@@ -74,6 +78,8 @@ class TransferList(WorkList):
     part: Int64  # [n]
     element_size: Int64  # [n]
     cast: Int64  # conversion by the sender (refitd.describe.casts), 0 for none
+    path: Int64  # [n] the path that the row follows over several nodes (refitd.plan.relays), 0 for none
+    hop: Int64  # [n] relays before it on its path
     arena: Int64  # [n] arena id or PROCESS_MEMORY
     pid: Int64  # [n] for PROCESS_MEMORY
     offset: Int64  # [n]
@@ -105,7 +111,8 @@ def transfers_of(
     out = np.flatnonzero(mine & (rows.src_node == node))
     into = np.flatnonzero(mine & (rows.dst_node == node))
     sent = rows.table.select(out)
-    src = source_addresses(sent, sources)
+    # what is passed on is read where it has been received
+    src = source_addresses(sent, {**destinations, **sources})
     dst = destination_addresses(rows.table.select(into), destinations)
     both = np.concatenate([out, into])
     table = rows.table.select(both)
@@ -117,6 +124,8 @@ def transfers_of(
         size=table.size.astype(np.int64),
         element_size=table.element_size.astype(np.int64),
         cast=np.concatenate([sent.cast.astype(np.int64), np.zeros(len(into), np.int64)]),
+        path=table.path.astype(np.int64),
+        hop=table.hop.astype(np.int64),
         arena=np.concatenate([src.arena, dst.arena]),
         pid=np.concatenate([src.pid, dst.pid]),
         offset=np.concatenate([src.offset, dst.offset]),

@@ -15,7 +15,7 @@ from refitd.buffers.layout import row_major_strides
 from refitd.plan.columns import ranges
 from refitd.plan.fills import FillTable
 from refitd.plan.regions import RegionTable
-from refitd.plan.table import CopyTable, PlanTable
+from refitd.plan.table import CopyTable, CrossingTable, PlanTable
 
 # Longer copies are cut, so that several workers can share one large tensor.
 SPLIT_BYTES = 32 << 20
@@ -23,7 +23,7 @@ SPLIT_BYTES = 32 << 20
 # room for one element of any dtype, in the arena that holds the fill constants
 CONSTANT_BYTES = 16
 
-Cuttable = TypeVar("Cuttable", CopyTable, "CopyList")
+Cuttable = TypeVar("Cuttable", CopyTable, CrossingTable, "CopyList")
 
 
 @dataclass(frozen=True, eq=False)

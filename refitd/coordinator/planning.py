@@ -31,7 +31,9 @@ class Planning:
         reader: the descriptions read so far.
     """
 
-    def __init__(self, models: Models, out: Callable[[Instruction], None]) -> None:
+    def __init__(self, models: Models, out: Callable[[Instruction], None], *, may_relay: bool) -> None:
+        """With `may_relay`, plans let nodes pass on to others what they have received."""
+        self._may_relay = may_relay
         self._models = models
         self._out = out
         self._kept = PlanCache()
@@ -80,7 +82,7 @@ class Planning:
         state = self._models.get(asked.model)
         if plan is not None and state is not None:
             self._kept.put(fleet.pools(), plan)
-            plan.members = fleet.ranks()
+            plan.members, plan.may_relay = fleet.ranks(), self._may_relay
             plan.belongs_to(fleet.name)
             if fleet.ranks() == state.fleet.ranks() and not fleet.seeds:
                 state.plan = plan

@@ -19,9 +19,22 @@ from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
 from refitd.plan.onward import split
 from refitd.plan.regions import Regions
-from refitd.plan.table import CopyTable
+from refitd.plan.relays import Relays, relayed
+from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import KeptTraffic, LinkTraffic, PairTraffic, ParameterTraffic, PlanReport
+
+# services whose ranks may pass on what they receive (copy_services/windows.py)
+RELAYING_SERVICES = frozenset({"gloo"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """The rows that cross between nodes (refitd.plan.relays), and those that copy onward (refitd.plan.onward)."""
+
+    rows: CrossingTable
+    relays: Relays
+    onward: CopyTable
 
 
 @dataclass
@@ -39,7 +52,8 @@ class LoadedPlan:
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of each pair
-    _split: tuple[dict[int, str], CopyTable, CopyTable] | None = None  # `_crossing`, and for which nodes
+    may_relay: bool = True  # nodes may pass on to others what they have received
+    _split: tuple[dict[int, str], _Crossing] | None = None  # `_crossing`, and for which nodes
 
     @functools.cached_property
     def senders(self) -> frozenset[int]:
@@ -61,9 +75,9 @@ class LoadedPlan:
         here = [rank for rank, where in node_of.items() if where == node]
         sent, received = np.isin(self.table.src_rank, here), np.isin(self.table.dst_rank, here)
         table = self.table.select(sent & received)
-        crossing, onward = self._crossing(node_of)
-        crossing = crossing.select(np.isin(crossing.src_rank, here) | np.isin(crossing.dst_rank, here))
-        onward = onward.select(np.isin(onward.dst_rank, here))
+        moved = self._crossing(node_of)
+        is_here = np.isin(moved.rows.src_rank, here) | np.isin(moved.rows.dst_rank, here)
+        crossing, onward = moved.rows.select(is_here), moved.onward.select(np.isin(moved.onward.dst_rank, here))
         fills = self.fills.select(np.isin(self.fills.rank, here))
         ranks = {rank: member for member, rank in self.members.items()}
         epoch = self.epoch if self.epoch is not None and node in self.epoch.nodes else None
@@ -85,23 +99,29 @@ class LoadedPlan:
     def links(self, fleet: Model) -> dict[tuple[str, str], int]:
         """Return the bytes that cross between nodes in one swap, by (source node, target node)."""
         node_of = self._node_of(fleet)
-        crossing, _ = self._crossing(node_of)
         found: dict[tuple[str, str], int] = {}
-        for src, dst, moved, _ in _pairs(crossing):
+        for src, dst, moved, _ in _pairs(self._crossing(node_of).rows):
             link = node_of[src], node_of[dst]
             found[link] = found.get(link, 0) + moved
         return found
 
-    def _crossing(self, node_of: Mapping[int, str]) -> tuple[CopyTable, CopyTable]:
-        """Return the rows that cross between nodes, and those that copy onward; see refitd.plan.onward."""
+    def relays(self, fleet: Model) -> Relays:
+        """Return the paths over which nodes pass on what they have received, and why."""
+        return self._crossing(self._node_of(fleet)).relays
+
+    def _crossing(self, node_of: Mapping[int, str]) -> _Crossing:
         if self._split is None or self._split[0] != node_of:
             nodes = {name: number for number, name in enumerate(sorted(set(node_of.values())))}
             at = np.full(1 + max(self.members.values(), default=0), -1, np.int64)  # -1: a rank that has left
             for rank, name in node_of.items():
                 at[rank] = nodes[name]
             rows = self.table.select(at[self.table.src_rank] != at[self.table.dst_rank])
-            self._split = dict(node_of), *split(rows, node_of)
-        return self._split[1:]
+            crossing, onward = split(rows, node_of)
+            if self.may_relay:
+                self._split = dict(node_of), _Crossing(*relayed(crossing, node_of), onward)
+            else:
+                self._split = dict(node_of), _Crossing(CrossingTable.of(crossing), Relays(), onward)
+        return self._split[1]
 
     def _node_of(self, fleet: Model) -> dict[int, str]:
         return {self.members[m.id]: m.node for m in fleet.members() if m.id in self.members}

@@ -21,7 +21,7 @@ from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.membership import Member, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
 from refitd.coordinator.planning import Planning
-from refitd.coordinator.plans import LoadedPlan
+from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
 from refitd.coordinator.records import LiveVersion, Record
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.report import (
@@ -85,7 +85,9 @@ class Swaps:
         self._absent = absent
         self._traces = traces
         self._out = out
-        self.planning = Planning(models, out)
+        transport = config.transport
+        may_relay = transport.relays and transport.service in RELAYING_SERVICES
+        self.planning = Planning(models, out, may_relay=may_relay)
         self._comparisons = Comparisons(self._to_node, self._log)
         self.fences = Fences(nodes, models, lives, decided, self._to_node)
         self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin

@@ -34,6 +34,21 @@ class ExchangeResult:
     changed_bytes: int = 0  # of these, what had changed
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Route:
+    """The path that transfers follow over several ranks, and how many ranks have passed them on before.
+
+    What a rank receives on a path it sends to the next rank of that path. All transfers of a path have one origin,
+    and are noted in one order, with equal sizes, by all its ranks. Path 0 is none: from one rank to another.
+    """
+
+    path: int = 0
+    hop: int = 0
+
+
+DIRECT = Route()
+
+
 class Transfers:
     """Noted transfers, laid out for repeated runs. Made by `ExchangeService.hold`."""
 
@@ -57,16 +72,29 @@ class ExchangeService(CopyService):
 
     @abstractmethod
     def send(
-        self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, dtype: torch.dtype | None = None
+        self,
+        task_id: int,
+        data: torch.Tensor | Piece,
+        peer: int,
+        *,
+        part: int = 0,
+        dtype: torch.dtype | None = None,
+        route: Route = DIRECT,
     ) -> None:
         """Note that `data` goes to rank `peer`; if that is this rank, to the receive with the same id.
 
-        `data` is read during `run` and must not change until that returns. `dtype` converts a tensor's elements in
-        transit; None keeps them.
+        `data` is read during `run` and must not change until that returns, unless `route` has hops before this rank:
+        then it is what this rank receives on the same path. `dtype` converts a tensor's elements in transit; None
+        keeps them.
+
+        Raises:
+            TransportError: the service does not follow paths.
         """
 
     @abstractmethod
-    def receive(self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0) -> None:
+    def receive(
+        self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, route: Route = DIRECT
+    ) -> None:
         """Note that rank `peer` fills `data`, in the order of its elements.
 
         `data` may change at any time during `run`. It holds what was sent once `run` has returned; after an error its

@@ -22,6 +22,7 @@ import secrets
 import struct
 import time
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,6 +297,7 @@ class NixlService(WindowExchange):
 
     name = "nixl"
     capabilities = NIXL
+    relays = False  # what is passed on would have to lie in the slab
 
     def __init__(self, epoch: Epoch) -> None:
         """Join an epoch. Raises as NixlPeers does."""
@@ -314,7 +316,7 @@ class NixlService(WindowExchange):
             self.peers.look()
         return found
 
-    def _mark(self, stream: Stream) -> bytes:
+    def _mark(self, streams: Sequence[Stream]) -> bytes:
         """Return NO_MARK: the body of a delta would have to lie in the slab."""
         return NO_MARK
 

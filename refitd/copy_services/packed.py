@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 import xxhash
 
-from refitd.addressing.messages import PackedMessage, PieceSpan, lay_out
+from refitd.addressing.messages import ALIGNMENT, PackedMessage, PieceSpan, lay_out
 from refitd.copy_services.base import MAX_MESSAGE_BYTES, PACKED, DigestMismatch
-from refitd.copy_services.exchange import ExchangeResult, ExchangeService, Transfers
+from refitd.copy_services.exchange import DIRECT, ExchangeResult, ExchangeService, Route, Transfers
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.pieces import Piece, TensorPiece
 from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
@@ -44,7 +44,12 @@ _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compare
 MARK_BYTES = 8
 NO_MARK = bytes(MARK_BYTES)
 
+# What follows a path is cut into about PATH_MESSAGES of PATH_MESSAGE_BYTES at least: each relay adds a message's time.
+PATH_MESSAGES = 64  # as refitd.plan.relays predicts
+PATH_MESSAGE_BYTES = 512 << 10
+
 Key = tuple[int, int]  # task id, part
+Line = tuple[int, Route]  # position of a peer, and the route of what goes there or comes from there
 
 
 class Digest(Protocol):
@@ -73,14 +78,15 @@ class _HostDigest:
 
 @dataclass(slots=True)
 class Stream:
-    """All pieces of one direction to or from one peer, and their messages."""
+    """All pieces of one direction and route to or from one peer, and their messages of at most `limit` bytes."""
 
     position: int
+    route: Route
     is_send: bool
     keys: list[Key]
     pieces: list[Piece]
     messages: list[PackedMessage]
-    offer: bytes
+    limit: int
     next: int = 0
     has_bases: bool = False  # both ends hold the same earlier version of the same pieces, so that deltas may travel
     digest: Digest = field(default_factory=_HostDigest)
@@ -133,8 +139,8 @@ class Move:
 
 @dataclass(frozen=True)
 class _Held(Transfers):
-    outgoing: Mapping[int, Stream]
-    incoming: Mapping[int, Stream]
+    outgoing: Mapping[Line, Stream]
+    incoming: Mapping[Line, Stream]
     local: tuple[dict[Key, Piece], dict[Key, Piece]]
     offers: list[bytes]
     expected: list[bytes]
@@ -149,6 +155,8 @@ class PackedExchange(ExchangeService):
     """
 
     capabilities = PACKED
+    #: whether this service passes on what it receives on a path
+    relays: ClassVar[bool] = False
     #: most bytes packed and digested at once
     step_bytes: ClassVar[int] = STEP_BYTES
 
@@ -168,8 +176,8 @@ class PackedExchange(ExchangeService):
         share = staging_bytes // (2 * WINDOW * max(1, len(peers) - 1))
         self._limit = message_bytes or max(MIN_MESSAGE_BYTES, min(MAX_MESSAGE_BYTES, share))
         self._limit -= self._limit % 16
-        self._sends: dict[int, dict[Key, Piece]] = {}
-        self._receives: dict[int, dict[Key, Piece]] = {}
+        self._sends: dict[Line, dict[Key, Piece]] = {}
+        self._receives: dict[Line, dict[Key, Piece]] = {}
         self._spare: list[torch.Tensor] = []
         self._buffers = 0
         self._position = {rank: position for position, rank in enumerate(peers.ranks)}
@@ -181,23 +189,34 @@ class PackedExchange(ExchangeService):
         return not self._unusable
 
     def send(
-        self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, dtype: torch.dtype | None = None
+        self,
+        task_id: int,
+        data: torch.Tensor | Piece,
+        peer: int,
+        *,
+        part: int = 0,
+        dtype: torch.dtype | None = None,
+        route: Route = DIRECT,
     ) -> None:
         """See ExchangeService.send."""
         if isinstance(data, torch.Tensor):
             data = TensorPiece(data.detach(), dtype or data.dtype)
-        self._note(self._sends, (task_id, part), data, peer)
+        self._note(self._sends, (task_id, part), data, peer, route)
 
-    def receive(self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0) -> None:
+    def receive(
+        self, task_id: int, data: torch.Tensor | Piece, peer: int, *, part: int = 0, route: Route = DIRECT
+    ) -> None:
         """See ExchangeService.receive."""
         if isinstance(data, torch.Tensor):
             data = TensorPiece(data.detach(), data.dtype)
-        self._note(self._receives, (task_id, part), data, peer)
+        self._note(self._receives, (task_id, part), data, peer, route)
 
-    def _note(self, halves: dict[int, dict[Key, Piece]], key: Key, piece: Piece, peer: int) -> None:
+    def _note(self, halves: dict[Line, dict[Key, Piece]], key: Key, piece: Piece, peer: int, route: Route) -> None:
         if peer not in self._position:
             raise TransportError(f"task {key}: rank {peer} is not in the group {list(self.peers.ranks)}")
-        noted = halves.setdefault(self._position[peer], {})
+        if route != DIRECT and (not self.relays or peer == self.peers.rank):
+            raise TransportError(f"task {key} with rank {peer}: {self.name} does not follow {route}")
+        noted = halves.setdefault((self._position[peer], route), {})
         if noted.setdefault(key, piece) is not piece:
             raise TransportError(f"task {key} with rank {peer}: its id is used twice; give each tensor a part")
 
@@ -205,19 +224,13 @@ class PackedExchange(ExchangeService):
         """See ExchangeService.hold."""
         sends, self._sends = self._sends, {}
         receives, self._receives = self._receives, {}
-        me = self.peers.index
+        me = self.peers.index, DIRECT
         local = sends.pop(me, {}), receives.pop(me, {})
         outgoing = self._streams(sends, is_send=True)
         incoming = self._streams(receives, is_send=False)
         everyone = range(len(self.peers))
-        nothing = _offer([], [])
-        return _Held(
-            outgoing,
-            incoming,
-            local,
-            [outgoing[i].offer if i in outgoing else nothing for i in everyone],
-            [incoming[i].offer if i in incoming else nothing for i in everyone],
-        )
+        offers, expected = ([_offer(_of_peer(streams, i)) for i in everyone] for streams in (outgoing, incoming))
+        return _Held(outgoing, incoming, local, offers, expected)
 
     def run(
         self,
@@ -238,7 +251,8 @@ class PackedExchange(ExchangeService):
         streams = [*held.incoming.values(), *held.outgoing.values()]
         for stream in streams:
             stream.next, stream.digest = 0, self._new_digest()
-        trouble, tally = refuse or _mismatch(*held.local, self.peers.rank), Tally()
+        trouble = refuse or _mismatch(*held.local, self.peers.rank) or _broken_path(streams, self.peers.rank)
+        tally = Tally()
         try:
             self._agree(held, trouble, verify, deadline)
             with torch.no_grad():
@@ -269,15 +283,20 @@ class PackedExchange(ExchangeService):
         self._unusable = self._unusable or "it has been closed"
         self._sends, self._receives, self._spare = {}, {}, []
 
-    def _streams(self, halves: Mapping[int, Mapping[Key, Piece]], *, is_send: bool) -> dict[int, Stream]:
+    def _streams(self, halves: Mapping[Line, Mapping[Key, Piece]], *, is_send: bool) -> dict[Line, Stream]:
         streams = {}
-        for position in sorted(halves):
-            noted = halves[position]
+        for position, route in sorted(halves):
+            noted = halves[position, route]
             # large ones first, so that the end of the transfer is short on every rank
-            keys = sorted(noted, key=lambda key: (-noted[key].nbytes, key))
+            if route == DIRECT:
+                keys, limit = sorted(noted, key=lambda key: (-noted[key].nbytes, key)), self._limit
+            else:  # each hop has other ids, and the same order
+                keys = sorted(noted, key=lambda key: -noted[key].nbytes)
+                share = sum(piece.nbytes for piece in noted.values()) // PATH_MESSAGES
+                limit = min(self._limit, max(PATH_MESSAGE_BYTES, share - share % ALIGNMENT))
             pieces = [noted[key] for key in keys]
-            messages = lay_out([piece.nbytes for piece in pieces], self._limit)
-            streams[position] = Stream(position, is_send, keys, pieces, messages, _offer(keys, pieces))
+            messages = lay_out([piece.nbytes for piece in pieces], limit)
+            streams[position, route] = Stream(position, route, is_send, keys, pieces, messages, limit)
         return streams
 
     def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> None:
@@ -286,7 +305,7 @@ class PackedExchange(ExchangeService):
         terms = _TERMS.pack(self._limit, verify)
         outgoing, incoming = (
             # only digests prove that two bases were the same
-            [self._mark(streams[i]) if verify and i in streams else NO_MARK for i in range(len(peers))]
+            [self._mark(both) if verify and (both := _of_peer(streams, i)) else NO_MARK for i in range(len(peers))]
             for streams in (held.outgoing, held.incoming)
         )
         said = [
@@ -300,8 +319,8 @@ class PackedExchange(ExchangeService):
                 record[-MARK_BYTES:],
             )
             for streams, mine, theirs in ((held.outgoing, outgoing, received), (held.incoming, incoming, sent)):
-                if position in streams:
-                    streams[position].has_bases = mine[position] == theirs != NO_MARK
+                for stream in _of_peer(streams, position):
+                    stream.has_bases = mine[position] == theirs != NO_MARK
             expected = held.expected[position]
             _, pieces, nbytes = _OFFER.unpack(offer[: _OFFER.size])
             _, want, want_bytes = _OFFER.unpack(expected)
@@ -334,8 +353,11 @@ class PackedExchange(ExchangeService):
         if found:
             raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
 
-    def _mark(self, stream: Stream) -> bytes:
-        """Return a mark that is equal on both ends only if they hold the same bases, and both want deltas."""
+    def _mark(self, streams: Sequence[Stream]) -> bytes:
+        """Return a mark of all streams to or from one peer.
+
+        It is equal on both ends only if they hold the same bases, and both want deltas.
+        """
         return NO_MARK
 
     @abstractmethod
@@ -345,7 +367,8 @@ class PackedExchange(ExchangeService):
     def _order(self, streams: Sequence[Stream]) -> list[Stream]:
         """Return the order in which streams are served: each rank starts with its successor, not all with rank 0."""
         me, size = self.peers.index, len(self.peers)
-        return sorted(streams, key=lambda s: (s.is_send, (s.position - me) % size))
+        # by hop: what comes by a relay waits for what that relay receives, never the other way round (windows.py)
+        return sorted(streams, key=lambda s: (s.is_send, s.route.hop, (s.position - me) % size, s.route))
 
     def _next_buffer(
         self, stream: Stream, verify: bool, room: torch.Tensor | None = None
@@ -468,11 +491,32 @@ def steps_of(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, 
             yield PieceSpan(span.piece, start, end, at), slice(at, at + end - start)
 
 
-def _offer(keys: Sequence[Key], pieces: Sequence[Piece]) -> bytes:
-    digest = xxhash.xxh3_128()
-    for key, piece in zip(keys, pieces, strict=True):
-        digest.update(struct.pack("<qqqq", *key, piece.nbytes, piece.itemsize))
-    return _OFFER.pack(digest.digest(), len(pieces), sum(piece.nbytes for piece in pieces))
+def _of_peer(streams: Mapping[Line, Stream], position: int) -> list[Stream]:
+    """Return the streams to or from a peer, in an order that it knows too."""
+    return [streams[line] for line in sorted(streams) if line[0] == position]
+
+
+def _offer(streams: Sequence[Stream]) -> bytes:
+    """Return what is compared with the peer about its streams: ids and sizes of all pieces, and how they travel."""
+    digest, count, nbytes = xxhash.xxh3_128(), 0, 0
+    for stream in streams:
+        digest.update(struct.pack("<qqq", stream.route.path, stream.route.hop, stream.limit))
+        for key, piece in zip(stream.keys, stream.pieces, strict=True):
+            digest.update(struct.pack("<qqqq", *key, piece.nbytes, piece.itemsize))
+        count, nbytes = count + len(stream.pieces), nbytes + stream.nbytes
+    return _OFFER.pack(digest.digest(), count, nbytes)
+
+
+def _broken_path(streams: Sequence[Stream], rank: int) -> str:
+    """Return an error text unless this rank receives all that it is to pass on; "" if all is well."""
+    arriving = {stream.route: stream for stream in streams if not stream.is_send}
+    for stream in streams:
+        path, hop = stream.route.path, stream.route.hop
+        if stream.is_send and hop:
+            before = arriving.get(Route(path, hop - 1))
+            if before is None or [p.nbytes for p in before.pieces] != [p.nbytes for p in stream.pieces]:
+                return f"rank {rank} does not receive what it is to pass on over path {path}, as relay {hop}"
+    return ""
 
 
 def _mismatch(sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Messages posted one by one, at most WINDOW of each stream at a time; as deltas, where both ends hold a base.
+"""Messages posted one by one, at most WINDOW of each stream at a time; as deltas, or passed on from rank to rank.
 
 All first messages are posted; then each message, in the order of posting, is awaited and replaced by the next one of
 its stream. No rank can block another for ever: a stream's k-th message is posted on both ends as soon as both have
@@ -16,6 +16,13 @@ same on both ends, which know all lengths: a message is posted when certain earl
 
 The receiver makes the whole message of its base and the delta, and goes on as if it had come whole. So the digest
 proves it, and a base that is not the sender's fails the run.
+
+A stream that follows a path (Route) announces its messages, too. A rank passes on each message once it has written it,
+in the form in which it came, or whole if the next rank holds no base, and at last the digest that came: so it is the
+first sender's, and proves to the last receiver that no relay has altered anything. No rank can block another for ever
+here either: messages of one number are posted to be received at the same turn at every hop, and sent on one turn later;
+within a turn a rank waits for what has come over fewer relays first. (That needs lengths that do not shrink on the way,
+which holds, since a message becomes whole at most once.)
 """
 
 from __future__ import annotations
@@ -23,12 +30,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import xxhash
 
 from refitd.addressing.messages import PackedMessage
-from refitd.copy_services.delta_codec import NOTE_BYTES, Comparison, Delta, Form, Note, apply
+from refitd.copy_services.delta_codec import NOTE_BYTES, Bytes, Comparison, Delta, Form, Note, apply
+from refitd.copy_services.exchange import DIRECT, Route
 from refitd.copy_services.pace import LONGEST_REST, Pace
 from refitd.copy_services.packed import (
     NO_MARK,
@@ -36,6 +46,7 @@ from refitd.copy_services.packed import (
     TAG,
     WINDOW,
     InFlight,
+    Line,
     Move,
     PackedExchange,
     Stream,
@@ -47,26 +58,33 @@ from refitd.errors import TransportError
 
 _NOTE_TAG = 0x52490001  # notes have tags of their own: they are in flight together with messages
 _OPENING = -1  # as number of a message
+# Between two ranks there may be several paths, with far fewer messages than this in flight. Two paths whose tags meet
+# after all exchange messages, which the digests find.
+_TAGS_APART = 4099
 AHEAD = 8
 
 
 class WindowExchange(PackedExchange):
     """The pipeline of packed.py with single messages. See ExchangeService for its contract."""
 
+    relays = True
+
     def __init__(self, peers: Peers, *, message_bytes: int | None = None, staging_bytes: int = STAGING_BYTES) -> None:
         """See PackedExchange."""
         super().__init__(peers, message_bytes=message_bytes, staging_bytes=staging_bytes)
-        self._paces: dict[int, Pace] = {}  # of what is sent, by position
+        self._paces: dict[Line, Pace] = {}  # of what is sent
 
-    def _mark(self, stream: Stream) -> bytes:
+    def _mark(self, streams: Sequence[Stream]) -> bytes:
         """See PackedExchange._mark."""
-        held = [piece.base.version if piece.base is not None else "" for piece in stream.pieces]
-        if not any(held) or (stream.is_send and not self._pace(stream).wants_deltas()):
+        held = [piece.base.version if piece.base is not None else "" for s in streams for piece in s.pieces]
+        first_sent = [stream for stream in streams if stream.is_send and not stream.route.hop]
+        # all are asked: each counts
+        if not any(held) or not all([self._pace(stream).wants_deltas() for stream in first_sent]):
             return NO_MARK
         return xxhash.xxh3_64_digest("\0".join(held).encode())
 
     def _pace(self, stream: Stream) -> Pace:
-        return self._paces.setdefault(stream.position, Pace())
+        return self._paces.setdefault((stream.position, stream.route), Pace())
 
     def _move(self, move: Move) -> str:
         """See PackedExchange._move."""
@@ -82,7 +100,7 @@ class WindowExchange(PackedExchange):
     def _pass(self, flying: deque[tuple[_Line, InFlight]], move: Move) -> str:
         """The body of `_move`; `flying` holds the posted messages that are not known to be done."""
         started = time.perf_counter()
-        lines = [self._line(stream, move) for stream in self._order(move.streams)]
+        lines = self._lines(move)
         for number in range(WINDOW):
             flying.extend((line, flight) for line in lines for flight in line.begin(number))
         trouble = move.meanwhile()
@@ -95,15 +113,28 @@ class WindowExchange(PackedExchange):
             if move.on_progress is not None:
                 move.on_progress(sum(line.arrived for line in lines))
             flying.extend((line, flight) for flight in following)
+            if line.relay is not None:
+                flying.extend((line.relay, flight) for flight in line.relay.advance())
         for line in lines:
-            if line.stream.is_send and line.seconds:
+            if line.stream.is_send and line.seconds and not line.stream.route.hop:
                 self._pace(line.stream).took(line.seconds, line.stream.nbytes, as_deltas=line.stream.has_bases)
         return next((line.trouble for line in lines if line.trouble), trouble)
 
+    def _lines(self, move: Move) -> list[_Line]:
+        lines = [self._line(stream, move) for stream in self._order(move.streams)]
+        arriving = {line.stream.route: line for line in lines if not line.stream.is_send}
+        for line in lines:
+            if isinstance(line, _Relay):
+                path, hop = line.stream.route.path, line.stream.route.hop
+                arriving[Route(path, hop - 1)].relay = line
+        return lines
+
     def _line(self, stream: Stream, move: Move) -> _Line:
-        if not stream.has_bases:
+        if not stream.has_bases and stream.route == DIRECT:
             return _PlainLine(self, stream, move)
-        return _DeltaSender(self, stream, move) if stream.is_send else _DeltaReceiver(self, stream, move)
+        if not stream.is_send:
+            return _Receiver(self, stream, move)
+        return _Relay(self, stream, move) if stream.route.hop else _Sender(self, stream, move)
 
     def _post(
         self, stream: Stream, number: int, buffer: torch.Tensor, *, is_staged: bool = False, is_note: bool = False
@@ -111,7 +142,7 @@ class WindowExchange(PackedExchange):
         """Start sending or receiving a message."""
         post = self.peers.send if stream.is_send else self.peers.receive
         # a tag for each message, so that it meets only its own other half
-        tag = (_NOTE_TAG if is_note else TAG) + number % 0x10000
+        tag = (_NOTE_TAG if is_note else TAG) + (number + _TAGS_APART * stream.route.path) % 0x10000
         return InFlight(stream, number, post(buffer, stream.position, tag), buffer, is_staged, is_note)
 
     def _post_next(self, stream: Stream, verify: bool) -> list[InFlight]:
@@ -127,12 +158,13 @@ class _Line(ABC):
     """A stream on its way: what to post next, and what to do with what has arrived.
 
     `arrived` counts bytes of pieces that lie here; `trouble` is an error text about them. `seconds` is how long the
-    stream took to its end.
+    stream took to its end. `relay` passes it on.
     """
 
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
         self._service, self._move = service, move
         self.stream = stream
+        self.relay: _Relay | None = None
         self.arrived, self.trouble, self.seconds = 0, "", 0.0
 
     @abstractmethod
@@ -164,7 +196,7 @@ class _PlainLine(_Line):
         return self._service._post_next(self.stream, self._move.verify)
 
 
-class _DeltaLine(_Line):
+class _AnnouncedLine(_Line):
     """A stream of messages whose forms are announced."""
 
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
@@ -197,7 +229,7 @@ class _DeltaLine(_Line):
         if number >= len(stream.messages):
             return self._service._post_next(stream, self._move.verify)
         if self._flying:
-            room = WINDOW * self._service._limit - sum(self._flying.values())
+            room = WINDOW * stream.limit - sum(self._flying.values())
             if number - min(self._flying) >= AHEAD or self._length(number) > room:
                 return []
         stream.next += 1
@@ -218,10 +250,25 @@ class _DeltaLine(_Line):
         return min(8, *(self.stream.pieces[span.piece].itemsize for span in message.spans))
 
     def _bases(self, message: PackedMessage) -> dict[int, Piece]:
-        """Return the base of each piece in a message; {} if one has none."""
+        """Return the base of each piece in a message; {} if one has none, or the peer does not hold the same."""
+        if not self.stream.has_bases:
+            return {}
         bases = {span.piece: self.stream.pieces[span.piece].base for span in message.spans}
         found = {piece: base.piece for piece, base in bases.items() if base is not None}
         return found if len(found) == len(bases) else {}
+
+    def _post_whole(self, number: int, *, with_digest: bool) -> InFlight:
+        """Send a message as it lies here."""
+        stream, service = self.stream, self._service
+        message = stream.messages[number]
+        direct = service._direct(stream, message)
+        buffer = service._staging()[: message.nbytes] if direct is None else direct
+        for span, here in steps_of(message, service.step_bytes) if with_digest or direct is None else ():
+            if direct is None:
+                stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
+            if with_digest:
+                stream.digest.update(buffer[here])
+        return service._post(stream, number, buffer, is_staged=direct is None)
 
     @abstractmethod
     def _note(self, number: int) -> bytes:
@@ -248,7 +295,7 @@ class _DeltaLine(_Line):
         """The digest has been sent, or has arrived."""
 
 
-class _DeltaSender(_DeltaLine):
+class _Sender(_AnnouncedLine):
     """Decides on the form of each message, announces it, and sends it."""
 
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
@@ -265,7 +312,12 @@ class _DeltaSender(_DeltaLine):
         return (Note(Form.WHOLE, 0, message.nbytes) if delta is None else delta.note).to_bytes()
 
     def _compared(self, message: PackedMessage) -> Delta | None:
-        """Add a message to the digest; return its delta, None if it is better sent whole."""
+        """Add a message to the digest; return its delta, None if it is better sent whole.
+
+        Without bases nothing is read yet.
+        """
+        if not self.stream.has_bases:
+            return None
         service, bases = self._service, self._bases(message)
         comparison = Comparison(message.nbytes, self._width(message)) if bases and not self._resting else None
         self._resting = max(0, self._resting - 1)
@@ -305,14 +357,8 @@ class _DeltaSender(_DeltaLine):
         stream, service, delta = self.stream, self._service, self._announced[number]
         if delta is not None:
             return service._post(stream, number, torch.from_numpy(delta.body))
-        message = stream.messages[number]
-        direct = service._direct(stream, message)
-        if direct is not None:
-            return service._post(stream, number, direct)
-        buffer = service._staging()[: message.nbytes]
-        for span, here in steps_of(message, service.step_bytes):  # again: nothing has kept it since it was announced
-            stream.pieces[span.piece].pack(span.start, span.end, buffer[here])
-        return service._post(stream, number, buffer, is_staged=True)
+        # with bases, read again: nothing has kept it since it was announced
+        return self._post_whole(number, with_digest=self._move.verify and not stream.has_bases)
 
     def _passed(self, flight: InFlight) -> None:
         del self._announced[flight.number]
@@ -321,7 +367,7 @@ class _DeltaSender(_DeltaLine):
         pass
 
 
-class _DeltaReceiver(_DeltaLine):
+class _Receiver(_AnnouncedLine):
     """Makes whole messages of bases and deltas."""
 
     def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
@@ -344,6 +390,10 @@ class _DeltaReceiver(_DeltaLine):
                         f"{self._service.peers.label(self._service.peers.index)} holds no base for it"
                     )
                 self._announced[number] = note
+                if self.relay is not None:
+                    self.relay.announced(number, note)
+        if self.relay is not None and flight.number == _OPENING:
+            self.relay.opened()
 
     def _length(self, number: int) -> int:
         return self._announced[number].nbytes
@@ -359,6 +409,8 @@ class _DeltaReceiver(_DeltaLine):
         note = self._announced.pop(flight.number)
         if not flight.is_note:
             self._move.tally.crossed_bytes += flight.buffer.numel()
+        if self.relay is not None:
+            self.relay.take(flight.number, flight.buffer.numpy()[: note.nbytes])
         if note.form is Form.WHOLE:
             self._land(flight)
             return
@@ -381,7 +433,94 @@ class _DeltaReceiver(_DeltaLine):
     def _ended(self, flight: InFlight) -> None:
         self._move.tally.crossed_bytes += flight.buffer.numel()
         self._land(flight)
-        self._move.tally.is_base_wrong |= bool(self.trouble)
+        self._move.tally.is_base_wrong |= bool(self.trouble) and self.stream.has_bases
+        if self.relay is not None:
+            self.relay.ended(flight.buffer.numpy().tobytes())
+
+
+class _Relay(_AnnouncedLine):
+    """Passes a stream on to the next rank of its path: each message once it lies here, and the digest that came."""
+
+    def __init__(self, service: WindowExchange, stream: Stream, move: Move) -> None:
+        super().__init__(service, stream, move)
+        self._may_open = self._is_open = False
+        self._deltas: dict[int, Delta] = {}  # announced messages that are passed on as they come
+        self._arrived = 0  # messages, and the digest
+
+    def begin(self, number: int) -> list[InFlight]:
+        return []
+
+    def announced(self, number: int, note: Note) -> None:
+        """Learn the form of a message that is to come."""
+        if self.stream.has_bases and note.form is not Form.WHOLE:
+            self._deltas[number] = Delta(note, np.zeros(0, np.uint8))
+
+    def opened(self) -> None:
+        """Learn that the forms of the first messages have been announced."""
+        self._may_open = True
+
+    def take(self, number: int, body: Bytes) -> None:
+        """Take a message that has come, and lies here when `advance` is called next."""
+        self._arrived = number + 1
+        if number in self._deltas:
+            self._deltas[number] = Delta(self._deltas[number].note, body.copy())
+
+    def ended(self, digest: bytes) -> None:
+        """Take the digest, which comes last."""
+        self._arrived += 1
+        self.stream.digest = _PassedDigest(digest)
+
+    def advance(self) -> list[InFlight]:
+        """Post what may be passed on now."""
+        posted = []
+        if self._may_open and not self._is_open:
+            self._is_open = True
+            posted.append(self._post_note(_OPENING))
+        while following := self._post_message():
+            posted += following
+        return posted
+
+    def _post_message(self) -> list[InFlight]:
+        return super()._post_message() if self._is_open and self.stream.next < self._arrived else []
+
+    def _note(self, number: int) -> bytes:
+        if number >= len(self.stream.messages):
+            return bytes(NOTE_BYTES)
+        delta = self._deltas.get(number)
+        return (Note(Form.WHOLE, 0, self._length(number)) if delta is None else delta.note).to_bytes()
+
+    def _noted(self, flight: InFlight) -> None:
+        pass
+
+    def _length(self, number: int) -> int:
+        delta = self._deltas.get(number)
+        return self.stream.messages[number].nbytes if delta is None else delta.note.nbytes
+
+    def _post_body(self, number: int) -> InFlight:
+        delta = self._deltas.get(number)
+        if delta is not None:
+            return self._service._post(self.stream, number, torch.from_numpy(delta.body))
+        return self._post_whole(number, with_digest=False)
+
+    def _passed(self, flight: InFlight) -> None:
+        self._deltas.pop(flight.number, None)
+
+    def _ended(self, flight: InFlight) -> None:
+        pass
+
+
+class _PassedDigest:
+    """The digest of what another rank has sent."""
+
+    def __init__(self, said: bytes) -> None:
+        self._said = said
+
+    def update(self, buffer: torch.Tensor, /) -> None:
+        """Ignore what passes here."""
+
+    def digest(self) -> bytes:
+        """Return the digest that came."""
+        return self._said
 
 
 def _doing(flight: InFlight) -> str:

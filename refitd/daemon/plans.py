@@ -17,7 +17,7 @@ from refitd.daemon.pending import Constants, WantedArenas
 from refitd.errors import ArenaError
 from refitd.events import Log
 from refitd.plan.fills import FillTable
-from refitd.plan.table import CopyTable
+from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 
@@ -76,8 +76,9 @@ class OuterTransfers:
     epoch: cluster.EpochPlan
 
     def sent_ranks(self) -> set[int]:
-        """Return the plan-wide ranks on this node that send to other nodes."""
-        return set(np.unique(self.rows.table.src_rank[self.rows.src_node == self.index]).tolist())
+        """Return the plan-wide ranks on this node that send to other nodes what they hold, not what they receive."""
+        table = self.rows.table
+        return set(np.unique(table.src_rank[(self.rows.src_node == self.index) & ~table.is_relayed]).tolist())
 
     def received_ranks(self) -> set[int]:
         """Return the plan-wide ranks on this node that receive from other nodes."""
@@ -184,7 +185,7 @@ class LocalPlans:
         if self._node not in epoch.nodes or not 0 < epoch.lanes <= self._workers:
             raise ValueError(f"an epoch of nodes {epoch.nodes} with {epoch.lanes} lanes does not fit this node")
         node_of = dict(zip(message.ranks, message.crossing_nodes, strict=True))
-        table = CopyTable.from_wire(message.crossing)
+        table = CrossingTable.from_wire(message.crossing)
         used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")

@@ -16,10 +16,10 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 MAX_DIMS = 8
-NO_CASTS: Int32 = np.zeros(0, np.int32)
+UNSET: Int32 = np.zeros(0, np.int32)  # stands for a column of zeros
 NAMES = ("tensors", "locals")
 NAMED_BY = {"tensors": ("tensor",), "locals": ("local", "src_local", "dst_local")}  # the columns that index each
-OPTIONAL = ("cast",)  # columns that are not sent if all zero
+OPTIONAL = ("cast", "path", "hop")  # columns that are not sent if all zero
 BOXES = ("size", "stride", "src_stride", "dst_stride")
 
 
@@ -133,10 +133,10 @@ class CopyTable(PlanTable):
     src_stride: Int64  # [n, D]
     dst_offset: Int64  # [n]
     dst_stride: Int64  # [n, D]
-    cast: Int32 = field(default_factory=lambda: NO_CASTS)  # [n] number in refitd.describe.casts; by default none
+    cast: Int32 = field(default_factory=lambda: UNSET)  # [n] number in refitd.describe.casts; by default none
 
     def __post_init__(self) -> None:
-        if self.cast is NO_CASTS:
+        if self.cast is UNSET:
             object.__setattr__(self, "cast", np.zeros(len(self), np.int32))
 
     @property
@@ -154,3 +154,36 @@ class CopyTable(PlanTable):
         self._check_names(self.src_local, self.locals)
         self._check_names(self.dst_local, self.locals)
         self._check_places(self.src_offset, self.dst_offset, self.src_stride, self.dst_stride)
+
+
+@dataclass(frozen=True, eq=False)
+class CrossingTable(CopyTable):
+    """Copies between nodes. What several nodes need alike may travel over a path: from node to node.
+
+    On a path, a row's source is where the row of the hop before wrote it. Rows of one path are in the same order at
+    every hop, and equally large.
+    """
+
+    path: Int32 = field(default_factory=lambda: UNSET)  # [n] its path; 0 for a row that is on none
+    hop: Int32 = field(default_factory=lambda: UNSET)  # [n] relays before it on its path
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("path", "hop"):
+            if getattr(self, name) is UNSET:
+                object.__setattr__(self, name, np.zeros(len(self), np.int32))
+
+    @classmethod
+    def of(cls, table: CopyTable) -> Self:
+        """Return the rows of a table, none of them on a path."""
+        return cls(**{f.name: getattr(table, f.name) for f in fields(CopyTable)})
+
+    @property
+    def is_relayed(self) -> npt.NDArray[np.bool_]:
+        """Whether each row reads what a target has received, shape [n]."""
+        return self.hop > 0
+
+    def _check_ranges(self) -> None:
+        super()._check_ranges()
+        if self.path.min() < 0 or self.hop.min() < 0 or (self.is_relayed & (self.path == 0)).any():
+            raise ValueError("plan table: a path or a hop is out of range")

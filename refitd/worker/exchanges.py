@@ -14,7 +14,7 @@ from refitd.addressing.between_nodes import TransferList
 from refitd.buffers.arena import MappedArena
 from refitd.copy_services.base import PreparedJob, RunResult
 from refitd.copy_services.epoch import Epoch, Mailbox
-from refitd.copy_services.exchange import ExchangeService, Transfers
+from refitd.copy_services.exchange import ExchangeService, Route, Transfers
 from refitd.copy_services.registry import Registry
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 from refitd.protocol import sidecar
@@ -107,7 +107,8 @@ class Exchanges:
             for row in range(len(rows)):
                 note = service.send if rows.is_send[row] else service.receive
                 pieces.append(piece := piece_of(rows, row, arenas))
-                note(int(rows.task_id[row]), piece, service.ranks[int(rows.peer[row])], part=int(rows.part[row]))
+                peer, route = service.ranks[int(rows.peer[row])], Route(int(rows.path[row]), int(rows.hop[row]))
+                note(int(rows.task_id[row]), piece, peer, part=int(rows.part[row]), route=route)
         except BaseException:
             service.hold()  # forget the transfers of a refused job
             raise

@@ -25,7 +25,7 @@ from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.errors import ConfigError, ProtocolError, RefitdError
 from refitd.offline import files
 from refitd.plan.fills import FillTable
-from refitd.plan.table import CopyTable
+from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol import cluster, keys, local, sidecar
 from refitd.protocol.codec import Decoder, digest_of, encode, unpack
 from refitd.protocol.shards import Shard, WireTensor, metadata_of, shard_of
@@ -179,7 +179,7 @@ def _tables(rng: random.Random) -> bool:
             if not isinstance(wire, dict):
                 return False
     try:
-        (CopyTable if rng.random() < 0.7 else FillTable).from_wire(wire)
+        rng.choice((CopyTable, CopyTable, CrossingTable, FillTable)).from_wire(wire)
     except ValueError:
         return False
     return True
@@ -191,7 +191,7 @@ _WIRE = _a_table().to_wire()
 def _a_block() -> tuple[bytes, bytes, bytes]:
     table = _a_table()
     places = by_rank({(r, t.name): LocalTensor(r, 0, t.shape, _strides(t)) for r in (0, 1) for t in SHARD.tensors})
-    transfers = transfers_of(node_transfers(table, {0: 0, 1: 1}, 1), 0, 0, places, places)
+    transfers = transfers_of(node_transfers(CrossingTable.of(table), {0: 0, 1: 1}, 1), 0, 0, places, places)
     one = {f.name: np.ones((2, 2) if f.name == "size" else 2, np.int64) for f in fields(ConversionList)}
     return address(table, places, places).to_bytes(), transfers.to_bytes(), ConversionList(**one).to_bytes()
 

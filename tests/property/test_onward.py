@@ -1,6 +1,8 @@
-"""What crosses to a node once and is copied onward there is what every rank would have received by itself."""
+"""What crosses to a node once, is passed on to other nodes, and is copied onward there is what every rank wants."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 import torch
@@ -11,7 +13,8 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.plan.onward import split
-from refitd.plan.table import CopyTable
+from refitd.plan.relays import Relays, relayed
+from refitd.plan.table import CopyTable, CrossingTable
 from refitd.testing import oracle
 
 SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 6, 8)}
@@ -42,13 +45,13 @@ def fleets(draw: st.DrawFn) -> tuple[list[Roster], dict[int, str]]:
     """Sources and some replicas, each split by a number of its own, over a few nodes."""
     dims: dict[str, int | None] = {"a": draw(st.sampled_from([0, 1, None])), "b": 0, "c": draw(st.sampled_from([1, 2]))}
     rosters: list[Roster] = []
-    sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2]), min_size=1, max_size=4))]
+    sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2]), min_size=1, max_size=6))]
     for number, size in enumerate(sizes):
         group = list(range(len(rosters), len(rosters) + size))
         for rank in group:
             metas = held(rank, group, dims)
             rosters.append(Roster(rank, source=metas) if number == 0 else Roster(rank, destination=metas))
-    nodes = draw(st.integers(1, 3))
+    nodes = draw(st.integers(1, 6))
     node_of = {roster.rank: f"n{draw(st.integers(0, nodes - 1))}" for roster in rosters}
     return rosters, node_of
 
@@ -65,6 +68,31 @@ def perform(
         target.reshape(-1)[here] = source.reshape(-1)[there]
 
 
+def check_paths(rows: CrossingTable, relays: Relays, crossing: CopyTable, node_of: dict[int, str]) -> None:
+    """See that paths cross each cable as predicted, and that all hops of a path have the same rows in one order."""
+    assert sorted(rows.task_id.tolist()) == sorted(crossing.task_id.tolist())
+    for path, said in enumerate(relays.paths, 1):
+        on = rows.select(rows.path == path)
+        nodes = (said.source, *said.nodes)
+        sizes = [on.size[on.hop == hop].tolist() for hop in range(len(said.nodes))]
+        assert all(each == sizes[0] for each in sizes)
+        for src, dst, hop in zip(on.src_rank.tolist(), on.dst_rank.tolist(), on.hop.tolist(), strict=True):
+            assert (node_of[src], node_of[dst]) == nodes[hop : hop + 2]
+        assert on.total_bytes == said.nbytes * len(said.nodes)
+    assert set(rows.path.tolist()) <= set(range(len(relays.paths) + 1))
+    assert not rows.is_relayed[rows.path == 0].any()
+    for busiest, found in ((relays.bytes, rows), (relays.direct_bytes, crossing)):
+        if not busiest:  # nothing is needed by several nodes
+            assert not relays.paths
+            continue
+        through: Counter[tuple[str, str]] = Counter()
+        for src, dst, nbytes in zip(found.src_rank.tolist(), found.dst_rank.tolist(), found.row_bytes, strict=True):
+            through[node_of[src], "out"] += int(nbytes)
+            through[node_of[dst], "in"] += int(nbytes)
+        assert max(through.values()) == busiest
+    assert relays.bytes <= relays.direct_bytes
+
+
 @settings(max_examples=60, deadline=None)
 @given(fleets())
 def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) -> None:
@@ -72,6 +100,9 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) 
     table = plan_copies(rosters).table
     crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
     crossing, onward = split(table.select(crosses), node_of)
+    rows, relays = relayed(crossing, node_of)
+    check_paths(rows, relays, crossing, node_of)
+    rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
     boxes = [
         (node_of[int(d)], int(s), int(name), int(offset), tuple(size))
@@ -85,7 +116,8 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) 
     wanted = {(r.rank, m.name): oracle.local_tensor(m, r.rank, whole) for r in rosters for m in r.destination}
     written = {key: np.full(value.shape, -1, value.dtype) for key, value in wanted.items()}
     perform(table.select(~crosses), sources, written)
-    perform(crossing, sources, written)
+    for hop in range(int(rows.hop.max(initial=0)) + 1):
+        perform(rows.select(rows.hop == hop), written if hop else sources, written)
     for src, dst in zip(onward.src_rank.tolist(), onward.dst_rank.tolist(), strict=True):
         assert node_of[src] == node_of[dst] and src != dst
     perform(onward, written, written)

@@ -15,7 +15,7 @@ from refitd.addressing.copies import cut
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places
 from refitd.buffers.layout import row_major_strides
 from refitd.plan.build import plan_copies
-from refitd.plan.table import CopyTable
+from refitd.plan.table import CopyTable, CrossingTable
 from tests.support.layouts import meta, replicated, rosters, tp
 from tests.support.places import by_rank
 
@@ -81,18 +81,18 @@ def test_the_table_that_was_given_stays_as_it_was() -> None:
 def test_nothing_is_cut_into_nothing() -> None:
     rows, part, origin = cut(table())
     assert len(rows) == len(part) == len(origin) == 0
-    assert len(lanes_of(column(), column(), column(), 3)) == 0
+    assert len(lanes_of(column(), column(), column(), 3, column())) == 0
 
 
 def test_each_pair_of_nodes_shares_its_bytes_evenly_over_the_lanes() -> None:
     # nodes 0 -> 1: 10, 10, 20, 40 bytes, whose middles 5, 15, 30, 60 of 80 lie in the first, ..., second half
     # nodes 1 -> 0: 6, 2 bytes, whose middles are 3 and 7 of 8
     nbytes = column(10, 6, 10, 20, 2, 40)
-    src, dst = column(0, 1, 0, 0, 1, 0), column(1, 0, 1, 1, 0, 1)
-    assert lanes_of(nbytes, src, dst, 2).tolist() == [0, 0, 0, 0, 1, 1]
-    assert lanes_of(nbytes, src, dst, 1).tolist() == [0] * 6
+    src, dst, path = column(0, 1, 0, 0, 1, 0), column(1, 0, 1, 1, 0, 1), column(0, 0, 0, 0, 0, 0)
+    assert lanes_of(nbytes, src, dst, 2, path).tolist() == [0, 0, 0, 0, 1, 1]
+    assert lanes_of(nbytes, src, dst, 1, path).tolist() == [0] * 6
     # more lanes than rows: some stay empty
-    assert lanes_of(nbytes, src, dst, 8).tolist() == [0, 3, 1, 3, 7, 6]
+    assert lanes_of(nbytes, src, dst, 8, path).tolist() == [0, 3, 1, 3, 7, 6]
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def columns_to_two() -> CopyTable:
 
 
 def test_transfers_have_the_addresses_of_their_tensors(columns_to_two: CopyTable) -> None:
-    rows = node_transfers(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
+    rows = node_transfers(CrossingTable.of(columns_to_two), {0: 0, 1: 1, 2: 1}, 1)
     # bfloat16; the source lies transposed in private memory: (2, 16) bytes from row to row and column to column
     held = by_rank({(0, "w"): LocalTensor(PROCESS_MEMORY, 4096, (8, 6), (2, 16), pid=77)})
     wanted = by_rank({(rank, "w"): LocalTensor(10 + rank, 256, (8, 3), (6, 2)) for rank in (1, 2)})
@@ -126,7 +126,7 @@ def test_the_sender_converts_and_both_ends_count_what_travels() -> None:
     found = rosters(
         [{0: meta("w", (4, 5), 0, dtype="float32", element_size=4)}], [{1: meta("w", (4, 5), 1, cast_from="float32")}]
     )
-    rows = node_transfers(plan_copies(found).table, {0: 0, 1: 1}, 1)
+    rows = node_transfers(CrossingTable.of(plan_copies(found).table), {0: 0, 1: 1}, 1)
     sent = transfers_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (4, 5), (20, 4))}), {})
     received = transfers_of(rows, 1, 0, {}, by_rank({(1, "w"): LocalTensor(4, 0, (4, 5), (10, 2))}))
 
@@ -137,13 +137,13 @@ def test_the_sender_converts_and_both_ends_count_what_travels() -> None:
 
 
 def test_a_tensor_without_a_place_is_an_error(columns_to_two: CopyTable) -> None:
-    rows = node_transfers(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
+    rows = node_transfers(CrossingTable.of(columns_to_two), {0: 0, 1: 1, 2: 1}, 1)
     with pytest.raises(KeyError):
         transfers_of(rows, 0, 0, {}, {})
 
 
 def test_transfers_survive_their_bytes(columns_to_two: CopyTable) -> None:
-    rows = node_transfers(columns_to_two, {0: 0, 1: 1, 2: 1}, 1)
+    rows = node_transfers(CrossingTable.of(columns_to_two), {0: 0, 1: 1, 2: 1}, 1)
     transfers = transfers_of(rows, 0, 0, by_rank({(0, "w"): LocalTensor(3, 0, (8, 6), (12, 2))}), {})
     again = TransferList.from_bytes(transfers.to_bytes())
     for name in ("is_send", "peer", "task_id", "part", "size", "stride", "arena", "offset", "origin", "cast"):
@@ -179,7 +179,7 @@ def test_what_one_end_sends_the_other_expects(rows: CopyTable, lanes: int) -> No
         # a node knows the rows of which it has an end, and no other
         at_node = (rows.src_rank % NODES == node) | (rows.dst_rank % NODES == node)
         found = places(rows)
-        known = node_transfers(rows.select(at_node), node_of, lanes)
+        known = node_transfers(CrossingTable.of(rows.select(at_node)), node_of, lanes)
         return transfers_of(known, node, lane, found["held"], found["wanted"])
 
     def told(transfers: TransferList, is_send: bool, node: int) -> Counter[tuple[int, ...]]:
@@ -229,7 +229,7 @@ def test_pieces_cover_each_row_exactly_once(rows: CopyTable, limit: int) -> None
 @settings(max_examples=150, deadline=None)
 def test_lanes_are_within_one_row_of_equal_bytes_and_in_order(rows: CopyTable, lanes: int) -> None:
     src, dst = (ranks.astype(np.int64) % NODES for ranks in (rows.src_rank, rows.dst_rank))
-    lane = lanes_of(rows.row_bytes, src, dst, lanes)
+    lane = lanes_of(rows.row_bytes, src, dst, lanes, np.zeros_like(src))
     assert ((lane >= 0) & (lane < lanes)).all()
     for pair in {(int(a), int(b)) for a, b in zip(src, dst, strict=True)}:
         chosen = np.flatnonzero((src == pair[0]) & (dst == pair[1]))
