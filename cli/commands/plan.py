@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from refitd.errors import ConfigError
-from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport
+from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport, Relaying
 from refitd_cli.completion import model_names
 from refitd_cli.layouts import Planned, Side, manifest_options, planned
 from refitd_cli.numbers import Number
@@ -92,6 +92,7 @@ def _show(report: PlanReport, top: int) -> None:
             ("from", "to", ">crosses", ">needed there"),
             ((link.source, link.target, size(link.bytes), size(link.needed_bytes)) for link in report.links),
         )
+    _show_relays(report.relays, top)
     parameters: Sequence[ParameterTraffic] = sorted(report.parameters, key=lambda parameter: -parameter.bytes)
     _show_parameters([(p.name, p.bytes, p.copies) for p in parameters], top)
     _show_unused(report.unused_sources, top)
@@ -108,6 +109,19 @@ def _show(report: PlanReport, top: int) -> None:
             f"{size(report.converted_bytes)} of it are converted where they arrive; targets hold "
             f"{size(report.held_bytes)}, and {size(report.staging_bytes)} while staging"
         )
+
+
+def _show_relays(relays: Relaying, top: int) -> None:
+    for path in relays.paths[: top or None]:
+        say(f"passed on: {size(path.bytes)} over {' -> '.join((path.source, *path.nodes))}")
+    if len(relays.paths) > top > 0:
+        say(f"and over {len(relays.paths) - top} more paths; --top 0 shows all")
+    if relays.paths:
+        say(
+            f"the busiest cable carries {size(relays.bytes)} in one direction; without relays {size(relays.direct_bytes)}"
+        )
+    elif relays.direct_bytes:
+        say(f"no relays: the busiest cable carries {size(relays.direct_bytes)}, with relays hardly less")
 
 
 def _show_parameters(parameters: Sequence[tuple[str, int, int]], top: int) -> None:

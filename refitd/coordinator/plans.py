@@ -22,7 +22,15 @@ from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays, relayed
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
-from refitd.protocol.reports import KeptTraffic, LinkTraffic, PairTraffic, ParameterTraffic, PlanReport
+from refitd.protocol.reports import (
+    KeptTraffic,
+    LinkTraffic,
+    PairTraffic,
+    ParameterTraffic,
+    PlanReport,
+    Relaying,
+    RelayPath,
+)
 
 # services whose ranks may pass on what they receive (copy_services/windows.py)
 RELAYING_SERVICES = frozenset({"gloo"})
@@ -210,6 +218,7 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         unused_sources=plan.unused_sources,
         kept=_kept(fleet),
         links=_links(fleet, plan),
+        relays=_relaying(plan.relays(fleet)),
     )
     return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
 
@@ -220,7 +229,14 @@ def _links(fleet: Model, plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
     for src, dst, nbytes, _ in plan.pairs:
         link = node_of[src], node_of[dst]
         needed[link] = needed.get(link, 0) + nbytes
-    return tuple(LinkTraffic(*link, nbytes, needed[link]) for link, nbytes in sorted(plan.links(fleet).items()))
+    moved = plan.links(fleet)
+    between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
+    return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
+
+
+def _relaying(relays: Relays) -> Relaying:
+    paths = tuple(RelayPath(path.source, path.nodes, path.nbytes) for path in relays.paths)
+    return Relaying(paths, relays.bytes, relays.direct_bytes)
 
 
 def _kept(fleet: Model) -> tuple[KeptTraffic, ...]:

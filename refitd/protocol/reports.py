@@ -372,12 +372,34 @@ class KeptTraffic(Value, frozen=True):
 
 
 class LinkTraffic(Value, frozen=True):
-    """What crosses from one node to another: `bytes`, of `needed_bytes` that ranks there need (each copy counted)."""
+    """What crosses from one node to another: `bytes`, where ranks there need `needed_bytes` of this one's sources.
+
+    What several ranks of a node need crosses once, and relays send what others have given them.
+    """
 
     source: Label
     target: Label
     bytes: Count
     needed_bytes: Count
+
+
+class RelayPath(Value, frozen=True):
+    """What `source` sends to the first of `nodes`, and each of them to the next."""
+
+    source: Label
+    nodes: tuple[Label, ...]
+    bytes: Count
+
+
+class Relaying(Value, frozen=True):
+    """Over which nodes a plan passes on what several need. Bytes go through the busiest cable, in one direction.
+
+    Without paths, `direct_bytes` is 0 if no two nodes need the same; else relays would not be worth their while.
+    """
+
+    paths: tuple[RelayPath, ...] = ()
+    bytes: Count = 0
+    direct_bytes: Count = 0
 
 
 class PlanReport(Message, frozen=True):
@@ -396,6 +418,7 @@ class PlanReport(Message, frozen=True):
     held_bytes: Count = 0  # of all targets' live tensors
     kept: tuple[KeptTraffic, ...] = ()  # what targets keep of their own, largest first
     links: tuple[LinkTraffic, ...] = ()
+    relays: Relaying = Relaying()
 
 
 class DescribedMember(Value, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -73,7 +74,7 @@ class OnItsWay:
     def __init__(self, ranks: Ranks, path: int, over: Sequence[int], new: Sequence[Words]) -> None:
         self.over, self.new = over, new
         self.held = {rank: [np.zeros_like(words) for words in new] for rank in over[1:]}
-        for hop, (src, dst) in enumerate(zip(over, over[1:], strict=False)):
+        for hop, (src, dst) in enumerate(itertools.pairwise(over)):
             for number in range(len(new)):
                 task, route = 1000 * (path * SIZE + dst) + (-number if hop % 2 else number), Route(path, hop)
                 ranks.services[src].send(task, self.piece(src, number), dst, route=route)

@@ -30,7 +30,7 @@ class Noting:
         self.noted: list[tuple[int, int]] = []
         self.held: list[list[tuple[int, int]]] = []
 
-    def send(self, task_id: int, piece: Any, peer: int, *, part: int) -> None:
+    def send(self, task_id: int, piece: Any, peer: int, *, part: int, route: Any) -> None:
         self.noted.append((task_id, part))
 
     receive = send
@@ -56,6 +56,8 @@ def receives(*offsets: int) -> bytes:
         size=np.full((n, 1), 10, np.int64),
         element_size=column(1),
         cast=column(0),
+        path=column(0),
+        hop=column(0),
         arena=column(3),
         pid=column(0),
         offset=np.array(offsets, np.int64),
@@ -89,7 +91,7 @@ class Looking(Noting):
         self.pieces: list[Any] = []
         self.bases: list[list[str | None]] = []
 
-    def send(self, task_id: int, piece: Any, peer: int, *, part: int) -> None:
+    def send(self, task_id: int, piece: Any, peer: int, *, part: int, route: Any) -> None:
         self.pieces.append(piece)
 
     receive = send
