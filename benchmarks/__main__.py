@@ -23,6 +23,7 @@ BENCHMARKS = {
     "flip": "benchmarks.flip",
     "simulate": "benchmarks.simulate",
     "delta": "benchmarks.delta",
+    "fanout": "benchmarks.fanout",
 }
 
 

@@ -117,9 +117,7 @@ def _show_relays(relays: Relaying, top: int) -> None:
     if len(relays.paths) > top > 0:
         say(f"and over {len(relays.paths) - top} more paths; --top 0 shows all")
     if relays.paths:
-        say(
-            f"the busiest cable carries {size(relays.bytes)} in one direction; without relays {size(relays.direct_bytes)}"
-        )
+        say(f"the busiest cable carries {size(relays.bytes)} one way; without relays {size(relays.direct_bytes)}")
     elif relays.direct_bytes:
         say(f"no relays: the busiest cable carries {size(relays.direct_bytes)}, with relays hardly less")
 

@@ -37,10 +37,13 @@ STAGING_BYTES = 256 << 20
 # bytes packed and hashed, or unpacked and hashed, together; they stay in the second-level cache
 STEP_BYTES = 256 << 10
 
+SOONER_S, SOONER_SHARE = 1.0, 0.05  # of a run's time
+
 TAG = 0x52470000
 DIGEST_BYTES = 16
 _OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
 _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
+_LEFT = struct.Struct("<d")  # seconds until a rank gives up
 MARK_BYTES = 8
 NO_MARK = bytes(MARK_BYTES)
 
@@ -254,7 +257,7 @@ class PackedExchange(ExchangeService):
         trouble = refuse or _mismatch(*held.local, self.peers.rank) or _broken_path(streams, self.peers.rank)
         tally = Tally()
         try:
-            self._agree(held, trouble, verify, deadline)
+            deadline = self._agree(held, trouble, verify, deadline)
             with torch.no_grad():
                 meanwhile = partial(self._copy_local, *held.local, verify)
                 trouble = self._move(Move(streams, tally, meanwhile, verify, deadline, on_progress))
@@ -299,9 +302,13 @@ class PackedExchange(ExchangeService):
             streams[position, route] = Stream(position, route, is_send, keys, pieces, messages, limit)
         return streams
 
-    def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> None:
-        """Compare with each peer what both are about to do; every rank raises unless all agree."""
+    def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> Deadline:
+        """Compare with each peer what both are about to do; every rank raises unless all agree.
+
+        Returns the earliest deadline of all ranks, so that who waits longer than others has a meaning.
+        """
         peers = self.peers
+        left = _LEFT.pack(deadline.left().total_seconds())
         terms = _TERMS.pack(self._limit, verify)
         outgoing, incoming = (
             # only digests prove that two bases were the same
@@ -309,12 +316,15 @@ class PackedExchange(ExchangeService):
             for streams in (held.outgoing, held.incoming)
         )
         said = [
-            offer + terms + mine + theirs for offer, mine, theirs in zip(held.offers, outgoing, incoming, strict=True)
+            left + offer + terms + mine + theirs
+            for offer, mine, theirs in zip(held.offers, outgoing, incoming, strict=True)
         ]
-        offered = peers.all_to_all(said, deadline, "comparing transfers")
+        # who waits for a rank that has stopped gives up, and names it, before those who wait for it in the next step
+        sooner = Deadline(deadline.at - min(SOONER_S, SOONER_SHARE * deadline.seconds), deadline.seconds)
+        offered = peers.all_to_all(said, sooner, "comparing transfers")
         for position, record in enumerate(offered):
             offer, sent, received = (
-                record[: -2 * MARK_BYTES],
+                record[_LEFT.size : -2 * MARK_BYTES],
                 record[-2 * MARK_BYTES : -MARK_BYTES],
                 record[-MARK_BYTES:],
             )
@@ -333,6 +343,8 @@ class PackedExchange(ExchangeService):
                 )
         if found := peers.first_trouble(trouble, deadline, "agreeing on transfers"):
             raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
+        earliest = min(_LEFT.unpack(record[: _LEFT.size])[0] for record in offered)
+        return Deadline(min(deadline.at, time.monotonic() + earliest), deadline.seconds)
 
     def _conclude(
         self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline, *, is_base_wrong: bool

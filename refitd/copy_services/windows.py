@@ -52,7 +52,7 @@ from refitd.copy_services.packed import (
     Stream,
     steps_of,
 )
-from refitd.copy_services.peers import Peers
+from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.pieces import Piece
 from refitd.errors import TransportError
 
@@ -62,6 +62,8 @@ _OPENING = -1  # as number of a message
 # after all exchange messages, which the digests find.
 _TAGS_APART = 4099
 AHEAD = 8
+# seconds between the ends of waits that depend on each other, and the most of a run's time that all of them take
+_TURN_S, _TURNS_SHARE = 0.1, 0.05
 
 
 class WindowExchange(PackedExchange):
@@ -106,7 +108,7 @@ class WindowExchange(PackedExchange):
         trouble = move.meanwhile()
         while flying:
             line, done = flying[0]
-            self.peers.wait(done.posted, done.stream.position, move.deadline, _doing(done))
+            self.peers.wait(done.posted, done.stream.position, self._patience(done.stream, move.deadline), _doing(done))
             flying.popleft()
             following = line.done(done)
             line.seconds = time.perf_counter() - started
@@ -119,6 +121,17 @@ class WindowExchange(PackedExchange):
             if line.stream.is_send and line.seconds and not line.stream.route.hop:
                 self._pace(line.stream).took(line.seconds, line.stream.nbytes, as_deltas=line.stream.has_bases)
         return next((line.trouble for line in lines if line.trouble), trouble)
+
+    def _patience(self, stream: Stream, deadline: Deadline) -> Deadline:
+        """Return when a wait for a stream ends.
+
+        If a relay stops, ranks wait for each other all along its path. The one that waits for the relay itself gives
+        up first, and names it: who receives, the earlier the fewer hops are before it; then who sends, the later.
+        """
+        turns = 2 * len(self.peers)
+        turn = turns - stream.route.hop if stream.is_send else stream.route.hop
+        step = min(_TURN_S, _TURNS_SHARE * deadline.seconds / turns)
+        return Deadline(deadline.at - (turns - turn) * step, deadline.seconds)
 
     def _lines(self, move: Move) -> list[_Line]:
         lines = [self._line(stream, move) for stream in self._order(move.streams)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -11,7 +13,7 @@ import torch
 
 import refitd
 from refitd import MXFP8Buffer
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
 
 Nodes = tuple[Daemon, ...]
@@ -112,5 +114,108 @@ def test_every_cable_carries_it_once(nodes: Callable[..., Nodes]) -> None:
     fleet.check()
     assert changes.crossing.delta_bytes == 3 * whole, "all came as deltas, from node to node"
     assert changes.crossing.crossed_bytes < 0.03 * changes.crossing.delta_bytes
+    assert fleet.trainer.verify("policy").outcome == "proven"
+    fleet.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_whoever_fails_on_the_path_is_named_and_the_next_swap_goes_on(
+    nodes: Callable[..., Nodes], victim: int, how: signal.Signals
+) -> None:
+    fleet = Fleet(nodes)
+    for node in (1, 2, 3):
+        fleet.add(node, f"r{node}", flips=node == 2)
+    fleet.swap(1)
+    before = [(rank, {name: tensor.clone() for name, tensor in live.items()}) for rank, live in fleet.live]
+    fleet.change(1.0, 1)
+    fleet.source.publish(2)
+    pids = [node.node_of(f"n{i}").workers[-1] for i, node in enumerate(fleet.nodes)]
+    other = pids[victim - 1 if victim else 2]  # it stands still, so that nothing is through when the victim fails
+    with Engine(*fleet.targets), stopped((other,)):
+        swap = RunningSwap(fleet.nodes[0].connect(), "policy", 2, timeout=90)
+        swap.wait_phase("stage")
+        os.kill(pids[victim], how)
+        if how == signal.SIGSTOP:
+            os.kill(other, signal.SIGCONT)
+        with pytest.raises(refitd.RefitFailed) as failed:
+            swap.result(60)
+    if "agreeing on transfers" not in str(failed.value):  # there, who gave up on the victim may be named in its place
+        assert f"node n{victim}" in str(failed.value), failed.value
+    for (_, was), (_, live) in zip(before, fleet.live, strict=True):
+        assert shards.equal(was, live)
+    fleet.swap(3)
+    fleet.check()
+    fleet.close()
+
+
+@pytest.mark.slow
+def test_a_node_that_leaves_or_sleeps_is_routed_around(nodes: Callable[..., Nodes]) -> None:
+    fleet = Fleet(nodes)
+    for node in (1, 2, 3):
+        fleet.add(node, f"r{node}", flips=node == 1)
+    fleet.swap(1)
+    asleep, fleet.targets = fleet.targets[2:4], fleet.targets[:2] + fleet.targets[4:]
+    live, fleet.live = fleet.live[2:4], fleet.live[:2] + fleet.live[4:]
+    for target in asleep:
+        target.suspend()
+    fleet.change(0.1, 1)
+    fleet.swap(2)
+    fleet.check()
+    for target in asleep:
+        target.resume(kept=True)
+    fleet.targets, fleet.live = fleet.targets + asleep, fleet.live + live
+    fleet.change(0.1, 2)
+    fleet.swap(3)
+    fleet.check()
+    fleet.nodes[2].kill()
+    eventually(lambda: len(fleet.trainer.status().nodes) == 3, "n2 is away")
+    fleet.targets, fleet.live = fleet.targets[:4], fleet.live[:4]
+    fleet.change(0.1, 3)
+    eventually(lambda: "n2" not in {m.node for m in fleet.trainer.status().models[0].targets}, "n2 is known to be away")
+    fleet.swap(4)
+    fleet.check()
+    assert [path.nodes for path in fleet.trainer.plan("policy").relays.paths] == [("n1", "n3")]
+    fleet.close()
+
+
+@pytest.mark.slow
+def test_replicas_that_join_at_once_are_given_one_copy_over_each_cable(nodes: Callable[..., Nodes]) -> None:
+    fleet = Fleet(nodes)
+    fleet.add(0, "here")
+    fleet.swap(1)
+    fleet.source.close()
+    for node in (1, 2, 3):
+        fleet.add(node, f"r{node}", flips=node == 1)
+    with Engine(*fleet.targets):
+        eventually(lambda: all(target.version == 1 for target in fleet.targets), "all have joined")
+    fleet.check()
+    fleet.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relays", [True, False])
+def test_all_ways_to_go_live_and_all_conversions_may_be_passed_on(nodes: Callable[..., Nodes], relays: bool) -> None:
+    fleet = Fleet(nodes, relays=relays)
+    fleet.add(1, "r1", flips=True, mode="in-place", on_pause=lambda _: None)
+    fleet.add(2, "r2", flips=True)
+    fleet.add(3, "r3")
+    buffers = []
+    for node in (1, 2, 3):
+        buffer = MXFP8Buffer.empty(MODEL["wide"][0])
+        buffers.append(buffer)
+        fleet.targets.append(
+            fleet.clients[node].register_target("policy", {"wide": buffer}, replica=f"q{node}", cast="float32")
+        )
+    for version in (1, 2, 3):
+        fleet.change(0.02, version)
+        fleet.swap(version)
+        fleet.check()
+        first, *others = ((b.data, b.scale) for b in buffers)
+        for data, scale in others:
+            assert torch.equal(data.view(torch.uint8), first[0].view(torch.uint8))
+            assert torch.equal(scale.view(torch.uint8), first[1].view(torch.uint8))
+    assert bool(fleet.trainer.plan("policy").relays.paths) == relays
     assert fleet.trainer.verify("policy").outcome == "proven"
     fleet.close()

@@ -1,12 +1,14 @@
-"""Two network namespaces joined by a pair of virtual cables: two hosts, as far as sockets can tell."""
+"""Network namespaces joined by virtual cables: hosts, as far as sockets can tell."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_lowercase
 
 from refitd.protocol import keys
 from refitd.testing import Daemon, eventually
@@ -66,10 +68,7 @@ class TwoHosts:
     def limit(self, mbit: int) -> None:
         """Let both ends send this much."""
         for name, cable in zip(self.names, self._cables, strict=True):
-            _must(
-                *("tc", "-n", name, "qdisc", "replace", "dev", cable, "root"),
-                *("tbf", "rate", f"{mbit}mbit", "burst", "256kbit", "latency", "100ms"),
-            )
+            _limit(name, cable, mbit)
 
     def lose(self, percent: float) -> str:
         """Have the cable lose packets at random; return why it cannot, or ""."""
@@ -88,11 +87,54 @@ class TwoHosts:
             _run("ip", "netns", "del", name)
 
 
+class SwitchedHosts:
+    """Namespaces with a cable each to one switch, itself a namespace. Whoever made it closes it."""
+
+    def __init__(self, count: int, mbit: int, which: str = "") -> None:
+        """Make `count` of them, with addresses from 10.78.0.1; each cable carries `mbit` in each direction."""
+        own = f"{os.getpid() % 10**6}{which[:1]}"
+        self.names = tuple(f"rf{own}n{i}" for i in range(count))
+        self.addresses = tuple(f"10.78.0.{i + 1}" for i in range(count))
+        self._switch = f"rf{own}sw"
+        try:
+            for name in (self._switch, *self.names):
+                _must("ip", "netns", "add", name)
+                _must("ip", "-n", name, "link", "set", "lo", "up")
+            _must("ip", "-n", self._switch, "link", "add", "sw", "type", "bridge")
+            _must("ip", "-n", self._switch, "link", "set", "sw", "up")
+            for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+                here, there = f"v{own}{i}", f"w{own}{i}"
+                _must("ip", "link", "add", here, "type", "veth", "peer", "name", there)
+                _must("ip", "link", "set", here, "netns", name)
+                _must("ip", "link", "set", there, "netns", self._switch)
+                _must("ip", "-n", name, "addr", "add", f"{address}/24", "dev", here)
+                _must("ip", "-n", self._switch, "link", "set", there, "master", "sw")
+                for netns, end in ((name, here), (self._switch, there)):
+                    _must("ip", "-n", netns, "link", "set", end, "up")
+                    _limit(netns, end, mbit)
+        except BaseException:
+            self.close()
+            raise
+
+    def sent(self, host: int) -> int:
+        """Return the bytes that a host's cable has carried away from it."""
+        said = _must("ip", "-n", self.names[host], "-j", "-s", "link", "show")
+        return sum(link["stats64"]["tx"]["bytes"] for link in json.loads(said) if link["ifname"] != "lo")
+
+    def close(self) -> None:
+        """Take everything down."""
+        for name in (*self.names, self._switch):
+            _run("ip", "netns", "del", name)
+
+
 def start_daemons(
-    hosts: TwoHosts, port: int, folder: Path, start: Callable[..., Daemon], config: str = ""
+    hosts: TwoHosts | SwitchedHosts, port: int, folder: Path, start: Callable[..., Daemon], config: str = ""
 ) -> list[Daemon]:
-    """Start a standalone daemon on host a and one on host b that joins it; keys, in `folder`, say who they are."""
-    pairs = [keys.generate(name) for name in "ab"]
+    """Start a standalone daemon on host a, and others on hosts b, c, ... that join it.
+
+    Keys, in `folder`, say who they are.
+    """
+    pairs = [keys.generate(name) for name in ascii_lowercase[: len(hosts.names)]]
     (folder / "allowed").write_text("".join(f"{pair.public_line}\n" for pair in pairs))
     found = []
     for pair, netns in zip(pairs, hosts.names, strict=True):
@@ -107,10 +149,19 @@ def start_daemons(
     return found
 
 
+def _limit(netns: str, cable: str, mbit: int) -> None:
+    """Limit what leaves at this end of a cable."""
+    _must(
+        *("tc", "-n", netns, "qdisc", "replace", "dev", cable, "root"),
+        *("tbf", "rate", f"{mbit}mbit", "burst", "256kbit", "latency", "100ms"),
+    )
+
+
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
 
 
-def _must(*command: str) -> None:
+def _must(*command: str) -> str:
     done = _run(*command)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
+    return done.stdout

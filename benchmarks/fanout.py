@@ -1,0 +1,156 @@
+"""One trainer's node gives a version to the replicas of 1, 2, 4 and 7 nodes over rate-limited cables, and to joiners.
+
+Each node is a network namespace with a cable to one switch that carries MBIT in each direction. With relays and, for
+comparison, without (`transport.relays = false`). What the trainer's cable carried is read from its interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import refitd
+from benchmarks import machine
+from benchmarks.swap_processes import daemon
+from refitd.testing import Daemon, Engine, eventually
+from tests.support.network import SwitchedHosts, start_daemons, why_not
+
+RESULTS = Path(__file__).parent / "results"
+PORT, MBIT = 7437, 400
+NODES = (1, 2, 4, 7)  # with a replica each
+JOINING = (1, 4)
+_CONFIG = "[deadlines]\nlease_s = 60.0\nconnect_s = 60.0\n[transport]\ndeltas = false\nrelays = {}\n"
+
+
+class Cluster:
+    """A trainer's node, and others."""
+
+    def __init__(self, hosts: SwitchedHosts, clients: list[refitd.Client], shapes: dict[str, tuple[int, int]]) -> None:
+        self._hosts, self.clients = hosts, clients
+        self.tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
+        self.nbytes = sum(2 * tensor.numel() for tensor in self.tensors.values())
+        self.source: refitd.Source | None = clients[0].register_source("bench", self.tensors)
+        self.targets: dict[int, refitd.Target] = {}
+        self.held: dict[int, dict[str, torch.Tensor]] = {}
+        self._version = 0
+
+    def add(self, node: int) -> None:
+        """Register a replica on a node."""
+        self.held[node] = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        self.targets[node] = self.clients[node].register_target("bench", self.held[node], replica=f"r{node}")
+
+    def swap(self) -> dict[str, float]:
+        """Publish and swap once."""
+        assert self.source is not None
+        self._version += 1
+        for tensor in self.tensors.values():
+            tensor.view(torch.int16).add_(1)
+        self.source.publish(self._version)
+        before = self._hosts.sent(0)
+        with Engine(*self.targets.values()):
+            report = self.clients[0].swap("bench", self._version, timeout=300)
+        self.check()
+        return {"stage": report.stage_s, "copies": (self._hosts.sent(0) - before) / self.nbytes}
+
+    def check(self) -> None:
+        for held in self.held.values():
+            assert all(torch.equal(held[name], tensor) for name, tensor in self.tensors.items())
+
+    def join(self, nodes: list[int]) -> dict[str, float]:
+        """Register replicas on these nodes; return the seconds until they serve what others serve."""
+        before, started = self._hosts.sent(0), time.perf_counter()
+        for node in nodes:
+            self.add(node)
+        with Engine(*(self.targets[node] for node in nodes)):
+            eventually(lambda: all(self.targets[node].version == self._version for node in nodes), "joined", 300)
+        took = time.perf_counter() - started
+        self.check()
+        return {"seconds": took, "copies": (self._hosts.sent(0) - before) / self.nbytes}
+
+
+def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
+    """Run all cases and return the figures; they are kept in benchmarks/results unless it was quick."""
+    results: dict[str, Any] = {"machine": machine.describe(), "mbit": MBIT, "cases": [], "joins": []}
+    if reason := why_not():
+        print(f"left out: {reason}", file=sys.stderr)
+        return {**results, "left_out": reason}
+    shapes = {f"layers.{i}.weight": (4096, 4096) for i in range(1 if quick else 6)}  # 32 MiB each
+    for nodes in (1, 2) if quick else NODES:
+        for relays in (True, False) if nodes > 1 else (True,):
+            results["cases"].append(_fanned_out(nodes, relays, shapes, 1 if quick else 3))
+    for joining in JOINING[:1] if quick else JOINING:
+        results["joins"].append(_joined(joining, shapes))
+    if not quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "fanout.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / "fanout.md").write_text(markdown(results))
+    if not json_output:
+        print(markdown(results))
+    return results
+
+
+def _fanned_out(nodes: int, relays: bool, shapes: dict[str, tuple[int, int]], rounds: int) -> dict[str, Any]:
+    print(f"  {nodes} nodes, {'relays' if relays else 'direct'}", file=sys.stderr, flush=True)
+    with _cluster(nodes + 1, relays, shapes) as cluster:
+        for node in range(1, nodes + 1):
+            cluster.add(node)
+        cluster.swap()  # plans, connects and touches pages
+        took = [cluster.swap() for _ in range(rounds)]
+        found = {key: statistics.median(one[key] for one in took) for key in took[0]}
+        return {"nodes": nodes, "relays": relays, "bytes": cluster.nbytes, "rounds": rounds, **found}
+
+
+def _joined(joining: int, shapes: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    print(f"  {joining} joining", file=sys.stderr, flush=True)
+    with _cluster(joining + 2, True, shapes) as cluster:
+        cluster.add(1)
+        cluster.swap()
+        return {"joining": joining, "bytes": cluster.nbytes, **cluster.join(list(range(2, joining + 2)))}
+
+
+@contextlib.contextmanager
+def _cluster(count: int, relays: bool, shapes: dict[str, tuple[int, int]]) -> Iterator[Cluster]:
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        hosts = SwitchedHosts(count, MBIT)
+        stack.callback(hosts.close)
+        keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rfb")))
+
+        def start(config: str, **options: Any) -> Daemon:
+            return stack.enter_context(daemon(config + _CONFIG.format(str(relays).lower()), **options))
+
+        daemons = start_daemons(hosts, PORT, keys, start)
+        yield Cluster(hosts, [stack.enter_context(one.connect()) for one in daemons], shapes)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return the file for benchmarks/results."""
+    about = results["machine"]
+    lines = [
+        "# Many nodes from one trainer's node",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}, Python {about['python']}. All nodes are",
+        f"network namespaces of this machine; a cable carries {results['mbit']} Mbit/s in each direction. Medians.",
+        "Written by `scripts/bench fanout`.",
+        "",
+        "| nodes with a replica | relays | staging s | times that of one node | copies over the trainer's cable |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    one = next(case["stage"] for case in results["cases"] if case["nodes"] == 1)
+    for case in results["cases"]:
+        how = "yes" if case["relays"] else "no"
+        ratio = case["stage"] / one
+        lines.append(f"| {case['nodes']} | {how} | {case['stage']:.2f} | {ratio:.2f} | {case['copies']:.2f} |")
+    lines += ["", f"{results['cases'][0]['bytes'] / 1e6:.0f} MB of bfloat16, whole, every byte compared.", ""]
+    lines += ["| replicas that join at once | s | copies over the trainer's cable |", "| --- | --- | --- |"]
+    lines += [f"| {join['joining']} | {join['seconds']:.2f} | {join['copies']:.2f} |" for join in results["joins"]]
+    return "\n".join(lines) + "\n"
