@@ -1,4 +1,4 @@
-"""The processes that are broken: a coordinator, two daemons, a trainer, four replicas; what they hold and journal."""
+"""The processes that are broken: a coordinator, three daemons, a trainer, four replicas; what they hold and journal."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.support.network import TwoHosts
 
 PORT = 7455
 PLAN_S, STAGE_S, PAUSE_S, COMMIT_S = 8.0, 3.0, 3.0, 3.0
-NODES = ("n0", "n1")
+NODES = ("n0", "n1", "n2")
 REPLICAS = {
     "near": ("n0", "asked"),
     "far": ("n1", "polls"),
     "still": ("n1", "in-place"),
-    "flips": ("n1", "flips"),
+    "flips": ("n2", "flips"),
 }
 
 
 class Cluster(Crew):
-    """Coordinator, n0 and n1. Beside n0 are the trainer and the replica `near`, which is asked to stand still.
+    """Coordinator, n0, n1 and n2. Beside n0 are the trainer and the replica `near`, which is asked to stand still.
 
-    Beside n1 are the replicas `far`, which polls, `still`, which is written in place, and `flips`, which polls and
-    exchanges arenas.
+    Beside n1 are the replicas `far`, which polls, and `still`, which is written in place. Beside n2, to which n1 passes
+    on what it receives, is `flips`, which polls and exchanges arenas.
     """
 
     def __init__(self, hosts: TwoHosts | None = None) -> None:
-        """`hosts`, where they can be made, hold n0 and the coordinator on the one side and n1 on the other."""
+        """`hosts`, where they can be made, hold n0 and the coordinator on the one side, n1 and n2 on the other."""
         deadlines = {"plan_s": PLAN_S, "stage_s": STAGE_S, "pause_s": PAUSE_S, "commit_s": COMMIT_S}
         endpoint = "" if hosts is None else f"tcp://{hosts.coordinator}:{PORT}"
         super().__init__(NODES, REPLICAS, deadlines=deadlines, endpoint=endpoint)
@@ -49,14 +49,14 @@ class Cluster(Crew):
     def environment(self, name: str) -> dict[str, str]:
         found = super().environment(name)
         if self.hosts is not None and name in NODES:
-            found["REFITD_NODE__ADDRESS"] = self.hosts.addresses[NODES.index(name)]
+            found["REFITD_NODE__ADDRESS"] = self.hosts.addresses[name != "n0"]
         if self._library is not None and name in ("coordinator", *NODES):
             self.clocks[name] = clock.Clock(self._library, self.folder / f"{name}.clock")
             found |= self.clocks[name].environment
         return found
 
     def prefix(self, name: str) -> Sequence[str]:
-        return () if self.hosts is None else ["ip", "netns", "exec", self.hosts.names[name == "n1"]]
+        return () if self.hosts is None else ["ip", "netns", "exec", self.hosts.names[name in NODES[1:]]]
 
     def pid(self, name: str) -> int:
         """Return the pid of one of them."""

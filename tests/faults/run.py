@@ -138,7 +138,9 @@ class Runner:
     def _is_whole(self) -> bool:
         """Whether everybody is there and no swap runs."""
         status = self.cluster.status()
-        if status is None or len(status.nodes) != 2 or not all(pid for n in status.nodes for pid in n.workers):
+        if status is None or len(status.nodes) != len(self.cluster.daemons):
+            return False
+        if not all(pid for n in status.nodes for pid in n.workers):
             return False
         if len(status.models) != 1:
             return False
@@ -155,7 +157,7 @@ class Runner:
         """Wait until everybody is there and serves what the journal says is live."""
         if live is None:
             self.cluster.trainer.tell(version=None, timeout_s=timeout)
-        self._wait(self._is_whole, "a coordinator, two nodes, a trainer, all replicas and no swap", timeout, 0.1)
+        self._wait(self._is_whole, "a coordinator, three nodes, a trainer, all replicas and no swap", timeout, 0.1)
         if live is not None:
 
             def all_serve() -> bool:
