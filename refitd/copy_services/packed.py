@@ -41,6 +41,7 @@ TAG = 0x52470000
 DIGEST_BYTES = 16
 _OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
 _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
+_ABOUT = struct.Struct("<qqq")  # run, positions of sender and receiver
 MARK_BYTES = 8
 NO_MARK = bytes(MARK_BYTES)
 
@@ -174,6 +175,7 @@ class PackedExchange(ExchangeService):
         self._buffers = 0
         self._position = {rank: position for position, rank in enumerate(peers.ranks)}
         self._unusable = ""
+        self._runs = 0
 
     @property
     def is_usable(self) -> bool:
@@ -235,9 +237,10 @@ class PackedExchange(ExchangeService):
         if self._unusable:
             raise TransportError(f"this service cannot be used any more: {self._unusable}; make one on a new group")
         started, deadline = time.perf_counter(), Deadline.after(timeout)
+        self._runs += 1
         streams = [*held.incoming.values(), *held.outgoing.values()]
         for stream in streams:
-            stream.next, stream.digest = 0, self._new_digest()
+            stream.next, stream.digest = 0, self._new_digest(self._about(stream))
         trouble, tally = refuse or _mismatch(*held.local, self.peers.rank), Tally()
         try:
             self._agree(held, trouble, verify, deadline)
@@ -383,7 +386,7 @@ class PackedExchange(ExchangeService):
                 return ""
             return (
                 f"what {self.peers.label(self.peers.index)} wrote is not what {self.peers.label(stream.position)} "
-                "read; something else writes to these tensors during the transfer"
+                "read; something else writes to these tensors during the transfer, or altered it on the way"
             )
         again = self._staging() if done.is_staged and verify else None
         for span, here in steps_of(stream.messages[done.number], self.step_bytes):
@@ -434,8 +437,15 @@ class PackedExchange(ExchangeService):
         self._give_back(again)
         return is_same
 
-    def _new_digest(self) -> Digest:
-        return _HostDigest()
+    def _new_digest(self, about: bytes) -> Digest:
+        """Return the digest of a stream, which in an epoch is a MAC of its bytes and of what it is about."""
+        authenticator = self.peers.authenticator
+        return _HostDigest() if authenticator is None else authenticator.stream(about)
+
+    def _about(self, stream: Stream) -> bytes:
+        """Return what a stream is about: the run, and who sends to whom. An earlier one's MAC is no other one's."""
+        ends = (self.peers.index, stream.position)
+        return _ABOUT.pack(self._runs, *(ends if stream.is_send else reversed(ends)))
 
     def _staging(self) -> torch.Tensor:
         # first touch of new pages costs several copies, so buffers are kept between runs

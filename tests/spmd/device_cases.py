@@ -42,8 +42,8 @@ class GlooRounds(RoundsExchange):
         for position, post in issued:
             self.peers.wait(post, position, deadline, f"{subject}:")
 
-    def _new_digest(self) -> Digest:
-        return self._digests.new()
+    def _new_digest(self, about: bytes) -> Digest:
+        return self._digests.new(about)
 
 
 class FileSlots(SlottedExchange):
@@ -77,8 +77,8 @@ class FileSlots(SlottedExchange):
         found: list[int] = self._words[self.peers.index].tolist()
         return found
 
-    def _new_digest(self) -> Digest:
-        return self._digests.new()
+    def _new_digest(self, about: bytes) -> Digest:
+        return self._digests.new(about)
 
 
 def make(kind: str, message_bytes: int | None) -> PackedExchange:
