@@ -1,4 +1,4 @@
-"""A copy service for tests, like gloo; somebody meddles with what comes, as the file in REFITD_TEST_MEDDLES says."""
+"""A copy service for tests, like gloo; somebody meddles with what comes, as the file in MEDDLES_FILE says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from refitd.copy_services.base import PACKED
 from refitd.copy_services.registry import ENTRY_POINTS, Backend
 
-VARIABLE = "REFITD_TEST_MEDDLES"
+VARIABLE = "MEDDLES_FILE"
 
 
 def _join(epoch: Any) -> Any:
