@@ -106,7 +106,19 @@ def _json(value: object) -> bytes:
 
 
 def _versions() -> dict[str, object]:
-    wanted = {"torch", "numpy", "pyzmq", "msgpack", "msgspec", "xxhash", "click", "rich", "vllm", "transformers"}
+    wanted = {
+        "torch",
+        "numpy",
+        "pyzmq",
+        "msgpack",
+        "msgspec",
+        "xxhash",
+        "cryptography",
+        "click",
+        "rich",
+        "vllm",
+        "transformers",
+    }
     packages = {}
     for found in importlib.metadata.distributions():
         name = (found.metadata["Name"] or "").lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 
 from refitd.config import Config
@@ -9,7 +10,7 @@ from refitd.coordinator.membership import Node
 from refitd.coordinator.models import Models, ModelState
 from refitd.coordinator.plans import LoadedPlan
 from refitd.protocol import cluster
-from refitd.protocol.base import Message
+from refitd.protocol.base import Message, Secret
 
 
 class Epochs:
@@ -46,6 +47,7 @@ class Epochs:
             staging_bytes=transport.staging_bytes,
             # shorter than the phase, so that the workers' own errors, which name who is missing, arrive first
             timeout_s=0.9 * self._config.deadlines.plan_s,
+            key=Secret(secrets.token_bytes(32)),
         )
 
     def using(self, plan: str, epoch: str) -> list[tuple[ModelState, LoadedPlan]]:

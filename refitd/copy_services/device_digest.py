@@ -9,6 +9,8 @@ This is multilinear hashing (Lemire and Kaser, "Strongly universal string hashin
 lanes' for one in 2^64. A change of a single word always changes the sums, since keys are odd. Sums are linear: neither
 how the bytes were cut nor the order of additions on the device matters. BLAKE2b makes the order of blocks matter.
 
+In an epoch the keys are secret, and an HMAC takes BLAKE2b's place: a MAC, of what the digest is about, too.
+
 All devices, the CPU included, give the same digest. All hosts must be little-endian.
 """
 
@@ -19,6 +21,8 @@ import struct
 
 import numpy as np
 import torch
+
+from refitd.copy_services.authentication import Authenticator
 
 BLOCK_WORDS = 1 << 20
 BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -34,15 +38,23 @@ def make_keys(words: int = BLOCK_WORDS) -> torch.Tensor:
     return torch.from_numpy(state.view(np.int64).reshape(2, words))
 
 
+def make_secret_keys(authenticator: Authenticator, words: int = BLOCK_WORDS) -> torch.Tensor:
+    """Return keys like those of `make_keys` that only an epoch's workers know."""
+    drawn = np.frombuffer(authenticator.random_bytes(b"device digest", 2 * words * 8), np.int64)
+    return torch.from_numpy((drawn | 1).reshape(2, words))
+
+
 class DeviceDigests:
     """Creates digests of buffers on one device. Owns the keys there: 16 MiB."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._keys = make_keys().to(device)
+    def __init__(self, device: torch.device, authenticator: Authenticator | None = None) -> None:
+        """With an authenticator, digests are MACs."""
+        self._authenticator = authenticator
+        self._keys = (make_keys() if authenticator is None else make_secret_keys(authenticator)).to(device)
 
-    def new(self) -> DeviceDigest:
-        """Return an empty digest."""
-        return DeviceDigest(self._keys)
+    def new(self, about: bytes = b"") -> DeviceDigest:
+        """Return an empty digest; a MAC is also one of what it is `about`."""
+        return DeviceDigest(self._keys, self._authenticator, about)
 
 
 class DeviceDigest:
@@ -51,8 +63,9 @@ class DeviceDigest:
     All work is queued on torch's current stream, which must be the same for all updates.
     """
 
-    def __init__(self, keys: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, authenticator: Authenticator | None = None, about: bytes = b"") -> None:
         self._keys = keys
+        self._authenticator, self._about = authenticator, about
         self._length = 0
         self._sums: list[torch.Tensor] = []
 
@@ -86,4 +99,7 @@ class DeviceDigest:
     def digest(self) -> bytes:
         """Return the digest, 16 bytes; waits for the device."""
         sums: bytes = self.sums().cpu().numpy().tobytes()
-        return hashlib.blake2b(struct.pack("<q", self._length) + sums, digest_size=16).digest()
+        length = struct.pack("<q", self._length)
+        if self._authenticator is not None:
+            return self._authenticator.mac(b"device stream", self._about, length, sums)
+        return hashlib.blake2b(length + sums, digest_size=16).digest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Mailbox(ABC):
@@ -36,6 +36,7 @@ class Epoch:
         staging_bytes: limit on the service's buffers, equal on all workers.
         mailbox: how the workers find each other.
         timeout: seconds within which all must join.
+        key: 32 bytes that only the epoch's workers, their daemons and the coordinator know.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Epoch:
     staging_bytes: int
     mailbox: Mailbox
     timeout: float
+    key: bytes = field(repr=False)
     device: str = "cpu"
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from refitd.copy_services import sockets
+from refitd.copy_services.authentication import Authenticator, prove
 from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.packed import STAGING_BYTES
 from refitd.copy_services.peers import Deadline, Group, Peers
@@ -27,7 +28,6 @@ from refitd.errors import DeadlineExceeded, TransportError
 # worker does not hear of that.
 MEETINGS = 6
 MEET_S = 1.5
-TOKEN_BYTES = 16
 STAYED_S = 0.2  # shorter connections are not reported as strangers
 MOST_NAMED = 256  # limit on reported peers of one port, since a stranger can open any number
 
@@ -48,6 +48,7 @@ class GlooService(WindowExchange):
         labels: tuple[str, ...] = (),
         message_bytes: int | None = None,
         staging_bytes: int = STAGING_BYTES,
+        authenticator: Authenticator | None = None,
     ) -> None:
         """Use a group; None is the default group.
 
@@ -56,16 +57,18 @@ class GlooService(WindowExchange):
             labels: name of each position in errors, by default its rank.
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
+            authenticator: see Peers.
         """
         super().__init__(Peers(group, labels), message_bytes=message_bytes, staging_bytes=staging_bytes)
+        self.peers.authenticator = authenticator
 
 
 def join(epoch: Epoch) -> GlooService:
     """Join an epoch with a new process group, formed through the epoch's mailbox. Returns once all have joined.
 
     Gloo accepts any connection to its port that sends the number of a place. Therefore places have numbers that cannot
-    be guessed, and every worker proves its identity over its connections with a secret that only the mailbox has
-    carried. If a meeting fails, also if a stranger disturbed it, all workers repeat it until the epoch's time is over.
+    be guessed, and every worker proves over its connections that it holds the epoch's key. If a meeting fails, also if
+    a stranger disturbed it, all workers repeat it until the epoch's time is over.
 
     Raises:
         DeadlineExceeded, PeerLost: a worker did not come; has its label.
@@ -84,7 +87,12 @@ def join(epoch: Epoch) -> GlooService:
         try:
             if meeting.hold():
                 assert meeting.group is not None
-                return GlooService(meeting.group, labels=epoch.labels, staging_bytes=epoch.staging_bytes)
+                return GlooService(
+                    meeting.group,
+                    labels=epoch.labels,
+                    staging_bytes=epoch.staging_bytes,
+                    authenticator=meeting.authenticator,
+                )
         except DeadlineExceeded as exc:
             if reason:  # other workers had no time left for another meeting
                 raise DeadlineExceeded(f"{exc}; before, {reason}") from exc
@@ -146,14 +154,17 @@ class _Watch:
 
 
 class _Meeting:
-    """One attempt to connect all workers. `group` is None unless it succeeded; `reason` says what failed."""
+    """One attempt to connect all workers. `group` is None unless it succeeded; `reason` says what failed.
+
+    `authenticator` is what this worker's proof has led to.
+    """
 
     def __init__(self, epoch: Epoch, deadline: Deadline, number: int, seconds: float) -> None:
         self._epoch, self._number, self._seconds = epoch, number, seconds
         self._store = MailboxStore(epoch, deadline, f"{number}/")
-        self._places = _Places(self._store)
         self._doors: dict[int, int] = {}  # gloo's listening sockets: descriptor -> port
         self.group: Any = None
+        self.authenticator: Authenticator | None = None
         self.reason = ""
 
     def hold(self) -> bool:
@@ -200,19 +211,15 @@ class _Meeting:
         with contextlib.suppress(RuntimeError):
             gloo(_NoStore(), 0, 1 + secrets.randbelow(SKIPPED_NUMBERS), options)
         try:
-            self.group = gloo(self._places, epoch.index, epoch.size, options)
+            self.group = gloo(self._store, epoch.index, epoch.size, options)
         except RuntimeError as exc:
             if self._store.failure is not None:
                 raise self._store.failure from exc
             return _first_line(exc)
-        peers = Peers(self.group, epoch.labels)
         try:
-            said = peers.all_gather(self._places.token, until, "proving who is there")
+            self.authenticator = prove(Peers(self.group, epoch.labels), epoch, until)
         except TransportError as exc:
             return str(exc)
-        for index, token in enumerate(said):
-            if not secrets.compare_digest(token, self._places.tokens.get(index, b"")):
-                return f"who came as {epoch.labels[index]} is somebody else"
         return ""
 
     def _tell(self, word: _Word) -> list[_Word]:
@@ -239,37 +246,6 @@ class _Meeting:
             f"{epoch.labels[epoch.index]} cannot meet {', '.join(epoch.labels)} from address {epoch.address}: {told}; "
             "check node.address on each node"
         )
-
-
-class _Places(Store):
-    """The store for gloo's places; adds to each worker's places a secret that no stranger knows."""
-
-    def __init__(self, store: MailboxStore) -> None:
-        super().__init__()
-        self._store = store
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.tokens: dict[int, bytes] = {}  # by position
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """See MailboxStore.set."""
-        self._store.set(key, self.token + (value.encode() if isinstance(value, str) else bytes(value)))
-
-    def get(self, key: str) -> bytes:
-        """See MailboxStore.get."""
-        found = self._store.get(key)
-        self.tokens[int(key.rpartition("/")[2])] = found[:TOKEN_BYTES]
-        return found[TOKEN_BYTES:]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """See MailboxStore.wait."""
-        self._store.wait(keys)
-
-    def check(self, keys: list[str]) -> bool:
-        """See MailboxStore.check."""
-        return self._store.check(keys)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Ignored: the epoch's deadline applies."""
 
 
 class _NoStore(Store):

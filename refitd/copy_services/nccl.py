@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend
 
+from refitd.copy_services.authentication import Authenticator, prove
 from refitd.copy_services.base import MAX_MESSAGE_BYTES
 from refitd.copy_services.device_digest import DeviceDigests
 from refitd.copy_services.device_stream import DeviceStream
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import STAGING_BYTES, Digest, InFlight
+from refitd.copy_services.packed import STAGING_BYTES
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.copy_services.rounds import RoundsExchange
+from refitd.copy_services.streams import Digest, InFlight
 from refitd.copy_services.waits import bounded
 from refitd.errors import ConfigError, DeadlineExceeded, TransportError
 
@@ -47,6 +49,7 @@ class NcclService(RoundsExchange):
         message_bytes: int | None = None,
         staging_bytes: int = STAGING_BYTES,
         owns_group: bool = False,
+        authenticator: Authenticator | None = None,
     ) -> None:
         """Use a group; None is the default group.
 
@@ -57,17 +60,19 @@ class NcclService(RoundsExchange):
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
             owns_group: whether `close` aborts the group's communicators.
+            authenticator: see Peers.
 
         Raises:
             ConfigError: the group has no nccl backend.
         """
         peers = Peers(group, labels)
+        peers.authenticator = authenticator
         peers.device = device or torch.device("cuda", torch.cuda.current_device())
         super().__init__(peers, message_bytes=message_bytes, staging_bytes=staging_bytes)
         self._backend = _backend(self.group, self.device)
         self._owns_group = owns_group
         self._stream = DeviceStream(self.device)
-        self._digests = DeviceDigests(self.device)
+        self._digests = DeviceDigests(self.device, authenticator)
 
     def _working(self, deadline: Deadline) -> AbstractContextManager[object]:
         """See RoundsExchange._working."""
@@ -92,8 +97,8 @@ class NcclService(RoundsExchange):
         with self.peers.errors(deadline, subject):
             issued.wait()
 
-    def _new_digest(self) -> Digest:
-        return self._digests.new()
+    def _new_digest(self, about: bytes) -> Digest:
+        return self._digests.new(about)
 
     def close(self) -> None:
         """See ExchangeService.close."""
@@ -130,12 +135,18 @@ def join(epoch: Epoch) -> NcclService:
         options = ProcessGroupNCCL.Options()
         options._timeout = _WATCHDOG
         group = ProcessGroupNCCL(store, epoch.index, epoch.size, options)
-        service = NcclService(
-            group, device=device, labels=epoch.labels, staging_bytes=epoch.staging_bytes, owns_group=True
+        peers = Peers(group, epoch.labels)
+        peers.device = device
+        # NCCL's first call in a group makes communicators with every rank; later group calls may have only some
+        authenticator = prove(peers, epoch, deadline)
+        return NcclService(
+            group,
+            device=device,
+            labels=epoch.labels,
+            staging_bytes=epoch.staging_bytes,
+            owns_group=True,
+            authenticator=authenticator,
         )
-        # NCCL's first call in a group needs every rank; later group calls may have only some
-        service.peers.all_gather(b"\0" * 8, deadline, "making communicators")
-        return service
 
     torch.cuda.set_device(device)
     try:

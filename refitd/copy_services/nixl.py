@@ -7,6 +7,8 @@ notifications:
     offer    a message lies at this address of the sender's slab; the receiver reads it from there
     taken    it has been read; the sender may use that memory again
 
+Each notification begins with a MAC of it and of the names of both agents. One without is as if it had not come.
+
 Each worker registers one slab of memory, in which all messages are packed and into which they are read. The tensors
 themselves are never registered: nothing can be written to them by a transfer that was given up, arenas may change
 places under their addresses, and a network card's table of regions stays small.
@@ -28,15 +30,16 @@ from typing import Any
 
 import torch
 
+from refitd.copy_services.authentication import MAC_BYTES, Authenticator, prove
 from refitd.copy_services.base import MAX_MESSAGE_BYTES, NIXL
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import NO_MARK, STAGING_BYTES, WINDOW, Stream
+from refitd.copy_services.packed import NO_MARK, STAGING_BYTES, WINDOW
 from refitd.copy_services.peers import Deadline, Peers
+from refitd.copy_services.streams import Stream
 from refitd.copy_services.waits import Backoff
 from refitd.copy_services.windows import WindowExchange
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportError
 
-TOKEN_BYTES = 16
 # messages up to this size travel inside the notification
 INLINE_BYTES = 1024
 # the most notifications of one peer that are kept before they are asked for
@@ -88,14 +91,14 @@ class NixlPeers(Peers):
         Raises:
             ConfigError: NIXL cannot be loaded.
             DeadlineExceeded, PeerLost: a worker did not come, or the epoch was given up.
-            TransportError: NIXL cannot start, or another worker's agent cannot be understood.
+            TransportError: NIXL cannot start, another worker's agent cannot be understood, or lacks the epoch's key.
         """
         self.group, self.device, self._labels = None, torch.device("cpu"), tuple(epoch.labels)
         self.index, self.ranks = epoch.index, tuple(range(epoch.size))
         self._library, self._slab = _load(), slab
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._tokens: dict[int, bytes] = {}
+        self._notes = Authenticator(epoch.key)
         self._names: dict[int, str] = {}
+        self._forged: set[int] = set()  # under whose names notifications without a MAC came
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._sending: dict[Key, _Posted] = {}
@@ -103,7 +106,7 @@ class NixlPeers(Peers):
         self._reading: list[_Posted] = []
         self._inbox = _Inbox()
         self._agent: Any = None
-        name = f"{epoch.id}/{epoch.index}/{secrets.token_hex(8)}"
+        name = self._names[epoch.index] = f"{epoch.id}/{epoch.index}/{secrets.token_hex(8)}"
         try:
             # without its thread, which would spin on a processor: whoever waits drives it
             config = self._library.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -112,8 +115,8 @@ class NixlPeers(Peers):
             metadata = self._agent.get_agent_metadata()
         except Exception as exc:  # its errors have no common class
             raise TransportError(f"{self.label(self.index)}: NIXL cannot start: {_said(exc)}") from exc
-        said = {"name": name, "metadata": b64encode(metadata).decode(), "token": self._token.hex()}
-        self._join(epoch, said, deadline)
+        self._join(epoch, {"name": name, "metadata": b64encode(metadata).decode()}, deadline)
+        self.authenticator = prove(self, epoch, deadline)
 
     def _join(self, epoch: Epoch, said: dict[str, str], deadline: Deadline) -> None:
         epoch.mailbox.put(f"agent/{epoch.index}", json.dumps(said).encode())
@@ -123,7 +126,7 @@ class NixlPeers(Peers):
             left = max(0.001, deadline.at - time.monotonic())
             try:
                 found = json.loads(epoch.mailbox.get(f"agent/{position}", left))
-                self._names[position], self._tokens[position] = found["name"], bytes.fromhex(found["token"])
+                self._names[position] = str(found["name"])
                 metadata = b64decode(found["metadata"], validate=True)
             except DeadlineExceeded as exc:
                 raise DeadlineExceeded(
@@ -140,9 +143,6 @@ class NixlPeers(Peers):
                     f"{self.label(self.index)} cannot reach {self.label(position)}: {_said(exc)}; use one version of "
                     "NIXL on all nodes, and check UCX_NET_DEVICES"
                 ) from exc
-        for position, token in enumerate(self.all_gather(self._token, deadline, "proving who is there")):
-            if position != self.index and not secrets.compare_digest(token, self._tokens[position]):
-                raise TransportError(f"who came as {self.label(position)} is somebody else")
 
     @property
     def _is_named(self) -> bool:
@@ -178,8 +178,10 @@ class NixlPeers(Peers):
             try:
                 pause.take(deadline, "")
             except DeadlineExceeded:
+                odd = "; what came under its name lacks the epoch's key, or was altered on the way"
                 raise DeadlineExceeded(
                     f"{purpose} {self.label(position)}; {self.label(self.index)} waited {deadline.seconds:g} s"
+                    + odd * (position in self._forged)
                 ) from None
 
     def look(self) -> None:
@@ -192,9 +194,13 @@ class NixlPeers(Peers):
         peers = {name: position for position, name in self._names.items()}
         for name, notes in self._agent.get_new_notifs().items():
             position = peers.get(name)
-            for note in notes if position is not None else ():
-                if secrets.compare_digest(note[:TOKEN_BYTES], self._tokens[position]):  # type: ignore[index]
-                    self._hear(position, note[TOKEN_BYTES:])  # type: ignore[arg-type]
+            if position is None or position == self.index:
+                continue
+            for note in notes:
+                if self._notes.is_mac(note[:MAC_BYTES], b"note", *self._ends(position, self.index), note[MAC_BYTES:]):
+                    self._hear(position, note[MAC_BYTES:])
+                else:
+                    self._forged.add(position)
         for posted in list(self._reading):
             try:
                 state = self._agent.check_xfer_state(posted.handle)
@@ -268,10 +274,15 @@ class NixlPeers(Peers):
         self._receiving.pop(posted.key, None)
 
     def _say(self, position: int, kind: bytes, tag: int, number: int, body: bytes = b"") -> None:
+        note = _HEAD.pack(kind, tag, number) + body
+        mac = self._notes.mac(b"note", *self._ends(self.index, position), note)
         try:
-            self._agent.send_notif(self._names[position], self._token + _HEAD.pack(kind, tag, number) + body)
+            self._agent.send_notif(self._names[position], mac + note)
         except Exception as exc:
             raise self._lost(position, exc) from exc
+
+    def _ends(self, sender: int, receiver: int) -> tuple[bytes, bytes]:
+        return self._names[sender].encode(), self._names[receiver].encode()
 
     def _lost(self, position: int, exc: Exception) -> PeerLost:
         return PeerLost(
@@ -286,8 +297,9 @@ class NixlPeers(Peers):
         with contextlib.suppress(Exception):  # a peer may be gone, which is why this is closed
             for posted in self._reading:
                 agent.release_xfer_handle(posted.handle)
-            for name in self._names.values():
-                agent.remove_remote_agent(name)
+            for position, name in self._names.items():
+                if position != self.index:
+                    agent.remove_remote_agent(name)
             agent.deregister_memory(self._region)
         self._reading = []
 

@@ -24,13 +24,14 @@ import torch
 
 from refitd.buffers.cuda import tensor_at
 from refitd.copy_services import gloo
+from refitd.copy_services.authentication import Authenticator
 from refitd.copy_services.base import MAX_MESSAGE_BYTES
 from refitd.copy_services.device_digest import DeviceDigests
 from refitd.copy_services.device_stream import DeviceStream
 from refitd.copy_services.epoch import Epoch
-from refitd.copy_services.packed import Digest
 from refitd.copy_services.peers import Deadline, Group, Peers
 from refitd.copy_services.slots import SlottedExchange
+from refitd.copy_services.streams import Digest
 from refitd.copy_services.waits import bounded
 from refitd.errors import ConfigError, RefitdError, TransportError
 
@@ -97,6 +98,7 @@ class NvshmemService(SlottedExchange):
         labels: tuple[str, ...] = (),
         message_bytes: int | None = None,
         staging_bytes: int,
+        authenticator: Authenticator | None = None,
     ) -> None:
         """Allocate slots and words. Collective, and cannot be interrupted. NVSHMEM must be initialised.
 
@@ -107,16 +109,18 @@ class NvshmemService(SlottedExchange):
             labels: name of each position in errors.
             message_bytes: see PackedExchange.
             staging_bytes: see PackedExchange.
+            authenticator: see Peers.
 
         Raises:
             TransportError: the device has too little memory.
         """
         super().__init__(Peers(group, labels), message_bytes=message_bytes, staging_bytes=staging_bytes)
         self.device = device
+        self.peers.authenticator = authenticator
         self._library = library
         self._is_initialized = True
         self._stream, self._looks = DeviceStream(device), DeviceStream(device)
-        self._digests = DeviceDigests(device)
+        self._digests = DeviceDigests(device, authenticator)
         sizes = max(1, self.slots.nbytes), max(1, self.slots.words) * _WORD_BYTES
         self._slots_at, self._words_at = (self._allocate(size) for size in sizes)
         self._room_all = tensor_at(self._slots_at, sizes[0], device)
@@ -163,8 +167,8 @@ class NvshmemService(SlottedExchange):
             words: list[int] = self._words.tolist()
         return words
 
-    def _new_digest(self) -> Digest:
-        return self._digests.new()
+    def _new_digest(self, about: bytes) -> Digest:
+        return self._digests.new(about)
 
     def close(self) -> None:
         """See ExchangeService.close. Collective. After a failure everything is left to the end of the process."""
@@ -202,7 +206,7 @@ def join(epoch: Epoch) -> NvshmemService:
     library = load()
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # creates torch's context of the device, which NVSHMEM then uses
-    group = gloo.join(epoch).group
+    met = gloo.join(epoch)
     key = "nvshmem/unique-id"
     if epoch.index == 0:
         made, data = unique_id(library)
@@ -213,7 +217,14 @@ def join(epoch: Epoch) -> NvshmemService:
     def initialize() -> NvshmemService:
         torch.cuda.set_device(device)
         library.core.init(uid=made, rank=epoch.index, nranks=epoch.size, initializer_method="uid")
-        return NvshmemService(library, group, device, labels=epoch.labels, staging_bytes=epoch.staging_bytes)
+        return NvshmemService(
+            library,
+            met.group,
+            device,
+            labels=epoch.labels,
+            staging_bytes=epoch.staging_bytes,
+            authenticator=met.peers.authenticator,
+        )
 
     try:
         service = bounded(initialize, deadline, f"{me}: initialising NVSHMEM with {', '.join(epoch.labels)}")

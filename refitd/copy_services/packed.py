@@ -15,19 +15,33 @@ from __future__ import annotations
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
-import xxhash
 
-from refitd.addressing.messages import ALIGNMENT, PackedMessage, PieceSpan, lay_out
+from refitd.addressing.messages import PackedMessage, lay_out
 from refitd.copy_services.base import MAX_MESSAGE_BYTES, PACKED, DigestMismatch
 from refitd.copy_services.exchange import DIRECT, ExchangeResult, ExchangeService, Route, Transfers
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.pieces import Piece, TensorPiece
+from refitd.copy_services.streams import (
+    OFFER,
+    Digest,
+    HostDigest,
+    InFlight,
+    Key,
+    Line,
+    Stream,
+    broken_path,
+    mismatch,
+    of_peer,
+    offer_of,
+    steps_of,
+    streams_of,
+)
 from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
 
 WINDOW = 2
@@ -41,81 +55,11 @@ SOONER_S, SOONER_SHARE = 1.0, 0.05  # of a run's time
 
 TAG = 0x52470000
 DIGEST_BYTES = 16
-_OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
 _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
 _LEFT = struct.Struct("<d")  # seconds until a rank gives up
+_ABOUT = struct.Struct("<qqqq")  # run, path, positions of sender and receiver
 MARK_BYTES = 8
 NO_MARK = bytes(MARK_BYTES)
-
-# What follows a path is cut into about PATH_MESSAGES of PATH_MESSAGE_BYTES at least: each relay adds a message's time.
-PATH_MESSAGES = 64  # as refitd.plan.relays predicts
-PATH_MESSAGE_BYTES = 512 << 10
-
-Key = tuple[int, int]  # task id, part
-Line = tuple[int, Route]  # position of a peer, and the route of what goes there or comes from there
-
-
-class Digest(Protocol):
-    """A digest of buffers in the order given; depends on every byte's position, not on how the bytes are cut."""
-
-    def update(self, buffer: Any, /) -> None:
-        """Add a uint8 buffer."""
-
-    def digest(self) -> bytes:
-        """Return the digest, DIGEST_BYTES long."""
-
-
-class _HostDigest:
-    """xxh3-128 of buffers in main memory."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, buffer: torch.Tensor, /) -> None:
-        data: Any = buffer.numpy()  # numpy arrays are buffers, but its stubs do not say so
-        self._state.update(data)
-
-    def digest(self) -> bytes:
-        return self._state.digest()
-
-
-@dataclass(slots=True)
-class Stream:
-    """All pieces of one direction and route to or from one peer, and their messages of at most `limit` bytes."""
-
-    position: int
-    route: Route
-    is_send: bool
-    keys: list[Key]
-    pieces: list[Piece]
-    messages: list[PackedMessage]
-    limit: int
-    next: int = 0
-    has_bases: bool = False  # both ends hold the same earlier version of the same pieces, so that deltas may travel
-    digest: Digest = field(default_factory=_HostDigest)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A message that has been posted."""
-
-    stream: Stream
-    number: int
-    posted: Any
-    buffer: torch.Tensor
-    is_staged: bool
-    is_note: bool = False  # it says what follows (windows.py)
-
-    @property
-    def payload(self) -> int:
-        """Bytes of pieces in it; 0 for the digest."""
-        messages = self.stream.messages
-        return messages[self.number].payload if self.number < len(messages) else 0
 
 
 @dataclass(slots=True)
@@ -185,6 +129,7 @@ class PackedExchange(ExchangeService):
         self._buffers = 0
         self._position = {rank: position for position, rank in enumerate(peers.ranks)}
         self._unusable = ""
+        self._runs = 0
 
     @property
     def is_usable(self) -> bool:
@@ -229,10 +174,10 @@ class PackedExchange(ExchangeService):
         receives, self._receives = self._receives, {}
         me = self.peers.index, DIRECT
         local = sends.pop(me, {}), receives.pop(me, {})
-        outgoing = self._streams(sends, is_send=True)
-        incoming = self._streams(receives, is_send=False)
+        outgoing = streams_of(sends, self._limit, is_send=True)
+        incoming = streams_of(receives, self._limit, is_send=False)
         everyone = range(len(self.peers))
-        offers, expected = ([_offer(_of_peer(streams, i)) for i in everyone] for streams in (outgoing, incoming))
+        offers, expected = ([offer_of(of_peer(streams, i)) for i in everyone] for streams in (outgoing, incoming))
         return _Held(outgoing, incoming, local, offers, expected)
 
     def run(
@@ -251,10 +196,11 @@ class PackedExchange(ExchangeService):
         if self._unusable:
             raise TransportError(f"this service cannot be used any more: {self._unusable}; make one on a new group")
         started, deadline = time.perf_counter(), Deadline.after(timeout)
+        self._runs += 1
         streams = [*held.incoming.values(), *held.outgoing.values()]
         for stream in streams:
-            stream.next, stream.digest = 0, self._new_digest()
-        trouble = refuse or _mismatch(*held.local, self.peers.rank) or _broken_path(streams, self.peers.rank)
+            stream.next, stream.digest = 0, self._new_digest(self._about(stream))
+        trouble = refuse or mismatch(*held.local, self.peers.rank) or broken_path(streams, self.peers.rank)
         tally = Tally()
         try:
             deadline = self._agree(held, trouble, verify, deadline)
@@ -286,22 +232,6 @@ class PackedExchange(ExchangeService):
         self._unusable = self._unusable or "it has been closed"
         self._sends, self._receives, self._spare = {}, {}, []
 
-    def _streams(self, halves: Mapping[Line, Mapping[Key, Piece]], *, is_send: bool) -> dict[Line, Stream]:
-        streams = {}
-        for position, route in sorted(halves):
-            noted = halves[position, route]
-            # large ones first, so that the end of the transfer is short on every rank
-            if route == DIRECT:
-                keys, limit = sorted(noted, key=lambda key: (-noted[key].nbytes, key)), self._limit
-            else:  # each hop has other ids, and the same order
-                keys = sorted(noted, key=lambda key: -noted[key].nbytes)
-                share = sum(piece.nbytes for piece in noted.values()) // PATH_MESSAGES
-                limit = min(self._limit, max(PATH_MESSAGE_BYTES, share - share % ALIGNMENT))
-            pieces = [noted[key] for key in keys]
-            messages = lay_out([piece.nbytes for piece in pieces], limit)
-            streams[position, route] = Stream(position, route, is_send, keys, pieces, messages, limit)
-        return streams
-
     def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> Deadline:
         """Compare with each peer what both are about to do; every rank raises unless all agree.
 
@@ -312,7 +242,7 @@ class PackedExchange(ExchangeService):
         terms = _TERMS.pack(self._limit, verify)
         outgoing, incoming = (
             # only digests prove that two bases were the same
-            [self._mark(both) if verify and (both := _of_peer(streams, i)) else NO_MARK for i in range(len(peers))]
+            [self._mark(both) if verify and (both := of_peer(streams, i)) else NO_MARK for i in range(len(peers))]
             for streams in (held.outgoing, held.incoming)
         )
         said = [
@@ -329,11 +259,11 @@ class PackedExchange(ExchangeService):
                 record[-MARK_BYTES:],
             )
             for streams, mine, theirs in ((held.outgoing, outgoing, received), (held.incoming, incoming, sent)):
-                for stream in _of_peer(streams, position):
+                for stream in of_peer(streams, position):
                     stream.has_bases = mine[position] == theirs != NO_MARK
             expected = held.expected[position]
-            _, pieces, nbytes = _OFFER.unpack(offer[: _OFFER.size])
-            _, want, want_bytes = _OFFER.unpack(expected)
+            _, pieces, nbytes = OFFER.unpack(offer[: OFFER.size])
+            _, want, want_bytes = OFFER.unpack(expected)
             same = offer == expected + terms or (not pieces and not want)
             if not trouble and position != peers.index and not same:
                 trouble = (
@@ -418,7 +348,7 @@ class PackedExchange(ExchangeService):
                 return ""
             return (
                 f"what {self.peers.label(self.peers.index)} wrote is not what {self.peers.label(stream.position)} "
-                "read; something else writes to these tensors during the transfer"
+                "read; something else writes to these tensors during the transfer, or altered it on the way"
             )
         again = self._staging() if done.is_staged and verify else None
         for span, here in steps_of(stream.messages[done.number], self.step_bytes):
@@ -469,8 +399,19 @@ class PackedExchange(ExchangeService):
         self._give_back(again)
         return is_same
 
-    def _new_digest(self) -> Digest:
-        return _HostDigest()
+    def _new_digest(self, about: bytes) -> Digest:
+        """Return the digest of a stream, which in an epoch is a MAC of its bytes and of what it is about."""
+        authenticator = self.peers.authenticator
+        return HostDigest() if authenticator is None else authenticator.stream(about)
+
+    def _about(self, stream: Stream) -> bytes:
+        """Return what a stream is about: the run, and who sends to whom, or its path, whose ranks pass its MAC on.
+
+        An earlier one's MAC is no other one's.
+        """
+        ends = (self.peers.index, stream.position) if stream.is_send else (stream.position, self.peers.index)
+        path = stream.route.path
+        return _ABOUT.pack(self._runs, path, *((0, 0) if path else ends))
 
     def _staging(self) -> torch.Tensor:
         # first touch of new pages costs several copies, so buffers are kept between runs
@@ -492,51 +433,3 @@ class _Agreed(Exception):
     def __init__(self, error: RefitdError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def steps_of(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
-    """Cut a message's spans into steps of at most `longest` bytes: (part of the piece, its place in the message)."""
-    for span in message.spans:
-        for start in range(span.start, span.end, longest):
-            end = min(span.end, start + longest)
-            at = span.at + start - span.start
-            yield PieceSpan(span.piece, start, end, at), slice(at, at + end - start)
-
-
-def _of_peer(streams: Mapping[Line, Stream], position: int) -> list[Stream]:
-    """Return the streams to or from a peer, in an order that it knows too."""
-    return [streams[line] for line in sorted(streams) if line[0] == position]
-
-
-def _offer(streams: Sequence[Stream]) -> bytes:
-    """Return what is compared with the peer about its streams: ids and sizes of all pieces, and how they travel."""
-    digest, count, nbytes = xxhash.xxh3_128(), 0, 0
-    for stream in streams:
-        digest.update(struct.pack("<qqq", stream.route.path, stream.route.hop, stream.limit))
-        for key, piece in zip(stream.keys, stream.pieces, strict=True):
-            digest.update(struct.pack("<qqqq", *key, piece.nbytes, piece.itemsize))
-        count, nbytes = count + len(stream.pieces), nbytes + stream.nbytes
-    return _OFFER.pack(digest.digest(), count, nbytes)
-
-
-def _broken_path(streams: Sequence[Stream], rank: int) -> str:
-    """Return an error text unless this rank receives all that it is to pass on; "" if all is well."""
-    arriving = {stream.route: stream for stream in streams if not stream.is_send}
-    for stream in streams:
-        path, hop = stream.route.path, stream.route.hop
-        if stream.is_send and hop:
-            before = arriving.get(Route(path, hop - 1))
-            if before is None or [p.nbytes for p in before.pieces] != [p.nbytes for p in stream.pieces]:
-                return f"rank {rank} does not receive what it is to pass on over path {path}, as relay {hop}"
-    return ""
-
-
-def _mismatch(sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], rank: int) -> str:
-    """Return an error text about this rank's transfers to itself, "" if they match."""
-    if odd := sorted(sends.keys() ^ receives.keys()):
-        return f"task {odd[0]} of rank {rank} with itself has {'no receive' if odd[0] in sends else 'no send'}"
-    for key, piece in sends.items():
-        other = receives[key]
-        if (piece.nbytes, piece.itemsize) != (other.nbytes, other.itemsize):
-            return f"task {key} of rank {rank} with itself sends {piece.describe()} and receives {other.describe()}"
-    return ""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from refitd.copy_services.authentication import MAC_BYTES, Authenticator
 from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, ProtocolError, TransportError
 
 Group = Any  # a torch ProcessGroup or one of its backends; None for the default group
@@ -33,6 +34,8 @@ _RECORD_TAG = 0x52460003
 # only the in-process library has, use torch's collectives, with fewer connections.
 NAMED_SIZE = 32
 _TROUBLE_BYTES = 480
+_EVERYBODY = -1
+_ABOUT = struct.Struct("<qqq")  # number of the call, positions of sender and receiver
 _LENGTH = struct.Struct("<q")
 
 
@@ -72,7 +75,11 @@ class Peers:
         ranks: the rank of each position, as parallel groups number ranks: the default group's if torch knows the
             group, else positions.
         device: the device that exchanged tensors must be on.
+        authenticator: in an epoch, what proves who said each record; None in a user's group.
     """
+
+    authenticator: Authenticator | None = None
+    _records = 0  # collective calls that were authenticated
 
     def __init__(self, group: Group = None, labels: Sequence[str] = ()) -> None:
         """Use a group; None is the default group. `labels` name each position in errors.
@@ -148,7 +155,17 @@ class Peers:
             raise PeerLost(f"{purpose}: {self.label(min(lost))} is gone") from lost[min(lost)]
 
     def all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
-        """Return everyone's record, by position. All records have the same length."""
+        """Return everyone's record, by position. All records have the same length.
+
+        Raises:
+            TransportError: the record of another was altered, names it.
+        """
+        if self.authenticator is None:
+            return self._all_gather(record, deadline, purpose)
+        mine = self._signed(record, _EVERYBODY, purpose)
+        return self._checked(self._all_gather(mine, deadline, purpose), _EVERYBODY, purpose)
+
+    def _all_gather(self, record: bytes, deadline: Deadline, purpose: str) -> list[bytes]:
         if self._is_named:
             return self._exchange([record or b"\0"] * len(self), deadline, purpose, len(record))
         mine = _as_tensor(record or b"\0", self.device)
@@ -170,7 +187,37 @@ class Peers:
         return found
 
     def all_to_all(self, records: Sequence[bytes], deadline: Deadline, purpose: str) -> list[bytes]:
-        """Send record i to position i; return the records sent to this process. All records have the same length."""
+        """Send record i to position i; return the records sent to this process. All records have the same length.
+
+        Raises:
+            TransportError: the record of another was altered, names it.
+        """
+        if self.authenticator is None:
+            return self._all_to_all(records, deadline, purpose)
+        mine = [self._signed(record, to, purpose) for to, record in enumerate(records)]
+        return self._checked(self._all_to_all(mine, deadline, purpose), self.index, purpose)
+
+    def _signed(self, record: bytes, to: int, purpose: str) -> bytes:
+        """Return a record with its MAC."""
+        assert self.authenticator is not None
+        about = _ABOUT.pack(self._records, self.index, to)
+        return record + self.authenticator.mac(b"record", about, purpose.encode(), record)
+
+    def _checked(self, signed: Sequence[bytes], to: int, purpose: str) -> list[bytes]:
+        """Return the records of one call without their MACs, which prove them."""
+        assert self.authenticator is not None
+        for sender, each in enumerate(signed):
+            about = _ABOUT.pack(self._records, sender, to)
+            record, mac = each[:-MAC_BYTES], each[-MAC_BYTES:]
+            if sender != self.index and not self.authenticator.is_mac(mac, b"record", about, purpose.encode(), record):
+                raise TransportError(
+                    f"{purpose}: what came to {self.label(self.index)} is not what {self.label(sender)} said; somebody "
+                    "between them has altered it"
+                )
+        self._records += 1
+        return [each[:-MAC_BYTES] for each in signed]
+
+    def _all_to_all(self, records: Sequence[bytes], deadline: Deadline, purpose: str) -> list[bytes]:
         if len(self) == 1:
             return list(records)
         if self._is_named:

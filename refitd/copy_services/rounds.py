@@ -18,8 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from refitd.copy_services.packed import WINDOW, InFlight, Move, PackedExchange
+from refitd.copy_services.packed import WINDOW, Move, PackedExchange
 from refitd.copy_services.peers import Deadline
+from refitd.copy_services.streams import InFlight
 from refitd.copy_services.waits import poll
 
 MAX_OPERATIONS = 256

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from refitd.copy_services.packed import DIGEST_BYTES, WINDOW, InFlight, Move, PackedExchange, Stream
+from refitd.copy_services.packed import DIGEST_BYTES, WINDOW, Move, PackedExchange
 from refitd.copy_services.peers import Deadline, Peers
+from refitd.copy_services.streams import InFlight, Stream
 from refitd.copy_services.waits import Backoff
 
 

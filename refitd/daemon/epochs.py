@@ -62,6 +62,7 @@ class LocalEpochs:
             address=self._address,
             staging_bytes=epoch.staging_bytes,
             timeout_s=epoch.timeout_s,
+            key=epoch.key,
         )
         self._out(ToWorker(lane, message))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Fits the registration of a 100,000-tensor shard, or the plan of a 10,000-rank node, several times over.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -30,6 +30,18 @@ def clipped(text: str) -> str:
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message. Unknown fields are refused. New fields need defaults, and no field is ever retyped."""
+
+
+class Secret(Value, frozen=True):
+    """A key of 32 bytes that travels, and that no repr shows."""
+
+    data: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return []
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):

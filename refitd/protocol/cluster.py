@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Small, Step, Text, Value
+from refitd.protocol.base import Count, Events, Label, Message, Name, Seconds, Secret, Small, Step, Text, Value
 from refitd.protocol.control import AddController, Control, Controlled, RemoveController
 from refitd.protocol.local import (
     AbortSwap,
@@ -372,6 +372,7 @@ class EpochPlan(Value, frozen=True):
     lanes: Small
     staging_bytes: Count  # per worker
     timeout_s: Seconds  # to join
+    key: Secret  # by which its workers know each other
 
 
 class LoadPlan(Message, frozen=True):

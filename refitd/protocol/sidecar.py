@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value
+from refitd.protocol.base import Count, Label, Message, Name, Seconds, Secret, Small, Text, Value
 from refitd.protocol.local import CommitDone, CommitFailed, CommitQuiet, Failure, Paused
 from refitd.protocol.shards import Shape
 
@@ -41,6 +41,7 @@ class JoinEpoch(Message, frozen=True):
     address: Name
     staging_bytes: Count
     timeout_s: Seconds
+    key: Secret
 
 
 class LaneValue(Message, frozen=True):

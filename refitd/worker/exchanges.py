@@ -73,6 +73,7 @@ class Exchanges:
             staging_bytes=message.staging_bytes,
             mailbox=mailbox,
             timeout=left,
+            key=message.key.data,
         )
         try:
             self._services[message.epoch] = join(epoch)

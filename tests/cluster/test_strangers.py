@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,12 @@ from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.rendezvous import MailboxStore
 from refitd.errors import DeadlineExceeded
 from refitd.testing import Daemon, Engine
+from tests.support import meddled
 from tests.support.programs import ended
+from tests.support.proxy import Proxies
 
 Nodes = tuple[Daemon, ...]
+KEY = bytes(range(32))
 
 # Looks for ports that the processes of this test listen on, as any user of the host can, and takes every place there
 # that it guesses. Other tests run beside this one: their ports are left alone.
@@ -146,6 +150,39 @@ def test_swaps_succeed_while_a_stranger_connects_to_every_port_in_a_loop(
     assert swapped(nodes, mode, 20 if mode == "hold" else 5) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["flip", "swap", "replay", "say"])
+def test_what_somebody_alters_between_two_nodes_never_goes_live(
+    nodes: Callable[..., Nodes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    meddled.install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    monkeypatch.setenv(meddled.VARIABLE, str(tmp_path / "how"))
+    (tmp_path / "how").write_text("")
+    n0, n1 = nodes(
+        2,
+        '[transport]\nservice = "meddled"\ndeltas = false\n[deadlines]\nplan_s = 40.0\nstage_s = 10.0\n',
+        workers=(1, 1),
+    )
+    with n0.connect() as trainer, n1.connect() as client:
+        full, mine = {"w": torch.zeros(3000, 1000)}, {"w": torch.zeros(3000, 1000)}
+        source = trainer.register_source("policy", full)
+        with Engine(client.register_target("policy", mine, replica="far")):
+            for version, meddles in ((1, ""), (2, how), (3, "")):
+                (tmp_path / "how").write_text(meddles)
+                full["w"].copy_(torch.randn(3000, 1000))
+                before = mine["w"].clone()
+                source.publish(version)
+                if not meddles:
+                    assert trainer.swap("policy", version, timeout=60).outcome == "committed"
+                    assert torch.equal(mine["w"], full["w"])
+                    continue
+                with pytest.raises(refitd.RefitFailed, match="worker 0 on node n1") as caught:
+                    trainer.swap("policy", version, timeout=60)
+                assert "worker 0 on node n0" in str(caught.value)
+                assert torch.equal(mine["w"], before), "the old version serves"
+
+
 # --- the meeting itself -------------------------------------------------------------------------------------
 
 
@@ -175,9 +212,17 @@ class OnBoard(Mailbox):
 
 
 def meet(
-    board: Board, size: int, timeout: float, put: Callable[[int, str, bytes], None] = lambda index, key, value: None
-) -> list[object]:
-    """Have threads meet; return what each got, a service or an error. `put` is called with what each leaves to meet."""
+    board: Board,
+    size: int,
+    timeout: float,
+    put: Callable[[int, str, bytes], bytes | None] = lambda index, key, value: None,
+    keys: dict[int, bytes] | None = None,
+) -> list[Any]:
+    """Have threads meet; return what each got, a service or an error.
+
+    `put` is called with what each leaves to meet, and may return what it leaves instead. `keys` are of those who do not
+    hold KEY.
+    """
     labels = tuple(f"worker 0 on node n{i}" for i in range(size))
     found: list[object] = [None] * size
 
@@ -188,11 +233,11 @@ def meet(
 
         def put(self, key: str, value: bytes) -> None:
             if not key.startswith("here/"):
-                put(self._index, key, value)
+                value = put(self._index, key, value) or value
             super().put(key, value)
 
     def join(index: int) -> None:
-        epoch = Epoch("e", index, labels, "127.0.0.1", 1 << 20, Watched(index), timeout)
+        epoch = Epoch("e", index, labels, "127.0.0.1", 1 << 20, Watched(index), timeout, (keys or {}).get(index, KEY))
         try:
             found[index] = gloo.join(epoch)
         except refitd.RefitdError as exc:
@@ -209,7 +254,9 @@ def meet(
 
 def test_no_port_is_open_before_all_have_come() -> None:
     board = Board()
-    epoch = Epoch("e", 0, ("worker 0 on node n0", "worker 0 on node n1"), "127.0.0.1", 1 << 20, OnBoard(board), 0.2)
+    epoch = Epoch(
+        "e", 0, ("worker 0 on node n0", "worker 0 on node n1"), "127.0.0.1", 1 << 20, OnBoard(board), 0.2, KEY
+    )
     before = sockets.listening()
     with pytest.raises(DeadlineExceeded, match="worker 0 on node n1 did not come"):
         gloo.join(epoch)
@@ -333,10 +380,62 @@ def test_ports_are_shut_and_numbers_are_others_once_all_have_met() -> None:
     assert len(numbers) > 12, "places have the same numbers again and again"
 
 
+def test_workers_whose_keys_differ_move_nothing_and_name_each_other() -> None:
+    found = meet(Board(), 2, 30.0, keys={1: bytes(32)})
+    for error in found:
+        assert isinstance(error, refitd.TransportError), error
+        for node in ("n0", "n1"):
+            assert f"who came as worker 0 on node {node} does not hold the key of epoch e" in str(error)
+
+
+def run_both(services: Sequence[gloo.GlooService], sent: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """Have the first one send; return what the second one has then, and the class of each one's error."""
+    found, errors = torch.zeros_like(sent), ["", ""]
+    services[0].send(0, sent, 1)
+    services[1].receive(0, found, 0)
+
+    def run(index: int) -> None:
+        try:
+            services[index].run(20.0)
+        except refitd.RefitdError as exc:
+            errors[index] = f"{type(exc).__name__}: {exc}"
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found, errors
+
+
+def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works() -> None:
+    between = Proxies(2 * gloo.MEETINGS)
+    try:
+        services = meet(Board(), 2, 40.0, lambda index, key, value: None if "word" in key else between.instead(value))
+        assert all(isinstance(service, gloo.GlooService) for service in services), services
+        sent = torch.arange(1 << 18)
+        for flips in (False, True, False):
+            if flips:
+                between.flips.set()
+            found, errors = run_both(services, sent)
+            assert torch.equal(found, sent) is not flips
+            if flips:
+                said = "DigestMismatch: what worker 0 on node n1 wrote is not what worker 0 on node n0 read"
+                assert [error.startswith(said) for error in errors] == [True, True], errors
+            else:
+                assert errors == ["", ""]
+        assert between.passed > 3 * sent.nbytes and not between.flips.is_set()
+        for service in services:
+            service.close()
+    finally:
+        between.close()
+
+
 def test_worker_that_does_not_come_is_still_named() -> None:
     labels = ("worker 0 on node n0", "worker 0 on node n1")
     with pytest.raises(DeadlineExceeded, match=r"worker 0 on node n1 did not come to epoch e within 0\.5 s$"):
-        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5))
+        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(Board()), 0.5, KEY))
 
 
 @pytest.mark.parametrize("others_meet_again", [True, False])
@@ -364,7 +463,7 @@ def test_meetings_share_one_deadline_and_the_first_cause_is_told(
 
     monkeypatch.setattr(gloo, "_Meeting", Disturbed)
     with pytest.raises(refitd.TransportError, match="strangers came") as caught:
-        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(board), 1.0))
+        gloo.join(Epoch("e", 0, labels, "127.0.0.1", 1 << 20, OnBoard(board), 1.0, KEY))
     assert len({*deadlines}) == 1 and len(deadlines) < gloo.MEETINGS, "none is held when the time is over"
     assert ("worker 0 on node n1 did not come to epoch e within 1.0 s; before, " in str(caught.value)) is not (
         others_meet_again

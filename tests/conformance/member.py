@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -87,6 +88,7 @@ class Member:
                     staging_bytes=staging_bytes,
                     mailbox=self._room.mailbox(epoch),
                     timeout=timeout,
+                    key=hashlib.sha256(epoch.encode()).digest(),
                     device=f"cuda:{self._number % torch.cuda.device_count()}" if on_device else "cpu",
                 )
             )

@@ -29,6 +29,7 @@ class Orders:
         linger_s: after an error, how long to look for bytes that are still written.
         fails_to_finish: whether `finish` raises; two-sided services only.
         forgets_local_receive: whether the receives of what stays here are not noted; two-sided services only.
+        meddles: what somebody does to what comes here, see tests.support.meddling; two-sided services only.
     """
 
     verify: bool = True
@@ -42,6 +43,7 @@ class Orders:
     linger_s: float = 0.0
     fails_to_finish: bool = False
     forgets_local_receive: bool = False
+    meddles: str = ""
 
 
 @dataclass(frozen=True)

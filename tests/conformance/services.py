@@ -17,6 +17,7 @@ from refitd.describe.casts import cast_number
 from refitd.errors import TransportError
 from tests.conformance.orders import Answer, Lent, Orders
 from tests.conformance.transfers import SIZES, Place, Plan, Transfer
+from tests.support.meddling import Between
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,7 @@ class TwoSided:
         self._service = service
         self._arenas = arenas
         self._device = device
+        self._between = Between(service)
 
     @property
     def is_usable(self) -> bool:
@@ -167,6 +169,7 @@ class TwoSided:
             if orders.fails_to_finish:
                 raise ValueError("no room")
 
+        self._between.meddle(orders.meddles)
         try:
             result = self._service.run(
                 orders.timeout,

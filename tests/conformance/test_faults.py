@@ -121,6 +121,42 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_what_it_sends_later_is_n
     a_new_epoch_works(world)
 
 
+ALTERED, ALTEREDS_LABEL = 1, "beta"
+
+
+def alterable(world: World) -> Plan:
+    """A plan, for a world whose messages pass through main memory; nobody meddles with them between GPUs."""
+    if world.contestant.backend in ("nccl", "nvshmem"):
+        pytest.skip("nobody here is between two GPUs")
+    return between_culprit_and_others()
+
+
+@pytest.mark.parametrize("how", ["flip", "swap", "replay"])
+def test_bytes_altered_on_the_way_are_found_whatever_digest_comes_with_them(exchange: World, how: str) -> None:
+    """Without a key, "flip" and "swap" come with the digest of what was made of them, and "replay" with its own."""
+    plan = alterable(exchange)
+    assert exchange.run(plan).arrived
+    outcome = exchange.run(plan, orders_of={ALTERED: Orders(meddles=how)})
+
+    assert outcome.errors() == {"DigestMismatch"}, outcome.answers
+    for answer in outcome.answers.values():
+        assert f"what {ALTEREDS_LABEL} wrote is not what {CULPRITS_LABEL} read" in answer.said, answer
+        assert answer.is_usable
+    assert exchange.run(plan).arrived
+
+
+def test_an_agreement_that_was_altered_on_the_way_is_found(exchange: World) -> None:
+    plan = alterable(exchange)
+    outcome = exchange.run(plan, Orders(timeout=TIMEOUT_S), orders_of={ALTERED: Orders(meddles="say")})
+
+    assert outcome.untouched
+    found = outcome.answers[ALTERED]
+    assert found.error == "TransportError" and not found.is_usable
+    assert f"what came to {ALTEREDS_LABEL} is not what alpha said" in found.said
+    assert {answer.error for answer in exchange.join().values()} == {""}
+    assert exchange.run(plan).arrived
+
+
 def test_what_progress_raises_ends_an_exchange_and_nothing_is_written_afterwards(
     two_sided: Contestant, fresh: Callable[..., World]
 ) -> None:

@@ -35,7 +35,7 @@ def value_of(kind: Any, rng: random.Random, names: tuple[str, ...] = ("policy",)
             text = rng.choice((*names, "w", "x" * rng.randrange(1, 40), "float32"))
             return text[: kind.max_length] if rng.random() < 0.9 else (text * 600)[: kind.max_length or 100]
         case inspect.BytesType():
-            return rng.randbytes(rng.randrange(40))
+            return rng.randbytes(rng.randint(kind.min_length or 0, kind.max_length or 40))
         case inspect.BoolType():
             return rng.random() < 0.5
         case inspect.NoneType():

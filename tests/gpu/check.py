@@ -33,9 +33,9 @@ CHECKS = {
     "daemon-crossing": "two daemons on one GPU: from arena to arena over gloo, a cast on the way",
 }
 ADVICE = """\
-It needs Python 3.11 or newer, a CUDA build of torch (2.8 or newer) and numpy. Some checks need more (xxhash;
-nvshmem4py; pyzmq, msgpack, msgspec, click, rich, pytest, pytest-timeout) and are skipped, with the command, where
-that is missing. Nothing is installed.
+It needs Python 3.11 or newer, a CUDA build of torch (2.8 or newer) and numpy. Some checks need more (xxhash,
+cryptography; nvshmem4py; pyzmq, msgpack, msgspec, click, rich, pytest, pytest-timeout) and are skipped, with the
+command, where that is missing. Nothing is installed.
 
 exit status: 0 if nothing failed, also where everything was skipped because there is no GPU; 1 if a check failed;
 2 for wrong arguments. Speeds are reported, never judged.
@@ -43,7 +43,8 @@ exit status: 0 if nothing failed, also where everything was skipped because ther
 a machine without a network: download wheels elsewhere, for its Python and platform, carry them, unpack them into a
 folder and name the folder in PYTHONPATH:
 
-  pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels xxhash msgspec pyzmq nvshmem4py-cu13
+  pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels \\
+      xxhash cryptography cffi msgspec pyzmq nvshmem4py-cu13
   pip install --no-index --no-deps --target /tmp/site wheels/*.whl
   PYTHONPATH=/tmp/site scripts/gpu-check
 

@@ -58,7 +58,15 @@ def daemon_check(name: str) -> Callable[[float], Outcome]:
     """A check that starts daemons of its own."""
 
     def check(seconds: float) -> Outcome:
-        need(zmq="pyzmq", msgpack="msgpack", msgspec="msgspec", xxhash="xxhash", click="click", rich="rich")
+        need(
+            zmq="pyzmq",
+            msgpack="msgpack",
+            msgspec="msgspec",
+            xxhash="xxhash",
+            cryptography="cryptography",
+            click="click",
+            rich="rich",
+        )
         from tests.gpu import service_checks
 
         return Outcome(service_checks.CHECKS[name](seconds))

@@ -46,7 +46,7 @@ class Folder(Mailbox):
 
 def epoch_of(rank: int, size: int, folder: str, seconds: float) -> Epoch:
     labels = tuple(f"rank {i}" for i in range(size))
-    return Epoch("check", rank, labels, "127.0.0.1", 256 * MIB, Folder(Path(folder)), seconds, str(DEVICE))
+    return Epoch("check", rank, labels, "127.0.0.1", 256 * MIB, Folder(Path(folder)), seconds, bytes(32), str(DEVICE))
 
 
 def exchange(made: Any, seconds: float) -> dict[str, object]:
@@ -151,14 +151,14 @@ def nccl_environment(library: str) -> dict[str, str]:
 
 
 def nccl_one(seconds: float) -> Outcome:
-    need(xxhash="xxhash")
+    need(xxhash="xxhash", cryptography="cryptography")
     library, version = nccl_library()
     (found,) = ranks("nccl-1", 1, seconds * 0.9, [nccl_environment(library)])
     return Outcome({"NCCL": ".".join(map(str, version)), **found["figures"]})
 
 
 def nccl_two(seconds: float) -> Outcome:
-    need(xxhash="xxhash")
+    need(xxhash="xxhash", cryptography="cryptography")
     library, version = nccl_library()
     shown = ".".join(map(str, version))
     base = nccl_environment(library)
@@ -181,7 +181,7 @@ def nccl_two(seconds: float) -> Outcome:
 
 def nvshmem_two(seconds: float) -> Outcome:
     major = (torch.version.cuda or "13").partition(".")[0]
-    need(xxhash="xxhash", nvshmem=f"nvshmem4py-cu{major}")
+    need(xxhash="xxhash", cryptography="cryptography", nvshmem=f"nvshmem4py-cu{major}")
     found = ranks("nvshmem-2", 2, seconds * 0.9, [{"NVSHMEM_REMOTE_TRANSPORT": "none"}] * 2)
     return Outcome(found[0]["figures"])
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 import refitd
 from refitd.copy_services.device_digest import DeviceDigests
-from refitd.copy_services.packed import STAGING_BYTES, Digest, InFlight, PackedExchange
+from refitd.copy_services.packed import STAGING_BYTES, PackedExchange
 from refitd.copy_services.peers import Deadline, Peers
 from refitd.copy_services.rounds import MAX_OPERATIONS, RoundsExchange
 from refitd.copy_services.slots import SlottedExchange
+from refitd.copy_services.streams import Digest, InFlight
 from tests.spmd.cases import TIMEOUT_S, World, numbers, refused, wrong_bytes
 
 
@@ -42,8 +43,8 @@ class GlooRounds(RoundsExchange):
         for position, post in issued:
             self.peers.wait(post, position, deadline, f"{subject}:")
 
-    def _new_digest(self) -> Digest:
-        return self._digests.new()
+    def _new_digest(self, about: bytes) -> Digest:
+        return self._digests.new(about)
 
 
 class FileSlots(SlottedExchange):
@@ -77,8 +78,8 @@ class FileSlots(SlottedExchange):
         found: list[int] = self._words[self.peers.index].tolist()
         return found
 
-    def _new_digest(self) -> Digest:
-        return self._digests.new()
+    def _new_digest(self, about: bytes) -> Digest:
+        return self._digests.new(about)
 
 
 def make(kind: str, message_bytes: int | None) -> PackedExchange:

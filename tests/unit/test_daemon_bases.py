@@ -9,6 +9,7 @@ from refitd.daemon import actions as act
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
+from refitd.protocol.base import Secret
 from refitd.protocol.shards import metadata_of
 from tests.support.daemon_harness import SHARD, SOURCE, TARGET, Harness
 
@@ -28,7 +29,7 @@ def crossing(member: str, rank: int) -> tuple[Harness, str]:
         table=table.select(slice(0, 0)).to_wire(),
         crossing=table.to_wire(),
         crossing_nodes=(0, 1) if rank == 0 else (1, 0),
-        epoch=cluster.EpochPlan("e1", "gloo", ("n0", "n1"), ("h", "h1"), 2, 1 << 20, 9.0),
+        epoch=cluster.EpochPlan("e1", "gloo", ("n0", "n1"), ("h", "h1"), 2, 1 << 20, 9.0, Secret(bytes(32))),
     )
     h.feed(act.CoordinatorSaid(0, plan), *(act.WorkerSaid(w, sidecar.EpochJoined(epoch="e1")) for w in (0, 1)))
     return h, registered.member

@@ -8,7 +8,7 @@ from refitd.daemon import actions as act
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
 from refitd.protocol import cluster, local, sidecar
-from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.base import PROTOCOL_VERSION, Secret
 from refitd.protocol.shards import metadata_of
 from tests.support.daemon_harness import SHARD, SOURCE, Harness
 
@@ -35,6 +35,7 @@ def crossing_plan(h: Harness, epoch: str = "e1", lanes: int = 2) -> cluster.Load
             lanes=lanes,
             staging_bytes=1 << 20,
             timeout_s=9.0,
+            key=Secret(bytes(32)),
         ),
     )
 

@@ -16,11 +16,19 @@ from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
 from refitd.daemon.epochs import COLD_PATIENCE_TICKS, PATIENCE_TICKS, LocalEpochs
 from refitd.errors import PeerLost
 from refitd.protocol import cluster, sidecar
+from refitd.protocol.base import Secret
 from refitd.protocol.codec import Decoder, encode
 from refitd.worker.main import DaemonLink, Worker
 
 EPOCH = cluster.EpochPlan(
-    id="e1", service="gloo", nodes=("n0", "n1"), hosts=("h", "h"), lanes=2, staging_bytes=1 << 20, timeout_s=5.0
+    id="e1",
+    service="gloo",
+    nodes=("n0", "n1"),
+    hosts=("h", "h"),
+    lanes=2,
+    staging_bytes=1 << 20,
+    timeout_s=5.0,
+    key=Secret(bytes(32)),
 )
 
 
@@ -128,6 +136,7 @@ def test_a_worker_that_met_nobody_keeps_no_descriptor_of_it(pair: tuple[socket.s
                 address="127.0.0.1",
                 staging_bytes=1 << 20,
                 timeout_s=0.2,
+                key=Secret(bytes(32)),
             )
             worker._handle(meet, ())
             open_files.append(len(os.listdir("/proc/self/fd")))

@@ -44,6 +44,6 @@ def test_a_worker_without_a_cuda_device_is_refused_by_name(join) -> None:
         def get(self, key: str, timeout: float) -> bytes:
             raise AssertionError
 
-    epoch = Epoch("e", 1, ("n0/0", "n1/0"), "127.0.0.1", 1 << 20, Nothing(), 1.0)
+    epoch = Epoch("e", 1, ("n0/0", "n1/0"), "127.0.0.1", 1 << 20, Nothing(), 1.0, bytes(32))
     with pytest.raises(ConfigError, match=r"n1/0: .* needs a CUDA device, this worker has 'cpu'"):
         join(epoch)

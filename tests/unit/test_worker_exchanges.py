@@ -17,6 +17,7 @@ from refitd.copy_services.base import Capabilities
 from refitd.copy_services.epoch import Epoch
 from refitd.copy_services.registry import Backend, Registry
 from refitd.errors import DeadlineExceeded, TransportError
+from refitd.protocol.base import Secret
 from refitd.protocol.sidecar import HeldBase, JoinEpoch
 from refitd.worker.exchanges import Exchanges
 
@@ -78,6 +79,7 @@ def joined(service: Any, timeout_s: float, arenas: Any = None) -> Exchanges:
         address="127.0.0.1",
         staging_bytes=1 << 20,
         timeout_s=timeout_s,
+        key=Secret(bytes(32)),
     )
     exchanges.join(message, service)
     return exchanges

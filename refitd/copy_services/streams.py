@@ -1,0 +1,155 @@
+"""The streams of an exchange: what travels between two ranks one way, in which messages, and what both ends compare."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from refitd.addressing.messages import ALIGNMENT, PackedMessage, PieceSpan, lay_out
+from refitd.copy_services.exchange import DIRECT, Route
+from refitd.copy_services.pieces import Piece
+
+# What follows a path is cut into about PATH_MESSAGES of PATH_MESSAGE_BYTES at least: each relay adds a message's time.
+PATH_MESSAGES = 64  # as refitd.plan.relays predicts
+PATH_MESSAGE_BYTES = 512 << 10
+
+OFFER = struct.Struct("<16sqq")  # digest of ids and sizes, pieces, bytes
+
+Key = tuple[int, int]  # task id, part
+Line = tuple[int, Route]  # position of a peer, and the route of what goes there or comes from there
+
+
+class Digest(Protocol):
+    """A digest of buffers in the order given; depends on every byte's position, not on how the bytes are cut."""
+
+    def update(self, buffer: Any, /) -> None:
+        """Add a uint8 buffer."""
+
+    def digest(self) -> bytes:
+        """Return the digest, DIGEST_BYTES long."""
+
+
+class HostDigest:
+    """xxh3-128 of buffers in main memory."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, buffer: torch.Tensor, /) -> None:
+        """Add a uint8 buffer."""
+        data: Any = buffer.numpy()  # numpy arrays are buffers, but its stubs do not say so
+        self._state.update(data)
+
+    def digest(self) -> bytes:
+        """Return the digest."""
+        return self._state.digest()
+
+
+@dataclass(slots=True)
+class Stream:
+    """All pieces of one direction and route to or from one peer, and their messages of at most `limit` bytes."""
+
+    position: int
+    route: Route
+    is_send: bool
+    keys: list[Key]
+    pieces: list[Piece]
+    messages: list[PackedMessage]
+    limit: int
+    next: int = 0
+    has_bases: bool = False  # both ends hold the same earlier version of the same pieces, so that deltas may travel
+    digest: Digest = field(default_factory=HostDigest)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A message that has been posted."""
+
+    stream: Stream
+    number: int
+    posted: Any
+    buffer: torch.Tensor
+    is_staged: bool
+    is_note: bool = False  # it says what follows (windows.py)
+
+    @property
+    def payload(self) -> int:
+        """Bytes of pieces in it; 0 for the digest."""
+        messages = self.stream.messages
+        return messages[self.number].payload if self.number < len(messages) else 0
+
+
+def streams_of(halves: Mapping[Line, Mapping[Key, Piece]], limit: int, *, is_send: bool) -> dict[Line, Stream]:
+    """Return the streams of noted pieces, in messages of at most `limit` bytes."""
+    streams = {}
+    for position, route in sorted(halves):
+        noted, most = halves[position, route], limit
+        # large ones first, so that the end of the transfer is short on every rank
+        if route == DIRECT:
+            keys = sorted(noted, key=lambda key: (-noted[key].nbytes, key))
+        else:  # each hop has other ids, and the same order
+            keys = sorted(noted, key=lambda key: -noted[key].nbytes)
+            share = sum(piece.nbytes for piece in noted.values()) // PATH_MESSAGES
+            most = min(limit, max(PATH_MESSAGE_BYTES, share - share % ALIGNMENT))
+        pieces = [noted[key] for key in keys]
+        messages = lay_out([piece.nbytes for piece in pieces], most)
+        streams[position, route] = Stream(position, route, is_send, keys, pieces, messages, most)
+    return streams
+
+
+def steps_of(message: PackedMessage, longest: int) -> Iterator[tuple[PieceSpan, slice]]:
+    """Cut a message's spans into steps of at most `longest` bytes: (part of the piece, its place in the message)."""
+    for span in message.spans:
+        for start in range(span.start, span.end, longest):
+            end = min(span.end, start + longest)
+            at = span.at + start - span.start
+            yield PieceSpan(span.piece, start, end, at), slice(at, at + end - start)
+
+
+def of_peer(streams: Mapping[Line, Stream], position: int) -> list[Stream]:
+    """Return the streams to or from a peer, in an order that it knows too."""
+    return [streams[line] for line in sorted(streams) if line[0] == position]
+
+
+def offer_of(streams: Sequence[Stream]) -> bytes:
+    """Return what is compared with the peer about its streams: ids and sizes of all pieces, and how they travel."""
+    digest, count, nbytes = xxhash.xxh3_128(), 0, 0
+    for stream in streams:
+        digest.update(struct.pack("<qqq", stream.route.path, stream.route.hop, stream.limit))
+        for key, piece in zip(stream.keys, stream.pieces, strict=True):
+            digest.update(struct.pack("<qqqq", *key, piece.nbytes, piece.itemsize))
+        count, nbytes = count + len(stream.pieces), nbytes + stream.nbytes
+    return OFFER.pack(digest.digest(), count, nbytes)
+
+
+def broken_path(streams: Sequence[Stream], rank: int) -> str:
+    """Return an error text unless this rank receives all that it is to pass on; "" if all is well."""
+    arriving = {stream.route: stream for stream in streams if not stream.is_send}
+    for stream in streams:
+        path, hop = stream.route.path, stream.route.hop
+        if stream.is_send and hop:
+            before = arriving.get(Route(path, hop - 1))
+            if before is None or [p.nbytes for p in before.pieces] != [p.nbytes for p in stream.pieces]:
+                return f"rank {rank} does not receive what it is to pass on over path {path}, as relay {hop}"
+    return ""
+
+
+def mismatch(sends: Mapping[Key, Piece], receives: Mapping[Key, Piece], rank: int) -> str:
+    """Return an error text about this rank's transfers to itself, "" if they match."""
+    if odd := sorted(sends.keys() ^ receives.keys()):
+        return f"task {odd[0]} of rank {rank} with itself has {'no receive' if odd[0] in sends else 'no send'}"
+    for key, piece in sends.items():
+        other = receives[key]
+        if (piece.nbytes, piece.itemsize) != (other.nbytes, other.itemsize):
+            return f"task {key} of rank {rank} with itself sends {piece.describe()} and receives {other.describe()}"
+    return ""

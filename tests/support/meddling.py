@@ -1,0 +1,80 @@
+"""Somebody between a process and its peers, who alters what comes to it before its service looks.
+
+flip     one bit of a stream's first message; its digest is made anew
+swap     a stream's first two messages change places; its digest is made anew
+replay   all streams and their digests are those of the run before
+say      one bit of each agreement
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import xxhash
+
+from refitd.copy_services.packed import DIGEST_BYTES, TAG
+
+_TAGS = 1 << 16  # of messages; agreements have smaller ones
+
+
+class Between:
+    """Stands between a two-sided service and its peers. Until it is told to meddle it only remembers what came."""
+
+    def __init__(self, service: Any) -> None:
+        self._peers = service.peers
+        self._receive, self._wait = self._peers.receive, self._peers.wait
+        self._how = ""
+        self._before: dict[int, list[bytes]] = {}
+        self._came: dict[int, list[bytes]] = defaultdict(list)  # messages of this run, by position
+        self._posted: dict[int, list[Any]] = defaultdict(list)  # receives of messages, in order
+        self._agreements: list[Any] = []
+        self._peers.receive, self._peers.wait = self.receive, self.wait
+
+    def meddle(self, how: str) -> None:
+        """A run begins; say what is done in it."""
+        self._how, self._before, self._came = how, self._came, defaultdict(list)
+        self._posted, self._agreements = defaultdict(list), []
+
+    def receive(self, tensor: Any, position: int, tag: int) -> Any:
+        """See Peers.receive."""
+        posted = self._receive(tensor, position, tag)
+        if tag < TAG or tag >= TAG + _TAGS:
+            self._agreements.append(posted)
+        else:
+            self._posted[position].append(posted)
+        return posted
+
+    def wait(self, posted: Any, position: int, deadline: Any, purpose: str) -> None:
+        """See Peers.wait."""
+        mine = self._posted[position]
+        number = next((n for n, each in enumerate(mine) if each is posted), -1)
+        if self._how == "swap" and number == 1:
+            return  # it has been waited for
+        self._wait(posted, position, deadline, purpose)
+        if self._how == "say" and any(each is posted for each in self._agreements):
+            posted.tensor[0] ^= 1
+        if number < 0:
+            return
+        arrived = [posted.tensor]
+        if self._how == "swap" and number == 0:
+            self._wait(mine[1], position, deadline, purpose)
+            arrived.append(mine[1].tensor)
+            first = arrived[0].clone()
+            arrived[0].copy_(arrived[1])
+            arrived[1].copy_(first)
+        for tensor in arrived:
+            self._alter(tensor, position, len(self._came[position]))
+            self._came[position].append(tensor.numpy().tobytes())
+
+    def _alter(self, tensor: Any, position: int, number: int) -> None:
+        if self._how == "replay":
+            self._write(tensor, self._before[position][number])
+        elif self._how in ("flip", "swap") and tensor.numel() == DIGEST_BYTES:
+            self._write(tensor, xxhash.xxh3_128_digest(b"".join(self._came[position])))
+        elif self._how == "flip" and number == 0:
+            tensor[len(tensor) // 2] ^= 1
+
+    @staticmethod
+    def _write(tensor: Any, data: bytes) -> None:
+        tensor.numpy()[:] = memoryview(data)
