@@ -304,6 +304,8 @@ def transfer_list(transfer: Transfer, is_send: bool, lent: Lent) -> TransferList
         size=np.array([transfer.shape or (1,)], dtype=np.int64),
         element_size=_column([SIZES[transfer.dtype]]),
         cast=_column([_cast(transfer) if is_send else 0]),
+        path=_column([0]),
+        hop=_column([0]),
         arena=_column([PROCESS_MEMORY if is_lent else 2 * place.process + (not is_send)]),
         pid=_column([pid]),
         offset=_column([address + place.offset]),
