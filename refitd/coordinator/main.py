@@ -104,6 +104,7 @@ class CoordinatorShell:
             decided=journal.decided,
             recent=journal.recent,
             past=journal,
+            drained=journal.drained(),
             is_beside=is_beside,
             host=socket.gethostname(),
         )
@@ -304,6 +305,16 @@ class CoordinatorShell:
                 except CommitError as exc:
                     return act.JournalWritten(decided.swaps, exc)
                 return act.JournalWritten(decided.swaps)
+            case act.WriteDrain(drain, waiter):
+                try:
+                    with self._journalling():
+                        self._journal.set_drain(drain, time.time())
+                except CommitError as exc:
+                    self._log("journal-failed", node=drain.node, reason=str(exc))
+                    if waiter is not None:
+                        self._router.send(*waiter, Failure(code=exc.code, message=str(exc)))
+                    return None
+                return act.DrainWritten(drain, waiter)
             case act.Remember(record):
                 try:
                     with self._journalling():
