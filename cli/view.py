@@ -13,6 +13,7 @@ from refitd.protocol.reports import (
     SwapReport,
     TargetStatus,
 )
+from refitd.protocol.versions import shown
 from refitd.states import SwapOutcome
 from refitd_cli.output import console, duration, rate, say, size, version, versions
 from refitd_cli.rollup import live_text
@@ -30,6 +31,7 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
     """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
     yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
     yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
+    yield from versions_lines(report)
     yield from drained_lines(report)
     yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
     if report.links:
@@ -42,6 +44,13 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
         yield grid("targets", TARGET_COLUMNS, map(_target, model.targets))
         if with_events:
             yield from _events(model)
+
+
+def versions_lines(report: StatusReport) -> Iterator[str]:
+    """Yield a line if daemons and coordinator speak different versions of the protocol."""
+    if {report.protocol} | {*report.protocols.values()} != {report.protocol}:
+        there = ", ".join(f"{node} {shown(found)}" for node, found in report.protocols.items())
+        yield f"protocol versions differ: coordinator {shown(report.protocol)}, {there}"
 
 
 def drained_lines(report: StatusReport) -> Iterator[str]:

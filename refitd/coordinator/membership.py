@@ -16,6 +16,7 @@ from refitd.coordinator.records import Drained, LiveVersion
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.control import AddController
 from refitd.protocol.reports import (
@@ -49,6 +50,7 @@ class Node:
     last_heard: float
     key: str = ""  # of its connection
     allowed: Allowed = ANYONE
+    protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(slots=True)

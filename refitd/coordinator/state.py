@@ -46,7 +46,7 @@ from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
-from refitd.protocol import cluster, control, local
+from refitd.protocol import cluster, control, local, versions
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.reports import VerifyReport
 from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
@@ -204,15 +204,12 @@ class Coordinator:
 
     def _hello(self, event: FromNode, message: cluster.NodeHello, now: float) -> None:
         identity, request, name = event.identity, event.request, message.status.node
-        if message.protocol != PROTOCOL_VERSION:
-            error = f"node {name} speaks protocol {message.protocol}, this coordinator {PROTOCOL_VERSION}; upgrade one"
-            self._send(identity, request, local.Failure(code=ProtocolError.code, message=error))
-            return
         old = self.nodes.get(name)
         alive = old is not None and now - old.last_heard < NODE_SILENCE_S / 2
         try:
+            versions.check(message.protocol, f"node {name}", "this coordinator")
             check_hello(identity, event.key, event.allowed, message, self.nodes, alive)
-        except RefusedError as exc:
+        except (ProtocolError, RefusedError) as exc:
             self._log("refused", node=name, message="NodeHello", reason=str(exc))
             self._send(identity, request, local.Failure(code=exc.code, message=str(exc)))
             return
@@ -229,8 +226,9 @@ class Coordinator:
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             said = f"its daemon has {'introduced itself' if same else 'started'} again"
             self._forget_node(name, said, now, is_back=same)
-        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed)
-        self._log("node", node=name, pid=message.status.pid, host=message.status.host)
+        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol)
+        protocol = versions.shown(message.protocol)
+        self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
         changed = self._lives.said(name, message.live)
         for model in {claim.model for claim in message.live} | set(self._lives.models()):
             if (claim := self._lives.claim(model)) is not None and model not in changed:

@@ -9,6 +9,7 @@ from refitd.coordinator.membership import Node
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import swap_progress, written_report
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import ControllerStatus, HistoryEntry, HistoryReport, LinkStatus, ModelStatus, StatusReport
 from refitd.states import LinkState, SwapOutcome
 
@@ -30,6 +31,8 @@ def status_report(
         models=tuple(_model_status(state, config) for state in states),
         links=tuple(link for state in states for link in _links(state, config.transport.service)),
         drained=tuple(sorted(drained)),
+        protocol=PROTOCOL_VERSION,
+        protocols={name: node.protocol for name, node in sorted(nodes.items())},
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from refitd.errors import RefitFailed
 from refitd.protocol.base import Count, Events, Label, Message, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shape, Shard
@@ -383,6 +385,8 @@ class StatusReport(Message, frozen=True):
     models: tuple[ModelStatus, ...]
     links: tuple[LinkStatus, ...] = ()
     drained: tuple[Label, ...] = ()  # drained nodes, connected or not
+    protocol: Small = 0  # that the coordinator speaks, as in NodeHello
+    protocols: dict[Label, Small] = msgspec.field(default_factory=dict)  # that each daemon speaks
 
 
 class PairTraffic(Value, frozen=True):
