@@ -14,6 +14,9 @@ from refitd.errors import RefusedError
 from refitd.protocol.base import Message
 from refitd.protocol.reports import DrainedSource, DrainReport, ReplicaName, ResumeReport
 
+# Replicas that are noted of a drained node. Beyond it, one that loses its rank there is no longer left out, but missed.
+MAX_REPLICAS = 4096
+
 
 class Drains:
     """Drains and resumes nodes. A drain is journalled before it is answered, so that it outlives the coordinator.
@@ -74,8 +77,9 @@ class Drains:
 
     def registered(self, model: str, replica: str, node: str) -> None:
         """Note a replica that has a rank or its controller on this node, if the node is drained."""
-        if replica and node in self.nodes and (model, replica) not in self.nodes[node]:
-            self._out(WriteDrain(Drain(node, self.nodes[node] | {(model, replica)})))
+        known = self.nodes.get(node)
+        if replica and known is not None and (model, replica) not in known and len(known) < MAX_REPLICAS:
+            self._out(WriteDrain(Drain(node, known | {(model, replica)})))
 
     def written(self, event: DrainWritten, now: float) -> None:
         """Apply a change that the journal has; whoever asked is answered first."""
