@@ -9,7 +9,7 @@ from functools import partial
 import click
 
 from refitd.errors import RefitdError
-from refitd.protocol.reports import ModelStatus
+from refitd.protocol.reports import ModelStatus, StatusReport
 from refitd_cli.session import Session, connect
 
 DEADLINE_S = 1.0
@@ -28,12 +28,20 @@ def replica_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
     return _named(ctx, incomplete, lambda model: {target.replica for target in model.targets})
 
 
+def node_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the nodes whose names begin like this, connected or drained."""
+    return _fitting(ctx, incomplete, lambda status: {node.node for node in status.nodes} | {*status.drained})
+
+
 def _named(ctx: click.Context, incomplete: str, names_of: Callable[[ModelStatus], set[str]]) -> list[str]:
+    return _fitting(ctx, incomplete, lambda status: {name for model in status.models for name in names_of(model)})
+
+
+def _fitting(ctx: click.Context, incomplete: str, names_of: Callable[[StatusReport], set[str]]) -> list[str]:
     session = ctx.find_object(Session) or Session(partial(connect, timeout=DEADLINE_S))
     try:
         with ctx.scope(cleanup=False), session.client(ctx.params.get("address")) as client:
-            models = client.status(timeout=DEADLINE_S).models
+            status = client.status(timeout=DEADLINE_S)
     except (RefitdError, OSError):
         return []  # a shell that waits for a word has no place for errors
-    found = {name for model in models for name in names_of(model)}
-    return sorted(name for name in found if name.startswith(incomplete) and _PLAIN.fullmatch(name))
+    return sorted(name for name in names_of(status) if name.startswith(incomplete) and _PLAIN.fullmatch(name))

@@ -26,6 +26,8 @@ COMMANDS = {
     "abort": "refitd_cli.commands.abort:abort",
     "evict": "refitd_cli.commands.evict:evict",
     "forget": "refitd_cli.commands.forget:forget",
+    "drain": "refitd_cli.commands.drain:drain",
+    "resume": "refitd_cli.commands.resume:resume",
     "keygen": "refitd_cli.commands.keygen:keygen",
     "reload": "refitd_cli.commands.reload:reload",
     "config": "refitd_cli.commands.config:config",

@@ -14,6 +14,7 @@ from refitd.protocol.reports import HistoryEntry, ModelStatus, NodeStatus, Statu
 from refitd.states import ServingState
 from refitd.text import printable
 from refitd_cli.output import duration, size, version, versions
+from refitd_cli.view import drained_lines
 
 # Rows of one table; the rest is counted.
 MAX_ROWS = 200
@@ -119,6 +120,7 @@ def fragment(shown: Shown) -> str:
             "dim",
         )
     )
+    parts += [_line(line, "warn") for line in drained_lines(status)]
     parts += [_line(f"node {node.node}: {problem}", "bad") for node in status.nodes for problem in node.problems]
     for model in status.models:
         parts += _model(model)
@@ -218,6 +220,8 @@ def _replica(one: _Replica, pauses: dict[str, float]) -> Sequence[Cell]:
     text = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     tone = "bad" if missing or not states.keys() <= {"serving", "suspended", "behind", "empty"} else ""
     tone = tone or ("warn" if "behind" in states or "empty" in states else "good")
+    if one.ranks[0].is_drained:
+        text, tone = f"{text}, drained", "warn"
     behind = "-" if one.served is None or one.live is None else str(one.lag)
     nodes = sorted({rank.node for rank in one.ranks})
     return (

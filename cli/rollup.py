@@ -56,6 +56,8 @@ class Replica:
             state = f"not registered: rank {rank_ranges(absent)}"
         elif len(those) < len(self.ranks):
             state += f": rank {rank_ranges(those)}"
+        if self.ranks[0].is_drained:
+            state += ", drained"
         nodes = sorted({rank.node for rank in self.ranks})
         return (
             self.name,
@@ -131,6 +133,9 @@ def _nodes(report: StatusReport) -> str:
 
 
 def _troubles(report: StatusReport) -> Iterator[str]:
+    if report.drained:
+        more = len(report.drained) - 5
+        yield f"drained nodes: {', '.join(report.drained[:5])}{f' and {more} more' if more > 0 else ''}"
     yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
     down = [link for link in report.links if link.state == LinkState.DOWN]
     if down:

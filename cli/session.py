@@ -10,12 +10,14 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from refitd.protocol.reports import (
+    DrainReport,
     EvictReport,
     ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
     ReloadReport,
+    ResumeReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -102,6 +104,21 @@ class Control(Protocol):
 
     def reload(self) -> ReloadReport:
         """Have the coordinator read its list of admitted keys again."""
+        ...
+
+    def drain(
+        self,
+        node: str,
+        *,
+        timeout: float | None = None,
+        wait: bool = True,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> DrainReport:
+        """Leave a node out of new swaps; wait for the running ones."""
+        ...
+
+    def resume(self, node: str) -> ResumeReport:
+        """Let a drained node take part in swaps again."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from refitd.protocol.reports import (
     SwapReport,
     TargetStatus,
 )
+from refitd.protocol.versions import shown
 from refitd.states import SwapOutcome
 from refitd_cli.output import console, duration, rate, say, size, version, versions
 from refitd_cli.rollup import live_text
@@ -30,6 +31,8 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
     """Yield a status report's lines and tables, top to bottom; `nothing` is the line without models."""
     yield f"coordinator: pid {report.coordinator_pid}, up {duration(report.uptime_s)}"
     yield grid("nodes", NODE_COLUMNS, map(_node, report.nodes))
+    yield from versions_lines(report)
+    yield from drained_lines(report)
     yield from (f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems)
     if report.links:
         yield grid("links", LINK_COLUMNS, map(_link, report.links))
@@ -41,6 +44,21 @@ def status_parts(report: StatusReport, nothing: str = NO_MODELS, *, with_events:
         yield grid("targets", TARGET_COLUMNS, map(_target, model.targets))
         if with_events:
             yield from _events(model)
+
+
+def versions_lines(report: StatusReport) -> Iterator[str]:
+    """Yield a line if daemons and coordinator speak different versions of the protocol."""
+    if {report.protocol} | {*report.protocols.values()} != {report.protocol}:
+        there = ", ".join(f"{node} {shown(found)}" for node, found in report.protocols.items())
+        yield f"protocol versions differ: coordinator {shown(report.protocol)}, {there}"
+
+
+def drained_lines(report: StatusReport) -> Iterator[str]:
+    """Yield a line for each drained node."""
+    connected = {node.node for node in report.nodes}
+    for node in report.drained:
+        where = "" if node in connected else ", not connected"
+        yield f"node {node}: drained{where}; swaps leave its replicas out until refitctl resume {node}"
 
 
 def _events(model: ModelStatus) -> Iterator[str]:
@@ -119,7 +137,7 @@ def _target(target: TargetStatus) -> Sequence[str]:
         + (f", held as {size(target.held_bytes)}" if target.held_bytes != target.bytes else "")
         + (f", keeps {size(target.kept_bytes)} of its own" if target.kept_tensors else ""),
         target.mode,
-        target.state,
+        f"{target.state}, drained" if target.is_drained else target.state,
         version(target.version),
         version(target.staged),
     )

@@ -169,6 +169,8 @@ def _show(report: SwapReport) -> None:
             say(f"sources: {ways(report)}")
         if report.suspended:
             say(f"left out, because their engines are suspended: {', '.join(report.suspended)}")
+        if report.drained:
+            say(f"left out, because their nodes are drained: {', '.join(report.drained)}")
         return
     if report.outcome == SwapOutcome.DECIDED:
         told = "is decided and goes on; the time is over, and not every rank has it: see refitctl status"

@@ -42,7 +42,7 @@ from refitd.errors import (
 from refitd.protocol import control, local, sidecar
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.channel import Dealer, local_peer
-from refitd.protocol.codec import Decoder, encode
+from refitd.protocol.codec import Decoder, UnknownKind, encode
 from refitd.protocol.reports import SwapProgress
 from refitd.protocol.texts import check_names
 
@@ -397,7 +397,11 @@ class Connection:
                 waiter.put((local.Failure(code=TransportError.code, message=text), 0))
 
     def _dispatch(self, frame: bytes) -> None:
-        number, message = self._decoder.decode(frame)
+        message: Message
+        try:
+            number, message = self._decoder.decode(frame)
+        except UnknownKind as exc:  # of a newer daemon
+            number, message = exc.request_id, local.Failure(code=exc.code, message=str(exc))
         waiter = self._waiters.get(number)
         if waiter is not None:
             waiter.put((message, self._noticed))

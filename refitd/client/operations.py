@@ -14,12 +14,14 @@ from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
 from refitd.protocol.reports import (
+    DrainReport,
     EvictReport,
     ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
     ReloadReport,
+    ResumeReport,
     StatusReport,
     SwapFailed,
     SwapProgress,
@@ -42,6 +44,7 @@ MARGIN_S = 1.0
 SWAP_S = 3600.0
 SHORTEST_S = 0.001
 POLL_S = 0.2  # interval between looks at who has registered
+DRAIN_POLL_S = 0.5  # interval between looks at the swaps of a node that is drained
 
 
 class Operations:
@@ -289,6 +292,67 @@ class Operations:
             ConfigError: the list cannot be used.
         """
         return self._connection.request(local.Reload(), ReloadReport, REQUEST_S)
+
+    def drain(
+        self,
+        node: str,
+        *,
+        timeout: float | None = None,
+        wait: bool = True,
+        on_progress: Callable[[SwapProgress], None] | None = None,
+    ) -> DrainReport:
+        """Leave `node` out of all swaps that have not begun, until `resume`; wait for the running ones to end.
+
+        New swaps leave out every replica with a rank, or its controller, on the node; such a replica serves what it
+        has until another version is decided, then nothing. Source ranks cannot be left out: while one is on a drained
+        node, swaps that would read it are refused. The drain outlives restarts of the daemon and the coordinator.
+
+        Args:
+            node: a connected node.
+            timeout: seconds to wait for swaps in which the node takes part. Default: until their own deadlines.
+            wait: False returns at once; the report's `running` lists these swaps.
+            on_progress: called with the progress of each of these swaps.
+
+        Returns:
+            What the drain means for the node's replicas and sources, as it was when the node was drained.
+
+        Raises:
+            RefusedError: no such node is connected, or the node was resumed meanwhile.
+            DeadlineExceeded: a swap still runs; the node is drained.
+            CommitError: the journal cannot be written; the node is not drained.
+        """
+        message = local.DrainNode(node=text("node", node))
+        timeout = SWAP_S if timeout is None else seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout
+        report = self._connection.request(message, DrainReport, REQUEST_S)
+        left = {swap.swap for swap in report.running} if flag("wait", wait) else set()
+        while left:
+            status = self.status(timeout=max(MARGIN_S, min(REQUEST_S, deadline - time.monotonic())))
+            if node not in status.drained:
+                raise RefusedError(f"node {node!r} was resumed while its swaps were waited for; drain it again")
+            running = [model.swap for model in status.models if model.swap is not None and model.swap.swap in left]
+            left = {swap.swap for swap in running}
+            for swap in running:
+                if on_progress is not None:
+                    on_progress(swap)
+            if left and time.monotonic() >= deadline:
+                late = ", ".join(f"{s.swap} of {s.model!r} (phase {s.phase})" for s in running)
+                raise DeadlineExceeded(
+                    f"node {node!r} is drained, but still takes part in swap {late} after {timeout:.1f} s; wait for "
+                    "its end, or abort it (refitctl abort)"
+                )
+            if left:
+                time.sleep(min(DRAIN_POLL_S, max(0.0, deadline - time.monotonic())))
+        return report
+
+    def resume(self, node: str) -> ResumeReport:
+        """Let a drained node take part in swaps again; replicas that lag are caught up.
+
+        Raises:
+            RefusedError: the node is not drained, and none of this name is connected.
+            CommitError: the journal cannot be written; the node stays drained.
+        """
+        return self._connection.request(local.ResumeNode(node=text("node", node)), ResumeReport, REQUEST_S)
 
 
 def _check_committed(report: SwapReport, together: tuple[SwapReport, ...] = ()) -> None:

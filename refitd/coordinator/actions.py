@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from refitd.coordinator.plans import LoadedPlan
-from refitd.coordinator.records import Record, Recovered
+from refitd.coordinator.records import Drain, Record, Recovered
 from refitd.coordinator.rosters import ShardRead
 from refitd.describe.roster import Roster
 from refitd.errors import RefitdError
@@ -52,7 +52,14 @@ class KeysRead(Struct, frozen=True):
     waiter: tuple[bytes, int] | None = None
 
 
-Event = FromNode | Planned | JournalWritten | KeysRead | Busy | Tick
+class DrainWritten(Struct, frozen=True):
+    """The journal has this change of a drain, for which `waiter` waits, if anybody does."""
+
+    drain: Drain
+    waiter: tuple[bytes, int] | None = None
+
+
+Event = FromNode | Planned | JournalWritten | KeysRead | DrainWritten | Busy | Tick
 
 
 # --- instructions -----------------------------------------------------------------------------------------
@@ -98,10 +105,17 @@ class Remember(Struct, frozen=True):
     record: Record | Recovered
 
 
+class WriteDrain(Struct, frozen=True):
+    """Journal a change of a drain, then feed DrainWritten; if it cannot be written, only answer that."""
+
+    drain: Drain
+    waiter: tuple[bytes, int] | None = None
+
+
 class ReadKeys(Struct, frozen=True):
     """Read the list of admitted keys again, then feed KeysRead; if it cannot be used, only answer that."""
 
     waiter: tuple[bytes, int]
 
 
-Instruction = ReadKeys | Send | Answer | MakePlan | Decide | Remember | Log
+Instruction = ReadKeys | WriteDrain | Send | Answer | MakePlan | Decide | Remember | Log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import resource
 import secrets
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from refitd.coordinator.records import LiveVersion, Record, Recovered
+from refitd.coordinator.records import Drain, Drained, LiveVersion, Record, Recovered
 from refitd.errors import CommitError
 
 _VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
@@ -57,6 +58,11 @@ CREATE TABLE IF NOT EXISTS journal (  -- one row: which journal this is, and the
 ) STRICT;
 CREATE TABLE IF NOT EXISTS continued (  -- the journals that were lost, and whose decisions this one has taken over
     id TEXT PRIMARY KEY
+) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS drained (  -- refitd before it had drains does not look here
+    node TEXT PRIMARY KEY,
+    replicas TEXT NOT NULL,  -- JSON: [model, replica], ...
+    at REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
 """
 
@@ -210,6 +216,19 @@ class Journal:
             else:
                 self._recover(entry)
             del self._late[0]
+
+    def set_drain(self, drain: Drain, at: float) -> None:
+        """Write durably that a node is drained, or no longer, at this time (seconds since the epoch).
+
+        Raises:
+            CommitError: as in `write`; nothing has changed.
+        """
+        with self._writing():
+            if drain.replicas is None:
+                self._db.execute("DELETE FROM drained WHERE node = ?", (drain.node,))
+            else:
+                found = (drain.node, json.dumps(sorted(drain.replicas)), at)
+                self._db.execute("INSERT OR REPLACE INTO drained VALUES (?, ?, ?)", found)
 
     def _insert(self, r: Record) -> None:
         self._db.execute(
@@ -385,6 +404,11 @@ class Journal:
             version,
         )
         return LiveVersion(*found[0]) if found else None
+
+    def drained(self) -> Drained:
+        """Return the drained nodes with their replicas; raises CommitError like `decided`."""
+        rows = self._select("SELECT node, replicas FROM drained")
+        return {node: frozenset((model, replica) for model, replica in json.loads(found)) for node, found in rows}
 
     def continues(self, journal: str) -> bool:
         """Whether this is the given journal, or continues it."""

@@ -36,7 +36,7 @@ from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
 from refitd.protocol.channel import Received, Router, framed
-from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, request_of
+from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, UnknownKind, request_of
 from refitd.protocol.directory import make_runtime_dir
 from refitd.protocol.local import Failure
 from refitd.protocol.roles import ANYONE, Allowed
@@ -104,6 +104,7 @@ class CoordinatorShell:
             decided=journal.decided,
             recent=journal.recent,
             past=journal,
+            drained=journal.drained(),
             is_beside=is_beside,
             host=socket.gethostname(),
         )
@@ -181,8 +182,7 @@ class CoordinatorShell:
         except ProtocolError as exc:
             if self._noise.allows(received.address, time.monotonic()):
                 self._log("bad-message", peer=allowed.name or received.address, reason=str(exc))
-            number = exc.request_id if isinstance(exc, BadMessage) else 0
-            self._router.send(identity, number, Failure(code=exc.code, message=str(exc)))
+            self._refuse(identity, exc)
             return
         if identity in self._held and not isinstance(message, cluster.NodeUpdate):
             self._hold(received)
@@ -225,12 +225,17 @@ class CoordinatorShell:
                 self._said(received, request, message, read)
             elif isinstance(found, RefitdError):
                 self._log("bad-message", peer=received.address, reason=str(found))
-                number = found.request_id if isinstance(found, BadMessage) else 0
-                self._router.send(received.identity, number, Failure(code=found.code, message=str(found)))
+                self._refuse(received.identity, found)
             else:
                 self._log("internal-error", peer=received.address, reason=repr(found))
             for later in self._held.pop(received.identity, ()):
                 self._take(later)
+
+    def _refuse(self, identity: bytes, error: RefitdError) -> None:
+        """Answer a message that cannot be read, unless it is a notification that only a newer daemon knows."""
+        number = error.request_id if isinstance(error, BadMessage) else 0
+        if number or not isinstance(error, UnknownKind):
+            self._router.send(identity, number, Failure(code=error.code, message=str(error)))
 
     def _said(self, received: Received, request: int, message: cluster.NodeMessage, read: ShardRead | None) -> None:
         identity, allowed = received.identity, self._allowed.get(received.key, ANYONE)
@@ -304,6 +309,16 @@ class CoordinatorShell:
                 except CommitError as exc:
                     return act.JournalWritten(decided.swaps, exc)
                 return act.JournalWritten(decided.swaps)
+            case act.WriteDrain(drain, waiter):
+                try:
+                    with self._journalling():
+                        self._journal.set_drain(drain, time.time())
+                except CommitError as exc:
+                    self._log("journal-failed", node=drain.node, reason=str(exc))
+                    if waiter is not None:
+                        self._router.send(*waiter, Failure(code=exc.code, message=str(exc)))
+                    return None
+                return act.DrainWritten(drain, waiter)
             case act.Remember(record):
                 try:
                     with self._journalling():

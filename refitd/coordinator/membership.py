@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -11,10 +12,11 @@ import numpy.typing as npt
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.partial import as_offered, kept_names, part_problems
-from refitd.coordinator.records import LiveVersion
+from refitd.coordinator.records import Drained, LiveVersion
 from refitd.coordinator.requirements import offer_problems, shortened
 from refitd.coordinator.rosters import Registered
 from refitd.errors import RefusedError
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.control import AddController
 from refitd.protocol.reports import (
@@ -48,6 +50,7 @@ class Node:
     last_heard: float
     key: str = ""  # of its connection
     allowed: Allowed = ANYONE
+    protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(slots=True)
@@ -143,6 +146,7 @@ class Model:
     targets: dict[tuple[str, int], Member] = field(default_factory=dict)
     seeds: dict[tuple[str, int], Member] = field(default_factory=dict)  # read in place of sources; see `seeded_by`
     check_replicas: bool = True
+    drains: Drained = field(default_factory=dict)  # of all models; `refitd.coordinator.drains` changes it
     controllers: dict[str, Controller] = field(default_factory=dict)  # by replica
     # keys of comparisons in which all source ranks were equal
     compared: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_COMPARED))
@@ -279,21 +283,59 @@ class Model:
         """Return the replicas of which a rank is suspended."""
         return sorted({replica for (replica, _), m in self.targets.items() if m.suspended})
 
+    def drained(self) -> list[str]:
+        """Return the replicas that swaps leave out because of drained nodes.
+
+        They have a rank or their controller there; or they had, and it has not registered elsewhere.
+        """
+        if not self.drains:
+            return []
+        ranks = Counter(replica for replica, _ in self.targets)
+        controlled = {replica for replica, c in self.controllers.items() if c.node in self.drains}
+        noted = {replica for found in self.drains.values() for model, replica in found if model == self.name}
+        return sorted(
+            {
+                replica
+                for (replica, _), m in self.targets.items()
+                if m.node in self.drains
+                or replica in controlled
+                or (replica in noted and (ranks[replica] < m.added.world_size or self._lacks_controller(replica, [m])))
+            }
+        )
+
+    def drained_sources(self) -> list[Member]:
+        """Return the source ranks on drained nodes, in rank order."""
+        return [m for _, m in sorted(self.sources.items()) if m.node in self.drains]
+
+    def sources_give(self, live: LiveVersion) -> bool:
+        """Whether every source rank holds this version, and may be read."""
+        return live.version in self.complete_versions() and self.run() == live.run and not self.drained_sources()
+
+    def left_out(self) -> str:
+        """Return which replicas swaps leave out, with the reason and the next step; "" for none."""
+        said = []
+        if suspended := self.suspended():
+            said.append(f"suspended: {', '.join(suspended)}; an engine wakes by target.resume()")
+        if drained := self.drained():
+            nodes = sorted({m.node for m in self.targets.values()} & self.drains.keys() or self.drains.keys())
+            said.append(f"on a drained node: {', '.join(drained)}; refitctl resume {' or '.join(nodes)}")
+        return f"every replica is left out ({'; '.join(said)})" if said else ""
+
     def engines(self) -> Model:
-        """Return this model without replicas that only observe or are suspended; itself if there are none."""
+        """Return this model without replicas that observe, are suspended or drained; itself if there are none."""
         observers = {replica for (replica, _), m in self.targets.items() if m.added.observes}
-        left_out = observers | set(self.suspended())
+        left_out = observers | set(self.suspended()) | set(self.drained())
         return self.only({replica for replica, _ in self.targets} - left_out) if left_out else self
 
     def behind(self, live: LiveVersion, *, only_observers: bool = False) -> list[str]:
         """Return the complete replicas that can be caught up to the live version."""
-        found = []
+        found, drained = [], self.drained()
         for replica in sorted({r for (r, _), m in self.targets.items() if m.added.observes or not only_observers}):
             ranks = [m for (r, _), m in self.targets.items() if r == replica]
             late = [m for m in ranks if not live.is_at(m.version, m.run)]
             ready = len(ranks) == ranks[0].added.world_size and all(m.staged is None for m in ranks)
             ready = ready and not self._lacks_controller(replica, ranks)
-            ready = ready and not any(m.suspended for m in ranks)
+            ready = ready and replica not in drained and not any(m.suspended for m in ranks)
             if late and ready and not any(m.left_behind for m in late):
                 found.append(replica)
         return found
@@ -311,6 +353,12 @@ class Model:
                 f"model {self.name!r}: source ranks {missing} of {self.source_world()} have not registered"
             )
         self._check_run()
+        if drained := self.drained_sources():
+            nodes = sorted({m.node for m in drained})
+            raise RefusedError(
+                f"model {self.name!r}: {drained[0].describe()} is on drained node {drained[0].node!r}, and no source "
+                f"can be left out; refitctl resume {' and '.join(nodes)}, or start the trainer on another node"
+            )
         complete = self.complete_versions()
         held = ", ".join(f"rank {r}: {sorted(m.versions) or 'none'}" for r, m in sorted(self.sources.items()))
         if wanted is None and not complete:
@@ -502,6 +550,7 @@ class Model:
 
     def target_status(self, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
         """Return the report rows of the targets; `live` is the version decided last."""
+        drained = {*self.drained()}
         return tuple(
             TargetStatus(
                 replica=replica,
@@ -524,6 +573,7 @@ class Model:
                 kept_tensors=len(m.shard.kept),
                 kept_bytes=sum(tensor.nbytes for tensor in m.shard.kept),
                 kept=kept_names(m.shard.kept),
+                is_drained=replica in drained,
             )
             for (replica, rank), m in sorted(self.targets.items())
         )

@@ -47,19 +47,25 @@ class Figures:
     """A snapshot of a coordinator's state."""
 
     nodes: int
+    drained: int  # nodes, connected or not
     models: Mapping[str, _ModelFigures]
     queues: Mapping[str, int]
 
 
 def figures(state: Coordinator, queues: Mapping[str, int]) -> Figures:
     """Take a snapshot; `queues` are the shell's, with their lengths."""
-    return Figures(len(state.nodes), {name: _model(found) for name, found in state.models.items()}, queues)
+    models = {name: _model(found) for name, found in state.models.items()}
+    return Figures(len(state.nodes), len(state.drained), models, queues)
 
 
 def _model(state: ModelState) -> _ModelFigures:
     fleet = state.fleet
     members = Tally(("source", "attached" if m.attached else "detached") for m in fleet.sources.values())
-    members.update(("target", serving_state(m, state.live).value) for m in fleet.targets.values())
+    drained = {*fleet.drained()}
+    members.update(
+        ("target", "drained" if replica in drained else serving_state(m, state.live).value)
+        for (replica, _), m in fleet.targets.items()
+    )
     replicas: dict[str, int | None] = {}
     for (replica, _), m in fleet.engines().targets.items():
         held = replicas.get(replica, m.version)
@@ -159,6 +165,7 @@ class CoordinatorMetrics:
         )
         self._journal_failures = Counter("refitd_journal_failures", "Journal writes that failed.", registry=r)
         self._nodes = Gauge("refitd_nodes", "Daemons that the coordinator knows.", registry=r)
+        self._drained = Gauge("refitd_nodes_drained", "Nodes that an operator has drained.", registry=r)
         self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
         per_model = ["model"]
         self._published = Gauge(
@@ -256,6 +263,7 @@ class CoordinatorMetrics:
     def show(self, found: Figures) -> None:
         """Set the gauges from a snapshot."""
         self._nodes.set(found.nodes)
+        self._drained.set(found.drained)
         for gauge in (self._published, self._decided, self._queued, self._running, self._members, self._replica):
             gauge.clear()
         self._lag.clear()

@@ -55,6 +55,7 @@ class Running:
     flips_back: bool = False  # it has no plan: targets exchange their arenas
     together: Together | None = None  # swaps that are decided with it
     suspended: tuple[str, ...] = ()  # replicas that it leaves out
+    drained: tuple[str, ...] = ()  # likewise, because of drained nodes
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
     crossing: Crossing = field(default_factory=Crossing)  # what has come from other nodes so far

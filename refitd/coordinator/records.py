@@ -45,6 +45,18 @@ class LiveVersion:
         return f"{self.version} (run {self.run})" if self.run else str(self.version)
 
 
+# (model, replica) of each replica that has, or had, a rank or its controller on a drained node, by node.
+Drained = dict[str, frozenset[tuple[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A drained node, with its replicas as (model, replica); None: it takes part again."""
+
+    node: str
+    replicas: frozenset[tuple[str, str]] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """A live version that daemons know and this journal does not; `continues` is the journal that it came from."""

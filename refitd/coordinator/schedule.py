@@ -46,11 +46,8 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
     if asked.rollback:
         version, kind = _version_before(state, past) if version is None else version, "rollback"
     fleet = state.fleet.engines()
-    if state.fleet.suspended() and not fleet.targets:
-        raise RefusedError(
-            f"model {state.fleet.name!r}: every replica is suspended ({', '.join(state.fleet.suspended())}); an engine "
-            "wakes by target.resume()"
-        )
+    if not fleet.targets and (left_out := state.fleet.left_out()):
+        raise RefusedError(f"model {state.fleet.name!r}: {left_out}")
     timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
     if asked.rollback and version is not None and (spare_run := fleet.check_spare(version)) is not None:
         return DueSwap(kind, version, spare_run, fleet, timeout_s, (waiter,), flips_back=True)
@@ -120,7 +117,7 @@ def newer(state: ModelState) -> DueSwap | None:
     """
     fleet = state.fleet.engines()
     complete = fleet.complete_versions()
-    if not complete or complete[-1] <= state.highest or not fleet.targets:
+    if not complete or complete[-1] <= state.highest or not fleet.targets or fleet.drained_sources():
         return None
     run, (tried, tried_run) = state.fleet.run() or "", state.tried
     if run == tried_run and complete[-1] <= tried:
@@ -140,7 +137,7 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
     replicas = state.fleet.behind(live, only_observers=only_observers) if live is not None else []
     if live is None or not replicas:
         return None
-    is_held = live.version in state.fleet.complete_versions() and state.fleet.run() == live.run
+    is_held = state.fleet.sources_give(live)
     fleet = state.fleet.only(replicas)
     if not (is_held and any(member.tries for member in fleet.targets.values())):
         given = seeded(state.fleet, live, replicas)

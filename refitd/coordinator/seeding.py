@@ -27,8 +27,8 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
 
     None if no serving replica can seed any of them, or if the sources are nearer.
     """
-    replicas = _replicas(fleet)
-    serving = {name: ranks for name, ranks in replicas.items() if name not in behind and _can_seed(ranks, live)}
+    replicas, left_out = _replicas(fleet), {*behind, *fleet.drained()}
+    serving = {name: ranks for name, ranks in replicas.items() if name not in left_out and _can_seed(ranks, live)}
     fitting = _Fitting(fleet)
     joining: dict[str, set[str]] = {}  # replica -> those that can seed it
     for name in behind if serving else ():
@@ -46,8 +46,8 @@ def seeded(fleet: Model, live: LiveVersion, behind: Collection[str]) -> Model | 
     nodes = {m.node for name in joining for m in replicas[name]}
     seeds = _nearest({name: serving[name] for name in fit}, nodes, max(MAX_SEEDS, len(joining)), min(joining))
     sources = {m.node for m in fleet.sources.values()}
-    is_held = live.version in fleet.complete_versions() and fleet.run() == live.run
-    if is_held and sources <= nodes and not any(m.node in nodes for name in seeds for m in serving[name]):
+    is_near = any(m.node in nodes for name in seeds for m in serving[name])
+    if fleet.sources_give(live) and sources <= nodes and not is_near:
         return None
     found = fleet.seeded_by(seeds, joining)
     able = [name for name in joining if _can_follow(found.only({name}), live)]

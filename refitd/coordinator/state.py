@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import prod
 
@@ -12,6 +12,7 @@ from refitd.coordinator import decision
 from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.actions import (
     Answer,
+    DrainWritten,
     Event,
     FromNode,
     Instruction,
@@ -28,10 +29,11 @@ from refitd.coordinator.admission import (
     check_replica,
 )
 from refitd.coordinator.descriptions import Descriptions, unpack_shard
+from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.membership import Member, Model, Node, poison
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import Drained, Record
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.removals import Removals
 from refitd.coordinator.report import written_report
@@ -44,7 +46,7 @@ from refitd.coordinator.verification import Checks
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
-from refitd.protocol import cluster, control, local
+from refitd.protocol import cluster, control, local, versions
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.reports import VerifyReport
 from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
@@ -79,8 +81,11 @@ class Coordinator:
         is_beside: bool = False,
         new_run: Callable[[], str] = lambda: secrets.token_hex(4),
         host: str = "",
+        drained: Drained | None = None,
     ) -> None:
         """Start empty. `decided`, `recent` and `past` read the journal, also entries of earlier coordinators.
+
+        `drained` are the nodes that the journal knows as drained; the coordinator keeps them up to date there.
 
         `is_beside` says that a standalone daemon started this process. `new_run` returns a new run id.
         """
@@ -121,6 +126,15 @@ class Coordinator:
             self.traces,
             self._out.append,
         )
+        self._drains = Drains(
+            {} if drained is None else drained,
+            self.nodes,
+            self.models,
+            self.swaps.next,
+            self._out.append,
+            self._send,
+            self._log,
+        )
         self._removals = Removals(self.nodes, self.models, self._remove, self._forget_node, self._to_node, self._log)
         self._descriptions = Descriptions(self.swaps.planning.reader)
         self._sources = SourceVersions(self._members, self._new_run, self._to_node, self._log)
@@ -139,6 +153,8 @@ class Coordinator:
                         self._send(*waiter, report)
 
                 self._removals.keys_read(allowed, tell, now)
+            case DrainWritten():
+                self._drains.written(event, now)
             case JournalWritten(swaps, error):
                 for swap in swaps:
                     self.swaps.journalled(swap, error, now)
@@ -157,6 +173,11 @@ class Coordinator:
     def may_swap(self) -> bool:
         """Whether swaps may begin: it is certain which versions are live."""
         return self._began
+
+    @property
+    def drained(self) -> Collection[str]:
+        """The drained nodes, connected or not."""
+        return self._drains.nodes
 
     def knows(self, identity: bytes, key: str) -> bool:
         """Whether this connection belongs to a node; others may only send NodeHello."""
@@ -183,15 +204,12 @@ class Coordinator:
 
     def _hello(self, event: FromNode, message: cluster.NodeHello, now: float) -> None:
         identity, request, name = event.identity, event.request, message.status.node
-        if message.protocol != PROTOCOL_VERSION:
-            error = f"node {name} speaks protocol {message.protocol}, this coordinator {PROTOCOL_VERSION}; upgrade one"
-            self._send(identity, request, local.Failure(code=ProtocolError.code, message=error))
-            return
         old = self.nodes.get(name)
         alive = old is not None and now - old.last_heard < NODE_SILENCE_S / 2
         try:
+            versions.check(message.protocol, f"node {name}", "this coordinator")
             check_hello(identity, event.key, event.allowed, message, self.nodes, alive)
-        except RefusedError as exc:
+        except (ProtocolError, RefusedError) as exc:
             self._log("refused", node=name, message="NodeHello", reason=str(exc))
             self._send(identity, request, local.Failure(code=exc.code, message=str(exc)))
             return
@@ -208,8 +226,9 @@ class Coordinator:
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             said = f"its daemon has {'introduced itself' if same else 'started'} again"
             self._forget_node(name, said, now, is_back=same)
-        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed)
-        self._log("node", node=name, pid=message.status.pid, host=message.status.host)
+        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol)
+        protocol = versions.shown(message.protocol)
+        self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
         changed = self._lives.said(name, message.live)
         for model in {claim.model for claim in message.live} | set(self._lives.models()):
             if (claim := self._lives.claim(model)) is not None and model not in changed:
@@ -276,6 +295,7 @@ class Coordinator:
                 state = self.models.get(message.model) or self._new_state(message.model)
                 self.swaps.controllers.add(node, message, state.fleet, now)
                 self.models[message.model] = state
+                self._drains.registered(message.model, message.replica, node.status.node)
                 reply = local.Done()
             case control.RemoveController(member, reason):
                 self._remove_controller(member, node.status.node, reason, now)
@@ -306,6 +326,10 @@ class Coordinator:
                 reply = self._removals.forget(model, now)
             case local.Reload():
                 self._out.append(ReadKeys((node.identity, request)))
+            case local.DrainNode(name):
+                self._drains.drain(name, (node.identity, request))
+            case local.ResumeNode(name):
+                self._drains.resume(name, (node.identity, request))
             case local.Verify(model, timeout_s):
                 fleet = self.models.named(model).fleet
                 self._numbers += 1
@@ -326,7 +350,7 @@ class Coordinator:
                 self._answer_traces(self.traces.answered(node.status.node, message))
             case local.GetStatus():
                 uptime_s = max(0.0, now - self._started)
-                reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config)
+                reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config, self.drained)
             case local.GetDescription(model):
                 reply = self.models.named(model).fleet.description()
             case local.GetPlan(model):
@@ -383,7 +407,7 @@ class Coordinator:
     def _new_state(self, model: str) -> ModelState:
         """Return the initial state of a model, with its history from the journal and the daemons."""
         configured = self._model_config(model)
-        fleet = Model(model, configured.auto_swap, check_replicas=configured.check_replicas)
+        fleet = Model(model, configured.auto_swap, check_replicas=configured.check_replicas, drains=self._drains.nodes)
         state = ModelState(fleet, self._lives.of(model), self._lives.highest(model), self._lives.past.tried(model))
         past = self._recent(model, MAX_HISTORY)
         state.last = next((report for r in past if (report := written_report(r)) is not None), None)
@@ -393,6 +417,11 @@ class Coordinator:
         if added.rank >= added.world_size:
             raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
         check_replica(added, self._model_config(added.model))
+        if added.observes and node.status.node in self.drained:
+            raise RefusedError(
+                f"model {added.model!r}: node {node.status.node!r} is drained, so replica {added.replica!r}, which "
+                f"observes, gets no version there; use another node, or refitctl resume {node.status.node}"
+            )
         state = self.models.get(added.model) or self._new_state(added.model)
         shard = self._descriptions.of(added)
         state.fleet.check_part(added, shard)
@@ -434,6 +463,7 @@ class Coordinator:
         self._lives.keep(added.model)
         self._members[member.id] = member
         self._absent.registered(member)
+        self._drains.registered(added.model, added.replica, member.node)
         self.swaps.members_changed(state)
         self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)
         if is_source:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.membership import Node
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import swap_progress, written_report
+from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import ControllerStatus, HistoryEntry, HistoryReport, LinkStatus, ModelStatus, StatusReport
 from refitd.states import LinkState, SwapOutcome
 
 
 def status_report(
-    pid: int, uptime_s: float, nodes: Mapping[str, Node], models: Mapping[str, ModelState], config: Config
+    pid: int,
+    uptime_s: float,
+    nodes: Mapping[str, Node],
+    models: Mapping[str, ModelState],
+    config: Config,
+    drained: Collection[str] = (),
 ) -> StatusReport:
-    """Return the current status of the cluster."""
+    """Return the current status of the cluster; `drained` are the drained nodes."""
     states = [state for _, state in sorted(models.items())]
     return StatusReport(
         coordinator_pid=pid,
@@ -24,6 +30,9 @@ def status_report(
         nodes=tuple(node.status for _, node in sorted(nodes.items())),
         models=tuple(_model_status(state, config) for state in states),
         links=tuple(link for state in states for link in _links(state, config.transport.service)),
+        drained=tuple(sorted(drained)),
+        protocol=PROTOCOL_VERSION,
+        protocols={name: node.protocol for name, node in sorted(nodes.items())},
     )
 
 

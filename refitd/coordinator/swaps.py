@@ -189,6 +189,7 @@ class Swaps:
         state.running.together = party
         if due.kind != "catch-up":
             state.running.suspended = tuple(state.fleet.suspended())
+            state.running.drained = tuple(state.fleet.drained())
             tried, run = state.tried
             state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
@@ -553,7 +554,7 @@ class Swaps:
         members = {name: member for name, member in running.members.items() if name not in seeds}
         report = swap_report(running.swap, members, running.sources, running.kind, now, verified)
         report = msgspec.structs.replace(
-            report, run=running.run, suspended=running.suspended, crossing=running.crossing
+            report, run=running.run, suspended=running.suspended, drained=running.drained, crossing=running.crossing
         )
         return apart_report(report, running.apart)
 

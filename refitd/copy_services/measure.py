@@ -67,8 +67,12 @@ def payload(spans: Sequence[Span]) -> int:
 def pull_measured(pid: int, spans: Sequence[Span]) -> PullMeasured:
     """Time reading a client's memory as a worker would, or say why it cannot be read.
 
-    For the daemon, which has the same user and permissions as its workers.
+    For the daemon, which has the same user and permissions as its workers. `pid` 0 is a process that it does not see.
     """
+    if not pid:
+        return PullMeasured(
+            seconds=0.0, reason="the daemon is in another PID namespace, and sees no pid of this process"
+        )
     try:
         return PullMeasured(seconds=pull_seconds(pid, spans))
     except (RefitdError, ValueError, MemoryError, OverflowError) as exc:

@@ -12,7 +12,7 @@ from refitd.daemon.client_listener import ClientListener
 from refitd.daemon.state import Daemon
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.logs import EventLog, Throttle
-from refitd.protocol import local
+from refitd.protocol import local, versions
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from refitd.protocol.channel import Received, Router
@@ -188,10 +188,8 @@ class ClientInbox:
                 self._router.send(identity, request, local.Failure(code="internal", message=text))
 
     def _hello(self, received: Received, hello: local.Hello) -> local.Welcome | local.Failure:
-        if hello.protocol != PROTOCOL_VERSION:
-            text = f"this client speaks protocol {hello.protocol}, the daemon {PROTOCOL_VERSION}; upgrade one of them"
-            return local.Failure(code=ProtocolError.code, message=text)
         try:
+            versions.check(hello.protocol, "this client", "the daemon")
             session, peer = self._gate.admit(received, hello.token)
         except RefitdError as exc:
             return local.Failure(code=exc.code, message=str(exc))

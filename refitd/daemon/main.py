@@ -37,7 +37,7 @@ from refitd.metrics import keep_apart
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
 from refitd.protocol.channel import Dealer, Router, local_peer
-from refitd.protocol.codec import Decoder
+from refitd.protocol.codec import BadMessage, Decoder
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
 
@@ -300,11 +300,18 @@ class DaemonShell:
         try:
             request, message = self._cluster.decode(frame)
         except ProtocolError as exc:
-            self._log("bad-message", peer="coordinator", reason=str(exc))
+            self._not_read(exc)
             return
         # answers to heartbeats overtake a plan that is still being decoded
         if isinstance(message, cluster.HeartbeatAnswer) or not self._plans.holds((request, message)):
             self._coordinator_said(request, message)
+
+    def _not_read(self, error: Exception) -> None:
+        """Log a message of the coordinator that cannot be read, and tell whoever waits for it."""
+        if self._noise.allows(f"coordinator {error}", time.monotonic()):
+            self._log("bad-message", peer="coordinator", reason=str(error))
+        if isinstance(error, BadMessage) and error.request_id:
+            self._coordinator_said(error.request_id, local.Failure(code=error.code, message=str(error)))
 
     def _coordinator_said(self, request: int, message: cluster.CoordinatorMessage) -> None:
         try:
@@ -396,7 +403,7 @@ class DaemonShell:
             os.read(self._made_r, 4096)
         for said in self._plans.collect():
             if isinstance(said, Exception):
-                self._log("bad-message", peer="coordinator", reason=str(said))
+                self._not_read(said)
             else:
                 self._coordinator_said(*said)
         self._inbox.collect()

@@ -360,6 +360,8 @@ class Daemon:
                 | local.Evict()
                 | local.Forget()
                 | local.Reload()
+                | local.DrainNode()
+                | local.ResumeNode()
                 | local.Verify()
                 | local.GetStatus()
                 | local.GetPlan()

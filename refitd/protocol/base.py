@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+# 1,000 x major + minor. docs/upgrades.md says which change raises which; `refitd.protocol.versions` compares.
+PROTOCOL_VERSION = 3_000
 
 # Fits the registration of a 100,000-tensor shard, or the plan of a 10,000-rank node, several times over.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,8 +29,11 @@ def clipped(text: str) -> str:
     return text if len(text) <= MAX_TEXT_BYTES else f"{text[: MAX_TEXT_BYTES - 40]} ... ({len(text)} characters)"
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message. Unknown fields are refused. New fields need defaults, and no field is ever retyped."""
+class Value(msgspec.Struct, frozen=True):
+    """A part of a message. New fields need defaults, and no field is ever retyped.
+
+    Fields that are unknown here are ignored: a newer minor version has them.
+    """
 
 
 class Secret(Value, frozen=True):
@@ -44,5 +48,5 @@ class Secret(Value, frozen=True):
         return []
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
+class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """One message. Its class name travels as `type` and selects the handler."""

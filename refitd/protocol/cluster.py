@@ -11,6 +11,7 @@ from refitd.protocol.control import AddController, Control, Controlled, RemoveCo
 from refitd.protocol.local import (
     AbortSwap,
     Done,
+    DrainNode,
     Evict,
     Failure,
     Forget,
@@ -19,6 +20,7 @@ from refitd.protocol.local import (
     GetPlan,
     GetStatus,
     Reload,
+    ResumeNode,
     StartSwap,
     StartSwaps,
     Verify,
@@ -26,6 +28,7 @@ from refitd.protocol.local import (
 from refitd.protocol.reports import (
     Crossing,
     Difference,
+    DrainReport,
     EvictReport,
     ForgetReport,
     HistoryReport,
@@ -33,6 +36,7 @@ from refitd.protocol.reports import (
     NodeStatus,
     PlanReport,
     ReloadReport,
+    ResumeReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -561,6 +565,8 @@ NodeMessage = (
     | Evict
     | Forget
     | Reload
+    | DrainNode
+    | ResumeNode
     | Verify
     | GetStatus
     | GetPlan
@@ -599,6 +605,8 @@ CoordinatorMessage = (
     | EvictReport
     | ForgetReport
     | ReloadReport
+    | DrainReport
+    | ResumeReport
     | SwapProgress
     | SwapReport
     | SwapReports

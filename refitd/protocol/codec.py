@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgpack
 import msgspec
 import xxhash
 
 from refitd.errors import ProtocolError
-from refitd.protocol.base import MAX_MESSAGE_BYTES, MAX_VALUES, Message
+from refitd.protocol.base import MAX_MESSAGE_BYTES, MAX_VALUES, PROTOCOL_VERSION, Message
+from refitd.protocol.versions import shown
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V", bound=msgspec.Struct)
@@ -40,6 +41,7 @@ class Decoder(Generic[M]):
 
     def __init__(self, union: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._typed: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union, strict=True)
+        self._kinds = frozenset(kind.__name__ for kind in get_args(union) or (union,))
         self._max_bytes = max_bytes
 
     def decode(self, frame: bytes | memoryview) -> tuple[int, M]:
@@ -48,8 +50,9 @@ class Decoder(Generic[M]):
         Only values that the message's type allows are built. Holds the interpreter for about 30 ms per MB.
 
         Raises:
-            ProtocolError: the frame is too large, is not MessagePack, repeats a key, or holds an unknown type,
-                a missing or unknown field, a wrong type or a number out of bounds.
+            UnknownKind: no message of this kind is in the union; a newer minor version may have it.
+            ProtocolError: the frame is too large, is not MessagePack, repeats a key, lacks a field, or holds a wrong
+                type or a number out of bounds.
         """
         size = len(frame)
         if size > self._max_bytes:
@@ -58,7 +61,9 @@ class Decoder(Generic[M]):
         try:
             message: M = self._typed.decode(body)
         except msgspec.ValidationError as exc:
-            raise BadMessage(f"message {_kind_of(body)!r} refused: {exc}", request_id) from exc
+            if (kind := _kind_of(body)) and kind not in self._kinds:
+                raise UnknownKind(kind, request_id) from exc
+            raise BadMessage(f"message {kind!r} refused: {exc}", request_id) from exc
         except Exception as exc:  # half a dozen unrelated types, also MemoryError
             raise ProtocolError(f"not a MessagePack message of {size} bytes: {exc or type(exc).__name__}") from exc
         _check_keys(body)
@@ -195,15 +200,20 @@ def _check_values(frame: bytes | memoryview) -> None:
 
 def _check_keys(frame: bytes | memoryview) -> None:
     """Refuse a repeated key in a frame that is otherwise valid. The decoded values are discarded."""
-    msgpack.unpackb(
-        frame,
-        max_str_len=len(frame),
-        max_bin_len=len(frame),
-        max_array_len=len(frame),
-        max_map_len=len(frame),
-        object_pairs_hook=_unique,
-        list_hook=len,  # any small result
-    )
+    try:
+        msgpack.unpackb(
+            frame,
+            max_str_len=len(frame),
+            max_bin_len=len(frame),
+            max_array_len=len(frame),
+            max_map_len=len(frame),
+            object_pairs_hook=_unique,
+            list_hook=len,  # any small result
+        )
+    except ProtocolError:
+        raise
+    except Exception as exc:  # in a field that is unknown here: too deep, bad text, keys that are no text
+        raise ProtocolError(f"a message of {len(frame)} bytes is damaged: {exc or type(exc).__name__}") from exc
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> None:
@@ -217,3 +227,14 @@ class BadMessage(ProtocolError):
     def __init__(self, message: str, request_id: int = 0) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+
+class UnknownKind(BadMessage):
+    """A message of a kind that this process does not have. A request of it is refused, a notification ignored."""
+
+    def __init__(self, kind: str, request_id: int) -> None:
+        super().__init__(
+            f"message {kind[:512]!r} refused: it is not one that protocol {shown(PROTOCOL_VERSION)} has here; if its "
+            "sender is newer, upgrade this process (docs/upgrades.md)",
+            request_id,
+        )

@@ -7,12 +7,14 @@ import msgspec
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
 from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
+    DrainReport,
     EvictReport,
     ForgetReport,
     HistoryReport,
     ModelDescription,
     PlanReport,
     ReloadReport,
+    ResumeReport,
     StatusReport,
     SwapProgress,
     SwapReport,
@@ -296,6 +298,18 @@ class Reload(Message, frozen=True):
     """Read the list of admitted keys again. Reply: ReloadReport."""
 
 
+class DrainNode(Message, frozen=True):
+    """Leave this node out of all swaps that have not begun, until ResumeNode. Reply: DrainReport."""
+
+    node: Name
+
+
+class ResumeNode(Message, frozen=True):
+    """Let a drained node take part in swaps again. Reply: ResumeReport."""
+
+    node: Name
+
+
 class Verify(Message, frozen=True):
     """Check the live weights of all replicas of a model. Reply: VerifyReport, within `timeout_s` (0: request_s)."""
 
@@ -538,6 +552,8 @@ ClientRequest = (
     | Evict
     | Forget
     | Reload
+    | DrainNode
+    | ResumeNode
     | Verify
     | GetStatus
     | GetPlan
@@ -574,6 +590,8 @@ ClientReply = (
     | EvictReport
     | ForgetReport
     | ReloadReport
+    | DrainReport
+    | ResumeReport
     | SwapProgress
     | SwapReport
     | SwapReports

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from refitd.errors import RefitFailed
 from refitd.protocol.base import Count, Events, Label, Message, Seconds, Small, Text, Value
 from refitd.protocol.shards import Shape, Shard
@@ -97,6 +99,7 @@ class SwapReport(Message, frozen=True):
     kept_bytes: Count = 0
     cause: SwapCause = SwapCause.NONE  # the kind of `reason`
     crossing: Crossing = Crossing()
+    drained: tuple[Label, ...] = ()  # replicas that it left out because of drained nodes
 
     @property
     def seeds(self) -> tuple[str, ...]:
@@ -148,6 +151,54 @@ class ReloadReport(Message, frozen=True):
     removed: tuple[Label, ...] = ()  # nodes whose key was taken off the list, or may not be theirs any more
 
 
+class SwapProgress(Message, frozen=True):
+    """A running swap, for the progress bar."""
+
+    swap: Label
+    model: Label
+    version: Count
+    phase: Label  # "plan", "pause", "stage", "decide", "commit"
+    bytes_done: Count = 0
+    bytes_total: Count = 0
+    members_done: Count = 0
+    members_total: Count = 0
+
+
+class ReplicaName(Value, frozen=True):
+    """A replica of a model."""
+
+    model: Label
+    replica: Label
+
+
+class DrainedSource(Value, frozen=True):
+    """A source rank on a drained node: no swap can leave it out."""
+
+    model: Label
+    rank: Small
+    host: Label
+    pid: Count
+
+
+class DrainReport(Message, frozen=True):
+    """What a drained node means for its models; `changed` is False if it was drained before."""
+
+    node: Label
+    changed: bool
+    replicas: tuple[ReplicaName, ...] = ()  # left out of new swaps
+    stranded: tuple[Label, ...] = ()  # models of which every replica is left out
+    sources: tuple[DrainedSource, ...] = ()  # no swap that reads them begins
+    running: tuple[SwapProgress, ...] = ()  # swaps in which the node still takes part
+
+
+class ResumeReport(Message, frozen=True):
+    """The replicas that take part in swaps again; `changed` is False if the node was not drained."""
+
+    node: Label
+    changed: bool
+    replicas: tuple[ReplicaName, ...] = ()
+
+
 class HistoryEntry(Value, frozen=True):
     """One swap in the journal; `report` says how it ended, or what was decided if it has not ended."""
 
@@ -165,19 +216,6 @@ class HistoryReport(Message, frozen=True):
     """The last swaps, the newest first."""
 
     swaps: tuple[HistoryEntry, ...]
-
-
-class SwapProgress(Message, frozen=True):
-    """A running swap, for the progress bar."""
-
-    swap: Label
-    model: Label
-    version: Count
-    phase: Label  # "plan", "pause", "stage", "decide", "commit"
-    bytes_done: Count = 0
-    bytes_total: Count = 0
-    members_done: Count = 0
-    members_total: Count = 0
 
 
 class Difference(Value, frozen=True):
@@ -267,6 +305,7 @@ class TargetStatus(Value, frozen=True):
     kept_tensors: Count = 0  # that no swap writes: it keeps its own values
     kept_bytes: Count = 0
     kept: tuple[Label, ...] = ()  # names of the first of them
+    is_drained: bool = False  # new swaps leave its replica out because of a drained node
 
 
 class ControllerStatus(Value, frozen=True):
@@ -345,6 +384,9 @@ class StatusReport(Message, frozen=True):
     nodes: tuple[NodeStatus, ...]
     models: tuple[ModelStatus, ...]
     links: tuple[LinkStatus, ...] = ()
+    drained: tuple[Label, ...] = ()  # drained nodes, connected or not
+    protocol: Small = 0  # that the coordinator speaks, as in NodeHello
+    protocols: dict[Label, Small] = msgspec.field(default_factory=dict)  # that each daemon speaks
 
 
 class PairTraffic(Value, frozen=True):

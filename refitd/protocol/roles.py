@@ -29,6 +29,8 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.Evict: _SWAPS,
     local.Forget: _SWAPS,
     local.Reload: frozenset({OPERATOR}),
+    local.DrainNode: frozenset({OPERATOR}),
+    local.ResumeNode: frozenset({OPERATOR}),
     local.Verify: _SWAPS,  # it reads every byte of every replica
     cluster.ShardPublished: frozenset({TRAINER}),
     cluster.WantsRoom: frozenset({TRAINER}),

@@ -92,9 +92,8 @@ def open_session(daemon: Daemon, raw: RawClient) -> socket.socket:
 
 
 NONSENSE: list[tuple[object, str]] = [
-    ({"type": "Explode"}, "Invalid value 'Explode'"),
+    ({"type": "Explode"}, "'Explode' refused: it is not one that protocol 3."),
     ({"type": "StartSwap"}, "missing required field `model`"),
-    ({"type": "StartSwap", "model": "policy", "force": True}, "unknown field `force`"),
     ({"type": "StartSwap", "model": 5}, "Expected `str`, got `int`"),
     ({"type": "StartSwap", "model": "policy", "version": 1 << 62 | 1}, "version"),
     ({"type": "CreateArena", "nbytes": -1}, "nbytes"),
@@ -132,7 +131,7 @@ def test_nobody_is_heard_without_a_token(fleet: Fleet, raw: RawClient) -> None:
 
 def test_another_protocol_version_is_refused_with_both_numbers(fleet: Fleet, raw: RawClient) -> None:
     answer = raw.say({"type": "Hello", "protocol": 99, "token": b""})
-    assert "protocol 99" in str(answer["message"]) and f"the daemon {PROTOCOL_VERSION}" in str(answer["message"])
+    assert "this client speaks protocol 99, the daemon 3." in str(answer["message"])
 
 
 def test_frames_that_are_no_messages_are_refused(fleet: Fleet, raw: RawClient) -> None:

@@ -30,7 +30,7 @@ def test_swaps_leave_a_sleeping_replica_out_and_it_is_caught_up(start_daemon: Ca
         assert trainer.verify("policy").outcome == "unknown"
         given["w"].fill_(2.0)
         source.publish(2)
-        with pytest.raises(refitd.RefusedError, match="every replica is suspended"):
+        with pytest.raises(refitd.RefusedError, match="every replica is left out \\(suspended: sleeps"):
             trainer.swap("policy", 2, timeout=20)
         awake = engines.register_target("policy", other, replica="awake")
         with Engine(awake, sleeps):

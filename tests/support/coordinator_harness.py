@@ -9,7 +9,7 @@ from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import LiveVersion, Record, Recovered
+from refitd.coordinator.records import Drained, LiveVersion, Record, Recovered
 from refitd.coordinator.state import Coordinator
 from refitd.errors import RefitdError
 from refitd.events import Log, Tick
@@ -55,9 +55,15 @@ class Harness:
     """Feeds a coordinator, performs its plans and journal writes at once, collects what it sends."""
 
     def __init__(
-        self, config: Config | None = None, journal: dict[str, Record] | None = None, *, is_beside: bool = True
+        self,
+        config: Config | None = None,
+        journal: dict[str, Record] | None = None,
+        *,
+        is_beside: bool = True,
+        drained: Drained | None = None,
     ) -> None:
         self.journal = {} if journal is None else journal
+        self.drained = {} if drained is None else drained
         self.recovered: list[Recovered] = []
         runs = itertools.count(1)
         self.journal_error: RefitdError | None = None
@@ -74,6 +80,7 @@ class Harness:
             past=Past(self.journal),
             is_beside=is_beside,
             new_run=lambda: f"run{next(runs)}",
+            drained=dict(self.drained),
         )
         self.now = 0.0
         self.plans_made = 0
@@ -101,6 +108,13 @@ class Harness:
                         pending.append(act.JournalWritten(decided.swaps, self.journal_error))
                     case Log("illegal", fields):
                         self.illegal.append(fields["reason"])
+                    case act.WriteDrain(drain, waiter):
+                        if self.journal_error is None:
+                            if drain.replicas is None:
+                                self.drained.pop(drain.node, None)
+                            else:
+                                self.drained[drain.node] = drain.replicas
+                            pending.append(act.DrainWritten(drain, waiter))
                     case act.Remember(Recovered() as found):
                         self.recovered.append(found)
                     case act.Remember(record):

@@ -54,6 +54,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.numbers = itertools.count(1)
         self.lives = 0
+        self.before_drain: set[str] = set()  # swaps that ran when a node was drained last
         self.dies_deciding = False
         self.has_lost_its_journal = False
         self.journalled: set[str] = set()  # decided, and in the present journal
@@ -88,6 +89,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             past=self.journal,
             is_beside=True,
             new_run=lambda: f"r{next(self.numbers)}",
+            drained=self.journal.drained(),
         )
 
     # --- what the shell does ------------------------------------------------------------------------------
@@ -124,6 +126,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
                                 self.coordinator_is_killed_and_started_again()
                                 return
                             pending.append(act.JournalWritten((record.swap,)))
+                    case act.WriteDrain(drain, waiter):
+                        with contextlib.suppress(CommitError):
+                            self.journal.set_drain(drain, self.now)
+                            pending.append(act.DrainWritten(drain, waiter))
                     case act.Remember(Recovered() as found):
                         with contextlib.suppress(CommitError):
                             self.journal.note(found)
@@ -230,6 +236,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES))
     def abort_is_asked_for(self, node: str) -> None:
         self.say(self.sims[node], local.AbortSwap(model="m", reason="enough"), request=9)
+
+    @rule(node=st.sampled_from(NODES), via=st.sampled_from(NODES), resumes=st.booleans())
+    def node_is_drained_or_resumed(self, node: str, via: str, resumes: bool) -> None:
+        if node not in self.state.drained:
+            self.before_drain = {s.running.swap.swap for s in self.state.models.values() if s.running}
+        self.say(self.sims[via], local.ResumeNode(node=node) if resumes else local.DrainNode(node=node), request=9)
 
     @rule(member=st.sampled_from(sorted(MEMBERS)))
     def member_joins_or_leaves(self, member: str) -> None:
@@ -356,6 +368,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert len(s._descriptions._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
         assert not s.swaps.planning.requests
         assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
+
+    @invariant()
+    def no_swap_begins_with_a_drained_node(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        for found in self.state.models.values():
+            if found.running is not None and found.running.swap.swap not in self.before_drain:
+                assert not {m.node for m in found.running.members.values()} & {*self.state.drained}
 
     @invariant()
     def no_version_is_served_that_was_not_decided(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import subprocess
 import sys
 import zlib
+from typing import get_args
 
 import msgpack
+import msgspec
 import pytest
 import xxhash
 from hypothesis import example, given
@@ -16,8 +19,11 @@ from hypothesis import strategies as st
 from refitd import ParameterMetadata
 from refitd.describe.tiles import Repeat, Tile
 from refitd.errors import ProtocolError
-from refitd.protocol import cluster, codec, local, shards
-from refitd.protocol.codec import Decoder, digest_of, encode, pack, request_of, unpack
+from refitd.protocol import cluster, codec, local, shards, sidecar, versions
+from refitd.protocol.base import PROTOCOL_VERSION, Message
+from refitd.protocol.codec import Decoder, UnknownKind, digest_of, encode, pack, request_of, unpack
+from tests.fuzz.values import value_of
+from tests.support.other_minor.minors import newer, older
 
 DECODER: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
 
@@ -271,3 +277,74 @@ def test_a_key_that_is_repeated_deep_inside_is_refused() -> None:
     )
     with pytest.raises(ProtocolError, match="repeats a key"):
         DECODER.decode(whole)
+
+
+# --- other minor versions ---------------------------------------------------------------------------------
+
+
+def _kinds() -> list[type[msgspec.Struct]]:
+    unions = (
+        cluster.NodeMessage,
+        cluster.CoordinatorMessage,
+        local.ClientRequest,
+        local.ClientReply,
+        sidecar.ToWorker,
+        sidecar.FromWorker,
+        sidecar.DescriptorReply,
+        local.Hello,
+    )
+    found = {kind for union in unions for kind in get_args(union) or (union,)}
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", _kinds(), ids=lambda kind: kind.__name__)
+def test_every_message_of_another_minor_version_is_understood(kind: type[msgspec.Struct]) -> None:
+    """A newer one has fields that are unknown here; an older one lacks those that have defaults."""
+    decoder: Decoder[Message] = Decoder(kind)
+    about = msgspec.inspect.type_info(kind)
+    for seed in range(3):
+        message = msgspec.convert(value_of(about, random.Random(seed)), kind)
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        for other in (newer, older):
+            assert decoder.decode(msgpack.packb([1, other(plain, message)])) == (1, message)
+
+
+def test_a_packed_value_of_another_minor_version_is_understood() -> None:
+    for other in (newer, older):
+        raw = msgpack.packb(other(msgspec.to_builtins(SHARD), SHARD))
+        assert unpack(zlib.compress(raw), shards.Shard, xxhash.xxh3_128_hexdigest(raw)) == SHARD
+
+
+def test_a_kind_that_a_newer_minor_version_has_is_told_from_a_message_that_is_wrong() -> None:
+    with pytest.raises(UnknownKind, match=r"'Explode' refused: it is not one that protocol 3\.\d+ has here") as caught:
+        DECODER.decode(msgpack.packb([7, {"type": "Explode", "model": "m"}]))
+    assert caught.value.request_id == 7
+    for wrong in ({"type": "GetPlan"}, {}, {"type": 5}):
+        with pytest.raises(ProtocolError) as caught_other:
+            DECODER.decode(msgpack.packb([7, wrong]))
+        assert not isinstance(caught_other.value, UnknownKind)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        b"\x91" * 5000 + b"\xc0",  # too deep
+        b"\xa2\xff\xff",  # no text
+        b"\x81\x01\xc0",  # a key that is no text
+        b"\x82\xa1a\xc0\xa1a\xc0",  # a key twice
+        b"\xd4\xff\x00",  # a time that is none
+    ],
+)
+def test_what_an_unknown_field_holds_is_refused_as_in_a_known_one(unknown: bytes) -> None:
+    body = b"\x83" + msgpack.packb("type") + msgpack.packb("GetPlan") + msgpack.packb("model") + msgpack.packb("m")
+    with pytest.raises(ProtocolError):
+        DECODER.decode(b"\x92\x01" + body + msgpack.packb("more") + unknown)
+
+
+def test_versions_differ_before_the_point_only() -> None:
+    major = PROTOCOL_VERSION // 1000
+    for minor in (0, 7, 999):
+        versions.check(1000 * major + minor, "node n1", "this coordinator")
+    for theirs, said in ((1000 * major + 1000, f"{major + 1}\\.0"), (2, "2"), (0, "0"), (1 << 20, "1048\\.576")):
+        with pytest.raises(ProtocolError, match=f"node n1 speaks protocol {said}, this coordinator {major}\\."):
+            versions.check(theirs, "node n1", "this coordinator")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -349,6 +350,7 @@ FIVE = torch.arange(5.0)
         (rezipped(FIVE, **{"data.pkl": b"\x80\x02K\x05."}), "it holds a int, expected a tensor"),
         (rezipped(FIVE, **{"data.pkl": b"\x80\x02]" * 9}), "data.pkl is refused"),
     ],
+    ids=itertools.count(),  # archives differ from process to process, and pytest would name the cases by them
 )
 def test_an_archive_that_holds_anything_but_its_tensor_is_refused(tmp_path: Path, archive: bytes, words: str) -> None:
     with pytest.raises(CheckpointError) as caught:

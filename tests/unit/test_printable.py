@@ -23,10 +23,14 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import (
     DescribedMember,
     Difference,
+    DrainedSource,
+    DrainReport,
     EvictReport,
     ForgetReport,
     ModelDescription,
     ReloadReport,
+    ReplicaName,
+    ResumeReport,
     SwapProgress,
 )
 from refitd.protocol.shards import Shard, shard_of
@@ -116,6 +120,20 @@ class Peer(FakeClient):
     def reload(self):
         return poisoned(ReloadReport(uses_keys=True, admitted=("a",), removed=("n0",)), self.text)
 
+    def drain(self, node, timeout=None, wait=True, on_progress=None):
+        report = DrainReport(
+            node=node,
+            changed=True,
+            replicas=(ReplicaName("m", "a"),),
+            stranded=("m",),
+            sources=(DrainedSource("m", 0, "h", 1),),
+            running=(SwapProgress("s", "m", 1, "stage"),),
+        )
+        return poisoned(report, self.text)
+
+    def resume(self, node):
+        return poisoned(ResumeReport(node=node, changed=True, replicas=(ReplicaName("m", "a"),)), self.text)
+
     def describe(self, model):
         shard = described(f"w{self.text}")
         member = DescribedMember(role="source", replica="", rank=0, world_size=1, node="n", host="h", shard=0)
@@ -156,6 +174,8 @@ ASKED: dict[str, tuple[str, ...]] = {
     "abort": ("abort", "policy"),
     "forget": ("forget", "policy"),
     "reload": ("reload",),
+    "drain": ("drain", "n0"),
+    "resume": ("resume", "n0"),
     "evict": ("evict", "policy", "--replica", "a"),
 }
 # of manifests, keys, checkpoints, this machine, or a page: no daemon's word is in them, except as an error (below)

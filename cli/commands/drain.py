@@ -1,0 +1,55 @@
+"""refitctl drain: leave a node out of new swaps, and wait for those that run."""
+
+from __future__ import annotations
+
+import click
+
+from refitd.protocol.reports import DrainReport
+from refitd_cli.completion import node_names
+from refitd_cli.numbers import Number
+from refitd_cli.output import print_json, say, to_json
+from refitd_cli.progress import swap_bar
+from refitd_cli.session import Session, address_option, json_option
+
+
+@click.command()
+@click.argument("node", shell_complete=node_names)
+@click.option(
+    "--timeout",
+    type=Number(min=0),
+    metavar="S",
+    help="Seconds to wait for swaps in which the node takes part.  [default: until their own deadlines]",
+)
+@click.option("--no-wait", is_flag=True, help="Do not wait for these swaps.")
+@address_option
+@json_option
+@click.pass_obj
+def drain(
+    session: Session, node: str, timeout: float | None, no_wait: bool, address: str | None, as_json: bool
+) -> None:
+    """Leave NODE out of all new swaps, until `refitctl resume`; wait for running ones to end.
+
+    New swaps leave out each replica with a rank, or its controller, there. It serves what it has until another version
+    is decided, then nothing; resume catches it up. Trainers cannot be left out: swaps that would read a source there
+    are refused. Restarts of daemons and coordinator change nothing.
+    """
+    with session.client(address) as client, swap_bar(f"swaps on {node}") as on_progress:
+        report = client.drain(node, timeout=timeout, wait=not no_wait, on_progress=on_progress)
+    if as_json:
+        print_json(to_json(report))
+    else:
+        _show(report, waited=not no_wait)
+
+
+def _show(report: DrainReport, *, waited: bool) -> None:
+    say(f"{report.node}: {'drained' if report.changed else 'it was drained already'}")
+    for one in report.replicas:
+        say(f"{one.model}: swaps leave out replica {one.replica}")
+    for model in report.stranded:
+        say(f"{model}: no replica is left; its swaps are refused until one is")
+    for source in report.sources:
+        who = f"source rank {source.rank} (host {source.host}, pid {source.pid})"
+        say(f"{source.model}: {who} cannot be left out; swaps that read it are refused until refitctl resume")
+    for swap in report.running:
+        how = "has ended" if waited else f"still runs (phase {swap.phase}); see refitctl status"
+        say(f"{swap.model}: swap {swap.swap} to version {swap.version}, in which it took part, {how}")

@@ -1,0 +1,52 @@
+"""Imported by every Python that has this folder in PYTHONPATH: it speaks another version of the protocol.
+
+TESTED_MINOR is "newer" (it puts fields that nobody here knows into every message and each of its parts, and daemon and
+coordinator send a notification of an unknown kind after each message), "older" (it leaves out every field that has its
+default, as one does that does not have the field) or "same"; TESTED_MAJOR is the major version.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgpack
+import msgspec
+import xxhash
+from minors import newer, older
+
+from refitd.protocol import base
+
+_WRITES = {"newer": newer, "same": lambda plain, _: plain, "older": older}[os.environ.get("TESTED_MINOR", "same")]
+_MINOR = {"newer": 501, "same": 500, "older": 499}[os.environ.get("TESTED_MINOR", "same")]
+base.PROTOCOL_VERSION = 1000 * int(os.environ.get("TESTED_MAJOR", "3")) + _MINOR
+
+from refitd.protocol import codec  # noqa: E402  # it reads the version
+
+
+def _plain(value: msgspec.Struct) -> Any:
+    return _WRITES(msgspec.to_builtins(value, builtin_types=(bytes,)), value)
+
+
+codec.encode = lambda request_id, message: msgpack.packb([request_id, _plain(message)])
+codec.pack = lambda value: codec.zlib.compress(msgpack.packb(_plain(value)), 1)
+codec.digest_of = lambda value: xxhash.xxh3_128_hexdigest(msgpack.packb(_plain(value)))
+
+from refitd.protocol import channel  # noqa: E402  # it takes `encode` from there
+
+
+def _notifying(end: type, *peer: str) -> None:
+    """Let each message be followed by a notification of a kind that nobody here has."""
+    send = end.send
+
+    def send_two(self: Any, *words: Any) -> bool:
+        sent: bool = send(self, *words)
+        self.send_frame(*words[: len(peer)], msgpack.packb([0, {"type": "OfANewerVersion", "member": "m"}]))
+        return sent
+
+    end.send = send_two
+
+
+if _MINOR > 500:
+    _notifying(channel.Router, "identity")
+    _notifying(channel.Dealer)
