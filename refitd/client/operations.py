@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from refitd.client.aio import awaitable
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
-from refitd.client.connection import Connection
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
@@ -33,6 +32,7 @@ from refitd.states import SwapOutcome
 if TYPE_CHECKING:
     import torch
 
+    from refitd.client.reconnect import Line
     from refitd.describe.roster import Roster
 
 REQUEST_S = 30.0
@@ -47,7 +47,7 @@ POLL_S = 0.2  # interval between looks at who has registered
 class Operations:
     """The requests of a client that concern all nodes: the base of `Client`."""
 
-    _connection: Connection
+    _connection: Line
 
     def swap(
         self,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Fits the registration of a 100,000-tensor shard, or the plan of a 10,000-rank node, several times over.
 MAX_MESSAGE_BYTES = 64 << 20
