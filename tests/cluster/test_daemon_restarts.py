@@ -318,6 +318,7 @@ def test_one_node_of_two_is_restarted_while_the_coordinator_and_the_other_node_s
         fleet.close()
 
 
+@pytest.mark.slow
 def test_what_a_client_says_of_a_daemon_that_stays_away(daemon: Daemon) -> None:
     with daemon.connect(reconnect=True) as client:
         tensors = values(1)
