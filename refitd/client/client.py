@@ -455,6 +455,8 @@ class Client(ArenaMemory, Operations):
                 text = f"{one.member} could not be registered again with the daemon: {exc}; register it anew"
                 _log.error("%s", text)
                 one.give_up(local.Failure(code=exc.code, message=text))
+                self._forget(one)
+                continue
             if one not in self._registered:  # it was closed meanwhile
                 self._connection.deregister(connection, one.member)
 

@@ -81,10 +81,10 @@ class Slots:
         message = structs.replace(
             self.message, given=tuple(given) if is_whole else (), run=self._run, newest=self.newest, timeout_s=timeout
         )
+        for slot in () if is_whole else given:
+            connection.request(local.FreeArena(arena=slot.arena), local.Done, timeout)
         registered = connection.request(message, local.SourceRegistered, timeout)
         if not is_whole:
-            for number in (slot.arena for slot in given):
-                connection.request(local.FreeArena(arena=number), local.Done, timeout)
             if held:
                 _log.warning(
                     "member=%s its published versions %s are gone: their memory could not be given back to the daemon; "
