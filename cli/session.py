@@ -132,7 +132,7 @@ def connect(address: str | None, timeout: float = 10.0) -> Control:
 
     context = click.get_current_context(silent=True)
     uid = None if context is None else context.meta.get(_UID)
-    client: Control = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid)
+    client: Control = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid, reconnect=False)
     return client
 
 

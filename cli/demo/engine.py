@@ -117,7 +117,7 @@ def main(argv: list[str], channel: Channel) -> None:
     corpus = data.load()
     with (
         torch.no_grad(),
-        refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}") as client,
+        refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}", reconnect=False) as client,
     ):
         engine = Engine(member, client)
         channel.emit("ready", tensors=len(engine.places))

@@ -149,7 +149,7 @@ class Demo:
 
     def _arriving(self) -> dict[str, int]:
         """Return the bytes that a swap brings each replica."""
-        with refitd.connect(self.runtime_dir, name="demo") as client:
+        with refitd.connect(self.runtime_dir, name="demo", reconnect=False) as client:
             targets = client.status().models[0].targets
         return {r.name: sum(t.bytes for t in targets if t.replica == r.name) for r in self.replicas}
 
@@ -171,7 +171,7 @@ class Demo:
 
     def _swap(self, version: int) -> SwapReport:
         try:
-            with refitd.connect(self.runtime_dir, name="demo") as client:
+            with refitd.connect(self.runtime_dir, name="demo", reconnect=False) as client:
                 return client.swap(MODEL, version, timeout=SWAP_S)
         except refitd.RefitdError as exc:
             raise DemoFailed(f"swap to version {version}: {exc}") from exc

@@ -109,7 +109,7 @@ def main(argv: list[str], channel: Channel) -> None:
     """Register with the daemon, then train, publish and check as the launcher says."""
     member = join(argv, channel)
     trainer = Trainer(member, data.load())
-    with refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}") as client:
+    with refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}", reconnect=False) as client:
         source = client.register_source(
             MODEL_NAME,
             trainer.model,

@@ -78,7 +78,7 @@ class RefitdTransport:
     def prepare(self) -> dict[str, Any]:
         """Connect to this node's daemon; return a session, of which NeMo-RL gives all ranks the first policy rank's."""
         self.finalize()
-        self._client = refitd.connect(self._directory or None, name="nemo-rl")
+        self._client = refitd.connect(self._directory or None, name="nemo-rl", reconnect=False)
         return {"refitd": uuid.uuid4().hex[:12], "model": self._model}
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:

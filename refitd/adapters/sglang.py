@@ -79,7 +79,7 @@ class Engine:
         """
         _check_version()
         self._model, self._settings = model, settings
-        self._client = refitd.connect(settings.directory or None)
+        self._client = refitd.connect(settings.directory or None, reconnect=False)
         try:
             self._target = self._register()
         except BaseException:

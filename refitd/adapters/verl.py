@@ -366,7 +366,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
                 self.close()
             else:
                 return self._client
-        self._client = refitd.connect(self._directory or None, name="verl")
+        self._client = refitd.connect(self._directory or None, name="verl", reconnect=False)
         return self._client
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import stat
 import weakref
 from collections.abc import Callable
 
@@ -20,6 +21,10 @@ from refitd.text import printable
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: no peer can truncate the file under another's mapping
 _libc = ctypes.CDLL(None, use_errno=True)
+
+# What the kernel calls arenas, and the page of permits (refitd.buffers.permits), which is never taken back.
+_FILES, PERMITS = "/memfd:refitd:", "permits"
+_PERMITS = f"{_FILES}{PERMITS} "
 
 
 # Bytes allocated per step: at worst some seconds, so that a caller can give up in between.
@@ -71,6 +76,35 @@ def _fill(fd: int, nbytes: int, label: str, moved: Callable[[], None]) -> None:
 def is_sealed(fd: int) -> bool:
     """Whether no holder of the descriptor can change the file's size."""
     return fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
+
+
+def taken_back(fd: int, nbytes: int) -> tuple[int, bool]:
+    """Check a descriptor of an arena that a client has kept; return a writable one, and whether the client can write.
+
+    Raises:
+        ArenaError: it is no arena of `nbytes` that a daemon of this user has made; the text says what differs.
+    """
+    found = os.fstat(fd)
+    try:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        is_sealed_file = is_sealed(fd)
+    except OSError:
+        name, is_sealed_file = "no file", False
+    problems = {
+        f"it is {printable(name)!r}, no arena": not name.startswith(_FILES) or name.startswith(_PERMITS),
+        "its size is not sealed": not is_sealed_file,
+        f"it has {found.st_size} bytes": found.st_size != nbytes or not nbytes,
+        f"{found.st_blocks * 512} bytes of it are allocated": found.st_blocks * 512 < nbytes,
+        f"it belongs to uid {found.st_uid}": found.st_uid != os.geteuid(),
+        f"its mode is {stat.S_IMODE(found.st_mode):o}": stat.S_IMODE(found.st_mode) != 0o600,
+    }
+    if wrong := [text for text, holds in problems.items() if holds]:
+        raise ArenaError(f"an arena of {nbytes} bytes is not taken back: {'; '.join(wrong)}; register anew")
+    try:
+        writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as exc:
+        raise ArenaError(f"an arena of {nbytes} bytes is not taken back: {exc.strerror}; register anew") from exc
+    return writable, fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
 
 
 def read_only(fd: int) -> int:

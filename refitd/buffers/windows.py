@@ -241,6 +241,11 @@ class WindowedArena:
         """The bytes that each commit copies."""
         return self._windows.edge_bytes
 
+    @property
+    def address(self) -> int:
+        """Where this process shows the whole live arena, beside the memory that it is shown under."""
+        return self._windows.plain.address
+
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset in the arena of `nbytes` at this process's `address`, None if they are in no part."""
         index = bisect.bisect_right(self._starts, address) - 1
@@ -292,6 +297,11 @@ class WindowPair:
                 f"the staging arena cannot be mapped beside {len(self._shown)} ranges of tensors: {exc.strerror}; "
                 "check `ulimit -v` and the sysctl vm.max_map_count, or register with mode='copy'"
             ) from exc
+
+    @property
+    def staging_address(self) -> int:
+        """Where this process shows the whole staging arena."""
+        return self._staged.address
 
     def exchange(self) -> None:
         """Exchange what the tensors and the staging arena hold.

@@ -10,7 +10,6 @@ from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
 from refitd.buffers.windows import WindowedArena
 from refitd.client.arguments import flag, seconds, text, whole
-from refitd.client.connection import Connection
 from refitd.errors import RefitdError, RefusedError
 from refitd.protocol import local
 from refitd.protocol.shards import Place
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from refitd.client.flip import ArenaPair, Contents
     from refitd.client.memory_block import Placed
     from refitd.client.mxfp8 import TargetTensors
+    from refitd.client.reconnect import Give, Line
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
     from refitd.client.target import Target
@@ -37,8 +37,8 @@ M = TypeVar("M", bound="torch.nn.Module | Sequence[torch.nn.Module]")
 class ArenaMemory:
     """The arenas of a client: the base of `Client`."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, line: Line) -> None:
+        self._connection = line
         self._arenas: dict[int, Home] = {}
         self._contents: dict[int, Contents] = {}  # by arena: where which tensor was placed
         self._estranged: set[int] = set()  # arenas that show another file here than in the daemon
@@ -81,13 +81,15 @@ class ArenaMemory:
     def _new_arena(self, nbytes: int, device: str, timeout: float) -> Iterator[tuple[int, Arena]]:
         """Yield the number of a new arena, and the arena; it is freed if the block raises."""
         message = local.CreateArena(nbytes=nbytes, label="tensors", device=device, timeout_s=timeout)
-        number = self._connection.request(message, local.ArenaCreated, timeout).arena
+        connection = self._connection.steady(timeout)
+        number = connection.request(message, local.ArenaCreated, timeout).arena
         try:
-            arena = self._connection.map_arena(number, write=True)
+            arena = connection.map_arena(number, write=True)
             yield number, arena
+            self._connection.check(connection)
         except BaseException:
             with contextlib.suppress(RefitdError):
-                self._connection.request(local.FreeArena(arena=number), local.Done, REQUEST_S)
+                connection.request(local.FreeArena(arena=number), local.Done, REQUEST_S)
             raise
         self._arenas[number] = arena
 
@@ -242,6 +244,7 @@ class ArenaMemory:
         from refitd.client.arena_copies import arena_of
 
         timeout = seconds("timeout", timeout)
+        connection = self._connection.steady(timeout)
         named = tensors if isinstance(tensors, Mapping) else {"tensors": tensors}
         arenas = {arena_of(name, tensor, self._arenas) for name, tensor in named.items()} - {None}
         for registered in self._registered:
@@ -250,8 +253,11 @@ class ArenaMemory:
                     f"arena {min(used)} holds tensors that are registered as {registered.member}; close that first"
                 )
         for arena in sorted(arena for arena in arenas if arena is not None):
-            self._connection.request(local.FreeArena(arena=arena), local.Done, timeout)
+            if arena >= 0:  # else the daemon has not got it back
+                connection.request(local.FreeArena(arena=arena), local.Done, timeout)
             freed = self._arenas.pop(arena, None)
+            if isinstance(freed, MappedArena | WindowedArena):
+                self._connection.files.drop(freed.address)
             if isinstance(freed, WindowedArena):
                 freed.leave()
             self._contents.pop(arena, None)
@@ -262,6 +268,25 @@ class ArenaMemory:
             if isinstance(arena, MappedArena | WindowedArena):
                 arena.leave()
         self._arenas = {}
+
+    def _give_back(self, give: Give) -> dict[int, int]:
+        """Give all arenas to a daemon that has been restarted; return its numbers for them, by the old ones.
+
+        Arenas that it does not get, on a GPU for instance, have a number below 0 from then on: what lies there stays as
+        it is, and is ordinary memory.
+        """
+        numbers: dict[int, int] = {}
+        for number, arena in self._arenas.items():
+            is_known = isinstance(arena, MappedArena | WindowedArena) and number not in self._estranged
+            given = give(arena.address, arena.nbytes) if is_known else None
+            numbers[number] = -abs(number) if given is None else given
+        self._arenas = {numbers[number]: arena for number, arena in self._arenas.items()}
+        self._contents = {numbers[number]: contents for number, contents in self._contents.items()}
+        self._estranged = {number for number in numbers.values() if number < 0}
+        known = {old: number for old, number in numbers.items() if number >= 0}
+        for one in self._registered:
+            one.renumber(known)
+        return known
 
     def _live(self, tensors: TensorSet, *, may_flip: bool) -> tuple[Place, ...]:
         """Return the tensors' places in arenas; none if they lie elsewhere, or in arenas that a target exchanges.

@@ -48,6 +48,10 @@ class LiveChecks:
         """Drop the reference to the target: a cycle would keep its tensors until Python's garbage collector runs."""
         self._staging = lambda: None
 
+    def registered_again(self, connection: Connection, member: str) -> None:
+        """Answer over another connection, as another member."""
+        self._connection, self._member = connection, member
+
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
         """Keep checks away from the tensors during a commit. Entering waits until a running check ends its block.

@@ -18,8 +18,9 @@ from refitd.client.arena_memory import REQUEST_S, ArenaMemory
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
 from refitd.client.connection import Connection, close_all
 from refitd.client.operations import Operations
+from refitd.client.reconnect import REGISTER_S, Give, Line
 from refitd.config import default_runtime_dir
-from refitd.errors import ConfigError, RefitdError, RefusedError
+from refitd.errors import ConfigError, RefitdError, RefusedError, TransportError
 from refitd.logs import Escaped
 from refitd.protocol import control, local
 from refitd.protocol.shards import shard_of
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
     from refitd.client.given import Tensors
     from refitd.client.kept import Keeps
     from refitd.client.mxfp8 import MXFP8Offer
+    from refitd.client.slots import Slots
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
     from refitd.client.target import Commit, Target
     from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
     from refitd.describe.renames import Names
+
+    Registered = Source | StreamedSource | Target | ReplicaController
 
 # The client's log lines go to the application's handlers and contain names and reasons from other processes.
 _log = logging.getLogger("refitd.client")
@@ -48,14 +52,15 @@ _log.addFilter(Escaped())
 class Client(ArenaMemory, Operations):
     """A session with this node's daemon, made by `refitd.connect`. Close it, or use it as a context manager."""
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
+    def __init__(self, line: Line) -> None:
+        super().__init__(line)
+        line.start(self._register_again)
         _open.add(self)
 
     @property
     def node(self) -> str:
         """The daemon's node."""
-        return self._connection.welcome.node
+        return self._connection.current.welcome.node
 
     def register_source(
         self,
@@ -131,11 +136,10 @@ class Client(ArenaMemory, Operations):
             device=_gpu_name(device, tensors),
             timeout_s=timeout,
         )
-        registered = self._connection.request(message, local.SourceRegistered, timeout)
-        with self._given_back(registered.member):
-            mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
-        source = Source(self._connection, model, tensors, registered, mapped, pull, world_size, self._forget)
-        self._registered.append(source)
+        connection = self._connection.steady(timeout)
+        registered, made = self._slots(connection, message, timeout)
+        source = Source(self._connection, connection, model, tensors, registered, made, pull, self._forget)
+        self._add(source, connection)
         return source
 
     def declare_source(
@@ -189,12 +193,21 @@ class Client(ArenaMemory, Operations):
             device="" if gpu == HOST else name_of(gpu),
             timeout_s=timeout,
         )
-        registered = self._connection.request(message, local.SourceRegistered, timeout)
-        with self._given_back(registered.member):
-            mapped = tuple(self._connection.map_arena(arena, write=True) for arena in registered.slots)
-        source = StreamedSource(self._connection, model, wire, registered, mapped, world_size, self._forget)
-        self._registered.append(source)
+        connection = self._connection.steady(timeout)
+        registered, made = self._slots(connection, message, timeout)
+        source = StreamedSource(self._connection, connection, model, wire, registered, made, self._forget)
+        self._add(source, connection)
         return source
+
+    def _slots(
+        self, connection: Connection, message: local.RegisterSource, timeout: float
+    ) -> tuple[local.SourceRegistered, Slots]:
+        from refitd.client.slots import Slots
+
+        registered = connection.request(message, local.SourceRegistered, timeout)
+        with self._given_back(connection, registered.member):
+            mapped = tuple(connection.map_arena(arena, write=True) for arena in registered.slots)
+        return registered, Slots(message, registered, mapped)
 
     def register_target(
         self,
@@ -307,6 +320,7 @@ class Client(ArenaMemory, Operations):
             tensors.take_cast({name: dtype for name, (_, dtype) in self.tensors(model, timeout=timeout).items()})
         elif cast is not False:
             tensors.take_cast(cast)
+        connection = self._connection.steady(timeout)
         with registering(tensors):
             live = self._live(tensors, may_flip=mode in ("shadow", "flip"))
             flips = mode in ("shadow", "flip") and self._may_flip(tensors, live, device, must=mode == "flip")
@@ -332,14 +346,14 @@ class Client(ArenaMemory, Operations):
                 device=_gpu_name(device, tensors),
                 timeout_s=timeout,
             )
-            registered = self._connection.request(message, local.TargetRegistered, timeout)
+            registered = connection.request(message, local.TargetRegistered, timeout)
             if registered.not_restored:
                 _log.warning("member=%s %s", registered.member, registered.not_restored)
-            with self._given_back(registered.member):
-                permit = Permit(self._connection.permit_page(), registered.permit_slot, registered.permit_token)
+            with self._given_back(connection, registered.member):
+                permit = Permit(connection.permit_page(), registered.permit_slot, registered.permit_token)
                 staging, pair = None, None
                 if mode != "in-place":
-                    staging = self._connection.map_arena(registered.staging, write=flips)
+                    staging = connection.map_arena(registered.staging, write=flips)
                 if flips:
                     pair = self._paired(live, staging)
                 if staging is not None and registered.restores:
@@ -349,11 +363,11 @@ class Client(ArenaMemory, Operations):
                         tensors.refresh()
                     else:
                         tensors.restore(staging)
-                    self._connection.request(local.Restored(member=registered.member), local.Done, timeout)
+                    connection.request(local.Restored(member=registered.member), local.Done, timeout)
             target = Target(
                 self._connection,
-                model,
-                replica,
+                connection,
+                message,
                 tensors,
                 registered,
                 None if live else staging,
@@ -365,7 +379,7 @@ class Client(ArenaMemory, Operations):
                 self._forget,
                 pair,
             )
-        self._registered.append(target)
+        self._add(target, connection)
         return target
 
     def control_replica(
@@ -406,12 +420,45 @@ class Client(ArenaMemory, Operations):
         if not callable(commit):
             raise RefusedError(f"commit is {shown(commit)}, expected a function that takes the version")
         message = control.RegisterController(model=model, replica=replica, pauses=pause is not None)
-        registered = self._connection.request(message, control.ControllerRegistered, timeout)
+        connection = self._connection.steady(timeout)
+        registered = connection.request(message, control.ControllerRegistered, timeout)
         controller = ReplicaController(
-            self._connection, model, replica, registered.member, pause, commit, resume, self._forget
+            self._connection, connection, message, registered.member, pause, commit, resume, self._forget
         )
-        self._registered.append(controller)
+        self._add(controller, connection)
         return controller
+
+    def _add(self, one: Registered, connection: Connection) -> None:
+        """Take in what was registered over this connection; raises PeerLost if the daemon has ended meanwhile."""
+        self._registered.append(one)
+        try:
+            self._connection.check(connection)
+        except BaseException:
+            one.close()
+            raise
+
+    def _register_again(self, connection: Connection, give: Give) -> None:
+        """Register everything over a new connection.
+
+        What is refused there has failed for good, and says so.
+
+        Raises:
+            TransportError: the daemon or the coordinator has gone again.
+        """
+        self._give_back(give)
+        for one in list(self._registered):
+            try:
+                one.register_again(connection, give, REGISTER_S)
+            except TransportError:
+                raise
+            except RefitdError as exc:
+                text = f"{one.member} could not be registered again with the daemon: {exc}; register it anew"
+                _log.error("%s", text)
+                one.give_up(local.Failure(code=exc.code, message=text))
+                self._forget(one)
+                continue
+            if one not in self._registered:  # it was closed meanwhile
+                self._connection.deregister(connection, one.member)
 
     def close(self) -> None:
         """Send queued messages, then end the session and every registration made in it.
@@ -422,7 +469,7 @@ class Client(ArenaMemory, Operations):
         self._close(goodbye=True)
 
     def _close(self, *, goodbye: bool) -> None:
-        if self._connection.is_foreign:
+        if self._connection.current.is_foreign:
             return
         registered, self._registered = self._registered, []
         for one in registered:
@@ -431,20 +478,21 @@ class Client(ArenaMemory, Operations):
         self._connection.close(goodbye=goodbye)
 
     @contextlib.contextmanager
-    def _given_back(self, member: str) -> Iterator[None]:
+    def _given_back(self, connection: Connection, member: str) -> Iterator[None]:
         """Deregister `member` if the block raises, for instance because an arena cannot be mapped."""
         try:
             yield
         except BaseException:
             with contextlib.suppress(RefitdError):
-                self._connection.request(local.Deregister(member=member), local.Done, REQUEST_S)
+                connection.request(local.Deregister(member=member), local.Done, REQUEST_S)
             raise
 
-    def _forget(self, registered: Source | StreamedSource | Target | ReplicaController) -> None:
+    def _forget(self, registered: Registered) -> None:
         """Drop a closed registration, and with it its tensors."""
         if getattr(registered, "is_estranged", False):
             self._estranged |= registered.arenas()
         self._registered = [kept for kept in self._registered if kept is not registered]
+        self._connection.files.drop_unmapped()
 
     def _keeps(self, model: str, keeps: bool | tuple[str, ...], world_size: int, timeout: float) -> Keeps:
         """Return which tensors a target keeps; True asks what the sources offer."""
@@ -495,7 +543,12 @@ def _ranks(rank: int, world_size: int, num_experts: int | None) -> tuple[int, in
 
 
 def connect(
-    address: str | Path | None = None, *, name: str = "", timeout: float = 10.0, uid: int | None = None
+    address: str | Path | None = None,
+    *,
+    name: str = "",
+    timeout: float = 10.0,
+    uid: int | None = None,
+    reconnect: bool = True,
 ) -> Client:
     """Connect to the daemon of this node.
 
@@ -505,6 +558,10 @@ def connect(
         name: this client's name in logs and status.
         timeout: seconds to wait for the daemon's answer.
         uid: the user id that the daemon must have; None: REFITD_DAEMON_UID, else this user or root.
+        reconnect: when the daemon ends, wait for the next one and register everything with it again: sources with the
+            versions that they hold, targets with the version that they serve, with their arenas. Engines serve on
+            until their permit ends. Calls wait for it within their timeouts, 60 s at most. Without, calls raise
+            PeerLost at once, and nothing comes back.
 
     Raises:
         TransportError: no daemon runs there, or it does not answer.
@@ -519,4 +576,9 @@ def connect(
         raise ConfigError(f"address {str(address)!r} {found}; give the daemon's runtime directory")
     is_named = address is not None or bool(environ.get("REFITD_RUNTIME_DIR"))
     name, timeout = text("name", name, least=0), seconds("timeout", timeout)
-    return Client(Connection(directory, name, timeout, uid, may_be_link=is_named))
+    reconnect = flag("reconnect", reconnect)
+
+    def dial(within_s: float) -> Connection:
+        return Connection(directory, name, within_s, uid, may_be_link=is_named)
+
+    return Client(Line(dial, timeout, reconnect=reconnect))

@@ -29,6 +29,7 @@ from refitd.buffers.capacity import CLIENT_DESCRIPTORS, require_descriptors
 from refitd.buffers.cuda import MappedDeviceArena, index_of
 from refitd.buffers.permits import PAGE_ARENA
 from refitd.client import daemon_identity
+from refitd.client.arena_files import ArenaFiles
 from refitd.client.reentrant_lock import Turn, check_process
 from refitd.errors import (
     DeadlineExceeded,
@@ -103,7 +104,10 @@ class Connection:
             ConfigError: `uid`, or REFITD_DAEMON_UID, is not a user id.
         """
         self.directory = Path(os.path.abspath(directory))  # must stay valid after a change of working directory
-        self._pid = os.getpid()
+        self.pid = os.getpid()
+        # whether its owner waits for the next daemon when this one has ended: nothing is final then
+        self.is_awaited = False
+        self.files: ArenaFiles | None = None  # where descriptors of arenas are kept
         require_descriptors(CLIENT_DESCRIPTORS, "a connection to the refitd daemon")
         self._permit_page: MappedArena | MappedDeviceArena | None = None
         whose = daemon_identity.trusted(uid)
@@ -160,7 +164,7 @@ class Connection:
             PeerLost: the daemon has gone.
             RefitdError: the error that the daemon or the coordinator answered with.
         """
-        check_process(self._pid)
+        check_process(self.pid)
         check_names(message)
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
@@ -230,7 +234,7 @@ class Connection:
         Raises:
             PeerLost: the daemon has gone, or does not read.
         """
-        check_process(self._pid)
+        check_process(self.pid)
         frame = _encoded(0, message)
         if isinstance(message, local.Told) and len(frame) <= handoff.MAX_DATAGRAM:
             with self._using():
@@ -259,7 +263,7 @@ class Connection:
 
     def map_arena(self, arena: int, *, write: bool) -> MappedArena | MappedDeviceArena:
         """Fetch an arena's descriptor and map it; raises ArenaError if this process does not see its GPU."""
-        check_process(self._pid)
+        check_process(self.pid)
         with self._using(), self._fetching.taken(self._descriptors.gettimeout() or 0.0):
             handoff.send(self._descriptors, encode(0, sidecar.FetchArena(arena=arena, write=write)))
             reply, fds = self._receive_descriptor()
@@ -268,12 +272,32 @@ class Connection:
                 case local.Failure(code, text):
                     raise from_code(code, text)
                 case sidecar.ArenaDescriptor(_, nbytes, "") if len(fds) == 1:
+                    if self.files is not None and arena != PAGE_ARENA:
+                        self.files.keep(fds[0])
                     return MappedArena(fds[0], nbytes, write=write)
                 case sidecar.ArenaDescriptor(_, nbytes, device) if len(fds) == 1:
                     return MappedDeviceArena(fds[0], nbytes, index_of(device), write=write)
             raise ProtocolError(f"FetchArena was answered with {type(reply).__name__} and {len(fds)} descriptors")
         finally:
             handoff.close_all(fds)
+
+    def give_arena(self, fd: int, nbytes: int) -> int:
+        """Give an arena of an earlier daemon back to this one; return its number here.
+
+        Raises:
+            ArenaError, RefusedError: the daemon does not take it; the text says why.
+        """
+        check_process(self.pid)
+        with self._using(), self._fetching.taken(self._descriptors.gettimeout() or 0.0):
+            handoff.send(self._descriptors, encode(0, sidecar.GiveArena(nbytes=nbytes)), (fd,))
+            reply, fds = self._receive_descriptor()
+        handoff.close_all(fds)
+        match reply:
+            case local.Failure(code, text):
+                raise from_code(code, text)
+            case sidecar.ArenaGiven(arena):
+                return arena
+        raise ProtocolError(f"GiveArena was answered with {type(reply).__name__}")
 
     def permit_page(self) -> MappedArena | MappedDeviceArena:
         """Return the page of permits, mapped once."""
@@ -282,9 +306,14 @@ class Connection:
         return self._permit_page
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the daemon has ended, or the connection is of no use for another reason."""
+        return self._lost is not None
+
+    @property
     def is_foreign(self) -> bool:
         """Whether this process is a forked child of the owner: it has no session, and locks may be held forever."""
-        return os.getpid() != self._pid
+        return os.getpid() != self.pid
 
     def close(self, *, goodbye: bool = True) -> None:
         """Send queued messages, say goodbye, and end the session; the daemon forgets its registrations.
@@ -412,6 +441,7 @@ class Connection:
             self._noticed += 1
 
     def _lose(self, error: RefitdError) -> None:
+        self.is_awaited = self.is_awaited and isinstance(error, PeerLost)  # others would only come again
         self._lost = error
         failure = local.Failure(code=error.code, message=str(error))
         for waiter in list(self._waiters.values()):

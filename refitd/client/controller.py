@@ -6,9 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from refitd.client.connection import Connection
+from refitd.client.reconnect import Give, Line
 from refitd.errors import CommitError, RefitdError, from_code
 from refitd.protocol import control, local
 from refitd.protocol.base import Message
@@ -21,9 +22,9 @@ class ReplicaController:
 
     def __init__(
         self,
+        line: Line,
         connection: Connection,
-        model: str,
-        replica: str,
+        message: control.RegisterController,
         member: str,
         pause: Callable[[int], object] | None,
         commit: Callable[[int], object],
@@ -31,9 +32,10 @@ class ReplicaController:
         closed: Callable[[ReplicaController], object],
     ) -> None:
         """`closed` is called when the controller is closed."""
-        self.model = model
-        self.replica = replica
+        self.model = message.model
+        self.replica = message.replica
         self.member = member
+        self._line, self._message = line, message
         self.error: RefitdError | None = None  # why a hook failed last, or the loss of the daemon
         self.is_paused = False
         self._connection = connection
@@ -52,7 +54,21 @@ class ReplicaController:
             return
         self._told(self)
         self.release()
-        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+        self._line.deregister(self._connection, self.member)
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Nothing of it lies in arenas that have got other numbers."""
+
+    def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
+        """Register over a new connection; raises RefitdError if that is refused, or the daemon is gone again."""
+        self.member = connection.request(self._message, control.ControllerRegistered, timeout).member
+        self._connection = connection
+        connection.listen(self.member, self._asked.put)
+
+    def give_up(self, failure: local.Failure) -> None:
+        """Take note that it could not be registered again; its thread ends."""
+        self._connection.is_awaited = False
+        self._asked.put(failure)
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that hold its tensors: none."""
@@ -74,6 +90,9 @@ class ReplicaController:
                 case control.Control(_, swap, "resume", version):
                     _log.info("swap=%s member=%s resumes version=%s", swap, self.member, version)
                     self._go_on(version)
+                case local.Failure() if self._connection.is_awaited:
+                    if self.is_paused:
+                        self._go_on(None)  # until the next swap nobody says what it may serve
                 case local.Failure(code, text):
                     self.error = from_code(code, text)
                     break

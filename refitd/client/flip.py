@@ -82,6 +82,13 @@ class ArenaPair:
         assert not isinstance(self._live, WindowedArena)
         return self._live.exchanges
 
+    @property
+    def staging(self) -> tuple[int, int]:
+        """The (address, bytes) at which this process shows the whole staging arena."""
+        if self._windows is not None:
+            return self._windows.staging_address, self._staging.nbytes
+        return (0, 0) if isinstance(self._staging, MappedDeviceArena) else (self._staging.address, self._staging.nbytes)
+
     def flip(self) -> None:
         """Make what is staged live. The bytes were copied if that is no exchange.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from refitd.client.aio import awaitable
 from refitd.client.arguments import MAX_SMALL, flag, hook, seconds, text, whole
-from refitd.client.connection import Connection
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
@@ -35,6 +34,7 @@ from refitd.states import SwapOutcome
 if TYPE_CHECKING:
     import torch
 
+    from refitd.client.reconnect import Line
     from refitd.describe.roster import Roster
 
 REQUEST_S = 30.0
@@ -50,7 +50,7 @@ DRAIN_POLL_S = 0.5  # interval between looks at the swaps of a node that is drai
 class Operations:
     """The requests of a client that concern all nodes: the base of `Client`."""
 
-    _connection: Connection
+    _connection: Line
 
     def swap(
         self,

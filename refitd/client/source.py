@@ -6,16 +6,19 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
+
+from msgspec import structs
 
 from refitd.client.aio import awaitable
 from refitd.client.arguments import flag, seconds, whole
 from refitd.client.connection import Connection
-from refitd.client.devices import Arena
 from refitd.client.given import refuse_all
 from refitd.client.mxfp8 import SourceTensors
+from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.reentrant_lock import Turn, check_process
+from refitd.client.slots import Slots
 from refitd.copy_services.measure import Choice, allow_reader, choose, copy_seconds, sample
 from refitd.describe.digests import tie_problems
 from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, from_code
@@ -32,17 +35,19 @@ class Source:
 
     def __init__(
         self,
+        line: Line,
         connection: Connection,
         model: str,
         tensors: SourceTensors,
         registered: local.SourceRegistered,
-        slots: tuple[Arena, ...],
+        slots: Slots,
         pull: bool | None,
-        world_size: int = 1,
         closed: Callable[[Source], object] = lambda source: None,
     ) -> None:
         """`closed` is called when the source is closed."""
+        self._line = line
         self._connection = connection
+        self._failure: local.Failure | None = None  # why it could not be registered again
         self._pid = os.getpid()
         self._told = closed
         self._pulls = pull is True
@@ -84,7 +89,7 @@ class Source:
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         self._check_open()
-        if flag("lend", lend) or not self._slots:
+        if flag("lend", lend) or not self._slots.arenas:
             with self.lend(version, timeout=timeout) as lease:
                 lease.wait(timeout)
             return
@@ -106,12 +111,13 @@ class Source:
             DeadlineExceeded: no slot became free in time.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
+        connection = self._line.steady(timeout)
         self._check_open()
         if self._follow() and not self._pulls and self._is_measured:
             self._lending = None  # the measurement was of other memory
         choice = self._lending
         if choice is None:
-            choice = self._lending = self._measured(timeout)
+            choice = self._lending = self._measured(connection, timeout)
             self._is_measured = True
         if choice.mode == TransferMode.COPIED:
             self._copy(version, timeout, choice.reason)
@@ -119,12 +125,13 @@ class Source:
         addresses: tuple[int, ...] = ()
         if choice.mode == TransferMode.PULLED:
             addresses = self._tensors.addresses()
-            allow_reader(self._connection.daemon.pid)
+            allow_reader(connection.daemon.pid)
         self._tensors.settle()
         self._check_ties()
         self._tensors.check_still("while it was being lent")
         lease = Lease(self, version)
         self._leases[version] = lease
+        before = self._slots.offered(version)
         try:
             message = local.Lend(
                 member=self.member,
@@ -133,10 +140,12 @@ class Source:
                 reason=choice.reason,
                 is_anew=self._is_anew,
             )
-            self._connection.request(message, local.Done, timeout)
+            connection.request(message, local.Done, timeout)
             self._is_first = self._is_anew = False
-        except BaseException:
-            del self._leases[version]
+        except BaseException as exc:
+            self._leases.pop(version, None)
+            if isinstance(exc, RefusedError):
+                self._slots.refused(before)
             raise
         self._next_version = max(self._next_version, version + 1)
         return lease
@@ -145,9 +154,27 @@ class Source:
         """End the registration and withdraw all its versions."""
         if self._closed:
             return
+        connection, member = self._connection, self.member
         self.release()
         self._told(self)
-        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+        self._line.deregister(connection, member)
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Take over the new numbers of arenas that have been given to another daemon."""
+        self._slots.message = structs.replace(self._slots.message, live=renumbered(self._slots.message.live, numbers))
+        self._tensors.arena_places = renumbered(self._tensors.arena_places, numbers)
+
+    def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
+        """Register over a new connection; raises RefitdError if that is refused, or the daemon is gone again."""
+        registered = self._slots.register_again(connection, give, timeout)
+        self._next_version = max(self._next_version, registered.next_version)
+        self.member, self.run = registered.member, registered.run
+        self._connection = connection  # last: whoever has read it before gets PeerLost, and does it again
+        connection.listen(self.member, self._notified)
+
+    def give_up(self, failure: local.Failure) -> None:
+        """Take note that it could not be registered again."""
+        self._failure = failure
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that hold its tensors."""
@@ -156,7 +183,7 @@ class Source:
     def release(self) -> None:
         """Drop the slots; nothing can be published afterwards."""
         self._connection.unlisten(self.member)
-        self._slots = ()
+        self._slots.arenas = ()
         self._closed = True
 
     @property
@@ -170,30 +197,44 @@ class Source:
         return TransferMode.NONE if self._lending is None else self._lending.mode
 
     def _copy(self, version: int, timeout: float, reason: str) -> None:
-        with self._turn.taken(timeout):
-            self._copy_now(version, timeout, reason)
+        tried: list[int] = []
 
-    def _copy_now(self, version: int, timeout: float, reason: str) -> None:
+        def copy(connection: Connection, left: float) -> None:
+            self._check_open()
+            # the daemon has ended over an earlier try, and the next one has been told of the finished slot
+            if not tried or not self._slots.holds(version):
+                tried.append(version)
+                self._copy_now(connection, version, left, reason)
+
+        with self._turn.taken(timeout):
+            self._line.lasting(timeout, copy)
+
+    def _copy_now(self, connection: Connection, version: int, timeout: float, reason: str) -> None:
         deadline = time.monotonic() + timeout
+        member = self.member
         self._follow()  # before asking for a slot, because that drops an old version
         self._check_ties()
-        begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
+        begin = local.BeginPublish(member=member, version=version, timeout_s=timeout)
         # the daemon answers at its deadline; wait a little longer so that its reason arrives
-        granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
+        granted = connection.request(begin, local.SlotGranted, timeout + 2.0).slot
         try:
+            slot = self._slots.granted(granted, connection)
             self._follow()  # again: tensors may have been replaced while waiting for the slot
-            self._tensors.write_to(self._slots[granted.slot])
+            self._tensors.write_to(slot)
             self._tensors.settle()  # after Publish, workers read the slot and the trainer may mutate the tensors
             self._tensors.check_still("while it was copied")
         except BaseException:
             with contextlib.suppress(RefitdError):
                 self._withdraw(version)  # gives the slot back
             raise
-        done = local.Publish(
-            member=self.member, version=version, slot=granted.slot, reason=reason, is_anew=self._is_anew
-        )
+        done = local.Publish(member=member, version=version, slot=granted, reason=reason, is_anew=self._is_anew)
         self._next_version = max(self._next_version, version + 1)  # first: it may be published though no answer comes
-        self._connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
+        before = self._slots.offered(version, granted)
+        try:
+            connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
+        except RefusedError:
+            self._slots.refused(before, granted)
+            raise
         self._is_first = self._is_anew = False
 
     def _follow(self) -> bool:
@@ -208,7 +249,7 @@ class Source:
             tensors = dict(zip(self._tensors.names, self._tensors.tensors, strict=True))
             refuse_all(tie_problems(self._tensors.metadata, tensors))
 
-    def _measured(self, timeout: float) -> Choice:
+    def _measured(self, connection: Connection, timeout: float) -> Choice:
         """Choose pulling or copying by a measurement on samples of the tensors; the daemon reads them like a worker."""
         try:
             spans = sample(self._tensors.spans())
@@ -216,9 +257,9 @@ class Source:
             return Choice(TransferMode.COPIED, str(exc).partition(";")[0])
         if not spans:
             return Choice(TransferMode.COPIED, "its tensors are empty")
-        allow_reader(self._connection.daemon.pid)
+        allow_reader(connection.daemon.pid)
         message = local.MeasurePull(member=self.member, spans=spans)
-        pulled = self._connection.request(message, local.PullMeasured, timeout)
+        pulled = connection.request(message, local.PullMeasured, timeout)
         return (
             Choice(TransferMode.COPIED, pulled.reason)
             if pulled.reason
@@ -229,9 +270,12 @@ class Source:
         check_process(self._pid)
         if self._closed:
             raise RefusedError(f"this source of model {self.model!r} is closed; register it again")
+        if self._failure is not None:
+            raise from_code(self._failure.code, self._failure.message)
 
     def _withdraw(self, version: int) -> None:
         self._leases.pop(version, None)
+        self._slots.withdrawn(version)
         self._connection.request(local.Withdraw(member=self.member, version=version), local.Done, 10.0)
 
     def _notified(self, message: Message) -> None:
@@ -241,7 +285,8 @@ class Source:
                 if lease is not None:
                     lease._end(None)
             case local.Failure():
-                for lease in list(self._leases.values()):
+                leases, self._leases = self._leases, {}
+                for lease in leases.values():
                     lease._end(message)
 
 

@@ -15,11 +15,13 @@ from refitd.client.arguments import seconds, whole
 from refitd.client.connection import Connection
 from refitd.client.devices import Arena
 from refitd.client.given import held_of_given
+from refitd.client.reconnect import Give, Line
 from refitd.client.reentrant_lock import Turn, check_process
+from refitd.client.slots import Slots
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.renames import Names, rename
 from refitd.dtypes import dtype_name
-from refitd.errors import RefitdError, RefusedError
+from refitd.errors import PeerLost, RefitdError, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.shards import shard_of
@@ -34,16 +36,18 @@ class StreamedSource:
 
     def __init__(
         self,
+        line: Line,
         connection: Connection,
         model: str,
         wire: Sequence[ParameterMetadata],
         registered: local.SourceRegistered,
-        slots: tuple[Arena, ...],
-        world_size: int,
+        slots: Slots,
         closed: Callable[[StreamedSource], object],
     ) -> None:
         """`closed` is called when the source is closed."""
+        self._line = line
         self._connection = connection
+        self._failure: local.Failure | None = None  # why it could not be registered again
         self._pid = os.getpid()
         self._wire = wire
         self._offsets = staged(shard_of(list(wire)), ()).wire
@@ -77,31 +81,63 @@ class StreamedSource:
             RefusedError: a name is unknown, repeated or missing, a tensor's shape or dtype is not the declared one, or
                 the version is not newer. Nothing is published.
             DeadlineExceeded: every slot is still being read.
+            PeerLost: the daemon has ended before the iterator did. Nothing is published; publish again.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         check_process(self._pid)
-        if self._closed:
-            raise RefusedError(f"this source of model {self.model!r} is closed; declare it again")
         with self._turn.taken(timeout):
-            begin = local.BeginPublish(member=self.member, version=version, timeout_s=timeout)
-            granted = self._connection.request(begin, local.SlotGranted, timeout + 2.0)
+            connection, member = self._line.steady(timeout), self.member
+            self._check_open()
+            begin = local.BeginPublish(member=member, version=version, timeout_s=timeout)
+            granted = connection.request(begin, local.SlotGranted, timeout + 2.0).slot
             try:
-                write_stream(self._slots[granted.slot], self._wire, self._offsets, weights)
+                write_stream(self._slots.granted(granted, connection), self._wire, self._offsets, weights)
             except BaseException:
                 with contextlib.suppress(RefitdError):
-                    self._connection.request(local.Withdraw(member=self.member, version=version), local.Done, 10.0)
+                    connection.request(local.Withdraw(member=member, version=version), local.Done, 10.0)
                 raise
-            done = local.Publish(member=self.member, version=version, slot=granted.slot)
             self._next_version = max(self._next_version, version + 1)
-            self._connection.request(done, local.Done, timeout)
+            before = self._slots.offered(version, granted)
+            done = local.Publish(member=member, version=version, slot=granted)
+            try:
+                connection.request(done, local.Done, timeout)
+            except RefusedError:
+                self._slots.refused(before, granted)
+                raise
+            except PeerLost:  # the next daemon is told of the finished slot
+                self._line.steady(timeout)
+                if not self._slots.holds(version):
+                    raise
 
     def close(self) -> None:
         """End the registration and withdraw all its versions."""
         if self._closed:
             return
+        connection, member = self._connection, self.member
         self.release()
         self._told(self)
-        self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+        self._line.deregister(connection, member)
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Nothing of it lies in arenas that have got other numbers."""
+
+    def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
+        """Register over a new connection; raises RefitdError if that is refused, or the daemon is gone again."""
+        registered = self._slots.register_again(connection, give, timeout)
+        self._next_version = max(self._next_version, registered.next_version)
+        self.member, self.run = registered.member, registered.run
+        self._connection = connection
+        connection.listen(self.member, self._notified)
+
+    def give_up(self, failure: local.Failure) -> None:
+        """Take note that it could not be registered again."""
+        self._failure = failure
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RefusedError(f"this source of model {self.model!r} is closed; declare it again")
+        if self._failure is not None:
+            raise from_code(self._failure.code, self._failure.message)
 
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that it uses: none."""
@@ -110,7 +146,7 @@ class StreamedSource:
     def release(self) -> None:
         """Drop the slots; nothing can be published afterwards."""
         self._connection.unlisten(self.member)
-        self._slots = ()
+        self._slots.arenas = ()
         self._closed = True
 
     def _notified(self, message: Message) -> None:

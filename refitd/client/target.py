@@ -9,9 +9,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+
+from msgspec import structs
 
 from refitd.buffers.permits import Permit
 from refitd.client.aio import awaitable
@@ -21,9 +23,10 @@ from refitd.client.connection import Connection
 from refitd.client.devices import Arena
 from refitd.client.flip import ArenaPair
 from refitd.client.mxfp8 import TargetTensors
+from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.reentrant_lock import check_process
 from refitd.client.steps import PollSteps
-from refitd.errors import CommitError, DeadlineExceeded, RefitdError, RefusedError, from_code
+from refitd.errors import ArenaError, CommitError, DeadlineExceeded, PeerLost, RefitdError, RefusedError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.text import shown
@@ -119,9 +122,9 @@ class Target:
 
     def __init__(
         self,
+        line: Line,
         connection: Connection,
-        model: str,
-        replica: str,
+        message: local.RegisterTarget,
         tensors: TargetTensors,
         registered: local.TargetRegistered,
         staging: Arena | None,
@@ -138,7 +141,11 @@ class Target:
         self.flips = pair is not None
         self._agree = agree
         self._steps = PollSteps()
+        self._line = line
         self._connection = connection
+        self._message = message
+        self._away = ""  # why the daemon cannot be reached now; it is waited for
+        self._stood_down = False  # on_resume was called with None because the daemon had ended
         self._pid = os.getpid()
         self._told = closed
         self._tensors = tensors
@@ -158,10 +165,11 @@ class Target:
         self._applied: local.CommitApplied | None = None
         self._failure: local.Failure | None = None
         self._version: int | None = registered.version
+        self._run = registered.run  # of the version that the tensors held last
         self._permit: Permit | None = permit
         self._closed = self._is_evicted = self._suspended = False
-        self.model = model
-        self.replica = replica
+        self.model = message.model
+        self.replica = message.replica
         self.member = registered.member
         self.last_pause_s = 0.0
         self._checks = LiveChecks(connection, self.member, tensors, lambda: self._staging)
@@ -200,6 +208,8 @@ class Target:
         permit = self._permit
         if self._fenced or permit is None or self._version is None or (left_s := permit.left_s()) > 0:
             return self._fenced
+        if self._away:
+            return f"its permit has ended, and {self._away}; it serves again when the coordinator has confirmed it"
         if self._failure is not None:
             return f"the daemon is gone ({self._failure.message}); connect and register again"
         since = f"its permit ended {-left_s:.1f} s ago" if left_s > -MAX_SAID_S else "it has no permit"
@@ -241,7 +251,7 @@ class Target:
 
         Raises:
             CommitError: the commit failed; this rank then serves no version.
-            PeerLost: the daemon has ended (the tensors keep their version).
+            PeerLost: the daemon has ended (the tensors keep their version), and the client does not reconnect.
             RefusedError: `step` went down; or the caller is a signal handler that interrupted a commit, or a forked
                 child.
         """
@@ -301,9 +311,10 @@ class Target:
                 if left <= 0:
                     if self._steps.stands and self._prepare is not None:
                         self._say_where(self._prepare)  # this rank no longer waits
+                    why = self.fenced or self._away
                     raise DeadlineExceeded(
                         f"model {self.model!r} replica {self.replica!r}: version {version} is not live after "
-                        f"{timeout:.1f} s (live: {live}{', ' + self._fenced if self._fenced else ''}); "
+                        f"{timeout:.1f} s (live: {live}{', ' + why if why else ''}); "
                         "look at `refitctl status` for the last swap"
                     )
                 if not self._may_take():
@@ -367,13 +378,22 @@ class Target:
                 return prepare if self._steps.is_due() else None
             self._version = self._prepare = None
         reason = f"the other ranks of the replica have not said within {IN_STEP_S:.0f} s how far they are"
-        self._connection.tell(local.CommitFailed(swap=prepare.swap, member=self.member, reason=reason))
+        self._tell(local.CommitFailed(swap=prepare.swap, member=self.member, reason=reason))
         raise CommitError(
             f"model {self.model!r} replica {self.replica!r}: version {prepare.version} is not taken over: {reason}"
         )
 
     def _say_where(self, prepare: local.PrepareCommit, stands: str = "") -> None:
-        self._connection.tell(self._steps.reached(prepare.swap, self.member, stands))
+        self._tell(self._steps.reached(prepare.swap, self.member, stands))
+
+    def _tell(self, message: local.Told | local.StepReached) -> None:
+        """Say something about a commit to the daemon, unless it has ended: the next one learns what came of it."""
+        connection = self._connection
+        try:
+            connection.tell(message)
+        except PeerLost:
+            if not connection.is_awaited:
+                raise
 
     def _is_told(self) -> bool:
         """Return whether this rank knows the poll to commit in, or has already reported that it waits for it."""
@@ -401,6 +421,8 @@ class Target:
             DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; nothing has changed.
         """
         check_process(self._pid)
+        timeout = seconds("timeout", timeout)
+        connection = self._line.steady(timeout)
         self._check_open()
         with self._changed:
             if self._prepare is not None or self._taking is not None:
@@ -408,7 +430,7 @@ class Target:
                     f"model {self.model!r} replica {self.replica!r}: version {self.pending} is decided and waits for "
                     "this rank; take it over first (poll or wait), then suspend"
                 )
-        self._connection.request(local.Suspend(member=self.member), local.Done, seconds("timeout", timeout))
+        connection.request(local.Suspend(member=self.member), local.Done, timeout)
         with self._checks.committing():  # waits for a check that reads the tensors
             self._checks.suspended = self._suspended = True
 
@@ -424,11 +446,13 @@ class Target:
             DeadlineExceeded, PeerLost: the coordinator or the daemon does not answer; the rank stays suspended.
         """
         check_process(self._pid)
+        timeout = seconds("timeout", timeout)
+        connection = self._line.steady(timeout)
         self._check_open()
         self._tensors.check_unmoved(is_described=True)
         wake = local.Wake(member=self.member, is_lost=not flag("kept", kept))
         taken = self._taken
-        self._connection.request(wake, local.Done, seconds("timeout", timeout))
+        connection.request(wake, local.Done, timeout)
         with self._changed:
             if not kept and self._taken == taken:  # a callback may have taken the live version over already
                 self._version = None
@@ -449,7 +473,7 @@ class Target:
         try:
             if not self._is_evicted:
                 self.is_estranged |= self.flips and self._taking is not None  # its commit did not end in time
-                self._connection.request(local.Deregister(member=self.member), local.Done, 10.0)
+                self._line.deregister(self._connection, self.member)
         except RefitdError:
             self.is_estranged |= bool(self._flipped)  # evicted meanwhile: what the daemon knows is not certain
             raise
@@ -464,6 +488,58 @@ class Target:
     def arenas(self) -> set[int]:
         """Return the arenas from `allocate` that hold its tensors."""
         return {place.arena for place in self._tensors.arena_places}
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Take over the new numbers of arenas that have been given to another daemon."""
+        self._message = structs.replace(self._message, live=renumbered(self._message.live, numbers))
+        self._tensors.arena_places = renumbered(self._tensors.arena_places, numbers)
+
+    def register_again(self, connection: Connection, give: Give, timeout: float) -> None:
+        """Register over a new connection, with the version that the tensors hold and the same staging arena.
+
+        The coordinator confirms the version before the target may serve it. A commit under way ends first.
+
+        Raises:
+            RefitdError: it is refused, or the daemon is gone again.
+        """
+        with self._checks.committing():
+            if self._closed or self._is_evicted:
+                return
+            if self._pair is not None:
+                given = give(*self._pair.staging)
+                if given is None:
+                    raise ArenaError("the memory that its commits exchange could not be given back to the daemon")
+            else:
+                arena = self._staging
+                given = None if arena is None else give(arena.address, arena.nbytes)
+            with self._changed:
+                message = structs.replace(
+                    self._message,
+                    version=self._version,
+                    run=self._run,
+                    given=given,
+                    returns=True,
+                    suspended=self._suspended,
+                    timeout_s=timeout,
+                )
+            registered = connection.request(message, local.TargetRegistered, timeout)
+            if given is None and self._staging is not None:
+                self._staging = connection.map_arena(registered.staging, write=False)
+            permit = Permit(connection.permit_page(), registered.permit_slot, registered.permit_token)
+            self._checks.registered_again(connection, registered.member)
+            with self._changed:
+                self.member, self._connection, self._permit = registered.member, connection, permit
+                self._away = self._fenced = self._flipped = ""
+                self._applied = None
+                self._changed.notify_all()
+        connection.listen(self.member, self._notified)
+
+    def give_up(self, failure: local.Failure) -> None:
+        """Take note that it could not be registered again: it serves nothing, and polls raise the reason."""
+        with self._changed:
+            self._failure, self._version = failure, None
+            self.error, self._away = from_code(failure.code, failure.message), ""
+            self._changed.notify_all()
 
     def release(self) -> None:
         """Drop the staging arena; nothing can be committed afterwards."""
@@ -530,8 +606,7 @@ class Target:
         except Exception as exc:
             self._fail()
             _log.error("swap=%s member=%s version=%s failed: %s", prepare.swap, self.member, prepare.version, exc)
-            failed = local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(exc), exchanged=exchanged)
-            self._connection.tell(failed)
+            self._tell(local.CommitFailed(swap=prepare.swap, member=self.member, reason=str(exc), exchanged=exchanged))
             if isinstance(exc, CommitError):
                 raise
             raise CommitError(f"version {prepare.version} could not be taken over: {exc}") from exc
@@ -551,10 +626,10 @@ class Target:
         self._settle()
         done = local.CommitDone(prepare.swap, self.member, self.last_pause_s, exchanged)
         try:
-            self._connection.tell(done)
+            self._tell(done)
         finally:
             with self._changed:
-                self._version = prepare.version
+                self._version, self._run = prepare.version, prepare.run
                 self._changed.notify_all()
         return prepare.version
 
@@ -578,12 +653,12 @@ class Target:
     def _let_worker_write(self, prepare: local.PrepareCommit) -> None:
         with self._changed:
             self._applied = None
-        self._connection.tell(local.CommitQuiet(swap=prepare.swap, member=self.member))
+        self._tell(local.CommitQuiet(swap=prepare.swap, member=self.member))
 
         def is_told() -> bool:
             applied = self._applied
             mine = applied is not None and applied.swap == prepare.swap
-            return mine or self._failure is not None or self._closed
+            return mine or self._failure is not None or bool(self._away) or self._closed
 
         with self._changed:
             done = self._changed.wait_for(is_told, APPLY_TIMEOUT_S)
@@ -593,7 +668,8 @@ class Target:
             raise CommitError("this target has been closed")
         if self._applied is None:
             self._check_connected()
-        elif self._applied.reason:
+            raise CommitError(f"its tensors may hold parts of two versions: {self._away}")
+        if self._applied.reason:
             raise CommitError(self._applied.reason)
 
     def _settle(self) -> None:
@@ -621,8 +697,7 @@ class Target:
             match message:
                 case local.PrepareCommit(swap) if swap == self._taken:
                     # already committed, but the coordinator died before it knew
-                    done = local.CommitDone(swap, self.member, self.last_pause_s, self._exchanged)
-                    self._connection.tell(done)
+                    self._tell(local.CommitDone(swap, self.member, self.last_pause_s, self._exchanged))
                 case local.PrepareCommit(swap):
                     is_told = self._prepare is not None and self._prepare.swap == swap
                     if not is_told or (message.controlled and self._taking is None):
@@ -659,6 +734,12 @@ class Target:
                     _log.warning("member=%s evicted: %s", member, reason)
                     self._fenced, self._prepare, self._asked, self._is_evicted = text, None, None, True
                     self._failure = local.Failure(code=RefusedError.code, message=text)
+                case local.Failure(_, text) if self._connection.is_awaited and self._failure is None:
+                    self._away = text
+                    if self._message.in_place and self._asked is not None:
+                        self._version = None  # workers may have written the tensors
+                    # what was decided is brought to it when it is back; a commit under way ends first
+                    self._prepare = self._asked = None
                 case local.Failure(code, text):
                     self._failure, self.error = message, from_code(code, text)
             self._changed.notify_all()
@@ -673,8 +754,17 @@ class Target:
         """Pause when asked, commit what is decided, resume: the body of the `on_pause` thread."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._asked or self._prepare or self._failure or self._closed)
+                self._changed.wait_for(
+                    lambda: (
+                        self._asked
+                        or self._prepare
+                        or (self._stood_down and not self._away)
+                        or self._failure
+                        or self._closed
+                    )
+                )
                 asked, prepare = self._asked, self._prepare
+                resumes, self._stood_down = self._stood_down and not self._away, self._stood_down and bool(self._away)
                 if self._failure is not None and not self._closed:
                     self.error = from_code(self._failure.code, self._failure.message)
                 if self._closed or self._failure is not None:
@@ -682,6 +772,8 @@ class Target:
             # a version that was decided before a coordinator's restart comes without a request to pause
             cause = asked or prepare
             if cause is None:
+                if resumes and on_resume is not None:
+                    self._resume(on_resume)
                 continue
             try:
                 self._stand_still(on_pause, cause.swap, cause.version, is_asked=asked is not None)
@@ -691,10 +783,13 @@ class Target:
                 if self._asked is asked:  # another swap may already have asked
                     self._asked = None
             if on_resume is not None:
-                try:
-                    on_resume(self.version)
-                except BaseException as exc:
-                    self.error = CommitError(f"on_resume raised {exc!r}")
+                self._resume(on_resume)
+
+    def _resume(self, on_resume: Callable[[int | None], object]) -> None:
+        try:
+            on_resume(self.version)
+        except BaseException as exc:
+            self.error = CommitError(f"on_resume raised {exc!r}")
 
     def _stand_still(self, on_pause: Callable[[int], object], swap: str, version: int, *, is_asked: bool) -> None:
         """Pause the engine and commit the version once it is decided; raises CommitError on failure."""
@@ -706,11 +801,11 @@ class Target:
             else:
                 self._fail()  # the version is already decided
             reason = f"on_pause raised {exc!r}"
-            self._connection.tell(local.CommitFailed(swap=swap, member=self.member, reason=reason))
+            self._tell(local.CommitFailed(swap=swap, member=self.member, reason=reason))
             raise CommitError(reason) from exc
         since = time.perf_counter()
         if is_asked:
-            self._connection.tell(local.Paused(swap=swap, member=self.member))
+            self._tell(local.Paused(swap=swap, member=self.member))
         with self._changed:
             decided = self._changed.wait_for(
                 lambda: (
@@ -725,8 +820,9 @@ class Target:
             prepare = self._prepare
             if not decided:
                 self._fenced = f"nobody said within {PAUSE_TIMEOUT_S:.0f} s whether swap {swap} was decided"
-            elif self._failure is not None:
+            elif self._failure is not None or self._away:
                 self._fenced = f"the daemon ended before it said whether swap {swap} was decided"
+                self._stood_down = bool(self._away)  # on_resume is called again when it is back
         if prepare is not None:
             self._apply(prepare, since)
 

@@ -123,6 +123,16 @@ class ArenasMade:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaGiven:
+    """A client has given an arena back that it kept while its daemon was restarted (see `Daemon.check_given`)."""
+
+    session: int
+    arena: int
+    nbytes: int
+    writable: bool  # for the client
+
+
+@dataclass(frozen=True, slots=True)
 class ArenasRefused:
     """The arenas requested under this ticket cannot be made."""
 
@@ -150,6 +160,7 @@ Event = (
     | NotSent
     | Busy
     | ArenasMade
+    | ArenaGiven
     | ArenasRefused
     | Due
     | Tick

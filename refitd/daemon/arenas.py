@@ -60,19 +60,13 @@ class LocalArenas(dict[int, Arena]):
             ArenaError: the node's limit leaves no room, even after freeing all retained targets.
         """
         asked = [(nbytes, waiting.device) for waiting in self._asked.values() for nbytes, _ in waiting.wanted]
-        used = sum(arena.nbytes for arena in self.values()) + sum(nbytes for nbytes, _ in asked)
+        used = self._used()
         more = sum(nbytes for nbytes, _ in wanted.wanted)
         kept = sum(self[arena].nbytes for arena in self._retained.arenas())
         frees = more > 0 and self._max_bytes < used + more <= self._max_bytes + kept
         if frees and self._is_question(wanted):
             return
-        used -= kept if frees else 0
-        if more <= 0 or used + more > self._max_bytes:
-            raise ArenaError(
-                f"{more} bytes of arenas asked for, {max(0, self._max_bytes - used)} are available on node "
-                f"{self._node}: {used} are in use and the limit is {self._max_bytes} (node.max_arena_bytes); "
-                "raise it, register a smaller shard here, lower `slots`, or close registrations"
-            )
+        self.check_room(more, kept if frees else 0)
         self._tickets += 1
         self._asked[self._tickets] = wanted
         if frees:
@@ -80,6 +74,24 @@ class LocalArenas(dict[int, Arena]):
         held = tuple(0 if arena.device else arena.nbytes for arena in self.values())
         held += tuple(0 if gpu else nbytes for nbytes, gpu in asked)
         self._out(MakeArenas(self._tickets, wanted.wanted, held, wanted.device, wanted.within_s))
+
+    def check_room(self, more: int, freed: int = 0) -> None:
+        """Check that `more` bytes of arenas are within the node's limit, once `freed` bytes have been freed.
+
+        Raises:
+            ArenaError: they are not.
+        """
+        used = self._used() - freed
+        if more <= 0 or used + more > self._max_bytes:
+            raise ArenaError(
+                f"{more} bytes of arenas asked for, {max(0, self._max_bytes - used)} are available on node "
+                f"{self._node}: {used} are in use and the limit is {self._max_bytes} (node.max_arena_bytes); "
+                "raise it, register a smaller shard here, lower `slots`, or close registrations"
+            )
+
+    def _used(self) -> int:
+        asked = sum(nbytes for waiting in self._asked.values() for nbytes, _ in waiting.wanted)
+        return asked + sum(arena.nbytes for arena in self.values())
 
     def _is_question(self, wanted: WantedArenas) -> bool:
         """Ask the coordinator before freeing retained targets for a rank it may refuse; return whether it was asked."""
@@ -148,6 +160,12 @@ class LocalArenas(dict[int, Arena]):
         """Record a new arena and map it in the workers; `write` says whether its client may write."""
         self[arena] = Arena(arena, nbytes, label, session, write, device)
         self._maps.add(arena, nbytes, device, write=workers_write)
+
+    def rename(self, arena: int, label: str, *, write: bool, workers_write: bool) -> None:
+        """Record what an arena is from now on that a client has given back; as `take`."""
+        known = self[arena]
+        self._maps.remove(arena)
+        self.take(arena, known.nbytes, label, known.session, write=write, workers_write=workers_write)
 
     def may_fetch(self, session: int, arena: int, write: bool) -> Arena:
         """Return the arena whose descriptor this session may have.

@@ -59,11 +59,13 @@ class ClientListener:
         on_change: Callable[[int, int], None],
         on_goodbye: Callable[[int], None],
         on_told: Callable[[int, Told], None],
+        on_given: Callable[[int, int, int], int],
     ) -> None:
         """Listen.
 
         `on_change` is told which descriptors to poll, `on_goodbye` which session is about to close, and `on_told` what
-        members report about their commits.
+        members report about their commits. `on_given(session, descriptor, bytes)` takes an arena back and returns its
+        number, or raises RefitdError.
         """
         self._listener = handoff.listen(path)
         self._path = path
@@ -72,11 +74,12 @@ class ClientListener:
         self._on_change = on_change
         self._on_goodbye = on_goodbye
         self._on_told = on_told
+        self._on_given = on_given
         self._visitors: dict[int, _PendingClient] = {}  # by descriptor
         self._processes: dict[int, int] = {}  # pidfd -> descriptor
         self._by_identity: dict[bytes, _PendingClient] = {}
         self._sessions = 0
-        self._decoder: Decoder[sidecar.FetchArena | sidecar.Goodbye | Told] = Decoder(
+        self._decoder: Decoder[sidecar.FetchArena | sidecar.GiveArena | sidecar.Goodbye | Told] = Decoder(
             sidecar.DescriptorRequest, handoff.MAX_DATAGRAM
         )
         on_change(self._listener.fileno(), select.POLLIN)
@@ -211,8 +214,10 @@ class ClientListener:
         for _ in range(most):
             try:
                 data, fds = handoff.receive(visitor.socket, 1)
-                handoff.close_all(fds)
-                self._answer(visitor, data, fetch)
+                try:
+                    self._answer(visitor, data, fds, fetch)
+                finally:
+                    handoff.close_all(fds)
             except BlockingIOError:
                 return True
             except PeerLost as exc:
@@ -223,15 +228,22 @@ class ClientListener:
         return True
 
     def _answer(
-        self, visitor: _PendingClient, data: bytes, fetch: Callable[[int, int, bool], tuple[int, int, str]]
+        self,
+        visitor: _PendingClient,
+        data: bytes,
+        fds: tuple[int, ...],
+        fetch: Callable[[int, int, bool], tuple[int, int, str]],
     ) -> None:
         request, message = self._decoder.decode(data)
         if isinstance(message, sidecar.Goodbye):
             self._on_goodbye(visitor.session)
             return
+        if not isinstance(message, sidecar.FetchArena) and visitor.identity is None:
+            raise ProtocolError(f"{type(message).__name__} before Hello")
+        if isinstance(message, sidecar.GiveArena):
+            handoff.send(visitor.socket, self._taken_back(visitor.session, request, message, fds))
+            return
         if not isinstance(message, sidecar.FetchArena):
-            if visitor.identity is None:
-                raise ProtocolError(f"{type(message).__name__} before Hello")
             self._on_told(visitor.session, message)
             return
         try:
@@ -249,6 +261,16 @@ class ClientListener:
             handoff.send(visitor.socket, reply, (narrowed,))
         finally:
             handoff.close_all((narrowed,))
+
+    def _taken_back(self, session: int, request: int, message: sidecar.GiveArena, fds: tuple[int, ...]) -> bytes:
+        """Return the answer to a client that gives an arena back."""
+        try:
+            if len(fds) != 1:
+                raise ProtocolError(f"GiveArena comes with {len(fds)} descriptors, expected one")
+            arena = self._on_given(session, fds[0], message.nbytes)
+        except RefitdError as exc:
+            return encode(request, Failure(code=exc.code, message=str(exc)))
+        return encode(request, sidecar.ArenaGiven(arena=arena))
 
     def _leave(self, fd: int) -> None:
         visitor = self._visitors.pop(fd)

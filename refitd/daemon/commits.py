@@ -159,6 +159,7 @@ class Commits:
                 swap=swap,
                 member=member.id,
                 version=version,
+                run=member.state.next_run,
                 by_worker=bool(member.live) and not (member.in_place or member.flips),
                 flips=member.flips,
                 in_place=member.in_place,

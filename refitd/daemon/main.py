@@ -25,7 +25,7 @@ from refitd.daemon import actions as act
 from refitd.daemon.address import reachable_address
 from refitd.daemon.allocation import close_all, make_arenas
 from refitd.daemon.client_inbox import ClientInbox
-from refitd.daemon.client_listener import ClientListener
+from refitd.daemon.client_listener import CLIENT_RESERVE, ClientListener
 from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
 from refitd.daemon.slow_work import SlowWork
 from refitd.daemon.state import Daemon
@@ -89,13 +89,19 @@ class DaemonShell:
         self._noise = Throttle(period_s=5.0)
         self._dealer = Dealer(context, config.coordinator_endpoint, keys)
         self._gate = ClientListener(
-            directory / "refitd.fds", endpoint, self._users.uids, self._watch, self._goodbye, self._said_of_commit
+            directory / "refitd.fds",
+            endpoint,
+            self._users.uids,
+            self._watch,
+            self._goodbye,
+            self._said_of_commit,
+            self._given_back,
         )
         self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
         for sock in (self._router.socket, self._dealer.socket, *self._dealer.doors):
             self._poller.register(sock, zmq.POLLIN)
         self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
-        self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, "permits")}
+        self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, memory.PERMITS)}
         self._permits = PermitPage(self._arena_fds[PAGE_ARENA])
         self._arena_numbers = 0
         self._made_r, self._made_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -323,6 +329,27 @@ class DaemonShell:
     def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, str]:
         found = self._state.may_fetch(session, arena, write)
         return self._arena_fds[arena], found.nbytes, found.device
+
+    def _given_back(self, session: int, fd: int, nbytes: int) -> int:
+        """Take an arena back that a client has kept while its daemon was restarted; return its number.
+
+        Raises:
+            RefitdError: it is no arena, or another client's, or there is no room for it.
+        """
+        self._state.check_given(session, nbytes)
+        if capacity.descriptors_left() < CLIENT_RESERVE:
+            raise RefusedError("this daemon can open no more files (RLIMIT_NOFILE); raise its limit (LimitNOFILE=)")
+        taken, writable = memory.taken_back(fd, nbytes)
+        try:
+            if any(os.path.sameopenfile(taken, other) for other in self._arena_fds.values()):
+                raise RefusedError(f"an arena of {nbytes} bytes is not taken back: this daemon has it already")
+            self._arena_numbers += 1
+            self._arena_fds[self._arena_numbers] = taken
+        except BaseException:
+            os.close(taken)
+            raise
+        self._feed(act.ArenaGiven(session, self._arena_numbers, nbytes, writable))
+        return self._arena_numbers
 
     def _feed(self, event: act.Event) -> None:
         instructions = self._state.handle(event, time.monotonic())

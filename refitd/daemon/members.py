@@ -18,7 +18,7 @@ from refitd.daemon.finishing import (
     held_of,
     held_places,
 )
-from refitd.daemon.target_state import Event, Step, TargetState, fresh, step_of
+from refitd.daemon.target_state import Event, Step, Suspended, TargetState, fresh, step_of
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import IllegalTransition, RefusedError
 from refitd.protocol.codec import digest_of, pack
@@ -335,7 +335,9 @@ def new_member(
         described=pack(r.shard),
     )
     if isinstance(r, RegisterTarget):
-        member.state = fresh(in_place=r.in_place, version=r.version, flips=r.flips)
+        member.state = fresh(in_place=r.in_place, version=r.version, run=r.run, flips=r.flips)
+        if r.suspended:
+            member.suspended, member.state = True, step_of(member.state, Suspended())
     return member, nbytes
 
 

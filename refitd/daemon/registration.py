@@ -103,8 +103,12 @@ class Registrations:
             if member.landing_bytes:
                 sizes["landing0"] = member.landing_bytes
             self._permits.check_free()
+        given = self._given(session, message, nbytes)
+        for what in list(sizes)[: len(given)]:
+            del sizes[what]
         member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._link.next_number()}"
-        retained = self._retained.fitting(member, session.uid)
+        returns = isinstance(message, local.RegisterTarget) and message.returns
+        retained = None if returns else self._retained.fitting(member, session.uid)
         if retained is not None and (not member.flips or self._arenas[retained.member.staging].nbytes == nbytes):
             self._retained.give(retained, member)
             self._return(session, request, member, nbytes, PART_OF_TIMEOUT * message.timeout_s)
@@ -122,6 +126,39 @@ class Registrations:
             self._arenas.ask(wanted)
         else:
             self.arenas_made(wanted, ())
+
+    def _given(
+        self, session: Session, message: local.RegisterSource | local.RegisterTarget, nbytes: int
+    ) -> tuple[int, ...]:
+        """Return the arenas that a rank has given back, to be its slots or its staging arena.
+
+        Raises:
+            RefusedError: they are not this client's, are in use, have another size, or too few.
+        """
+        who = f"model {message.model!r} rank {message.rank}"
+        if isinstance(message, local.RegisterSource):
+            versions = [slot.version for slot in message.given if slot.version is not None]
+            newest = -1 if message.newest is None or not message.run else message.newest
+            if len(set(versions)) < len(versions) or max(versions, default=-1) > newest:
+                raise RefusedError(
+                    f"{who}: its slots hold {versions}, and {newest} of run {message.run!r} is the newest"
+                )
+            given, wanted = tuple(slot.arena for slot in message.given), 0 if message.live else message.slots
+        else:
+            given, wanted = () if message.given is None else (message.given,), 0 if message.in_place else 1
+        if not given:
+            return ()
+        if len(given) != wanted or len(set(given)) < len(given):
+            raise RefusedError(f"{who}: {len(given)} arenas are given back, {wanted} different ones are needed")
+        is_read = isinstance(message, local.RegisterTarget) and not message.flips  # its process only reads it
+        used = {place.arena for place in message.live}.union(*(m.live.arenas() for m in self._members.values()))
+        for number in given:
+            arena = self._arenas.get(number)
+            if arena is None or number not in session.arenas or number in used:
+                raise RefusedError(f"{who}: arena {number} is not one that this client has given back, or it is in use")
+            if arena.nbytes != nbytes or arena.device != message.device or not (arena.write or is_read):
+                raise RefusedError(f"{who}: arena {number} has {arena.nbytes} bytes, {nbytes} are needed")
+        return given
 
     def ask_first(self, wanted: WantedArenas, purpose: MemberArenas) -> None:
         """Ask the coordinator whether it would accept a rank before retained targets are freed for it."""
@@ -156,7 +193,9 @@ class Registrations:
             self._permits.check_free()
         if freed := member.live.arenas() - self._arenas.keys():
             raise RefusedError(f"{member.id}: arenas {sorted(freed)} have been freed, which hold its tensors")
-        for index, (arena, (size, label)) in enumerate(zip(arenas, wanted.wanted, strict=True)):
+        session = self._sessions[wanted.session]
+        given = self._given(session, member.registration, purpose.nbytes)
+        for index, (arena, (size, label)) in enumerate(zip(arenas, wanted.wanted, strict=True), len(given)):
             self._arenas.take(
                 arena,
                 size,
@@ -166,12 +205,20 @@ class Registrations:
                 workers_write=not source,
                 device=wanted.device,
             )
-        if source:
-            member.slots = [Slot(arena) for arena in arenas]
+        for index, arena in enumerate(given):
+            session.arenas.discard(arena)
+            label = f"{member.id}/{'slot' if source else 'staging'}{index}"
+            self._arenas.rename(arena, label, write=source or member.flips, workers_write=not source)
+        arenas = given + arenas
+        if isinstance(member.registration, local.RegisterSource):
+            r = member.registration
+            versions = [slot.version for slot in r.given] or [None] * len(arenas)
+            member.slots = [Slot(arena, version) for arena, version in zip(arenas, versions, strict=True)]
+            member.run, member.newest = r.run, -1 if r.newest is None else r.newest
         else:
             member.staging, member.landing = (*arenas, -1, -1)[:2]
             self._permits.allot(member)
-        self._enter(self._sessions[wanted.session], member)
+        self._enter(session, member)
         self._tell(wanted.session, wanted.request, member, Introduced(member, arenas, purpose.nbytes))
 
     def introduced(self, session: int, request: int, about: Introduced, reply: Message) -> None:
@@ -361,6 +408,7 @@ class Registrations:
             staging=max(0, member.staging),
             nbytes=nbytes,
             version=version,
+            run="" if version is None else member.state.run,
             permit_slot=member.permit.slot,
             permit_token=member.permit.token,
             restores=is_restoring(member),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES
 from refitd.daemon.actions import (
+    ArenaGiven,
     ArenasMade,
     ArenasRefused,
     ClientSaid,
@@ -221,6 +222,10 @@ class Daemon:
                 self.arenas.made(event)
             case ArenasRefused():
                 self.arenas.refused(event)
+            case ArenaGiven(session, arena, nbytes, writable):
+                label = f"given back by {self._sessions[session].name or 'client'}"
+                self.arenas.take(arena, nbytes, label, session, write=writable, workers_write=True)
+                self._sessions[session].arenas.add(arena)
             case Due():
                 self._proofs.expire(now)
                 self._regions.expire(now)
@@ -260,6 +265,20 @@ class Daemon:
             if any(member.permit is not None for member in members):
                 return Arena(PAGE_ARENA, PAGE_BYTES, "permits", session, write=False)
         return self.arenas.may_fetch(session, arena, write)
+
+    def check_given(self, session: int, nbytes: int) -> None:
+        """Check that an arena may be taken back from a client.
+
+        Raises:
+            RefusedError: it has no session, or not the role.
+            ArenaError: the node's limit leaves no room.
+        """
+        found = self._sessions.get(session)
+        if found is None:
+            raise RefusedError("no session is open here; say Hello first")
+        user = f"the user of pid {found.pid}"
+        check_role(sidecar.GiveArena(nbytes=nbytes), found.roles, user, "node.roles of this daemon")
+        self.arenas.check_room(nbytes)
 
     def status(self) -> NodeStatus:
         """Return this node's status."""

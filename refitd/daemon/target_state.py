@@ -248,10 +248,14 @@ class TargetState:
         return f"{self.step.value}{of}, {self.live.value}{holds}"
 
 
-def fresh(*, in_place: bool, version: int | None = None, flips: bool = False) -> TargetState:
-    """Return the state of a newly registered rank; `version` is what it serves already."""
+def fresh(*, in_place: bool, version: int | None = None, run: str = "", flips: bool = False) -> TargetState:
+    """Return the state of a newly registered rank; `version`, of `run`, is what it serves already.
+
+    `holds` stays None: nobody knows the digests of that version any more, so that it seeds nobody.
+    """
     live = Live.EMPTY if version is None else Live.SERVING
-    return TargetState(in_place=in_place, flips=flips, live=live, version=version)
+    run = "" if version is None else run
+    return TargetState(in_place=in_place, flips=flips, live=live, version=version, run=run)
 
 
 def restoring(version: int, run: str = "", *, flips: bool = False) -> TargetState:

@@ -51,8 +51,19 @@ class FreeArena(Message, frozen=True):
     arena: Count
 
 
+class GivenSlot(Value, frozen=True):
+    """An arena that the client gave back after a restart of its daemon, and the version that it holds whole."""
+
+    arena: Count
+    version: Count | None = None
+
+
 class RegisterSource(Message, frozen=True):
-    """Offer a shard of `model`. `live` gives its tensors' places in arenas; without it, `slots` slots are made."""
+    """Offer a shard of `model`. `live` gives its tensors' places in arenas; without it, `slots` slots are made.
+
+    A source that registers again after a restart of its daemon names its `run` and the `newest` version that it has
+    published; `given` are its slots then, unless new ones are to be made.
+    """
 
     model: Name
     rank: Small
@@ -62,12 +73,18 @@ class RegisterSource(Message, frozen=True):
     live: tuple[Place, ...] = ()
     device: Label = ""  # the GPU for its slots; "": main memory
     timeout_s: Seconds = 0.0  # as in CreateArena
+    given: tuple[GivenSlot, ...] = ()
+    run: Label = ""
+    newest: Count | None = None
 
 
 class RegisterTarget(Message, frozen=True):
     """Request a shard of `model`. With `live` places the worker writes them at commit, otherwise the client does.
 
     `held` lists the live tensors if they differ from the shard's; `conversions` say how they are made.
+
+    A target that registers again after a restart of its daemon says which `version` of which `run` its live tensors
+    hold; the coordinator confirms that. `given` is its staging arena then, unless a new one is to be made.
     """
 
     model: Name
@@ -77,6 +94,10 @@ class RegisterTarget(Message, frozen=True):
     shard: Shard
     live: tuple[Place, ...] = ()
     version: Count | None = None  # the version it already serves
+    run: Label = ""  # of that version
+    given: Count | None = None
+    returns: bool = False  # what an earlier process of this rank has left is not for it
+    suspended: bool = False  # it has put its tensors away
     held: tuple[HeldTensor, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     derived: tuple[DerivedTensor, ...] = ()
@@ -400,6 +421,7 @@ class TargetRegistered(Message, frozen=True):
     permit_slot: Count = 0
     permit_token: Count = 0
     restores: bool = False
+    run: Label = ""  # of `version`
     content: tuple[Count, ...] = ()
     not_restored: Text = ""
 
@@ -458,6 +480,7 @@ class PrepareCommit(Message, frozen=True):
     lockstep: bool = False
     controlled: bool = False
     flips: bool = False
+    run: Label = ""  # of the version
 
 
 class FlipAt(Message, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from refitd.errors import RefusedError
-from refitd.protocol import cluster, control, local
+from refitd.protocol import cluster, control, local, sidecar
 from refitd.protocol.base import Message
 
 TRAINER, ENGINE, OPERATOR = "trainer", "engine", "operator"
@@ -16,6 +16,7 @@ ALL_ROLES = frozenset({TRAINER, ENGINE, OPERATOR})
 _SWAPS = frozenset({TRAINER, OPERATOR})
 _NEEDED: dict[type[Message], frozenset[str]] = {
     local.CreateArena: frozenset({TRAINER, ENGINE}),
+    sidecar.GiveArena: frozenset({TRAINER, ENGINE}),
     local.RegisterSource: frozenset({TRAINER}),
     local.RegisterTarget: frozenset({ENGINE}),
     local.Restored: frozenset({ENGINE}),

@@ -243,6 +243,21 @@ class FetchArena(Message, frozen=True):
     write: bool = False
 
 
+class GiveArena(Message, frozen=True):
+    """The client gives an arena back that it has kept while its daemon was restarted; its descriptor comes with this.
+
+    Reply: ArenaGiven. The arena is the client's own, as one made by CreateArena, until a registration takes it over.
+    """
+
+    nbytes: Count
+
+
+class ArenaGiven(Message, frozen=True):
+    """The daemon has taken an arena back, under this number."""
+
+    arena: Count
+
+
 class Goodbye(Message, frozen=True):
     """The client closes its session regularly: nothing is retained for a successor."""
 
@@ -282,5 +297,7 @@ FromWorker = (
     | EpochJoined
     | EpochFailed
 )
-DescriptorRequest = FetchArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed  # local.Told, too
-DescriptorReply = Greeting | ArenaDescriptor | Failure
+DescriptorRequest = (
+    FetchArena | GiveArena | Goodbye | Paused | CommitQuiet | CommitDone | CommitFailed
+)  # local.Told, too
+DescriptorReply = Greeting | ArenaDescriptor | ArenaGiven | Failure

@@ -216,11 +216,14 @@ class Daemon(Service):
             raise self._not_started("" if word is not None else f" within {timeout:.0f} s")
         return self
 
-    def connect(self, name: str = "test", timeout: float = 10.0) -> Client:
-        """Connect to it from this process; the caller closes the client."""
+    def connect(self, name: str = "test", timeout: float = 10.0, *, reconnect: bool = False) -> Client:
+        """Connect to it from this process; the caller closes the client.
+
+        With `reconnect` the client waits for the daemon when it has ended, as one of `refitd.connect` does.
+        """
         from refitd.client import connect
 
-        return connect(self.directory, name=name, timeout=timeout)
+        return connect(self.directory, name=name, timeout=timeout, reconnect=reconnect)
 
     def status(self) -> StatusReport:
         """Return its coordinator's status."""

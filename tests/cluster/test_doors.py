@@ -152,7 +152,7 @@ def test_a_client_cannot_fetch_the_arenas_of_another(fleet: Fleet) -> None:
     with fleet.daemon.connect() as stranger:
         for arena in range(1, 5):
             with pytest.raises(refitd.RefusedError, match="not one of this session's"):
-                stranger._connection.map_arena(arena, write=False)
+                stranger._connection.current.map_arena(arena, write=False)
 
 
 def test_a_staging_arena_is_handed_out_for_reading_only(fleet: Fleet) -> None:
@@ -160,13 +160,13 @@ def test_a_staging_arena_is_handed_out_for_reading_only(fleet: Fleet) -> None:
     assert arenas
     for arena in arenas:
         with pytest.raises(refitd.RefusedError, match="for reading only"):
-            fleet.client._connection.map_arena(arena, write=True)
-        assert not fleet.client._connection.map_arena(arena, write=False).bytes.flags.writeable
+            fleet.client._connection.current.map_arena(arena, write=True)
+        assert not fleet.client._connection.current.map_arena(arena, write=False).bytes.flags.writeable
 
 
 def _mappable(client: refitd.Client, arena: int) -> bool:
     try:
-        client._connection.map_arena(arena, write=False)
+        client._connection.current.map_arena(arena, write=False)
     except refitd.RefusedError:
         return False
     return True

@@ -179,7 +179,7 @@ def test_a_decision_repeated_at_the_end_of_a_commit(start_daemon: Callable[..., 
             prepares.append(message)
         notified(message)  # type: ignore[arg-type]
 
-    fleet.engine._connection.listen(target.member, note)
+    fleet.engine._connection.current.listen(target.member, note)
 
     def repeated() -> None:
         flipped()

@@ -154,7 +154,7 @@ def test_a_rank_whose_partner_dies_after_the_decision_is_not_held_for_ever(daemo
                 )
             )
         source.publish(1)
-        second._connection._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
+        second._connection.current._push = lambda *_: None  # type: ignore[method-assign]  its answers are lost
         running = RunningSwap(daemon.connect(), "policy", 1)
         running.wait_phase("commit")
         second.close()

@@ -179,7 +179,7 @@ def test_an_engine_that_dies_while_it_restores_finds_its_weights_again(
     kept = fleet.daemon.node().arenas
 
     def dies(self: TargetTensors, arena: object) -> None:
-        client._connection._descriptors.shutdown(2)  # as the kernel does when a process dies
+        client._connection.current._descriptors.shutdown(2)  # as the kernel does when a process dies
         # the dead say nothing any more
         eventually(lambda: re.search("session-closed .*name=dies", fleet.daemon.log()) is not None, "it is known")
         raise refitd.CommitError("it has died")

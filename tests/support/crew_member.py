@@ -98,7 +98,7 @@ class Trainer:
     def register(self) -> None:
         if self._client is not None:
             return
-        client = refitd.connect(self._directory, name="trainer", timeout=PATIENCE_S)
+        client = refitd.connect(self._directory, name="trainer", timeout=PATIENCE_S, reconnect=False)
         world = {"world_size": len(self._held), "timeout": PATIENCE_S}
         try:
             self._sources = [
@@ -221,7 +221,7 @@ class Engine:
         return self._way in ("polls", "copies", "flips", "leaves")
 
     def _register(self) -> None:
-        client = refitd.connect(self._directory, name=self._replica, timeout=PATIENCE_S)
+        client = refitd.connect(self._directory, name=self._replica, timeout=PATIENCE_S, reconnect=False)
         self._shards, self._targets, self._still = [], [], set()
         try:
             for rank in range(self._ranks):

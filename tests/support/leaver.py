@@ -64,7 +64,7 @@ def engine(directory: str, replica: str, way: str, version: int) -> None:
     if way == "stopped":
         while target.pending is None:
             time.sleep(0.001)
-        os.kill(client._connection.daemon.pid, signal.SIGSTOP)
+        os.kill(client._connection.current.daemon.pid, signal.SIGSTOP)
         assert target.poll() == version
         os._exit(0)
     if way == "on_commit":

@@ -13,7 +13,7 @@ WAIT_S = 20.0
 class Daemon:
     """What a target says to its daemon, and how it hears it."""
 
-    is_foreign = False
+    is_foreign = is_awaited = False
 
     def __init__(self) -> None:
         self.said: queue.Queue[Message] = queue.Queue()

@@ -24,6 +24,7 @@ class Door:
         self.watched: dict[int, int] = {}
         self.told: list[tuple[int, local.Told]] = []
         self.goodbyes: list[int] = []
+        self.given: list[tuple[int, int]] = []
         self.gate = ClientListener(
             directory / "refitd.fds",
             "ipc://nowhere",
@@ -31,6 +32,7 @@ class Door:
             self.watched.__setitem__,
             self.goodbyes.append,
             lambda session, message: self.told.append((session, message)),
+            lambda session, fd, nbytes: self.given.append((session, nbytes)) or len(self.given),  # type: ignore[func-returns-value]
         )
         self.client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.client.settimeout(20)

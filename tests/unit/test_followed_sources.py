@@ -14,18 +14,20 @@ from refitd import ParameterMetadata, RefusedError
 from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import packed_offsets
 from refitd.client.mxfp8 import SourceTensors, TargetTensors
+from refitd.client.slots import Slots
 from refitd.client.source import Source
 from refitd.describe.digests import digest_of
 from refitd.describe.module import RankGroups
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.base import Message
+from refitd.protocol.shards import shard_of
 
 
 class Daemon:
     """Grants slot 0, takes what is published and lent, and may do something between the two."""
 
-    is_foreign = False
+    is_foreign = is_awaited = is_lost = False
 
     def __init__(self) -> None:
         self.said: list[Message] = []
@@ -45,6 +47,12 @@ class Daemon:
             return local.SlotGranted(slot=0)
         return local.Done()
 
+    def steady(self, timeout: float) -> Daemon:
+        return self
+
+    def lasting(self, timeout: float, do: Callable[[Daemon, float], None]) -> None:
+        do(self, timeout)
+
     def kinds(self) -> list[str]:
         return [type(message).__name__ for message in self.said]
 
@@ -61,7 +69,10 @@ class Trainer:
         os.close(fd)
         self.daemon = Daemon()
         registered = local.SourceRegistered(member="m", slots=(0,), nbytes=nbytes)
-        self.source = Source(self.daemon, "policy", self.tensors, registered, (self.slot,), pull)  # type: ignore[arg-type]
+        message = local.RegisterSource(model="policy", rank=0, world_size=1, shard=shard_of(self.tensors.wire))
+        slots = Slots(message, registered, (self.slot,))
+        line: Any = self.daemon
+        self.source = Source(line, line, "policy", self.tensors, registered, slots, pull)
 
     def published(self, name: str, version: int) -> torch.Tensor:
         """Publish; return what lies in the slot."""

@@ -17,6 +17,7 @@ from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Commit, Target
 from refitd.errors import CommitError
 from refitd.protocol import local
+from refitd.protocol.shards import shard_of
 from tests.support.target_daemon import WAIT_S, Daemon
 
 
@@ -168,11 +169,12 @@ def test_every_way_to_commit_looks(way: str, where: str) -> None:
             errors.put(exc)
             raise
 
+    tensors = TargetTensors(given, 0, None, None, None)
     target = Target(
         daemon,  # type: ignore[arg-type]
-        "policy",
-        "a",
-        TargetTensors(given, 0, None, None, None),
+        daemon,  # type: ignore[arg-type]
+        local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
+        tensors,
         local.TargetRegistered(member="m", staging=0, nbytes=16, version=None),
         None,
         None,

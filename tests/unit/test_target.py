@@ -14,6 +14,7 @@ from refitd.client.mxfp8 import TargetTensors
 from refitd.client.target import Target
 from refitd.errors import CommitError, RefusedError
 from refitd.protocol import local
+from refitd.protocol.shards import shard_of
 from tests.support.target_daemon import WAIT_S, Daemon
 
 
@@ -30,8 +31,8 @@ class Engine:
         registered = local.TargetRegistered(member="m", staging=0, nbytes=16, version=None)
         self.target = Target(
             self.daemon,  # type: ignore[arg-type]
-            "policy",
-            "a",
+            self.daemon,  # type: ignore[arg-type]
+            local.RegisterTarget(model="policy", replica="a", rank=0, world_size=1, shard=shard_of(tensors.wire)),
             tensors,
             registered,
             None,

@@ -241,7 +241,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
     def _bind(self, info: RefitdInitInfo) -> None:
         """Learn the layout from the model's own loader, check it, and register it."""
         started = time.perf_counter()
-        client = self._client = self._client or refitd.connect(info.directory or None)
+        client = self._client = self._client or refitd.connect(info.directory or None, reconnect=False)
         rank, world_size, replica = self._place(info)
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
         params = dict(self.model.named_parameters())

@@ -95,7 +95,7 @@ def test_an_arena_mapped_for_reading_cannot_be_written(daemon: Daemon, gpus: fak
         line = next(s for s in Path("/proc/self/maps").read_text().splitlines() if f"{staging.address:x}-" in s)
         assert line.split()[1] == "r--s" and gpus.tag in line
         with pytest.raises(refitd.RefusedError, match="for reading only"):
-            client._connection.map_arena(1, write=True)
+            client._connection.current.map_arena(1, write=True)
         del staging
 
 
