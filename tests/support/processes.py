@@ -29,11 +29,12 @@ _DUMP = signal.SIGUSR1
 
 # forking a process that has imported torch, and run nothing of it, takes milliseconds; importing takes seconds
 _PRELOADED = (
+    "torch._dynamo",  # DTensors import it when they are first computed with
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "refitd.inprocess.refit",
     "tests.conformance.member",
-    "tests.spmd.cases",
+    "tests.spmd.dtensor_cases",
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(_PRELOADED))
