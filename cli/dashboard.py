@@ -13,7 +13,7 @@ from refitd.metrics.http import Page
 from refitd.protocol.reports import HistoryEntry, ModelStatus, NodeStatus, StatusReport, SwapReport, TargetStatus
 from refitd.states import ServingState
 from refitd.text import printable
-from refitd_cli.output import duration, size, version, versions
+from refitd_cli.output import counted, duration, size, version, versions
 from refitd_cli.view import drained_lines
 
 # Rows of one table; the rest is counted.
@@ -116,7 +116,7 @@ def fragment(shown: Shown) -> str:
     parts.append(
         _line(
             f"{when}: coordinator pid {status.coordinator_pid}, up {duration(status.uptime_s)}; "
-            f"{len(status.nodes)} nodes, {len(status.models)} models",
+            f"{counted(len(status.nodes), 'node')}, {counted(len(status.models), 'model')}",
             "dim",
         )
     )

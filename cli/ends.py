@@ -52,6 +52,9 @@ def quiet() -> None:
     """Make Ctrl-C end the program at once with one line: during imports, and after its work."""
     if program():
         signal.signal(signal.SIGINT, _interrupted)
+        # The interpreter notes a KeyboardInterrupt that leaves an exec() of text, as every dataclass calls it, and ends
+        # by SIGINT at the end of the program, whoever has handled the exception; the next exec() forgets that.
+        exec("")
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -67,6 +67,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:,.2f} TB"
 
 
+def counted(count: int, what: str) -> str:
+    """Return `count` and what is counted: 1 node, 2 nodes."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration for people: 850 us, 12.3 ms, 1.23 s, 75 s."""
     if seconds < 0.001:

@@ -29,14 +29,19 @@ class ServiceManager:
         mine = environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         usec = environ.pop("WATCHDOG_USEC", "")
         self._period_s = int(usec) / 2e6 if mine and usec.isdecimal() else 0.0  # twice as often as it must
-        self._last = float("-inf")
+        self._last = float("inf")  # the watchdog is only on once start-up is completed (man 5 systemd.service)
 
     def ready(self) -> None:
-        """Say that the service has started."""
+        """Say that the service has started; from then on `alive` says something."""
+        self._last = float("-inf")
         self._say("READY=1")
 
     def alive(self, now: float) -> None:
-        """Say that this process's loop turns, if the unit has a watchdog. Call it every second; `now` is monotonic."""
+        """Say that this process's loop turns, if it is ready and the unit has a watchdog; call it every second.
+
+        Args:
+            now: monotonic seconds.
+        """
         if self._period_s and now - self._last >= self._period_s:
             self._last = now
             self._say("WATCHDOG=1")

@@ -10,7 +10,7 @@ import click
 from refitd.errors import ConfigError
 from refitd_cli.chrome_trace import chrome_trace
 from refitd_cli.completion import model_names
-from refitd_cli.output import duration, print_json, say
+from refitd_cli.output import counted, duration, print_json, say
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -40,8 +40,9 @@ def trace(session: Session, model: str, swap_id: str, output: str, address: str 
         return
     spans = len(report.phases) + sum(len(node.spans) for node in report.nodes)
     say(
-        f"swap {report.swap} ({model} version {report.version}, {report.outcome or 'running'}): {spans} spans of the "
-        f"coordinator and {len(report.nodes)} nodes in {output}; clocks agree within "
+        f"swap {report.swap} ({model} version {report.version}, {report.outcome or 'running'}): "
+        f"{counted(spans, 'span')} of the coordinator and {counted(len(report.nodes), 'node')} in {output}; "
+        f"clocks agree within "
         f"{duration(max(errors)) if errors else 'an unknown time'}"
     )
     for node in report.nodes:

@@ -143,7 +143,7 @@ import os, signal, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {name!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            exec("os.kill(os.getpid(), signal.SIGINT)")  # the interpreter remembers what leaves an exec() of text
 
 sys.meta_path.insert(0, Interrupt())
 """

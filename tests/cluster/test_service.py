@@ -59,6 +59,12 @@ def test_a_wrong_configuration_ends_the_start_with_status_2_and_no_ready(manager
         manager.recv(100)
 
 
+def test_a_process_that_is_not_ready_gives_no_sign_of_life(manager, tmp_path: Path) -> None:
+    told = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "1000000"})
+    told.alive(1.0), told.ready(), told.alive(2.0)
+    assert [manager.recv(100) for _ in range(2)] == [b"READY=1", b"WATCHDOG=1"]
+
+
 def test_without_a_manager_or_with_one_that_is_gone_nothing_happens(tmp_path: Path) -> None:
     for address in ("", str(tmp_path / "none"), "@no-manager-has-this-name"):
         environ = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}

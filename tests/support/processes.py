@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -27,8 +28,16 @@ GRACE_S = 2.0
 _DUMP = signal.SIGUSR1
 
 # forking a process that has imported torch, and run nothing of it, takes milliseconds; importing takes seconds
+_PRELOADED = (
+    "torch._dynamo",  # DTensors import it when they are first computed with
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "refitd.inprocess.refit",
+    "tests.conformance.member",
+    "tests.spmd.dtensor_cases",
+)
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.spmd.preload"])
+_context.set_forkserver_preload(list(_PRELOADED))
 
 
 class CrewFailed(AssertionError):
@@ -281,6 +290,7 @@ def _serve(
     make: Callable[[int, Mailroom], object], number: int, stacks: str, pipe: Connection, mail: Connection
 ) -> None:
     """Do what is asked, for ever."""
+    assert sys.modules.keys() >= set(_PRELOADED), "the fork server could not import all that it should"
     with open(stacks, "w") as file:
         faulthandler.register(_DUMP, file, all_threads=True)
         try:

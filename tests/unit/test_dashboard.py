@@ -48,7 +48,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
 def test_it_shows_models_replicas_running_and_last_swaps_and_nodes():
     words = Tags(fragment(Shown(STATUS, SWAPS, 86400.0))).words
     for expected in (
-        "1970-01-02 00:00:00 UTC: coordinator pid 3, up 75 s; 1 nodes, 1 models",
+        "1970-01-02 00:00:00 UTC: coordinator pid 3, up 75 s; 1 node, 1 model",
         "nothing is decided yet; complete versions: 6, 7",
         "swap s3 to version 8 runs: stage, 1 GB of 2 GB",
         "Trainer: 1 of 2 ranks",

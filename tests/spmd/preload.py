@@ -1,1 +1,0 @@
-"""What the fork server imports once for all processes of a pool."""
