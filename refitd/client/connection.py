@@ -58,6 +58,10 @@ EARLY = 64
 # The number of abandoned requests to remember: their replies may still come and must be undone.
 ABANDONED = 1024
 
+# Requests that are undone when nobody waits for their replies any more; how long the next such request waits for that.
+_UNDONE = (local.RegisterSource, local.RegisterTarget, local.CreateArena, control.RegisterController)
+SETTLE_S, _LOOK_S = 1.0, 0.005
+
 # How long closing waits for queued messages to be sent; a running daemon takes them at once.
 FLUSH_S = 2.0
 
@@ -169,14 +173,20 @@ class Connection:
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
         frame = _encoded(number, message)
+        until = time.monotonic() + timeout
+        if isinstance(message, _UNDONE):
+            self._settle(min(until, time.monotonic() + SETTLE_S))
         self._waiters[number] = answers  # before _push checks for a lost daemon, because _lose wakes those in here
         is_answered = False
         try:
-            self._push(number, frame)
-            deadline = time.monotonic() + timeout
+            try:
+                self._push(number, frame)
+            except RefitdError:
+                is_answered = True  # it was not sent
+                raise
             while True:
                 try:
-                    answer, noticed = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                    answer, noticed = answers.get(timeout=max(0.0, until - time.monotonic()))
                 except queue.Empty:
                     raise DeadlineExceeded(
                         f"{type(message).__name__}: no answer from node {self._where()} within {timeout:.1f} s; "
@@ -208,12 +218,24 @@ class Connection:
                 # the daemon reads Withdraw right after the request, so it undoes that request and nothing later
                 with contextlib.suppress(RefitdError):
                     self._push(0, _encoded(0, local.Withdraw(member=member, version=version)))
-            case local.RegisterSource() | local.RegisterTarget() | local.CreateArena() | control.RegisterController():
+            case _ if isinstance(message, _UNDONE):
                 self._abandoned.append(number)
+
+    def _settle(self, until: float) -> None:
+        """Wait for the replies of abandoned requests, which are undone then and would be in the way of the next."""
+        while self._abandoned and not self.is_lost and time.monotonic() < until:
+            time.sleep(_LOOK_S)
 
     def _undo(self, number: int, reply: Message) -> None:
         if number not in self._abandoned:
             return
+        try:
+            self._push_undo(reply)
+        finally:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                self._abandoned.remove(number)
+
+    def _push_undo(self, reply: Message) -> None:
         undo: Message
         match reply:
             case local.SourceRegistered(member) | local.TargetRegistered(member) | control.ControllerRegistered(member):

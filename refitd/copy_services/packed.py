@@ -51,8 +51,6 @@ STAGING_BYTES = 256 << 20
 # bytes packed and hashed, or unpacked and hashed, together; they stay in the second-level cache
 STEP_BYTES = 256 << 10
 
-SOONER_S, SOONER_SHARE = 1.0, 0.05  # of a run's time
-
 TAG = 0x52470000
 DIGEST_BYTES = 16
 _TERMS = struct.Struct("<q?7x")  # size of messages, whether digests are compared
@@ -249,9 +247,7 @@ class PackedExchange(ExchangeService):
             left + offer + terms + mine + theirs
             for offer, mine, theirs in zip(held.offers, outgoing, incoming, strict=True)
         ]
-        # who waits for a rank that has stopped gives up, and names it, before those who wait for it in the next step
-        sooner = Deadline(deadline.at - min(SOONER_S, SOONER_SHARE * deadline.seconds), deadline.seconds)
-        offered = peers.all_to_all(said, sooner, "comparing transfers")
+        offered = peers.all_to_all(said, deadline, "comparing transfers")
         for position, record in enumerate(offered):
             offer, sent, received = (
                 record[_LEFT.size : -2 * MARK_BYTES],

@@ -117,6 +117,8 @@ class WindowExchange(PackedExchange):
         If a relay stops, ranks wait for each other all along its path. The one that waits for the relay itself gives
         up first, and names it: who receives, the earlier the fewer hops are before it; then who sends, the later.
         """
+        if stream.route == DIRECT:
+            return deadline
         turns = 2 * len(self.peers)
         turn = turns - stream.route.hop if stream.is_send else stream.route.hop
         step = min(_TURN_S, _TURNS_SHARE * deadline.seconds / turns)

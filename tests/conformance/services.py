@@ -195,6 +195,7 @@ class TwoSided:
 
     def close(self) -> None:
         """See ExchangeService.close."""
+        self._between.leave()
         self._service.close()
 
 

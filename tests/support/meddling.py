@@ -31,6 +31,13 @@ class Between:
         self._agreements: list[Any] = []
         self._peers.receive, self._peers.wait = self.receive, self.wait
 
+    def leave(self) -> None:
+        """Stand between nobody any more: else peers and this would keep each other, and their connections."""
+        for name in ("receive", "wait"):
+            vars(self._peers).pop(name, None)
+        self.meddle("")
+        self._before = {}
+
     def meddle(self, how: str) -> None:
         """A run begins; say what is done in it."""
         self._how, self._before, self._came = how, self._came, defaultdict(list)
