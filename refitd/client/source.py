@@ -202,7 +202,7 @@ class Source:
         def copy(connection: Connection, left: float) -> None:
             self._check_open()
             # the daemon has ended over an earlier try, and the next one has been told of the finished slot
-            if not tried or not self._slots.holds(version):
+            if not tried or not self._slots.passed_on(version):
                 tried.append(version)
                 self._copy_now(connection, version, left, reason)
 
@@ -229,7 +229,7 @@ class Source:
             raise
         done = local.Publish(member=member, version=version, slot=granted, reason=reason, is_anew=self._is_anew)
         self._next_version = max(self._next_version, version + 1)  # first: it may be published though no answer comes
-        before = self._slots.offered(version, granted)
+        before = self._slots.offered(version, granted, slot)
         try:
             connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
         except RefusedError:

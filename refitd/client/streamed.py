@@ -91,22 +91,23 @@ class StreamedSource:
             begin = local.BeginPublish(member=member, version=version, timeout_s=timeout)
             granted = connection.request(begin, local.SlotGranted, timeout + 2.0).slot
             try:
-                write_stream(self._slots.granted(granted, connection), self._wire, self._offsets, weights)
+                slot = self._slots.granted(granted, connection)
+                write_stream(slot, self._wire, self._offsets, weights)
             except BaseException:
                 with contextlib.suppress(RefitdError):
                     connection.request(local.Withdraw(member=member, version=version), local.Done, 10.0)
                 raise
             self._next_version = max(self._next_version, version + 1)
-            before = self._slots.offered(version, granted)
+            before = self._slots.offered(version, granted, slot)
             done = local.Publish(member=member, version=version, slot=granted)
             try:
                 connection.request(done, local.Done, timeout)
             except RefusedError:
                 self._slots.refused(before, granted)
                 raise
-            except PeerLost:  # the next daemon is told of the finished slot
+            except PeerLost:  # the next daemon is told of the finished slot, unless it was there before that
                 self._line.steady(timeout)
-                if not self._slots.holds(version):
+                if not self._slots.passed_on(version):
                     raise
 
     def close(self) -> None:
