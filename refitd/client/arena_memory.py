@@ -276,10 +276,13 @@ class ArenaMemory:
         it is, and is ordinary memory.
         """
         numbers: dict[int, int] = {}
+        lowest = min(self._arenas, default=0)
         for number, arena in self._arenas.items():
             is_known = isinstance(arena, MappedArena | WindowedArena) and number not in self._estranged
             given = give(arena.address, arena.nbytes) if is_known else None
-            numbers[number] = -abs(number) if given is None else given
+            if given is None:  # each daemon counts from 1: the number without its sign may be taken
+                given = number if number < 0 else (lowest := min(lowest, 0) - 1)
+            numbers[number] = given
         self._arenas = {numbers[number]: arena for number, arena in self._arenas.items()}
         self._contents = {numbers[number]: contents for number, contents in self._contents.items()}
         self._estranged = {number for number in numbers.values() if number < 0}
