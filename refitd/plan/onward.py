@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from refitd.plan.columns import hashed, numbered
 from refitd.plan.table import CopyTable
 
 
@@ -26,10 +27,10 @@ def split(table: CopyTable, node_of: Mapping[int, str]) -> tuple[CopyTable, Copy
     at = np.array([nodes.get(node_of.get(rank, ""), -1) for rank in range(int(table.dst_rank.max()) + 1)], np.int64)
     stride = np.where(table.size > 1, table.src_stride, 0)
     said = (table.src_rank, table.src_local, table.src_offset, table.cast, table.element_size)
-    keys = np.column_stack([at[table.dst_rank], *said, table.size, stride]).astype(np.uint64)
+    keys = np.column_stack([at[table.dst_rank], *said, table.size, stride]).astype(np.int64)
     # one number a row: sorting whole rows takes seconds for a million of them
-    _, first, group = np.unique(keys @ _odd(keys.shape[1]), return_index=True, return_inverse=True)
-    giver = first[group.reshape(-1)]
+    first, group = numbered(hashed([keys]))
+    giver = first[group]
     copied = (giver != np.arange(len(table))) & (keys == keys[giver]).all(axis=1)
     onward, givers = table.select(copied), table.select(giver[copied])
     return table.select(~copied), replace(
@@ -40,8 +41,3 @@ def split(table: CopyTable, node_of: Mapping[int, str]) -> tuple[CopyTable, Copy
         src_stride=givers.dst_stride,
         cast=np.zeros(len(onward), np.int32),
     )
-
-
-def _odd(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return odd multipliers of 64 bits (from the golden ratio, as in Fibonacci hashing), one a column."""
-    return (np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)

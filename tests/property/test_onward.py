@@ -123,3 +123,21 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) 
     perform(onward, written, written)
     for key, value in wanted.items():
         np.testing.assert_array_equal(written[key], value, err_msg=str(key))
+
+
+def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:
+    """Number and rows of two tensors, (0, 256) and (448, 64), give one sum if weighted with multiples of a constant."""
+    heights = {f"t{i:03d}": 256 if i == 0 else 64 for i in range(449)}
+    rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
+    node_of = {0: "n0", 1: "n1", 2: "n1", 3: "n2", 4: "n2"}
+    table = plan_copies(rosters).table
+    crossing, onward = split(table, node_of)
+    assert len(crossing) == len(onward) == 2 * len(heights)
+    rows, relays = relayed(crossing, node_of)
+    assert [path.nodes for path in relays.paths] == [("n1", "n2")]
+    assert sorted(zip(rows.src_rank.tolist(), rows.dst_rank.tolist(), strict=True)) == [(0, 1)] * 449 + [(1, 3)] * 449
+
+
+def tall(heights: dict[str, int], rank: int) -> list[ParameterMetadata]:
+    made = {"dtype": torch.int16, "element_size": 2, "is_tp": False, "partition_dim": 0, "owner_rank": rank}
+    return [ParameterMetadata(name=name, shape=(height, 128), **made) for name, height in heights.items()]  # type: ignore[arg-type]
