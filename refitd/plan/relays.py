@@ -20,6 +20,8 @@ from refitd.plan.table import CopyTable, CrossingTable
 
 # A path is cut into about this many messages, as far as a message may be so small (copy_services/packed.py).
 MESSAGES = 64
+# A path costs messages of its own, however little it carries: what is smaller than this goes directly.
+LEAST_BYTES = 256 << 10
 # Relays have to shorten the predicted time by this much: each of them is one more that may fail.
 WORTH = 0.9
 
@@ -47,31 +49,42 @@ class Relays:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Family:
-    """Source boxes on one node that the same other nodes need. `boxes` are numbers of boxes."""
+    """Source boxes on one node that the same other nodes need. `boxes` are numbers of boxes.
+
+    `is_small`: they are not worth a path.
+    """
 
     source: int
     nodes: Ints
     boxes: Ints
     nbytes: int
+    is_small: bool
+
+    def count(self, most: int) -> int:
+        """Return the number of chains if there may be at most so many."""
+        return len(self.nodes) if self.is_small else min(most, len(self.nodes))
 
     def chains(self, most: int) -> list[Ints]:
         """Return the nodes in at most so many chains, the longest first."""
-        return np.array_split(self.nodes, min(most, len(self.nodes)))
+        return np.array_split(self.nodes, self.count(most))
 
     def relays(self, most: int) -> Ints:
         """Return the nodes that pass something on: all but the last of each chain."""
-        count = min(most, len(self.nodes))
+        count = self.count(most)
         length, longer = divmod(len(self.nodes), count)
         ends = np.cumsum(np.full(count, length) + (np.arange(count) < longer)) - 1
         return np.delete(self.nodes, ends)
 
 
-def relayed(table: CopyTable, node_of: Mapping[int, str]) -> tuple[CrossingTable, Relays]:
+def relayed(
+    table: CopyTable, node_of: Mapping[int, str], least_bytes: int = LEAST_BYTES
+) -> tuple[CrossingTable, Relays]:
     """Return rows that move the same over paths, where that is faster; and the decision.
 
     Args:
         table: rows that cross between nodes; each source box crosses to a node at most once (refitd.plan.onward).
         node_of: rank -> node.
+        least_bytes: what all nodes of a path need must be as much, else it goes directly.
     """
     rows = CrossingTable.of(table)
     if not len(rows):
@@ -79,8 +92,8 @@ def relayed(table: CopyTable, node_of: Mapping[int, str]) -> tuple[CrossingTable
     names = sorted({node_of[rank] for rank in (*_ranks(rows.src_rank), *_ranks(rows.dst_rank))})
     src, dst = _nodes(rows.src_rank, node_of, names), _nodes(rows.dst_rank, node_of, names)
     box = _boxes(rows)
-    families = _families(rows, box, src, dst)
-    if all(len(family.nodes) < 2 for family in families):
+    families = _families(rows, box, src, dst, least_bytes)
+    if all(len(family.nodes) < 2 or family.is_small for family in families):
         return rows, Relays()
     most = max(len(family.nodes) for family in families)
     predicted = {chains: _busiest(families, chains, len(names)) for chains in _counts(most)}
@@ -116,7 +129,7 @@ def _boxes(rows: CopyTable) -> Ints:
     return number
 
 
-def _families(rows: CopyTable, box: Ints, src: Ints, dst: Ints) -> list[_Family]:
+def _families(rows: CopyTable, box: Ints, src: Ints, dst: Ints, least_bytes: int) -> list[_Family]:
     # boxes are of one family if they are on one node and the hashes of the nodes that need them have one sum
     needed_by = np.zeros(int(box.max()) + 1, np.uint64)
     np.add.at(needed_by, box, mixed(dst))
@@ -132,7 +145,8 @@ def _families(rows: CopyTable, box: Ints, src: Ints, dst: Ints) -> list[_Family]
         boxes = np.sort(order[begin:end])
         one = int(boxes[0])
         nodes = np.sort(dst[row_order[row_starts[one] : row_starts[one + 1]]])
-        found.append(_Family(int(src[first[one]]), nodes, boxes, int(nbytes[first[boxes]].sum())))
+        total = int(nbytes[first[boxes]].sum())
+        found.append(_Family(int(src[first[one]]), nodes, boxes, total, total < least_bytes))
     return found
 
 
@@ -146,7 +160,7 @@ def _busiest(families: list[_Family], most: int, nodes: int) -> tuple[int, int]:
     sent, received, last = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), 0
     for family in families:
         received[family.nodes] += family.nbytes
-        chains = min(most, len(family.nodes))
+        chains = family.count(most)
         sent[family.source] += family.nbytes * chains
         sent[family.relays(most)] += family.nbytes
         last = max(last, (-(-len(family.nodes) // chains) - 1) * (family.nbytes // MESSAGES))

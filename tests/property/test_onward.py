@@ -100,7 +100,7 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) 
     table = plan_copies(rosters).table
     crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
     crossing, onward = split(table.select(crosses), node_of)
-    rows, relays = relayed(crossing, node_of)
+    rows, relays = relayed(crossing, node_of, least_bytes=0)
     check_paths(rows, relays, crossing, node_of)
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
@@ -133,7 +133,7 @@ def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:
     table = plan_copies(rosters).table
     crossing, onward = split(table, node_of)
     assert len(crossing) == len(onward) == 2 * len(heights)
-    rows, relays = relayed(crossing, node_of)
+    rows, relays = relayed(crossing, node_of, least_bytes=0)
     assert [path.nodes for path in relays.paths] == [("n1", "n2")]
     assert sorted(zip(rows.src_rank.tolist(), rows.dst_rank.tolist(), strict=True)) == [(0, 1)] * 449 + [(1, 3)] * 449
 
@@ -141,3 +141,11 @@ def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:
 def tall(heights: dict[str, int], rank: int) -> list[ParameterMetadata]:
     made = {"dtype": torch.int16, "element_size": 2, "is_tp": False, "partition_dim": 0, "owner_rank": rank}
     return [ParameterMetadata(name=name, shape=(height, 128), **made) for name, height in heights.items()]  # type: ignore[arg-type]
+
+
+def test_little_goes_directly() -> None:
+    heights = {f"t{i}": 4 for i in range(10)}
+    rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
+    crossing, _ = split(plan_copies(rosters).table, {rank: f"n{rank}" for rank in range(5)})
+    rows, relays = relayed(crossing, {rank: f"n{rank}" for rank in range(5)})
+    assert relays.paths == () and not rows.path.any()
