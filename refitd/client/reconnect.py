@@ -93,7 +93,7 @@ class Line:
                 ago = time.monotonic() - (self._away_since or time.monotonic())
                 raise PeerLost(
                     f"the refitd daemon in {self.current.directory} ended {ago:.1f} s ago and is not back: "
-                    f"{self._reason or 'it has just ended'}; start it, this client waits for it"
+                    f"{self._reason or 'it has just ended'}; start it if it does not run, this client goes on trying"
                 )
             time.sleep(LOOK_S)  # no lock: a signal handler may have interrupted whoever would end this
         return self.current
