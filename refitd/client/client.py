@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import environ
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from refitd.buffers.cuda import name_of
 from refitd.client.arena_memory import REQUEST_S, ArenaMemory
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from refitd.describe.metadata import ParameterMetadata
     from refitd.describe.renames import Names
 
-    Registered = Source | StreamedSource | Target | ReplicaController
+    Registered: TypeAlias = Source | StreamedSource | Target | ReplicaController
 
 # The client's log lines go to the application's handlers and contain names and reasons from other processes.
 _log = logging.getLogger("refitd.client")
