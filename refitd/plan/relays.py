@@ -180,11 +180,15 @@ def _over_paths(
         for chain in family.chains(most):
             if len(chain) < 2:
                 continue
+            wanted = [family.boxes * len(names) + node for node in chain.tolist()]
+            found_at = [np.minimum(np.searchsorted(key, keys), len(key) - 1) for keys in wanted]
+            if any((key[at] != keys).any() for at, keys in zip(found_at, wanted, strict=True)):
+                continue  # two sets of nodes of one hash: these boxes go directly
             number, before = len(paths) + 1, np.empty(0, np.int64)
-            for at, node in enumerate(chain.tolist()):
-                here = order[np.searchsorted(key, family.boxes * len(names) + node)]
-                path[here], hop[here] = number, at
-                if at:
+            for relays, at in enumerate(found_at):
+                here = order[at]
+                path[here], hop[here] = number, relays
+                if relays:
                     giver[here] = before
                 before = here
             paths.append(Path(names[family.source], tuple(names[node] for node in chain.tolist()), family.nbytes))
