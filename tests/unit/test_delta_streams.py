@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from numpy.testing import assert_array_equal
-from torch._C._distributed_c10d import ProcessGroupGloo
 
 from refitd.copy_services.arena_pieces import ArenaPiece
 from refitd.copy_services.base import DigestMismatch
@@ -23,51 +19,28 @@ from refitd.copy_services.delta_codec import Form, Note
 from refitd.copy_services.gloo import GlooService
 from refitd.copy_services.pace import Pace
 from refitd.copy_services.pieces import Base
-from refitd.errors import RefitdError, TransportError
+from refitd.errors import TransportError
+from tests.support.gloo_threads import TIMEOUT_S, GlooThreads
 
 Words = np.ndarray
-TIMEOUT_S = 20.0
 MESSAGE_BYTES = 64 << 10
 FLOAT32_TO_BFLOAT16 = 1
 
 
-class Ends:
-    """A sender and a receiver; each has a thread."""
+class Ends(GlooThreads):
+    """A sender and a receiver."""
 
     def __init__(self, sender: type[GlooService] = GlooService) -> None:
-        store = dist.HashStore()
-        self._threads = ThreadPoolExecutor(2)
-        kinds = (sender, GlooService)
+        super().__init__(("sender", "receiver"), MESSAGE_BYTES, (sender, GlooService))
 
-        def join(rank: int) -> GlooService:
-            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=TIMEOUT_S)
-            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
-            group = ProcessGroupGloo(store, rank, 2, options)
-            return kinds[rank](group, labels=("sender", "receiver"), message_bytes=MESSAGE_BYTES)
-
-        self.services = list(self._threads.map(join, range(2)))
-
-    def run(
+    def exchange(
         self, sent: list[ArenaPiece], received: list[ArenaPiece], *, verify: bool = True, timeout: float = TIMEOUT_S
     ) -> list[Any]:
         """Return each end's result, or its error."""
         for number, (give, take) in enumerate(zip(sent, received, strict=True)):
             self.services[0].send(number, give, 1)
             self.services[1].receive(number, take, 0)
-
-        def one(service: GlooService) -> Any:
-            try:
-                return service.run(timeout, verify=verify)
-            except RefitdError as exc:
-                return exc
-
-        return list(self._threads.map(one, self.services))
-
-    def close(self) -> None:
-        for service in self.services:
-            service.close()
-        self._threads.shutdown()
+        return self.run(timeout=timeout, verify=verify)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +90,7 @@ def test_what_arrives_is_what_was_sent(
             give.base = take.base = None
         sent, received = [*sent, give], [*received, take]
         wanted, places = [*wanted, want], [*places, place]
-    given_, taken = ends.run(sent, received)
+    given_, taken = ends.exchange(sent, received)
     assert not isinstance(taken, Exception), taken
     assert not isinstance(given_, Exception), given_
     for want, place in zip(wanted, places, strict=True):
@@ -132,7 +105,7 @@ def test_little_crosses_where_little_has_changed(ends: Ends) -> None:
     before = np.arange(2_000_000, dtype=np.uint16)
     new, live = before.copy(), before.copy()
     new[::100] ^= 7
-    _, taken = ends.run([based(new, before)], [based(live, live)])
+    _, taken = ends.exchange([based(new, before)], [based(live, live)])
     assert_array_equal(live, new)
     assert (taken.received_bytes, taken.delta_bytes, taken.changed_bytes) == (4_000_000, 4_000_000, 40_000)
     assert taken.crossed_bytes <= 0.016 * 4_000_000
@@ -144,7 +117,7 @@ def test_only_equal_bases_are_used_and_only_where_digests_prove_it(ends: Ends, v
     for version in ("v0", "v1"):
         new, live = before + np.uint16(5), before.copy()
         new[7] = 1
-        _, taken = ends.run([based(new, new.copy())], [based(live, live, version=version)], verify=verify)
+        _, taken = ends.exchange([based(new, new.copy())], [based(live, live, version=version)], verify=verify)
         if verify and version == "v1":  # the sender's "v1" is another than the receiver's
             assert isinstance(taken, DigestMismatch)
             continue
@@ -157,13 +130,13 @@ def test_a_base_that_was_changed_is_found_by_who_holds_it(ends: Ends) -> None:
     new, held = before.copy(), before.copy()
     new[5], held[70_000] = 1, 2
     place = np.zeros_like(held)
-    given_, taken = ends.run([based(new, before)], [based(place, held)])
+    given_, taken = ends.exchange([based(new, before)], [based(place, held)])
     assert isinstance(taken, DigestMismatch) and taken.is_base_wrong
     assert isinstance(given_, DigestMismatch) and not given_.is_base_wrong
     assert held[70_000] == 2, "what is held is only read"
     # the ends can still be used, and whole messages need no base
     plain = ArenaPiece(place, 0, 2)
-    assert not isinstance(ends.run([ArenaPiece(new, 0, 2)], [plain])[1], Exception)
+    assert not isinstance(ends.exchange([ArenaPiece(new, 0, 2)], [plain])[1], Exception)
     assert_array_equal(place, new)
 
 
@@ -206,7 +179,7 @@ def test_a_delta_that_cannot_be_is_refused(note: Note, body: bytes, found: str) 
     try:
         before = np.arange(1000, dtype=np.uint16)
         live = before.copy()
-        _, taken = ends.run([based(before + np.uint16(0), before)], [based(live, live)], timeout=0.4)
+        _, taken = ends.exchange([based(before + np.uint16(0), before)], [based(live, live)], timeout=0.4)
         assert isinstance(taken, TransportError) and found in str(taken)
     finally:
         ends.close()

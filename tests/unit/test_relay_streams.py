@@ -4,66 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
-from torch._C._distributed_c10d import ProcessGroupGloo
 
 from refitd.copy_services.arena_pieces import ArenaPiece
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.exchange import Route
-from refitd.copy_services.gloo import GlooService
 from refitd.copy_services.pieces import Base
-from refitd.errors import RefitdError, RefusedError
+from refitd.errors import RefusedError
+from tests.support.gloo_threads import GlooThreads
 
 Words = np.ndarray
 SIZE = 4
-TIMEOUT_S = 20.0
 MESSAGE_BYTES = 16 << 10
 
 
-class Ranks:
-    """The services of a group, each with a thread."""
-
-    def __init__(self) -> None:
-        store = dist.HashStore()
-        self._threads = ThreadPoolExecutor(SIZE)
-
-        def join(rank: int) -> GlooService:
-            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=TIMEOUT_S)
-            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[attr-defined]
-            group = ProcessGroupGloo(store, rank, SIZE, options)
-            return GlooService(group, labels=tuple(f"rank {n}" for n in range(SIZE)), message_bytes=MESSAGE_BYTES)
-
-        self.services = list(self._threads.map(join, range(SIZE)))
-
-    def run(self, **kwargs: Any) -> list[Any]:
-        """Return each rank's result, or its error."""
-
-        def one(service: GlooService) -> Any:
-            try:
-                return service.run(TIMEOUT_S, **kwargs)
-            except RefitdError as exc:
-                return exc
-
-        return list(self._threads.map(one, self.services))
-
-    def close(self) -> None:
-        for service in self.services:
-            service.close()
-        self._threads.shutdown()
-
-
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    found = Ranks()
+def ranks() -> Iterator[GlooThreads]:
+    found = GlooThreads([f"rank {n}" for n in range(SIZE)], MESSAGE_BYTES)
     yield found
     found.close()
 
@@ -71,7 +33,7 @@ def ranks() -> Iterator[Ranks]:
 class OnItsWay:
     """Tensors that travel from the first of some ranks over the others, noted at all of them."""
 
-    def __init__(self, ranks: Ranks, path: int, over: Sequence[int], new: Sequence[Words]) -> None:
+    def __init__(self, ranks: GlooThreads, path: int, over: Sequence[int], new: Sequence[Words]) -> None:
         self.over, self.new = over, new
         self.held = {rank: [np.zeros_like(words) for words in new] for rank in over[1:]}
         for hop, (src, dst) in enumerate(itertools.pairwise(over)):
@@ -130,7 +92,7 @@ def journeys(draw: st.DrawFn) -> list[tuple[list[int], list[Words], list[Words],
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(journeys(), st.booleans())
-def test_everybody_on_every_path_gets_what_its_first_rank_sends(ranks: Ranks, cases: Any, verify: bool) -> None:
+def test_everybody_on_every_path_gets_what_its_first_rank_sends(ranks: GlooThreads, cases: Any, verify: bool) -> None:
     """Over paths in any order, also in circles and over the same ranks; whole or as deltas, whoever holds a base."""
     ways = [
         WithBases(ranks, path, over, new, before=before, bases=bases, in_place=in_place)
@@ -148,7 +110,7 @@ def test_everybody_on_every_path_gets_what_its_first_rank_sends(ranks: Ranks, ca
     assert all(words.tobytes() == beside.tobytes() for words in there)
 
 
-def test_deltas_are_passed_on_as_they_came(ranks: Ranks) -> None:
+def test_deltas_are_passed_on_as_they_came(ranks: GlooThreads) -> None:
     before = np.arange(2_000_000, dtype=np.uint16)
     new = before.copy()
     new[::100] ^= 7
@@ -160,7 +122,7 @@ def test_deltas_are_passed_on_as_they_came(ranks: Ranks) -> None:
         assert results[rank].crossed_bytes <= 0.017 * 4_000_000
 
 
-def test_what_a_relay_alters_fails_everybody(ranks: Ranks) -> None:
+def test_what_a_relay_alters_fails_everybody(ranks: GlooThreads) -> None:
     """Its own memory is read back before it is altered, so that only the first sender's digest can tell."""
     way = OnItsWay(ranks, 1, [0, 1, 2], [np.arange(300_000, dtype=np.uint32)])
     liar = ranks.services[1]
@@ -182,7 +144,7 @@ def test_what_a_relay_alters_fails_everybody(ranks: Ranks) -> None:
     assert "rank 2" in str(results[0]), results[0]
 
 
-def test_a_relay_that_does_not_receive_what_it_passes_on_is_refused(ranks: Ranks) -> None:
+def test_a_relay_that_does_not_receive_what_it_passes_on_is_refused(ranks: GlooThreads) -> None:
     words = np.arange(1000, dtype=np.uint32)
     OnItsWay(ranks, 1, [0, 1], [words])
     here, there = ArenaPiece(words[:500].copy(), 0, 4), ArenaPiece(words[:500].copy(), 0, 4)
