@@ -21,16 +21,14 @@ from .client import (
     connect as connect,
 )
 from .client.adopt import Adopted as Adopted
+from .client.callbacks import Commit as Commit
 from .client.controller import ReplicaController as ReplicaController
 from .client.derived import Derived as Derived
 from .client.memory_block import Placed as Placed
 from .client.mxfp8 import MXFP8Offer as MXFP8Offer
 from .client.source import Source as Source
 from .client.streamed import StreamedSource as StreamedSource
-from .client.target import (
-    Commit as Commit,
-    Target as Target,
-)
+from .client.target import Target as Target
 from .copy_services.exchange import (
     ExchangeResult as ExchangeResult,
     ExchangeService as ExchangeService,

@@ -29,6 +29,7 @@ from refitd.text import shown, unprintable
 if TYPE_CHECKING:
     import torch
 
+    from refitd.client.callbacks import Commit
     from refitd.client.controller import ReplicaController
     from refitd.client.derived import Derived
     from refitd.client.given import Tensors
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from refitd.client.slots import Slots
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
-    from refitd.client.target import Commit, Target
+    from refitd.client.target import Target
     from refitd.client.tensors import TensorSet
     from refitd.describe.metadata import ParameterMetadata
     from refitd.describe.renames import Names

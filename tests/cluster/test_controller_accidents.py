@@ -287,7 +287,7 @@ def test_joint_swaps_aborted_in_a_pause(start_daemon: Callable[..., Daemon]) -> 
             target=lambda: said.append(quietly(lambda: train.swap_together(dict.fromkeys(names, 1), timeout=20)))
         )
         thread.start()
-        eventually(lambda: targets["draft"]._asked is not None, "asked")
+        eventually(lambda: targets["draft"]._state.asked is not None, "asked")
         with daemon.connect() as other:
             other.abort("policy", "no")
         thread.join(20)

@@ -14,7 +14,8 @@ import torch
 
 import refitd
 from refitd.buffers.arena import MappedArena
-from refitd.client.target import Commit, Target
+from refitd.client.callbacks import Commit
+from refitd.client.target import Target
 from refitd.testing import Cluster, Daemon, RunningSwap, eventually, stopped
 from tests.support import shards
 

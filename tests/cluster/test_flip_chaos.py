@@ -130,7 +130,7 @@ def test_a_mixed_fleet_under_random_faults(start_daemon: Callable[..., Daemon], 
                 if what == "abort":
                     timer = threading.Timer(rng.random() * 0.03, lambda: trainer.abort("policy", "no"))
                 if what == "exchange" and rank.mode == "flip":
-                    mapped = rank.target._pair._live
+                    mapped = rank.target._take_over.pair._live
 
                     def refuse(other: object) -> None:
                         raise refitd.ArenaError("not today")

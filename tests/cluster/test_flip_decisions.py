@@ -73,7 +73,7 @@ def test_the_coordinator_dies_in_a_rollback(start_daemon: Callable[..., Daemon])
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(quietly(lambda: fleet.trainer.rollback("policy", timeout=20))))
     thread.start()
-    eventually(lambda: p._asked is not None, "it is asked to pause")
+    eventually(lambda: p._state.asked is not None, "it is asked to pause")
     kill_coordinator(daemon, wait=False)
     back(daemon)
     holds_up.set()

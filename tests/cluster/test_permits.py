@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import refitd
+from refitd.client.callbacks import Commit
 from refitd.client.flip import ArenaPair
 from refitd.client.mxfp8 import TargetTensors
-from refitd.client.target import Commit, Target
+from refitd.client.target import Target
 from refitd.testing import Daemon, Engine, RunningSwap, eventually, stopped
 from tests.support import shards
 from tests.support.recovery import Fleet, crash

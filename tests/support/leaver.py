@@ -50,7 +50,7 @@ def engine(directory: str, replica: str, way: str, version: int) -> None:
     live = {"w": torch.zeros(64, 64)}
     taken = threading.Event()
 
-    def on_commit(commit: refitd.client.target.Commit) -> None:  # type: ignore[name-defined]
+    def on_commit(commit: refitd.Commit) -> None:
         commit.apply()
         if way == "in-callback":
             client.close()

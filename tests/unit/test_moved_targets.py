@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from refitd import Derived, MXFP8Buffer
+from refitd.client.callbacks import Commit
 from refitd.client.mxfp8 import TargetTensors
-from refitd.client.target import Commit, Target
+from refitd.client.target import Target
 from refitd.errors import CommitError
 from refitd.protocol import local
 from refitd.protocol.shards import shard_of

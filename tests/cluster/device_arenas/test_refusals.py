@@ -90,7 +90,7 @@ def test_an_arena_mapped_for_reading_cannot_be_written(daemon: Daemon, gpus: fak
     with daemon.connect() as client:
         tensors = private(shards.whole(0), 0)
         target = client.register_target("policy", tensors, replica="r")
-        staging = target._staging
+        staging = target._take_over.staging
         assert isinstance(staging, MappedDeviceArena) and not staging.writable
         line = next(s for s in Path("/proc/self/maps").read_text().splitlines() if f"{staging.address:x}-" in s)
         assert line.split()[1] == "r--s" and gpus.tag in line

@@ -1,0 +1,119 @@
+"""Wait in a poll, or between polls, until this rank may commit a pending version: in lockstep with its replica."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from refitd.client.commit_state import CommitState
+from refitd.errors import CommitError, DeadlineExceeded, RefusedError
+from refitd.protocol import local
+
+# How long a rank waits in a poll to learn in which poll its replica commits.
+IN_STEP_S = 30.0
+
+# How long `wait` sleeps before it reads the permit again.
+PERMIT_WAIT_S = 0.05
+
+# How long a wait sleeps before it checks again.
+WAKE_S = 0.5
+
+
+class CommitPoints:
+    """The commit points of one target. `is_called_back`: the thread of a callback commits, and no wait does."""
+
+    def __init__(self, state: CommitState, *, is_called_back: bool) -> None:
+        self._state = state
+        self._is_called_back = is_called_back
+
+    def polled(self, step: int | None, *, begin: bool) -> local.PrepareCommit | None:
+        """Count a poll; return the commit due in it, or None."""
+        state = self._state
+        with state.changed:
+            if step is not None and not begin and state.prepare is None:
+                state.steps.count(max(0, step - 1))  # never `step`: a report must not say that the step has begun
+                return None
+            try:
+                return self._counted(step)
+            finally:
+                if step is not None and not begin:
+                    state.steps.stay()
+
+    def _counted(self, step: int | None) -> local.PrepareCommit | None:
+        state = self._state
+        with state.changed:
+            state.steps.count(step)
+            prepare = state.prepare
+            if prepare is None or not prepare.lockstep:
+                return prepare
+            if state.steps.flip_at is None:
+                state.say_where(prepare, "poll")
+                try:
+                    state.changed.wait_for(lambda: not state.steps.stands or self._is_over(prepare), IN_STEP_S)
+                except BaseException:
+                    if state.steps.stands and not self._is_over(prepare):
+                        state.say_where(prepare)  # this rank no longer waits
+                    raise
+            if self._is_over(prepare):
+                return None
+            if not state.steps.stands:
+                return prepare if state.steps.is_due() else None
+            state.version = state.prepare = None
+        reason = f"the other ranks of the replica have not said within {IN_STEP_S:.0f} s how far they are"
+        state.tell(local.CommitFailed(swap=prepare.swap, member=state.member, reason=reason))
+        raise CommitError(f"{state.who}: version {prepare.version} is not taken over: {reason}")
+
+    def waited(
+        self, version: int, timeout: float, deadline: float, given_up: threading.Event
+    ) -> local.PrepareCommit | int:
+        """Return the next commit to take over, or the live version once that is `version` or a newer one.
+
+        Raises:
+            RefusedError: the target is closed, or this thread is committing already.
+            DeadlineExceeded: neither has come by `deadline`, or before `given_up` was set.
+            PeerLost: the daemon has ended.
+        """
+        state = self._state
+        with state.changed:
+            while True:
+                live = state.serves()
+                if live is not None and live >= version:
+                    return live
+                state.check_open()
+                if state.taking is not None and state.taker == threading.get_ident():
+                    raise RefusedError(
+                        f"{state.who}: a handler or callback waits here for the very commit that it has interrupted; "
+                        "note what is to be done, and do it afterwards"
+                    )
+                left = 0.0 if given_up.is_set() else deadline - time.monotonic()
+                if left <= 0:
+                    if state.steps.stands and state.prepare is not None:
+                        state.say_where(state.prepare)  # this rank no longer waits
+                    why = state.obstacle() or state.away
+                    raise DeadlineExceeded(
+                        f"{state.who}: version {version} is not live after {timeout:.1f} s "
+                        f"(live: {live}{', ' + why if why else ''}); look at `refitctl status` for the last swap"
+                    )
+                if self._takes() is None:
+                    if (asked := state.prepare) is not None and asked.lockstep and not self._is_told():
+                        state.say_where(asked, "wait")
+                    # bounded: a signal handler on this thread may have polled just before, and the renewal of a permit
+                    # sends no notification
+                    is_held = state.version is not None and not state.fenced
+                    state.changed.wait(min(left, PERMIT_WAIT_S if is_held else WAKE_S))
+                if (found := self._takes()) is not None:
+                    return found
+
+    def _takes(self) -> local.PrepareCommit | None:
+        """Return what a rank in `wait`, which computes nothing, may commit now."""
+        state, prepare = self._state, self._state.prepare
+        if prepare is None or state.taking is not None or self._is_called_back:
+            return None  # with on_pause or on_commit, the thread of the callback commits
+        return prepare if not prepare.lockstep or state.steps.flip_at is not None else None
+
+    def _is_told(self) -> bool:
+        """Return whether this rank knows the poll to commit in, or has already reported that it waits for it."""
+        return self._state.steps.flip_at is not None or bool(self._state.steps.stands)
+
+    def _is_over(self, prepare: local.PrepareCommit) -> bool:
+        return self._state.prepare is not prepare or self._state.failure is not None

@@ -1,0 +1,186 @@
+"""What a target and its daemon know of its commits: one state, under one lock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from refitd.buffers.permits import Permit
+from refitd.client.connection import Connection
+from refitd.client.steps import PollSteps
+from refitd.errors import CommitError, PeerLost, RefitdError, RefusedError, from_code
+from refitd.protocol import local
+from refitd.protocol.base import Message
+
+_log = logging.getLogger("refitd.client")
+
+# A permit that ended longer ago was never given, or was withdrawn.
+MAX_SAID_S = 86_400.0
+
+
+class CommitState:
+    """Shared by the thread that polls, that of a callback and that which hears the daemon. `changed` guards it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        message: local.RegisterTarget,
+        registered: local.TargetRegistered,
+        permit: Permit | None,
+    ) -> None:
+        self.who = f"model {message.model!r} replica {message.replica!r}"
+        self.in_place = message.in_place
+        self.connection = connection
+        self.member = registered.member
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.steps = PollSteps()
+        self.prepare: local.PrepareCommit | None = None  # decided and not yet committed
+        self.taking: local.PrepareCommit | None = None  # being committed by a thread now
+        self.taker = 0  # that thread's id
+        self.taken = ""  # the swap that was committed last
+        self.exchanged = False  # whether that exchanged the arenas
+        self.last_pause_s = 0.0  # how long that took
+        self.flipped = ""  # the swap that exchanged the arenas last, committed or not
+        self.is_estranged = False  # its live arena shows another file here than in the daemon
+        self.asked: local.AskPause | None = None  # the current request to pause
+        self.applied: local.CommitApplied | None = None
+        self.fenced = ""
+        self.away = ""  # why the daemon cannot be reached now; it is waited for
+        self.stood_down = False  # on_resume was called with None because the daemon had ended
+        self.failure: local.Failure | None = None
+        self.error: RefitdError | None = None  # why a callback's commit failed, or the loss of the daemon
+        self.version: int | None = registered.version  # that the tensors hold; None while that is no whole one
+        self.run = registered.run  # of the version that the tensors held last
+        self.permit: Permit | None = permit
+        self.closed = self.is_evicted = self.suspended = False
+
+    def serves(self) -> int | None:
+        """Return the version that the engine may serve; None: it must serve nothing."""
+        version = self.version
+        if version is None or self.fenced or self.suspended or os.getpid() != self.pid:
+            return None
+        permit = self.permit
+        return version if permit is None or permit.left_s() > 0 else None
+
+    def obstacle(self) -> str:
+        """Return why the engine must not serve the version that it holds; "" if it may, or holds none."""
+        if os.getpid() != self.pid:
+            return "this process was forked from the one that has registered, and hears nothing; connect here"
+        if self.suspended and not self.fenced:
+            return "it is suspended: its tensors are put away until resume()"
+        permit = self.permit
+        if self.fenced or permit is None or self.version is None or (left_s := permit.left_s()) > 0:
+            return self.fenced
+        if self.away:
+            return f"its permit has ended, and {self.away}; it serves again when the coordinator has confirmed it"
+        if self.failure is not None:
+            return f"the daemon is gone ({self.failure.message}); connect and register again"
+        since = f"its permit ended {-left_s:.1f} s ago" if left_s > -MAX_SAID_S else "it has no permit"
+        return (
+            f"{since}: its node has not heard of the coordinator in time, or does not answer, so that another version "
+            "may be live; look at `refitctl status`"
+        )
+
+    def check_connected(self) -> None:
+        """Raise the error that ended the registration, or the connection to its daemon, if one has."""
+        if self.failure is not None:
+            raise from_code(self.failure.code, self.failure.message)
+
+    def check_open(self) -> None:
+        """Raise as `check_connected`, and RefusedError once the target is closed."""
+        self.check_connected()
+        if self.closed:
+            raise RefusedError(self.fenced)
+
+    def tell(self, message: local.Told | local.StepReached) -> None:
+        """Say something about a commit to the daemon, unless it has ended: the next one learns what came of it."""
+        connection = self.connection
+        try:
+            connection.tell(message)
+        except PeerLost:
+            if not connection.is_awaited:
+                raise
+
+    def say_where(self, prepare: local.PrepareCommit, stands: str = "") -> None:
+        """Tell the step that this rank has reached; a nonempty `stands` says in which call it waits."""
+        self.tell(self.steps.reached(prepare.swap, self.member, stands))
+
+    def registered_again(self, connection: Connection, registered: local.TargetRegistered, permit: Permit) -> None:
+        """Go on with the next daemon."""
+        with self.changed:
+            self.member, self.connection, self.permit = registered.member, connection, permit
+            self.away = self.fenced = self.flipped = ""
+            self.applied = None
+            self.changed.notify_all()
+
+    def give_up(self, failure: local.Failure) -> None:
+        """Serve nothing any more; polls raise the reason."""
+        with self.changed:
+            self.failure, self.version = failure, None
+            self.error, self.away = from_code(failure.code, failure.message), ""
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Commit and serve nothing any more."""
+        with self.changed:
+            self.closed = True
+            self.prepare = None
+            self.permit = None  # it is no longer renewed, so this rank cannot know whether another version is live
+            self.fenced = self.fenced or f"{self.member} is registered no more: it was closed; register_target again"
+            self.changed.notify_all()
+
+    def hear(self, message: Message) -> None:
+        """Take in what the daemon says."""
+        with self.changed:
+            match message:
+                case local.PrepareCommit(swap) if swap == self.taken:
+                    # already committed, but the coordinator died before it knew
+                    self.tell(local.CommitDone(swap, self.member, self.last_pause_s, self.exchanged))
+                case local.PrepareCommit(swap):
+                    is_told = self.prepare is not None and self.prepare.swap == swap
+                    if not is_told or (message.controlled and self.taking is None):
+                        self.prepare = message
+                        self.steps.decided()
+                    if message.lockstep or message.controlled:
+                        self.say_where(message, self.steps.stands)
+                case local.FlipAt(swap, _, step, origin):
+                    if self.prepare is not None and self.prepare.swap == swap:
+                        self.steps.flip(step, origin)
+                case local.PassPoll(swap):
+                    if self.prepare is not None and self.prepare.swap == swap:
+                        self.steps.passed()
+                case local.CommitApplied():
+                    self.applied = message
+                case local.AskPause(swap, member, version):
+                    _log.info("swap=%s member=%s version=%s is to stand still", swap, member, version)
+                    self.asked = message
+                case local.Resume(swap, _, reason, is_poisoned):
+                    _log.info("swap=%s member=%s aborted: %s", swap, self.member, reason)
+                    if is_poisoned:
+                        self.version, self.error = None, CommitError(f"nothing can be served: {reason}")
+                    if self.asked is not None and self.asked.swap == swap:
+                        self.asked = None
+                    if self.prepare is not None and self.prepare.swap == swap and self.taking is None:
+                        self.prepare = None
+                case local.Fence(member, reason):
+                    _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
+                    self.fenced = reason
+                case local.Evicted(member, reason, exchanged):
+                    # otherwise it exchanged its arenas while it was evicted, and the daemon does not know
+                    self.is_estranged |= self.flipped != exchanged
+                    text = f"{member} is registered no more: {reason}; register_target again"
+                    _log.warning("member=%s evicted: %s", member, reason)
+                    self.fenced, self.prepare, self.asked, self.is_evicted = text, None, None, True
+                    self.failure = local.Failure(code=RefusedError.code, message=text)
+                case local.Failure(_, text) if self.connection.is_awaited and self.failure is None:
+                    self.away = text
+                    if self.in_place and self.asked is not None:
+                        self.version = None  # workers may have written the tensors
+                    # what was decided is brought to it when it is back; a commit under way ends first
+                    self.prepare = self.asked = None
+                case local.Failure(code, text):
+                    self.failure, self.error = message, from_code(code, text)
+            self.changed.notify_all()
