@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from refitd.coordinator.membership import Member
+from refitd.coordinator.members import Member
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report
 

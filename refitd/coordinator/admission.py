@@ -9,7 +9,7 @@ from math import prod
 import msgspec
 
 from refitd.config import ModelConfig
-from refitd.coordinator.membership import Member, Node
+from refitd.coordinator.members import Member, Node
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefusedError
 from refitd.protocol import cluster

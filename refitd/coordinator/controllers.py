@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from refitd.coordinator import decision
-from refitd.coordinator.membership import Controller, ControlStep, Member, Model, Node
+from refitd.coordinator.members import Controller, ControlStep, Member, Node
+from refitd.coordinator.membership import Model
 from refitd.coordinator.models import Models
 from refitd.errors import RefusedError
 from refitd.protocol import control

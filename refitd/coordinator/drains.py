@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from refitd.coordinator.actions import DrainWritten, Instruction, WriteDrain
 from refitd.coordinator.admission import MAX_NODES
-from refitd.coordinator.membership import Member, Model, Node
+from refitd.coordinator.members import Member, Node
+from refitd.coordinator.membership import Model
 from refitd.coordinator.models import Models, ModelState, Running, Waiter
 from refitd.coordinator.records import Drain, Drained
 from refitd.coordinator.report import swap_progress

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from refitd.config import Config
-from refitd.coordinator.membership import Node
+from refitd.coordinator.members import Node
 from refitd.coordinator.models import Models, ModelState
 from refitd.coordinator.plans import LoadedPlan
 from refitd.protocol import cluster

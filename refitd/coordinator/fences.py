@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from refitd.coordinator.live_versions import LiveVersions
-from refitd.coordinator.membership import Member, Node
+from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import Models
 from refitd.coordinator.records import Record
 from refitd.protocol import cluster

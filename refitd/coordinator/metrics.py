@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from refitd.config import Config
 from refitd.coordinator.actions import Event, FromNode, Instruction, Remember
-from refitd.coordinator.membership import serving_state
+from refitd.coordinator.members import serving_state
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report

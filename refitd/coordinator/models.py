@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from refitd.coordinator.decision import Phase, Swap
-from refitd.coordinator.membership import Member, Model
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Model
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion, Record
 from refitd.coordinator.region_comparison import RegionComparison

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from refitd.coordinator.actions import Answer, Instruction, MakePlan, Planned, Send
+from refitd.coordinator.eligibility import unoffered
 from refitd.coordinator.membership import Model
 from refitd.coordinator.models import Models, ModelState, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
@@ -47,8 +48,8 @@ class Planning:
         Raises:
             PlanError: targets want parts that no source offers.
         """
-        if unoffered := state.fleet.unoffered():
-            raise PlanError(unoffered)
+        if problems := unoffered(state.fleet):
+            raise PlanError(problems)
         if state.plan is not None:
             self._out(Answer(*viewer, plan_report(state.fleet, state.plan)))
             return

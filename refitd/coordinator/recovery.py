@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from refitd.coordinator.membership import Member
+from refitd.coordinator.members import Member
 from refitd.coordinator.records import Record
 from refitd.coordinator.report import written_report
 from refitd.protocol.base import clipped

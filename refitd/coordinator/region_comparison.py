@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from refitd.coordinator.membership import Member
+from refitd.coordinator.members import Member
 from refitd.errors import ProtocolError
 from refitd.plan.regions import Regions, differences
 from refitd.protocol.base import Message

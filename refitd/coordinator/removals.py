@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from refitd.coordinator.membership import Node
+from refitd.coordinator.members import Node
 from refitd.coordinator.models import Models
 from refitd.errors import RefusedError
 from refitd.protocol import cluster, local

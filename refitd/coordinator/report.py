@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import msgspec
 
 from refitd.coordinator.decision import Phase, Swap
-from refitd.coordinator.membership import Member
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Model
 from refitd.coordinator.records import Record
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
-from refitd.states import MemberState, SwapOutcome
+from refitd.states import MemberState, SwapOutcome, TransferMode
 
 # The names of phases in reports; all others are shown as "commit".
 _SHOWN = {
@@ -160,4 +161,13 @@ def _member_report(swap: Swap, member: Member) -> MemberReport:
         version=member.version,
         paused_s=swap.paused.get(member.id, 0.0),
         reason=clipped(reason),
+    )
+
+
+def source_reports(model: Model, version: int) -> tuple[SourceReport, ...]:
+    """Return how each source rank, or each seed, provides this version."""
+    way = TransferMode.ARENA if model.seeds else TransferMode.NONE
+    return tuple(
+        SourceReport(m.added.rank, m.node, m.host, m.modes.get(version, way), m.mode_reason, m.added.replica)
+        for m in model.givers()
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from refitd.coordinator.decision import Phase
+from refitd.coordinator.eligibility import spare_run, version_to_swap
 from refitd.coordinator.live_versions import Past
-from refitd.coordinator.membership import Model, poison
+from refitd.coordinator.members import poison
+from refitd.coordinator.membership import Model
 from refitd.coordinator.models import ModelState, Running, Waiter
 from refitd.coordinator.seeding import seeded, seeds_failed
 from refitd.errors import RefusedError
@@ -49,9 +51,9 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
     if not fleet.targets and (left_out := state.fleet.left_out()):
         raise RefusedError(f"model {state.fleet.name!r}: {left_out}")
     timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
-    if asked.rollback and version is not None and (spare_run := fleet.check_spare(version)) is not None:
-        return DueSwap(kind, version, spare_run, fleet, timeout_s, (waiter,), flips_back=True)
-    version = fleet.version_to_swap(version, may_be_older=asked.rollback)
+    if asked.rollback and version is not None and (run := spare_run(fleet, version)) is not None:
+        return DueSwap(kind, version, run, fleet, timeout_s, (waiter,), flips_back=True)
+    version = version_to_swap(fleet, version, may_be_older=asked.rollback)
     run = state.fleet.run() or ""
     if text := used_up(state, version, run):
         raise RefusedError(f"model {state.fleet.name!r}: {text}")
@@ -122,7 +124,7 @@ def newer(state: ModelState) -> DueSwap | None:
     run, (tried, tried_run) = state.fleet.run() or "", state.tried
     if run == tried_run and complete[-1] <= tried:
         return None
-    return DueSwap("auto", fleet.version_to_swap(None), run, fleet)
+    return DueSwap("auto", version_to_swap(fleet, None), run, fleet)
 
 
 def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | None:
@@ -146,7 +148,7 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
     if not is_held:
         return None
     whole = len(fleet.targets) == len(state.fleet.targets)
-    version = fleet.version_to_swap(live.version, may_be_older=True)
+    version = version_to_swap(fleet, live.version, may_be_older=True)
     return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
 
 

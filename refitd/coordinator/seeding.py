@@ -9,10 +9,13 @@ import numpy as np
 import xxhash
 
 from refitd.coordinator.decision import Phase
-from refitd.coordinator.membership import Forms, Member, Model
+from refitd.coordinator.eligibility import check_targets
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Forms, Model
 from refitd.coordinator.models import Running
 from refitd.coordinator.plans import LoadedPlan
 from refitd.coordinator.records import LiveVersion
+from refitd.coordinator.report import source_reports
 from refitd.coordinator.requirements import canonical_names
 from refitd.errors import RefusedError
 from refitd.protocol.shards import Shard
@@ -74,7 +77,7 @@ def without_unread(running: Running, plan: LoadedPlan) -> None:
     read = {key: member for key, member in fleet.seeds.items() if plan.members[member.id] in plan.senders}
     unread = {member.id for key, member in fleet.seeds.items() if key not in read}
     running.fleet = replace(fleet, seeds=read)
-    running.sources = running.fleet.source_reports(running.version)
+    running.sources = source_reports(running.fleet, running.version)
     running.members = {name: member for name, member in running.members.items() if name not in unread}
     plan.members = {name: rank for name, rank in plan.members.items() if name not in unread}
 
@@ -116,7 +119,7 @@ def _can_seed(ranks: Sequence[Member], live: LiveVersion) -> bool:
 
 def _can_follow(joins: Model, live: LiveVersion) -> bool:
     try:
-        joins.check_seeded(live.version)
+        check_targets(joins, live.version, may_be_older=True)
     except RefusedError:
         return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from refitd.coordinator.membership import Member
+from refitd.coordinator.members import Member
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.schedule import used_up
 from refitd.errors import RefusedError

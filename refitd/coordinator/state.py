@@ -31,7 +31,8 @@ from refitd.coordinator.admission import (
 from refitd.coordinator.descriptions import Descriptions, unpack_shard
 from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
-from refitd.coordinator.membership import Member, Model, Node, poison
+from refitd.coordinator.members import Member, Node, poison
+from refitd.coordinator.membership import Model
 from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
 from refitd.coordinator.records import Drained, Record
 from refitd.coordinator.recovery import Unfinished
@@ -39,7 +40,7 @@ from refitd.coordinator.removals import Removals
 from refitd.coordinator.report import written_report
 from refitd.coordinator.requirements import wanted_parts
 from refitd.coordinator.source_versions import SourceVersions
-from refitd.coordinator.status import history_report, status_report
+from refitd.coordinator.status import history_report, model_description, status_report
 from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.traces import Traces
 from refitd.coordinator.verification import Checks
@@ -352,7 +353,7 @@ class Coordinator:
                 uptime_s = max(0.0, now - self._started)
                 reply = status_report(self._pid, uptime_s, self.nodes, self.models, self._config, self.drained)
             case local.GetDescription(model):
-                reply = self.models.named(model).fleet.description()
+                reply = model_description(self.models.named(model).fleet)
             case local.GetPlan(model):
                 self.swaps.planning.show(self.models.named(model), (node.identity, request))
             case _:

@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from refitd.config import Config, ModelConfig
-from refitd.coordinator.membership import Node
+from refitd.coordinator.members import Member, Node, serving_state
+from refitd.coordinator.membership import Model
 from refitd.coordinator.models import ModelState
-from refitd.coordinator.records import Record
+from refitd.coordinator.partial import kept_names
+from refitd.coordinator.records import LiveVersion, Record
 from refitd.coordinator.report import swap_progress, written_report
 from refitd.protocol.base import PROTOCOL_VERSION
-from refitd.protocol.reports import ControllerStatus, HistoryEntry, HistoryReport, LinkStatus, ModelStatus, StatusReport
-from refitd.states import LinkState, SwapOutcome
+from refitd.protocol.reports import (
+    ControllerStatus,
+    DescribedMember,
+    HistoryEntry,
+    HistoryReport,
+    LinkStatus,
+    ModelDescription,
+    ModelStatus,
+    SourceStatus,
+    StatusReport,
+    TargetStatus,
+)
+from refitd.states import CommitMode, LinkState, SwapOutcome
 
 
 def status_report(
@@ -55,6 +68,28 @@ def history_report(records: Sequence[Record]) -> HistoryReport:
     )
 
 
+def model_description(model: Model) -> ModelDescription:
+    """Return what every member holds; equal descriptions appear once."""
+    digests = {m.added.digest: m.shard for m in model.members()}
+    index = {digest: i for i, digest in enumerate(digests)}
+    return ModelDescription(
+        model=model.name,
+        shards=tuple(digests.values()),
+        members=tuple(
+            DescribedMember(
+                role=m.added.role,
+                replica=m.added.replica,
+                rank=m.added.rank,
+                world_size=m.added.world_size,
+                node=m.node,
+                host=m.host,
+                shard=index[m.added.digest],
+            )
+            for m in model.members()
+        ),
+    )
+
+
 def _links(state: ModelState, service: str) -> list[LinkStatus]:
     plan = state.plan
     if plan is None:
@@ -83,12 +118,12 @@ def _model_status(state: ModelState, config: Config) -> ModelStatus:
         source_world_size=fleet.source_world(),
         complete_versions=tuple(fleet.complete_versions()),
         auto_swap=fleet.auto_swap,
-        sources=fleet.source_status(),
+        sources=_source_rows(fleet),
         live=None if state.live is None else state.live.version,
         live_run="" if state.live is None else state.live.run,
         next_version=state.highest + 1 if state.highest >= 0 else 1,
         queued=len(state.queue),
-        targets=fleet.target_status(state.live),
+        targets=_target_rows(fleet, state.live),
         swap=swap_progress(state.running.swap) if state.running else None,
         swap_events=state.running.swap.history if state.running else (),
         last_swap=state.last,
@@ -98,3 +133,61 @@ def _model_status(state: ModelState, config: Config) -> ModelStatus:
             for _, c in sorted(fleet.controllers.items())
         ),
     )
+
+
+def _source_rows(model: Model) -> tuple[SourceStatus, ...]:
+    """Return the report rows of the sources."""
+    return tuple(
+        SourceStatus(
+            rank=rank,
+            node=m.node,
+            host=m.host,
+            pid=m.added.pid,
+            attached=m.attached,
+            tensors=len(m.shard.tensors),
+            bytes=m.bytes,
+            versions=tuple(sorted(m.versions)),
+            way=m.mode,
+            why=m.mode_reason,
+            run=m.run,
+            is_partial=m.shard.is_partial,
+        )
+        for rank, m in sorted(model.sources.items())
+    )
+
+
+def _target_rows(model: Model, live: LiveVersion | None) -> tuple[TargetStatus, ...]:
+    """Return the report rows of the targets; `live` is the version decided last."""
+    drained = {*model.drained()}
+    return tuple(
+        TargetStatus(
+            replica=replica,
+            rank=rank,
+            world_size=m.added.world_size,
+            node=m.node,
+            host=m.host,
+            pid=m.added.pid,
+            tensors=len(m.shard.tensors),
+            bytes=m.bytes,
+            state=serving_state(m, live),
+            version=m.version,
+            staged=m.staged_version if m.staged is not None else None,
+            held_bytes=m.added.held_bytes,
+            staging_bytes=m.added.staging_bytes,
+            run=m.run if m.version is not None else "",
+            step=m.step,
+            events=m.events,
+            mode=_mode(m),
+            kept_tensors=len(m.shard.kept),
+            kept_bytes=sum(tensor.nbytes for tensor in m.shard.kept),
+            kept=kept_names(m.shard.kept),
+            is_drained=replica in drained,
+        )
+        for (replica, rank), m in sorted(model.targets.items())
+    )
+
+
+def _mode(member: Member) -> CommitMode:
+    if member.added.in_place:
+        return CommitMode.IN_PLACE
+    return CommitMode.FLIP if member.added.flips else CommitMode.COPY

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from refitd.coordinator.membership import Member
+from refitd.coordinator.members import Member
 from refitd.protocol.local import CALLERS_STEP
 
 # Poll counts further apart do not count the same steps: pipelines have fewer steps in flight.

@@ -18,7 +18,7 @@ from refitd.coordinator.decision import Limits, Phase
 from refitd.coordinator.epochs import Epochs
 from refitd.coordinator.fences import Fences
 from refitd.coordinator.live_versions import LiveVersions
-from refitd.coordinator.membership import Member, Node
+from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
 from refitd.coordinator.planning import Planning
 from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
@@ -28,6 +28,7 @@ from refitd.coordinator.report import (
     apart_report,
     decided_report,
     late_report,
+    source_reports,
     swap_progress,
     swap_report,
     written_report,
@@ -181,7 +182,7 @@ class Swaps:
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
         names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
         swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
-        members, sources = {m.id: m for m in fleet.members()}, fleet.source_reports(due.version)
+        members, sources = {m.id: m for m in fleet.members()}, source_reports(fleet, due.version)
         answer_by = now + due.timeout_s if due.timeout_s else None
         state.running = Running(
             swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from refitd.coordinator.membership import Member, Model
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Model
 from refitd.coordinator.models import Waiter
 from refitd.errors import RefusedError
 from refitd.protocol.cluster import CheckMembers, MemberChecked, MembersChecked

@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from refitd import ParameterMetadata
-from refitd.coordinator.membership import Member, Model
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Model
 from refitd.protocol.cluster import AddShard
 from refitd.protocol.codec import digest_of
 from refitd.protocol.shards import shard_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from refitd.coordinator.report import source_reports
 from refitd.protocol import cluster, local
 from refitd.protocol.reports import SourceReport, StatusReport
 from tests.support.coordinator_harness import Harness, kinds, reports
@@ -34,7 +35,7 @@ def test_a_coordinator_that_starts_anew_knows_how_held_versions_are_given() -> N
     h = Harness().join()
     h.add("src", versions=(1, 2), modes=("copied", "pulled"), mode="pulled", mode_reason="it is fast")
     fleet = h.state.models["m"].fleet
-    assert [fleet.source_reports(version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
+    assert [source_reports(fleet, version)[0].way for version in (1, 2, 3)] == ["copied", "pulled", ""]
 
 
 def test_ranks_that_come_back_alone_go_on_above_what_they_had_published_and_others_wait_for_no_new_run() -> None:

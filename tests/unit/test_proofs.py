@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from refitd.coordinator.membership import Member, Model
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Model
 from refitd.coordinator.verification import MAX_CHECKS, MAX_DIFFERENCES, Checks
 from refitd.daemon import actions as act
 from refitd.daemon.target_state import Live, Step

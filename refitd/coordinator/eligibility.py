@@ -1,0 +1,137 @@
+"""Say which version may be swapped into a model's targets, and if none may, what is missing and where."""
+
+from __future__ import annotations
+
+from refitd.coordinator.members import Member
+from refitd.coordinator.membership import Model
+from refitd.coordinator.partial import as_offered, part_problems
+from refitd.coordinator.requirements import offer_problems, shortened
+from refitd.errors import RefusedError
+
+
+def version_to_swap(model: Model, wanted: int | None, *, may_be_older: bool = False) -> int:
+    """Return the version that a swap would make live; older than the served one only with `may_be_older`.
+
+    Raises:
+        RefusedError: it cannot be swapped now; the text says what is missing and where.
+    """
+    if not model.sources:
+        raise RefusedError(f"model {model.name!r} has no source; start the trainer and let it register_source")
+    if missing := model.missing_sources():
+        raise RefusedError(
+            f"model {model.name!r}: source ranks {missing} of {model.source_world()} have not registered"
+        )
+    _check_run(model)
+    if drained := model.drained_sources():
+        nodes = sorted({m.node for m in drained})
+        raise RefusedError(
+            f"model {model.name!r}: {drained[0].describe()} is on drained node {drained[0].node!r}, and no source "
+            f"can be left out; refitctl resume {' and '.join(nodes)}, or start the trainer on another node"
+        )
+    complete = model.complete_versions()
+    held = ", ".join(f"rank {r}: {sorted(m.versions) or 'none'}" for r, m in sorted(model.sources.items()))
+    if wanted is None and not complete:
+        raise RefusedError(
+            f"model {model.name!r} has no version that every source rank has published ({held}); publish one"
+        )
+    version = complete[-1] if wanted is None else wanted
+    if version not in complete:
+        raise RefusedError(
+            f"model {model.name!r}: version {version} is not held by every source rank ({held}); "
+            f"complete versions: {complete or 'none'}"
+        )
+    check_targets(model, version, may_be_older=may_be_older)
+    return version
+
+
+def spare_run(model: Model, version: int) -> str | None:
+    """Return the run of a version that every target rank can exchange its live one for; None if some cannot.
+
+    Raises:
+        RefusedError: a rank is missing, or has another version to commit first.
+    """
+    held = {m.spare for m in model.targets.values()}
+    found = held.pop() if len(held) == 1 else None
+    if found is None or found[0] != version:
+        return None
+    check_targets(model, version, may_be_older=True)
+    return found[1]
+
+
+def _check_run(model: Model) -> None:
+    if model.run() is not None:
+        return
+    ranks: dict[str, list[int]] = {}
+    for rank, member in sorted(model.sources.items()):
+        ranks.setdefault(member.run, []).append(rank)
+    sides = "; ".join(f"run {run or '?'}: ranks {found[:8]}" for run, found in sorted(ranks.items()))
+    raise RefusedError(
+        f"model {model.name!r}: its source ranks are of several runs of the trainer ({sides}), whose versions are "
+        "not the same though they have one number; start the ranks of the older run again"
+    )
+
+
+def check_targets(model: Model, version: int, *, may_be_older: bool) -> None:
+    """Check that every target can be given this version, by the sources or by seeds.
+
+    Raises:
+        RefusedError: as `version_to_swap`.
+    """
+    if not model.targets:
+        raise RefusedError(f"model {model.name!r} has no target; start an engine and let it register_target")
+    for replica in sorted({replica for replica, _ in model.targets}):
+        ranks = {rank: m for (r, rank), m in model.targets.items() if r == replica}
+        world = next(iter(ranks.values())).added.world_size
+        if missing := [rank for rank in range(world) if rank not in ranks]:
+            raise RefusedError(
+                f"model {model.name!r}: replica {replica!r} lacks ranks {missing} of {world}; "
+                "wait until they have registered, or stop the others"
+            )
+        if model.lacks_controller(replica, ranks.values()):
+            raise RefusedError(
+                f"model {model.name!r}: replica {replica!r} commits only when its controller says so, and has none; "
+                f"call client.control_replica({model.name!r}, {replica!r}, ...) in the process that drives it"
+            )
+        for member in ranks.values():
+            if member.staged is not None:
+                raise RefusedError(
+                    f"model {model.name!r}: {member.describe()} has not yet taken over the version of swap "
+                    f"{member.staged}; it must reach a commit point (poll or wait), or be restarted"
+                )
+            if member.version is not None and member.version > version and not may_be_older:
+                raise RefusedError(
+                    f"model {model.name!r}: {member.describe()} serves version {member.version}, which is newer "
+                    f"than {version}; publish a higher version, or `refitctl rollback` to it"
+                )
+            _check_held(model, member)
+        if problems := _unfollowable(model, replica):
+            raise RefusedError(f"model {model.name!r}: replica {replica!r}: {shortened(problems)}")
+
+
+def _check_held(model: Model, member: Member) -> None:
+    if member.added.stale:
+        raise RefusedError(
+            f"model {model.name!r}: {member.describe()} has {', '.join(member.added.stale)} derived from its "
+            "weights, and no hook that makes it anew; register it with Derived(..., refresh=...)"
+        )
+    if problems := _unoffered(model, member):
+        raise RefusedError(f"model {model.name!r}: {member.describe()}: {shortened(problems)}")
+
+
+def unoffered(model: Model) -> list[str]:
+    """Return what targets want in MXFP8 and no source offers, and what replicas keep that they must not."""
+    found = [f"{m.describe()}: {what}" for m in model.targets.values() for what in _unoffered(model, m)]
+    for replica in sorted({replica for replica, _ in model.targets}):
+        found += [f"replica {replica!r}: {what}" for what in _unfollowable(model, replica)]
+    return found
+
+
+def _unfollowable(model: Model, replica: str) -> list[str]:
+    ranks = [m.shard for (r, _), m in model.targets.items() if r == replica]
+    offered = {m.added.digest: m.shard for m in model.givers()}.values()
+    return part_problems(as_offered(offered, ranks) if model.seeds else offered, ranks)
+
+
+def _unoffered(model: Model, member: Member) -> list[str]:
+    shards = {m.added.digest: m.shard for m in model.givers()} if member.wants else {}
+    return offer_problems(shards.values(), member.wants)
