@@ -5,10 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from math import prod
 
-from refitd.config import Config, ModelConfig
-from refitd.coordinator import decision
+from refitd.config import Config
 from refitd.coordinator.absent import AbsentRanks
 from refitd.coordinator.actions import (
     Answer,
@@ -26,32 +24,28 @@ from refitd.coordinator.actions import (
 from refitd.coordinator.admission import (
     check_hello,
     check_message,
-    check_replica,
 )
 from refitd.coordinator.descriptions import Descriptions, unpack_shard
 from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
-from refitd.coordinator.members import Member, Node, poison
-from refitd.coordinator.membership import Model
-from refitd.coordinator.models import MAX_HISTORY, Models, ModelState, Recent, Waiter
+from refitd.coordinator.members import Member, Node
+from refitd.coordinator.models import MAX_HISTORY, Models, Recent, Waiter
 from refitd.coordinator.records import Drained, Record
 from refitd.coordinator.recovery import Unfinished
+from refitd.coordinator.registrations import Registrations
 from refitd.coordinator.removals import Removals
-from refitd.coordinator.report import written_report
-from refitd.coordinator.requirements import wanted_parts
+from refitd.coordinator.settling import Settling
 from refitd.coordinator.source_versions import SourceVersions
 from refitd.coordinator.status import history_report, model_description, status_report
 from refitd.coordinator.swaps import Swaps
 from refitd.coordinator.traces import Traces
 from refitd.coordinator.verification import Checks
-from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.protocol import cluster, control, local, versions
 from refitd.protocol.base import PROTOCOL_VERSION, Message
 from refitd.protocol.reports import VerifyReport
 from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
-from refitd.states import SwapCause
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
 NODE_SILENCE_S = 10.0
@@ -92,24 +86,21 @@ class Coordinator:
         """
         self._config = config
         self._boot, self._pid, self._started = boot, pid, started
-        self._decided, self._recent, self._wall_clock = decided, recent, wall_clock
+        self._recent, self._wall_clock = recent, wall_clock
         self.nodes: dict[str, Node] = {}
         self.models = Models()
         self._members: dict[str, Member] = {}
         self._checks = Checks()
         self.traces = Traces(host, self.models)
-        self._new_run = new_run
         self._lives = LiveVersions(
             past or NoPast(), started, is_beside, lambda found: self._out.append(Remember(found)), wall_clock, self._log
         )
-        self._began = False  # whether swaps may begin, and waiting callers were told so
-        self._undone: dict[str, Member] = {}  # ranks with a staged version, while it is unknown whether it was decided
         self._numbers = 0
         self._out: list[Instruction] = []
         # by this time every living rank has registered again and reached a commit point
         late = started + NODE_SILENCE_S + config.deadlines.commit_s
         ended = recent("", MAX_HISTORY)
-        self._unfinished = Unfinished(ended, late)
+        unfinished = Unfinished(ended, late)
         self._absent = AbsentRanks()
         self._absent.journalled(ended, started + config.deadlines.lease_s)
         self.swaps = Swaps(
@@ -122,7 +113,7 @@ class Coordinator:
             wall_clock,
             decided,
             self._lives,
-            self._unfinished,
+            unfinished,
             self._absent,
             self.traces,
             self._out.append,
@@ -136,9 +127,29 @@ class Coordinator:
             self._send,
             self._log,
         )
-        self._removals = Removals(self.nodes, self.models, self._remove, self._forget_node, self._to_node, self._log)
         self._descriptions = Descriptions(self.swaps.planning.reader)
-        self._sources = SourceVersions(self._members, self._new_run, self._to_node, self._log)
+        self._sources = SourceVersions(self._members, new_run, self._to_node, self._log)
+        self._settling = Settling(self.models, self._members, self._lives, self.swaps, self._to_node)
+        self._registrations = Registrations(
+            config,
+            self.models,
+            self._members,
+            recent,
+            self._descriptions,
+            self._sources,
+            self._drains,
+            self._lives,
+            unfinished,
+            self._absent,
+            self.swaps,
+            self._settling,
+            self._to_node,
+            self._send,
+            self._log,
+        )
+        self._removals = Removals(
+            self.nodes, self.models, self._registrations.remove, self._forget_node, self._to_node, self._log
+        )
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Handle an event; return instructions. A refused request changes nothing."""
@@ -173,7 +184,7 @@ class Coordinator:
     @property
     def may_swap(self) -> bool:
         """Whether swaps may begin: it is certain which versions are live."""
-        return self._began
+        return self._settling.has_begun
 
     @property
     def drained(self) -> Collection[str]:
@@ -238,38 +249,10 @@ class Coordinator:
         welcome = cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot=self._boot, lease_s=lease_s, clock_s=now)
         self._send(identity, request, welcome)
         for model in changed:
-            self._live_learned(model, now)
+            self._settling.live_learned(model, now)
         self._lives.heard(now)
-        self._begin_if_settled(now)
+        self._settling.begin(now)
         for state in [self.models[model] for model in changed if model in self.models]:
-            self.swaps.next(state, now)
-
-    def _live_learned(self, model: str, now: float) -> None:
-        """Apply a changed live version: fence ranks that hold another one, and catch them up."""
-        self.swaps.fences.tell_live(model)
-        state = self.models.get(model)
-        if state is None:
-            return
-        state.live, state.highest = self._lives.of(model), self._lives.highest(model)
-        running = state.running
-        if running is not None and running.swap.phase is not decision.Phase.COMMITTING:
-            text = f"it was learned that version {state.live} is live"
-            self.swaps.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
-        for member in state.fleet.targets.values():
-            if member.staged is None:
-                self.swaps.fences.fence_unless_live(member)
-
-    def _begin_if_settled(self, now: float) -> None:
-        """Once the live version is certain, settle staged swaps and begin the waiting ones."""
-        if self._began or not self._lives.is_settled(now):
-            return
-        self._began = True
-        for member in list(self._undone.values()):
-            node = self.nodes.get(member.node)
-            if node is not None and self._members.get(member.id) is member and member.staged is not None:
-                self._settle(node, member, member.staged, now)
-        self._undone.clear()
-        for state in list(self.models.values()):
             self.swaps.next(state, now)
 
     def _from_known(self, node: Node, event: FromNode, now: float) -> None:
@@ -286,30 +269,27 @@ class Coordinator:
                 used = {member.added.digest for member in self._members.values()}
                 self._descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
             case cluster.AddShard():
-                reply = self._add(node, message, now)
+                reply = self._registrations.add(node, message, now)
             case cluster.RemoveShard(member, reason):
-                self._remove(member, reason, now)
+                self._registrations.remove(member, reason, now)
             case cluster.MemberSuspended(member, suspended, is_lost):
-                self._suspended(self._member(member), suspended, is_lost, now)
+                self._registrations.suspend(self._registrations.member(member), suspended, is_lost, now)
                 reply = local.Done()
             case control.AddController():
-                state = self.models.get(message.model) or self._new_state(message.model)
-                self.swaps.controllers.add(node, message, state.fleet, now)
-                self.models[message.model] = state
-                self._drains.registered(message.model, message.replica, node.status.node)
+                self._registrations.add_controller(node, message, now)
                 reply = local.Done()
             case control.RemoveController(member, reason):
-                self._remove_controller(member, node.status.node, reason, now)
+                self._registrations.remove_controller(member, node.status.node, reason, now)
             case cluster.DetachShard(member, reason):
-                self._detach(member, reason)
+                self._registrations.detach(member, reason)
             case cluster.ShardPublished():
-                source = self._member(message.member)
+                source = self._registrations.member(message.member)
                 self._sources.published(self.models[source.added.model], source, message)
                 reply = local.Done()
             case cluster.ShardWithdrawn(member, version):
-                self._withdrawn(member, version, now)
+                self._registrations.withdrawn(member, version, now)
             case cluster.WantsRoom(member, _, slots):
-                found = self._member(member)
+                found = self._registrations.member(member)
                 self._sources.wants_room(self.models[found.added.model], found, slots)
             case local.StartSwap():
                 self.swaps.start(message, (node.identity, request), now)
@@ -367,7 +347,7 @@ class Coordinator:
             self.swaps.controllers.ranks_changed(message.model, message.replica, now)
             self.swaps.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
-            self.swaps.next(self.models[self._member(message.member).added.model], now)
+            self.swaps.next(self.models[self._registrations.member(message.member).added.model], now)
 
     def _past_swaps(self, model: str, limit: int) -> Sequence[Record]:
         """Return the last swaps of a model, "" for all."""
@@ -399,208 +379,16 @@ class Coordinator:
         self._log("node-again" if is_back else "node-lost", node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
-            self._remove(member.id, f"node {name}: {reason}", now)
+            self._registrations.remove(member.id, f"node {name}: {reason}", now)
         for controller in self.swaps.controllers.on_node(name):
-            self._remove_controller(controller, name, f"node {name}: {reason}", now)
-
-    # --- members ------------------------------------------------------------------------------------------
-
-    def _new_state(self, model: str) -> ModelState:
-        """Return the initial state of a model, with its history from the journal and the daemons."""
-        configured = self._model_config(model)
-        fleet = Model(model, configured.auto_swap, check_replicas=configured.check_replicas, drains=self._drains.nodes)
-        state = ModelState(fleet, self._lives.of(model), self._lives.highest(model), self._lives.past.tried(model))
-        past = self._recent(model, MAX_HISTORY)
-        state.last = next((report for r in past if (report := written_report(r)) is not None), None)
-        return state
-
-    def _add(self, node: Node, added: cluster.AddShard, now: float) -> Message:
-        if added.rank >= added.world_size:
-            raise RefusedError(f"{added.member}: rank {added.rank} is not below world_size {added.world_size}")
-        check_replica(added, self._model_config(added.model))
-        if added.observes and node.status.node in self.drained:
-            raise RefusedError(
-                f"model {added.model!r}: node {node.status.node!r} is drained, so replica {added.replica!r}, which "
-                f"observes, gets no version there; use another node, or refitctl resume {node.status.node}"
-            )
-        state = self.models.get(added.model) or self._new_state(added.model)
-        shard = self._descriptions.of(added)
-        state.fleet.check_part(added, shard)
-        if added.is_question:
-            state.fleet.replaced_by(added)
-            return local.Done()
-        nbytes = sum(prod(t.shape) * ELEMENT_SIZES.get(t.dtype, 0) for t in shard.tensors)
-        is_source = added.role == "source"
-        run, newest, base = self._sources.run_of(state, added) if is_source else (added.run, -1, None)
-        member = Member(
-            added,
-            shard,
-            node.status.node,
-            node.status.host,
-            nbytes,
-            attached=added.attached,
-            versions=set(added.versions),
-            modes=dict(zip(added.versions, added.modes, strict=False)),
-            mode=added.mode,
-            mode_reason=added.mode_reason,
-            run=run,
-            newest=newest,
-            version=added.version,
-            staged=added.staged,
-            staged_version=added.staged_version,
-            poisoned=added.poisoned,
-            suspended=added.suspended,
-            spare=None if added.spare is None else (added.spare, added.spare_run),
-            seeds=added.seeds,
-            wants=wanted_parts(shard) if added.role == "target" else frozenset(),
-        )
-        replaced = state.fleet.replaced_by(added)
-        for one in replaced:
-            state.fleet.remove(one)
-        state.fleet.add(member)
-        self.models[added.model] = state
-        for one in replaced:
-            self._replace(one, member, now)
-        self._lives.keep(added.model)
-        self._members[member.id] = member
-        self._absent.registered(member)
-        self._drains.registered(added.model, added.replica, member.node)
-        self.swaps.members_changed(state)
-        self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)
-        if is_source:
-            self._sources.registered(state, member, base)
-            return cluster.SourceAdmitted(run=run, next_version=newest + 1)
-        if added.staged is not None:
-            if added.committing and added.staged_version is not None:
-                self._lives.told(added.staged, added.staged_version, added.staged_run)
-            self._settle(node, member, added.staged, now)
-        elif added.version is not None:
-            if self._lives.serves(added.model, member.describe(), added.version, added.run):
-                self._live_learned(added.model, now)  # a due swap begins after this answer
-            self.swaps.fences.fence_unless_live(member)
-        self.swaps.ended_late(self._unfinished.registered(member))
-        return local.Done()
-
-    def _replace(self, old: Member, by: Member, now: float) -> None:
-        """Forget a detached rank, and have its daemon free its memory.
-
-        If the new rank has the same number and daemon, that daemon frees the memory by itself.
-        """
-        is_same = old.added.rank == by.added.rank and old.added.world_size == by.added.world_size
-        if is_same and old.node == by.node:
-            self._members.pop(old.id, None)
-            return
-        reason = f"its trainer is gone, and {by.describe()} has registered anew"
-        self._remove(old.id, reason, now)  # first: a swap that reads it is aborted
-        self._to_node(old.node, cluster.EvictMember(member=old.id, reason=reason))
-
-    def _settle(self, node: Node, member: Member, swap: str, now: float) -> None:
-        """Commit or abort a staged swap that an earlier coordinator left."""
-        found = self.swaps.fences.identity_of(swap)
-        live = self.models[member.added.model].live
-        staged = member.added.staged_version, member.added.staged_run
-        if found is None and self._lives.is_in_doubt and live is not None and live.is_at(*staged):
-            found = live.version, live.run  # the journal with this swap is lost, but its version was decided
-        if found is not None:
-            self._send(node.identity, 0, cluster.CommitStaged(swap=swap, version=found[0], run=found[1]))
-            return
-        if not self._lives.is_settled(now):
-            self._undone[member.id] = member  # another daemon may know it as decided
-            return
-        member.staged, reason = None, "the coordinator restarted before deciding"
-        if member.added.in_place:
-            poison(member, swap, reason)
-        self._send(node.identity, 0, cluster.Abort(swap=swap, reason=reason))
-        self.swaps.fences.fence_unless_live(member)
-        self.swaps.controllers.ranks_changed(member.added.model, member.added.replica, now)
-
-    def _remove(self, member_id: str, reason: str, now: float) -> None:
-        member = self._members.pop(member_id, None)
-        if member is None:
-            return
-        state = self.models[member.added.model]
-        self._log("left", model=state.fleet.name, member=member_id, who=member.describe(), reason=reason)
-        takes_part = state.takes_part(member)
-        state.fleet.remove(member)
-        self.swaps.members_changed(state)
-        if takes_part:
-            self.swaps.step(state, decision.MemberLost(member_id, reason), now)
-        self.swaps.controllers.ranks_changed(state.fleet.name, member.added.replica, now)
-        self._sources.room_changed(state)
-        self._forget_if_empty(state)
-
-    def _remove_controller(self, member: str, node: str, reason: str, now: float) -> None:
-        model = self.swaps.controllers.remove(member, node, reason, now)
-        if model is not None:
-            self._forget_if_empty(self.models[model])
-
-    def _forget_if_empty(self, state: ModelState) -> None:
-        if not state.fleet.members() and not state.fleet.controllers and state.running is None:
-            for queued in state.queue:
-                gone = f"model {state.fleet.name!r}: everybody has left before the swap could begin"
-                self._send(*queued.waiter, local.Failure(code=RefusedError.code, message=gone))
-            self.models.pop(state.fleet.name, None)
-
-    def _suspended(self, member: Member, suspended: bool, is_lost: bool, now: float) -> None:
-        """Leave a replica out of swaps, or let it take part again; an undecided swap of it aborts.
-
-        Raises:
-            RefusedError: the rank has a decided version to commit first, or a decision about one is being written.
-        """
-        state = self.models[member.added.model]
-        running = state.running
-        takes_part = running is not None and state.takes_part(member)
-        is_written = running is not None and member.id in running.swap.members
-        being_decided = is_written and running is not None and running.swap.phase is decision.Phase.STAGED
-        if suspended and (member.staged is not None or being_decided):
-            raise RefusedError(
-                f"{member.describe()} has a version that is decided, or is being decided; take it over first (poll or "
-                "wait), then suspend"
-            )
-        if is_lost and not suspended and not member.suspended and (takes_part or member.staged is not None):
-            raise RefusedError(f"{member.describe()} is not suspended, and a swap writes or reads it; suspend it first")
-        if suspended and takes_part:
-            self.swaps.step(state, decision.MemberLost(member.id, "its engine was suspended"), now)
-        self._log("suspended" if suspended else "woken", model=state.fleet.name, member=member.id)
-        member.suspended = suspended
-        if is_lost and not suspended:
-            member.version = None
-        self.swaps.fences.fence_unless_live(member)
-
-    def _detach(self, member_id: str, reason: str) -> None:
-        member = self._members.get(member_id)
-        if member is not None:
-            member.attached = False
-            self._sources.room_changed(self.models[member.added.model])
-            self._log("detached", model=member.added.model, member=member_id, reason=reason)
-
-    def _withdrawn(self, member_id: str, version: int, now: float) -> None:
-        member = self._members.get(member_id)
-        if member is None:
-            return
-        member.versions.discard(version)
-        member.modes.pop(version, None)
-        state = self.models[member.added.model]
-        self._sources.room_changed(state)
-        running = state.running
-        if running is not None and running.version == version and state.reads(member):
-            lost = decision.MemberLost(
-                member_id, f"it withdrew version {version}, or published over it, before it was read"
-            )
-            self.swaps.step(state, lost, now)
-
-    def _member(self, member_id: str) -> Member:
-        member = self._members.get(member_id)
-        if member is None:
-            raise RefusedError(f"no member {member_id!r} is registered here; register again")
-        return member
+            self._registrations.remove_controller(controller, name, f"node {name}: {reason}", now)
 
     # --- time and reports ---------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
         self._answer_checks(self._checks.tick(now))
         self._answer_traces(self.traces.tick(now))
-        self._begin_if_settled(now)
+        self._settling.begin(now)
         for name, node in list(self.nodes.items()):
             if now - node.last_heard > NODE_SILENCE_S:
                 self._forget_node(name, f"no word from it for {NODE_SILENCE_S:.0f} s", now)
@@ -609,12 +397,9 @@ class Coordinator:
     def next_deadline(self) -> float | None:
         """Return when a swap or a check next needs a Tick, None if none does."""
         found = [self.swaps.next_deadline(), self._checks.next_deadline(), self.traces.next_deadline()]
-        if not self._began:
+        if not self._settling.has_begun:
             found.append(self._lives.deadline())
         return min((at for at in found if at is not None), default=None)
-
-    def _model_config(self, model: str) -> ModelConfig:
-        return self._config.models.get(model, ModelConfig())
 
     # --- output -------------------------------------------------------------------------------------------
 
