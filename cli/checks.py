@@ -68,7 +68,12 @@ def torch() -> Finding:
     """Check torch by its metadata: importing it takes seconds."""
     found = _version("torch")
     if found is None:
-        return Finding("torch", "fail", "not installed", "install refitd again: torch is one of its requirements")
+        return Finding(
+            "torch",
+            "warn",
+            "not installed",
+            "a coordinator and refitctl need none; for daemons, trainers and engines: `pip install 'refitd[torch]'`",
+        )
     return Finding("torch", "ok", found)
 
 

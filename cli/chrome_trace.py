@@ -1,11 +1,38 @@
-"""Turn a swap's trace into Chrome's trace JSON, which ui.perfetto.dev shows; all clocks become the coordinator's."""
+"""A swap's trace with all clocks the coordinator's, and as Chrome's trace JSON, which ui.perfetto.dev shows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from refitd.protocol.traces import TraceReport, TraceSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The coordinator, or a node with all that ran on it.
+
+    Attributes:
+        name: "coordinator", or "node" and its name.
+        host: where it ran.
+        spans: what took time, in its own clock.
+        offset_s: added to its times, gives the coordinator's, within `error_s` (None: not measured).
+    """
+
+    name: str
+    host: str
+    spans: tuple[TraceSpan, ...]
+    offset_s: float = 0.0
+    error_s: float | None = 0.0
+
+
+def processes(report: TraceReport) -> list[Process]:
+    """Return the coordinator, then the nodes."""
+    return [
+        Process("coordinator", report.host, report.phases),
+        *(Process(f"node {node.node}", node.host, node.spans, node.offset_s, node.error_s) for node in report.nodes),
+    ]
 
 
 def chrome_trace(report: TraceReport) -> dict[str, Any]:
@@ -14,9 +41,9 @@ def chrome_trace(report: TraceReport) -> dict[str, Any]:
     Times are microseconds since the swap began. `otherData` has the swap, its wall time and, for each node, by how many
     seconds its times may be wrong against the coordinator's.
     """
-    events = _process(1, f"coordinator (host {report.host})", report.phases, -report.began)
-    for pid, node in enumerate(report.nodes, 2):
-        events += _process(pid, f"node {node.node} (host {node.host})", node.spans, node.offset_s - report.began)
+    events: list[dict[str, Any]] = []
+    for pid, part in enumerate(processes(report), 1):
+        events += _process(pid, f"{part.name} (host {part.host})", part.spans, part.offset_s - report.began)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",

@@ -17,6 +17,9 @@ from refitd_cli import ends
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+# What some commands import, and the extra that brings it.
+EXTRAS = {"torch": "torch", "opentelemetry": "otel", "opentelemetry.sdk": "otel", "opentelemetry.exporter": "otel"}
 _SENTENCE = 400  # characters
 
 
@@ -131,6 +134,15 @@ class Commands(Listed):
                 for line in (f"{ctx.command_path}: {first}", *more):
                     click.echo(printable(line), err=True)
             ctx.exit(EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILED)
+        except ModuleNotFoundError as exc:
+            if exc.name not in EXTRAS:
+                raise
+            lacks = f"{exc.name} is not installed; `pip install 'refitd[{EXTRAS[exc.name]}]'` brings it"
+            if self._wants_json:
+                click.echo(json.dumps(_error("missing", lacks, {})))
+            else:
+                click.echo(f"{ctx.command_path}: {lacks}", err=True)
+            ctx.exit(EXIT_FAILED)
         except click.UsageError as exc:
             if not self._wants_json:
                 raise

@@ -31,15 +31,18 @@ def config() -> None:
 
 @config.command()
 @settings.config_options
+@click.option("--coordinator", "alone", is_flag=True, help="No daemon runs here: leave out what only a daemon needs.")
 @json_option
 @click.pass_context
-def check(ctx: click.Context, path: str | None, runtime_dir: str | None, log_level: str | None, as_json: bool) -> None:
+def check(
+    ctx: click.Context, path: str | None, runtime_dir: str | None, log_level: str | None, alone: bool, as_json: bool
+) -> None:
     """Say whether `refitd serve` and `refitd coordinator` would start with this configuration. Exit 2 if not.
 
     Reads the file, the environment and the keys, as the user that runs it: be the daemon's user. Starts nothing.
     """
     found, _ = settings.read(path, node__runtime_dir=runtime_dir, log__level=log_level)
-    results = list(_checks(found))
+    results = list(_checks(found, alone))
     valid = all(state != "fail" for _, state, _ in results)
     if as_json:
         rows = [{"name": name, "state": state, "found": text} for name, state, text in results]
@@ -101,12 +104,14 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # text, numbers, booleans and lists are the same in both
 
 
-def _checks(found: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (check, state, found), state "ok" or "fail"."""
-    asked = [("directory", _directory), ("users", _users), ("transport", _service), ("coordinator", _endpoint)]
+def _checks(found: Config, alone: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (check, state, found), state "ok" or "fail"; `alone`: for a coordinator without a daemon."""
+    asked = [("directory", _directory), ("users", _users), ("coordinator", _endpoint)]
+    if not alone:
+        asked.append(("transport", _service))
     if found.metrics.address is not None:
         asked.append(("metrics", _metrics))
-    if found.uses_keys and found.security.server_key:
+    if found.uses_keys and found.security.server_key and not alone:
         asked.append(("as a daemon", _daemon))
     if found.uses_keys and found.security.allowed:
         asked.append(("as a coordinator", _coordinator))

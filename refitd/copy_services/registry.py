@@ -135,7 +135,7 @@ def _own() -> list[Backend]:
         Backend(
             "gloo",
             PACKED,
-            lambda: _lacks("torch", "pip install torch"),
+            lambda: _lacks("torch", "pip install 'refitd[torch]'"),
             over_group=_gloo,
             join=_join_gloo,
         ),

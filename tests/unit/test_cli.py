@@ -76,6 +76,15 @@ def test_daemon_that_does_not_run_is_an_error_object_in_json(arguments):
     assert (ran.status, ran.object, ran.stderr) == (1, {"error": error}, "")
 
 
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json")])
+def test_a_package_of_an_extra_that_is_missing_is_named_with_the_extra(arguments):
+    lacks = ModuleNotFoundError("No module named 'torch'", name="torch")
+    ran = run(lacks, *arguments)
+    assert ran.status == 1 and "`pip install 'refitd[torch]'` brings it" in ran.stdout + ran.stderr
+    with pytest.raises(ModuleNotFoundError):
+        run(ModuleNotFoundError("No module named 'refitd.nosuch'", name="refitd.nosuch"), *arguments)
+
+
 def test_configuration_errors_exit_2():
     assert run(ConfigError("node.workers: 0"), "status").status == 2
 

@@ -93,7 +93,9 @@ def offer(name: str, missing: Callable[[], str] = lambda: "", package: str = "re
 def test_doctor_says_what_each_backend_does_and_what_it_lacks():
     def found() -> Iterator[Offer]:
         yield offer("shm", is_one_sided=True, crosses_nodes=False)
-        yield offer("gloo", lambda: "torch is not installed; `pip install torch` brings it", devices={"cuda", "cpu"})
+        yield offer(
+            "gloo", lambda: "torch is not installed; `pip install 'refitd[torch]'` brings it", devices={"cuda", "cpu"}
+        )
         yield offer("quic", package="refitd-quic")
 
     assert [(f.name, f.state, f.found, f.advice) for f in checks.backends(found)] == [
@@ -102,7 +104,7 @@ def test_doctor_says_what_each_backend_does_and_what_it_lacks():
             "backend gloo",
             "warn",
             "two-sided, between nodes, cpu and cuda",
-            "torch is not installed; `pip install torch` brings it",
+            "torch is not installed; `pip install 'refitd[torch]'` brings it",
         ),
         ("backend quic", "ok", "two-sided, between nodes, cpu, from package refitd-quic", ""),
     ]

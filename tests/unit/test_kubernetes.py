@@ -109,8 +109,9 @@ def test_users_image_and_keys_are_those_of_the_image_and_of_keygen(tmp_path: Pat
     image = (ROOT / "Dockerfile").read_text()
     user = int(re.search(r"useradd --system --uid (\d+)", image).group(1))  # type: ignore[union-attr]
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)  # type: ignore[union-attr]
+    named = {"DaemonSet": "refitd", "StatefulSet": "refitd-control"}
     for name in PODS:
-        assert {one["image"] for one in containers(name)} == {f"refitd:{version}"}
+        assert {one["image"] for one in containers(name)} == {f"{named[name[0]]}:{version}"}
         security = pod(name)["spec"]["securityContext"]
         (main,) = pod(name)["spec"]["containers"]
         assert {**security, **main["securityContext"]}["runAsUser"] == security["fsGroup"] == user

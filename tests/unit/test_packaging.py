@@ -15,6 +15,7 @@ import pytest
 
 import refitd
 from refitd_cli import control, daemon
+from refitd_cli.group import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -83,9 +84,20 @@ def test_constraints_pin_torch_and_every_direct_dependency():
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert pinned["torch"] == "2.13.0"
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["dev"]]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["otel"], *extras["test"], *extras["dev"]]
     names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted} - {"refitd"}
     assert names <= pinned.keys()
+
+
+def test_what_is_installed_already_stays():
+    extras = PROJECT["project"]["optional-dependencies"]
+    for requirement in [*PROJECT["project"]["dependencies"], *extras["torch"], *extras["otel"]]:
+        assert re.fullmatch(r"[\w-]+>=[\d.]+", requirement), f"{requirement} would replace what vLLM or Megatron pins"
+    assert not any(requirement.startswith("torch") for requirement in PROJECT["project"]["dependencies"])
+
+
+def test_what_a_command_lacks_comes_with_an_extra():
+    assert set(EXTRAS.values()) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 def test_no_extra_holds_both_nvshmem_wheels():
