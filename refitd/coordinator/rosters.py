@@ -13,7 +13,6 @@ from refitd.errors import PlanError
 from refitd.plan.completion import Said
 from refitd.protocol.shards import Shard, metadata_of
 
-
 # Distinct pools, by their descriptions, that are remembered.
 POOLS = 256
 

@@ -195,9 +195,7 @@ def _poured(base: Floats, amount: float) -> Floats:
     return taken
 
 
-def _moved(
-    shares: Shares, mine: Ints, position: Ints, who: Ints, target: Floats, total: Ints, middles: Floats
-) -> Ints:
+def _moved(shares: Shares, mine: Ints, position: Ints, who: Ints, target: Floats, total: Ints, middles: Floats) -> Ints:
     """Return a turn's shares, shape [4, shares], after candidates above their target have given to those below it.
 
     Each giver keeps its first pieces. Those given away are handed on in one sequence, so that destinations get few
