@@ -82,10 +82,11 @@ class Answer(Struct, frozen=True):
 
 
 class MakePlan(Struct, frozen=True):
-    """Make the plan, then feed Planned."""
+    """Make the plan, then feed Planned. With `may_relay`, nodes may pass on to others what they have received."""
 
     ticket: int
     rosters: list[Roster]
+    may_relay: bool = True
 
 
 class Decide(Struct, frozen=True):

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ from refitd.coordinator.plans import make_plan
 from refitd.coordinator.records import Record
 from refitd.coordinator.rosters import ShardRead
 from refitd.coordinator.state import Coordinator
-from refitd.describe.roster import Roster
 from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
@@ -283,9 +282,10 @@ class CoordinatorShell:
     def _journalling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.journalling()
 
-    def _plan(self, ticket: int, rosters: Sequence[Roster]) -> act.Planned:
+    def _plan(self, asked: act.MakePlan) -> act.Planned:
+        ticket = asked.ticket
         try:
-            return act.Planned(ticket, make_plan(rosters))
+            return act.Planned(ticket, make_plan(asked.rosters, may_relay=asked.may_relay))
         except RefitdError as exc:
             return act.Planned(ticket, None, exc)
         except Exception as exc:  # an unexpected description must fail only its own swap
@@ -300,8 +300,8 @@ class CoordinatorShell:
                 self.read_keys(waiter)
             case act.Answer(identity, request, make):
                 self._answers.submit((identity, request), lambda: framed(request, make()))
-            case act.MakePlan(ticket, rosters):
-                self._planner.submit(ticket, partial(self._plan, ticket, rosters))
+            case act.MakePlan(ticket) as asked:
+                self._planner.submit(ticket, partial(self._plan, asked))
             case act.Decide(records) as decided:
                 try:
                     with self._journalling():

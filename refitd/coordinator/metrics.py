@@ -233,7 +233,7 @@ class CoordinatorMetrics:
         plan, within, model = running.plan, done.bytes, running.swap.model
         if plan is not None and plan.epoch is not None:
             if done.swap not in self._links:
-                self._links[done.swap] = plan.links(running.fleet)
+                self._links[done.swap] = plan.routed.links
             for (source, target), nbytes in self._links[done.swap].items():
                 if target == node:
                     self._moved.of(model, source, node, plan.epoch.service).inc(nbytes)

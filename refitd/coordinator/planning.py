@@ -69,7 +69,7 @@ class Planning:
             rosters = self.reader.rosters(pools)
         except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
             return Planned(self._tickets, None, exc)
-        self._out(MakePlan(self._tickets, rosters))
+        self._out(MakePlan(self._tickets, rosters, self._may_relay))
         return None
 
     def planned(self, event: Planned) -> tuple[ModelState, LoadedPlan | str] | None:
@@ -83,7 +83,7 @@ class Planning:
         state = self._models.get(asked.model)
         if plan is not None and state is not None:
             self._kept.put(fleet.pools(), plan)
-            plan.members, plan.may_relay = fleet.ranks(), self._may_relay
+            plan.members = fleet.ranks()
             plan.belongs_to(fleet.name)
             if fleet.ranks() == state.fleet.ranks() and not fleet.seeds:
                 state.plan = plan

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -16,10 +15,12 @@ from refitd.coordinator.membership import Model
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
+from refitd.plan.columns import Ints, distinct
 from refitd.plan.fills import FillTable
-from refitd.plan.onward import split
+from refitd.plan.onward import source_boxes, split
 from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays, relayed
+from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import (
@@ -36,13 +37,62 @@ from refitd.protocol.reports import (
 RELAYING_SERVICES = frozenset({"gloo"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Crossing:
-    """The rows that cross between nodes (refitd.plan.relays), and those that copy onward (refitd.plan.onward)."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Routed:
+    """A plan's copies by where they run, and each node's part of them.
 
-    rows: CrossingTable
-    relays: Relays
+    Attributes:
+        node_of: plan-wide rank -> node.
+        inner: rows within a node.
+        crossing: rows between nodes (refitd.plan.relays).
+        onward: rows that copy, within a node, what has crossed (refitd.plan.onward).
+        relays: how relaying was decided.
+        links: bytes that cross between nodes in one swap, by (source node, target node).
+    """
+
+    node_of: dict[int, str]
+    inner: CopyTable
+    crossing: CrossingTable
     onward: CopyTable
+    relays: Relays
+    links: dict[tuple[str, str], int]
+    _rows: dict[str, tuple[Ints, Ints, Ints]]  # node -> its rows of each table
+
+    def at(self, node: str) -> tuple[CopyTable, CrossingTable, CopyTable]:
+        """Return the rows that a node performs: within it, what it sends or receives, and onward."""
+        inner, crossing, onward = self._rows[node]
+        return self.inner.select(inner), self.crossing.select(crossing), self.onward.select(onward)
+
+
+def routed(plan: GlobalPlan, node_of: dict[int, str], *, may_relay: bool) -> Routed:
+    """Return a plan's copies by where they run; with `may_relay`, nodes may pass on what they have received."""
+    table, names = plan.table, sorted(set(node_of.values()))
+    number = {name: i for i, name in enumerate(names)}
+    at = np.zeros(1 + max(node_of, default=0), np.int64)
+    at[list(node_of)] = [number[name] for name in node_of.values()]
+    crosses = at[table.src_rank] != at[table.dst_rank]
+    box = plan.shared.expanded(source_boxes(plan.shared.rows))
+    inner = table.select(~crosses)
+    direct, first, onward = split(table.select(crosses), box[crosses], node_of)
+    crossing, relays = CrossingTable.of(direct), Relays()
+    if may_relay:
+        crossing, relays = relayed(direct, box[crosses][first], node_of)
+    rows = [_by_node(len(names), at[each.src_rank], at[each.dst_rank]) for each in (inner, crossing, onward)]
+    links: dict[tuple[str, str], int] = {}
+    for src, dst, moved, _ in _pairs(crossing):
+        link = node_of[src], node_of[dst]
+        links[link] = links.get(link, 0) + moved
+    parts = {name: (rows[0][i], rows[1][i], rows[2][i]) for i, name in enumerate(names)}
+    return Routed(node_of, inner, crossing, onward, relays, links, parts)
+
+
+def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
+    """Return, for each node, the rows that begin or end there, ascending."""
+    others = np.flatnonzero(src != dst)
+    node = np.concatenate([dst, src[others]])
+    row = np.concatenate([np.arange(len(dst)), others])
+    order = np.lexsort((row, node))
+    return np.split(row[order], np.searchsorted(node[order], np.arange(1, nodes)))
 
 
 @dataclass
@@ -55,18 +105,13 @@ class LoadedPlan:
     unused_sources: tuple[str, ...]
     plan_s: float
     regions: Regions  # what several source ranks hold, to be compared
+    routed: Routed
+    senders: frozenset[int]  # the plan-wide ranks that are read
     members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
     pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of each pair
-    may_relay: bool = True  # nodes may pass on to others what they have received
-    _split: tuple[dict[int, str], _Crossing] | None = None  # `_crossing`, and for which nodes
-
-    @functools.cached_property
-    def senders(self) -> frozenset[int]:
-        """The plan-wide ranks that are read."""
-        return frozenset(np.unique(self.table.src_rank).tolist())
 
     def belongs_to(self, model: str) -> None:
         """Make the id specific to this model: models of equal layout have equal plans but other members."""
@@ -79,15 +124,12 @@ class LoadedPlan:
 
     def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
         """Return the part of the plan that `node` executes: what its targets receive and its sources send."""
-        node_of = self._node_of(fleet)
-        here = [rank for rank, where in node_of.items() if where == node]
-        sent, received = np.isin(self.table.src_rank, here), np.isin(self.table.dst_rank, here)
-        table = self.table.select(sent & received)
-        moved = self._crossing(node_of)
-        is_here = np.isin(moved.rows.src_rank, here) | np.isin(moved.rows.dst_rank, here)
-        crossing, onward = moved.rows.select(is_here), moved.onward.select(np.isin(moved.onward.dst_rank, here))
+        node_of = self.routed.node_of
+        here = [rank for rank in self.members.values() if node_of[rank] == node]
+        table, crossing, onward = self.routed.at(node)
         fills = self.fills.select(np.isin(self.fills.rank, here))
-        ranks = {rank: member for member, rank in self.members.items()}
+        involved = {*here, *distinct(crossing.src_rank).tolist(), *distinct(crossing.dst_rank).tolist()}
+        ranks = {rank: member for member, rank in self.members.items() if rank in involved}
         epoch = self.epoch if self.epoch is not None and node in self.epoch.nodes else None
         position = {name: i for i, name in enumerate(epoch.nodes)} if epoch is not None else {}
         return LoadPlan(
@@ -101,38 +143,8 @@ class LoadedPlan:
             onward=onward.with_own_names().to_wire() if epoch is not None and len(onward) else {},
             crossing_nodes=tuple(position.get(node_of[rank], -1) for rank in ranks) if epoch is not None else (),
             epoch=epoch,
-            seeds=tuple(sorted(self.members[m.id] for m in fleet.seeds.values() if m.id in self.members)),
+            seeds=tuple(sorted(self.members[m.id] for m in fleet.seeds.values() if self.members.get(m.id) in involved)),
         )
-
-    def links(self, fleet: Model) -> dict[tuple[str, str], int]:
-        """Return the bytes that cross between nodes in one swap, by (source node, target node)."""
-        node_of = self._node_of(fleet)
-        found: dict[tuple[str, str], int] = {}
-        for src, dst, moved, _ in _pairs(self._crossing(node_of).rows):
-            link = node_of[src], node_of[dst]
-            found[link] = found.get(link, 0) + moved
-        return found
-
-    def relays(self, fleet: Model) -> Relays:
-        """Return the paths over which nodes pass on what they have received, and why."""
-        return self._crossing(self._node_of(fleet)).relays
-
-    def _crossing(self, node_of: Mapping[int, str]) -> _Crossing:
-        if self._split is None or self._split[0] != node_of:
-            nodes = {name: number for number, name in enumerate(sorted(set(node_of.values())))}
-            at = np.full(1 + max(self.members.values(), default=0), -1, np.int64)  # -1: a rank that has left
-            for rank, name in node_of.items():
-                at[rank] = nodes[name]
-            rows = self.table.select(at[self.table.src_rank] != at[self.table.dst_rank])
-            crossing, onward = split(rows, node_of)
-            if self.may_relay:
-                self._split = dict(node_of), _Crossing(*relayed(crossing, node_of), onward)
-            else:
-                self._split = dict(node_of), _Crossing(CrossingTable.of(crossing), Relays(), onward)
-        return self._split[1]
-
-    def _node_of(self, fleet: Model) -> dict[int, str]:
-        return {self.members[m.id]: m.node for m in fleet.members() if m.id in self.members}
 
 
 class PlanCache:
@@ -161,22 +173,24 @@ class PlanCache:
         return xxhash.xxh3_128_hexdigest(repr(sorted(content)).encode())
 
 
-def make_plan(rosters: Sequence[Roster]) -> LoadedPlan:
-    """Plan these rosters.
+def make_plan(rosters: Sequence[Roster], *, may_relay: bool = True) -> LoadedPlan:
+    """Plan these rosters; with `may_relay`, nodes may pass on to others what they have received.
 
     Raises:
         PlanError: names every problem found.
     """
     started = time.perf_counter()
     plan = plan_copies(rosters)
-    took_s = time.perf_counter() - started
+    found = routed(plan, {roster.rank: roster.node for roster in rosters}, may_relay=may_relay)
     return LoadedPlan(
         plan.digest,
         plan.table,
         plan.fills,
         plan.unused_sources,
-        took_s,
+        time.perf_counter() - started,
         plan.regions,
+        found,
+        frozenset(distinct(plan.table.src_rank).tolist()),
         pairs=_pairs(plan.table),
     )
 
@@ -217,19 +231,19 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         parameters=(),
         unused_sources=plan.unused_sources,
         kept=_kept(fleet),
-        links=_links(fleet, plan),
-        relays=_relaying(plan.relays(fleet)),
+        links=_links(plan),
+        relays=_relaying(plan.routed.relays),
     )
     return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
 
 
-def _links(fleet: Model, plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
-    node_of = {plan.members[m.id]: m.node for m in fleet.members() if m.id in plan.members}
+def _links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
+    node_of = plan.routed.node_of
     needed: dict[tuple[str, str], int] = {}
     for src, dst, nbytes, _ in plan.pairs:
         link = node_of[src], node_of[dst]
         needed[link] = needed.get(link, 0) + nbytes
-    moved = plan.links(fleet)
+    moved = plan.routed.links
     between = sorted(link for link in moved.keys() | needed.keys() if link[0] != link[1])
     return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
 

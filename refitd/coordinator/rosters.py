@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from refitd.caches import BoundedCache
 from refitd.describe.compact import without_ranks
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
 from refitd.plan.completion import Said
 from refitd.protocol.shards import Shard, metadata_of
+
+# Distinct pools, by their descriptions, that are remembered.
+POOLS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,9 @@ class ShardReader:
         self._compact: dict[str, tuple[ParameterMetadata, ...] | None] = {}
         self._cuts: dict[str, dict[str, _Cut]] = {}
         self._said: dict[str, Said] = {}
+        # by the digests of a pool: replicas are mostly described alike, and what holds for one of them holds for all
+        self._even: BoundedCache[frozenset[str], bool] = BoundedCache(POOLS)
+        self._complete: BoundedCache[frozenset[str], bool] = BoundedCache(POOLS)
 
     def rosters(self, pools: Iterable[Sequence[Registered]]) -> list[Roster]:
         """Return every rank's roster; ranks of equal shards share one sequence, which the planner reads once.
@@ -107,6 +114,13 @@ class ShardReader:
         return found
 
     def _is_complete(self, shards: dict[str, Shard]) -> bool:
+        key = frozenset(shards)
+        found = self._complete.get(key)
+        if found is None:
+            self._complete.put(key, found := self._none_left_out(shards))
+        return found
+
+    def _none_left_out(self, shards: dict[str, Shard]) -> bool:
         together = Said()
         for digest, shard in shards.items():
             if digest not in self._said:
@@ -115,6 +129,13 @@ class ShardReader:
         return not together.incomplete()
 
     def _is_even(self, shards: dict[str, Shard]) -> bool:
+        key = frozenset(shards)
+        found = self._even.get(key)
+        if found is None:
+            self._even.put(key, found := self._cut_alike(shards))
+        return found
+
+    def _cut_alike(self, shards: dict[str, Shard]) -> bool:
         common: dict[str, _Cut] = {}
         for digest, shard in shards.items():
             if digest not in self._cuts:

@@ -235,7 +235,7 @@ class Swaps:
             reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
             self.step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
             return
-        links = plan.links(fleet)
+        links = plan.routed.links
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan

@@ -77,12 +77,13 @@ class _Family:
 
 
 def relayed(
-    table: CopyTable, node_of: Mapping[int, str], least_bytes: int = LEAST_BYTES
+    table: CopyTable, box: Ints, node_of: Mapping[int, str], least_bytes: int = LEAST_BYTES
 ) -> tuple[CrossingTable, Relays]:
     """Return rows that move the same over paths, where that is faster; and the decision.
 
     Args:
         table: rows that cross between nodes; each source box crosses to a node at most once (refitd.plan.onward).
+        box: each row's source box (refitd.plan.onward.source_boxes), shape [n].
         node_of: rank -> node.
         least_bytes: what all nodes of a path need must be as much, else it goes directly.
     """
@@ -91,7 +92,7 @@ def relayed(
         return rows, Relays()
     names = sorted({node_of[rank] for rank in (*_ranks(rows.src_rank), *_ranks(rows.dst_rank))})
     src, dst = _nodes(rows.src_rank, node_of, names), _nodes(rows.dst_rank, node_of, names)
-    box = _boxes(rows)
+    _, box = numbered(rows.src_rank.astype(np.int64) * (1 + int(box.max())) + box)
     families = _families(rows, box, src, dst, least_bytes)
     if all(len(family.nodes) < 2 or family.is_small for family in families):
         return rows, Relays()
@@ -116,17 +117,6 @@ def _nodes(column: npt.NDArray[np.int32], node_of: Mapping[int, str], names: lis
     for rank in _ranks(column):
         at[rank] = number[node_of[rank]]
     return at[column]
-
-
-def _boxes(rows: CopyTable) -> Ints:
-    """Number the distinct source boxes, shape [n]: elements in one order, wanted as one dtype."""
-    stride = np.where(rows.size > 1, rows.src_stride, 0)
-    said = (rows.src_rank, rows.src_local, rows.src_offset, rows.cast, rows.element_size, rows.size, stride)
-    keys = np.column_stack(said).astype(np.int64)
-    first, number = numbered(hashed([keys]))
-    if (keys != keys[first[number]]).any():  # two boxes of one hash: as if no box were wanted twice
-        return np.arange(len(rows))
-    return number
 
 
 def _families(rows: CopyTable, box: Ints, src: Ints, dst: Ints, least_bytes: int) -> list[_Family]:

@@ -27,7 +27,8 @@ from refitd.plan.columns import Ints, find, numbered, offsets_of, ranges
 
 Floats = npt.NDArray[np.float64]
 
-# senders whose loads differ by at most this share of the mean count as even
+# loads that are above those of others that could send by at most this share of the mean count as even: the busiest
+# sender determines the time, not the one that sends least
 TOLERANCE = 0.02
 MAX_PASSES = 30
 
@@ -123,14 +124,14 @@ def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) ->
 
 
 def _uneven(turns: _Turns, load: Ints) -> bool:
-    """Return whether the loads of any turn's candidates differ by more than TOLERANCE."""
+    """Return whether any turn has a candidate whose load is above the mean of them by more than TOLERANCE."""
     if not len(turns.start):
         return False
     _, at = ranges(turns.start, turns.count)
     begin = np.cumsum(turns.count) - turns.count
     loads = load[turns.holders[at]]
-    spread = np.maximum.reduceat(loads, begin) - np.minimum.reduceat(loads, begin)
-    return bool((spread > TOLERANCE * _mean(turns, load)).any())
+    above = np.maximum.reduceat(loads, begin) - np.add.reduceat(loads, begin) / turns.count
+    return bool((above > TOLERANCE * _mean(turns, load)).any())
 
 
 def _mean(turns: _Turns, load: Ints) -> float:
@@ -168,24 +169,18 @@ def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints
             level[who] = base + poured
         if moved <= enough:
             break
-    rows: list[tuple[int, int, int, int]] = []
+    middles = (total[:-1] + total[1:]) / 2
+    untouched = turns.turn < 0
+    found: list[Ints] = []
     for number, who in enumerate(candidates):
         mine = by_turn[begin[number] : begin[number + 1]]
         if np.abs(target[number] - current[number]).max() <= enough:
-            rows += zip(
-                mine.tolist(), shares.low[mine].tolist(), shares.high[mine].tolist(), shares.holder[mine].tolist(),
-                strict=True,
-            )  # fmt: skip
+            untouched[mine] = True
         else:
-            rows += _moved(shares, mine, turns.position[mine], who, target[number], total)
-    local = np.flatnonzero(turns.turn < 0)
-    columns = np.array(rows, np.int64).reshape(-1, 4).T
-    return Shares(
-        demand=np.concatenate([columns[0], local]),
-        low=np.concatenate([columns[1], shares.low[local]]),
-        high=np.concatenate([columns[2], shares.high[local]]),
-        holder=np.concatenate([columns[3], shares.holder[local]]),
-    )
+            found.append(_moved(shares, mine, turns.position[mine], who, target[number], total, middles))
+    rest = np.flatnonzero(untouched)
+    columns = np.concatenate([*found, [rest, shares.low[rest], shares.high[rest], shares.holder[rest]]], axis=1)
+    return Shares(*columns)
 
 
 def _poured(base: Floats, amount: float) -> Floats:
@@ -200,50 +195,49 @@ def _poured(base: Floats, amount: float) -> Floats:
     return taken
 
 
-def _moved(
-    shares: Shares,
-    mine: Ints,
-    position: Ints,
-    who: Ints,
-    target: Floats,
-    total: Ints,
-) -> list[tuple[int, int, int, int]]:
-    """Return a turn's shares after candidates above their target have given pieces to those below it.
+def _moved(shares: Shares, mine: Ints, position: Ints, who: Ints, target: Floats, total: Ints, middles: Floats) -> Ints:
+    """Return a turn's shares, shape [4, shares], after candidates above their target have given to those below it.
 
-    Each giver keeps its first demands. The pieces given away are handed on in one sequence, so that destinations get
-    few additional senders.
+    Each giver keeps its first pieces. Those given away are handed on in one sequence, so that destinations get few
+    additional senders. A piece goes where at least half of it fits.
     """
-    kept: list[tuple[int, int, int, int]] = []
-    given: list[tuple[int, int, int]] = []
-    room = target.copy()
-    for demand, place in sorted(zip(mine.tolist(), position.tolist(), strict=True)):
-        low, high = int(shares.low[demand]), int(shares.high[demand])
-        cut = low + _fitting(total, low, high, room[place])
-        room[place] -= total[cut] - total[low]
-        if cut > low:
-            kept.append((demand, low, cut, int(who[place])))
-        if cut < high:
-            given.append((demand, cut, high))
-    takers = np.argsort(-room, kind="stable").tolist()
-    for demand, start, end in given:
-        low = start
-        while low < end:
-            place = takers[0]
-            last = len(takers) == 1
-            cut = end if last else low + _fitting(total, low, end, room[place])
-            room[place] -= total[cut] - total[low]
-            if cut > low:
-                kept.append((demand, low, cut, int(who[place])))
-            if cut < end:
-                takers.pop(0)
-            low = cut
-    return kept
+    mine = mine[np.argsort(position, kind="stable")]  # sorted by (candidate, demand)
+    position = np.sort(position, kind="stable")
+    low, high = shares.low[mine], shares.high[mine]
+    nbytes = total[high] - total[low]
+    before = np.cumsum(nbytes) - nbytes
+    first = np.searchsorted(position, position)
+    room = target[position] - (before - before[first])
+    cut = np.clip(np.searchsorted(middles, total[low] + room, side="right"), low, high)
+    left = target - np.bincount(position, weights=total[cut] - total[low], minlength=len(who))
 
-
-def _fitting(total: Ints, low: int, high: int, room: float) -> int:
-    """Return how many of the pieces low:high fit into `room` bytes; the last counts if at least half of it fits."""
-    middles = (total[low:high] + total[low + 1 : high + 1]) / 2 - total[low]
-    return int(np.searchsorted(middles, room, side="right"))
+    given = np.flatnonzero(cut < high)
+    given = given[np.argsort(mine[given], kind="stable")]
+    start, end = cut[given], high[given]
+    amount = total[end] - total[start]
+    reached = np.cumsum(amount)
+    takers = np.argsort(-left, kind="stable")
+    takers = takers[: max(1, int((left > 0).sum()))]
+    # the sequence is divided where a taker is full
+    full = np.cumsum(left[takers])[:-1]
+    full = full[full < reached[-1]] if len(given) else full[:0]
+    at = np.searchsorted(reached, full, side="right")
+    divided = np.searchsorted(middles, total[start[at]] + full - (reached - amount)[at], side="right")
+    divided = np.clip(divided, start[at], end[at])
+    part = np.concatenate([np.arange(len(given)), at])
+    begin = np.concatenate([start, divided])
+    opens = np.repeat([0, 1], [len(given), len(at)])  # a part that begins with another taker than the one before
+    order = np.lexsort((opens, begin, part))
+    part, begin, taker = part[order], begin[order], takers[np.cumsum(opens[order])]
+    stop = np.where(np.append(part[1:], -1) == part, np.append(begin[1:], 0), end[part])
+    kept, handed_on = cut > low, stop > begin
+    return np.concatenate(
+        [
+            [mine[kept], low[kept], cut[kept], who[position[kept]]],
+            [mine[given[part]][handed_on], begin[handed_on], stop[handed_on], who[taker[handed_on]]],
+        ],
+        axis=1,
+    )
 
 
 def select_src_metadata_balanced(

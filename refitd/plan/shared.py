@@ -52,6 +52,11 @@ class SharedPlan:
     def __len__(self) -> int:
         return int((self.row_start[self.job_rows + 1] - self.row_start[self.job_rows]).sum())
 
+    def expanded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return what is said of each row for each copy, in the order of `expand`."""
+        start = self.row_start[self.job_rows]
+        return values.take(range_values(start, self.row_start[self.job_rows + 1] - start), axis=0)
+
     def expand(self) -> CopyTable:
         """Return one row per copy, sorted by (destination rank, source rank, tensor, place)."""
         start = self.row_start[self.job_rows]

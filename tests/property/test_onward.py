@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
-from refitd.plan.onward import split
+from refitd.plan.onward import source_boxes, split
 from refitd.plan.relays import Relays, relayed
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.testing import oracle
@@ -99,8 +99,9 @@ def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) 
     rosters, node_of = fleet
     table = plan_copies(rosters).table
     crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
-    crossing, onward = split(table.select(crosses), node_of)
-    rows, relays = relayed(crossing, node_of, least_bytes=0)
+    box = source_boxes(table)[crosses]
+    crossing, first, onward = split(table.select(crosses), box, node_of)
+    rows, relays = relayed(crossing, box[first], node_of, least_bytes=0)
     check_paths(rows, relays, crossing, node_of)
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
@@ -131,9 +132,9 @@ def test_tensors_whose_numbers_and_sizes_lie_in_line_cross_once() -> None:
     rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
     node_of = {0: "n0", 1: "n1", 2: "n1", 3: "n2", 4: "n2"}
     table = plan_copies(rosters).table
-    crossing, onward = split(table, node_of)
+    crossing, first, onward = split(table, box := source_boxes(table), node_of)
     assert len(crossing) == len(onward) == 2 * len(heights)
-    rows, relays = relayed(crossing, node_of, least_bytes=0)
+    rows, relays = relayed(crossing, box[first], node_of, least_bytes=0)
     assert [path.nodes for path in relays.paths] == [("n1", "n2")]
     assert sorted(zip(rows.src_rank.tolist(), rows.dst_rank.tolist(), strict=True)) == [(0, 1)] * 449 + [(1, 3)] * 449
 
@@ -146,6 +147,7 @@ def tall(heights: dict[str, int], rank: int) -> list[ParameterMetadata]:
 def test_little_goes_directly() -> None:
     heights = {f"t{i}": 4 for i in range(10)}
     rosters = [Roster(0, source=tall(heights, 0)), *(Roster(i, destination=tall(heights, i)) for i in range(1, 5))]
-    crossing, _ = split(plan_copies(rosters).table, {rank: f"n{rank}" for rank in range(5)})
-    rows, relays = relayed(crossing, {rank: f"n{rank}" for rank in range(5)})
+    table, node_of = plan_copies(rosters).table, {rank: f"n{rank}" for rank in range(5)}
+    crossing, first, _ = split(table, box := source_boxes(table), node_of)
+    rows, relays = relayed(crossing, box[first], node_of)
     assert relays.paths == () and not rows.path.any()
