@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from refitd.errors import ConfigError, PlanError, RefitdError
+from refitd.logs import as_error
 from refitd.text import printable
 from refitd_cli import ends
 
@@ -132,7 +133,7 @@ class Commands(Listed):
             else:
                 first, *more = error_lines(exc)
                 for line in (f"{ctx.command_path}: {first}", *more):
-                    click.echo(printable(line), err=True)
+                    _complain(line)
             ctx.exit(EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILED)
         except ModuleNotFoundError as exc:
             if exc.name not in EXTRAS:
@@ -171,7 +172,7 @@ def _told() -> Iterator[None]:
 
 def _complain(line: str) -> None:
     with contextlib.suppress(OSError):
-        click.echo(printable(line), err=True)
+        click.echo(as_error(printable(line)), err=True)
 
 
 def _interrupted(name: str) -> int:

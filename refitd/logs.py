@@ -19,7 +19,11 @@ _QUOTED = set(' "=')
 # error: weights, decisions or this process itself are not as promised. debug: what only a developer follows.
 _LEVELS = {
     "apart": logging.WARNING,
+    "bad-message": logging.WARNING,
     "bad-plan": logging.WARNING,
+    "base-wrong": logging.WARNING,
+    "coordinator-ended": logging.WARNING,
+    "coordinator-killed": logging.WARNING,
     "coordinator-refused": logging.WARNING,
     "coordinator-silent": logging.WARNING,
     "differs": logging.ERROR,
@@ -27,20 +31,24 @@ _LEVELS = {
     "epoch-failed": logging.WARNING,
     "evicted": logging.WARNING,
     "fenced": logging.WARNING,
+    "handshake-failed": logging.WARNING,
     "illegal": logging.WARNING,
     "internal-error": logging.ERROR,
     "journal-failed": logging.ERROR,
     "keys-not-read": logging.WARNING,
     "live-outranked": logging.WARNING,
     "live-recovered": logging.WARNING,
+    "no-coordinator": logging.WARNING,
     "node-lost": logging.WARNING,
     "not-readmitted": logging.WARNING,
+    "not-restored": logging.WARNING,
     "not-sent": logging.WARNING,
     "plan-lost": logging.WARNING,
     "session": logging.DEBUG,
     "slow-turn": logging.WARNING,
     "stage-failed": logging.WARNING,
     "stranger": logging.WARNING,
+    "turned-away": logging.WARNING,
     "worker-died": logging.WARNING,
 }
 _SWAP_LEVELS = {"aborted": logging.WARNING, "failed": logging.WARNING, "incomplete": logging.ERROR}
@@ -78,7 +86,8 @@ class _LineFormatter(logging.Formatter):
         else:
             line = " ".join(f"{key}={_value(value)}" for key, value in fields.items())
             line = f"{line}\n{trace}" if trace else line
-        return f"<{_PRIORITIES.get(record.levelno, 6)}>{line}" if self._for_journald else line
+        mark = f"<{_PRIORITIES.get(record.levelno, 6)}>" if self._for_journald else ""
+        return mark + line.replace("\n", f"\n{mark}")
 
 
 def setup(level: str, style: str = "text") -> None:
@@ -86,6 +95,11 @@ def setup(level: str, style: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_LineFormatter(as_json=style == "json", for_journald=_is_journal(sys.stderr)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def as_error(line: str) -> str:
+    """Return a line for stderr that is no event, such as why a process does not start; journald counts it as an error."""
+    return f"<{_PRIORITIES[logging.ERROR]}>{line}" if _is_journal(sys.stderr) else line
 
 
 def _is_journal(stream: TextIO) -> bool:

@@ -35,6 +35,7 @@ LONGEST_WAIT_S = 60.0
 ANSWER_S, REGISTER_S = 10.0, 60.0
 
 LOOK_S = 0.01  # between two looks whether the daemon is back
+RETRY_S = 0.2  # between two tries while the daemon has no coordinator
 
 # Gives an arena back that this process shows at (address, bytes); None: a new one must be made.
 Give = Callable[[int, int], int | None]
@@ -118,8 +119,11 @@ class Line:
     def lasting(self, timeout: float, do: Callable[[Connection, float], T]) -> T:
         """Return what `do(connection, seconds left)` returns; repeat it if the daemon ends meanwhile and is back.
 
+        It is repeated, too, while the daemon has no coordinator, which says so and does nothing.
+
         Raises:
-            PeerLost: it is not back in time.
+            PeerLost: the daemon is not back in time.
+            TransportError: no coordinator is back in time.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -129,6 +133,10 @@ class Line:
             except PeerLost:
                 if not connection.is_awaited or time.monotonic() >= deadline:
                     raise
+            except TransportError as exc:
+                if exc.code != TransportError.code or time.monotonic() >= deadline:
+                    raise
+                time.sleep(RETRY_S)
 
     def deregister(self, connection: Connection, member: str) -> None:
         """End a registration; nothing is left to be ended if the daemon that knew it has ended and is awaited."""

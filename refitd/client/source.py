@@ -21,7 +21,7 @@ from refitd.client.reentrant_lock import Turn, check_process
 from refitd.client.slots import Slots
 from refitd.copy_services.measure import Choice, allow_reader, choose, copy_seconds, sample
 from refitd.describe.digests import tie_problems
-from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, from_code
+from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, TransportError, from_code
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.states import TransferMode
@@ -86,6 +86,7 @@ class Source:
             RefusedError: the version is not newer than the last one, or a tensor is not as registered: missing, freed,
                 of another shape or layout, or no longer in its arena. Names the tensor; nothing was published.
             DeadlineExceeded: every slot is still being read, or no swap read the lent version in time.
+            TransportError: the daemon (PeerLost) or the coordinator is away, and not back in time.
         """
         version, timeout = whole("version", version), seconds("timeout", timeout)
         self._check_open()
@@ -232,8 +233,12 @@ class Source:
         before = self._slots.offered(version, granted, slot)
         try:
             connection.request(done, local.Done, max(1.0, deadline - time.monotonic()))
-        except RefusedError:
-            self._slots.refused(before, granted)
+        except RefitdError as exc:
+            if exc.code in (
+                RefusedError.code,
+                TransportError.code,
+            ):  # not PeerLost: the next daemon is told of the slot
+                self._slots.refused(before, granted)
             raise
         self._is_first = self._is_anew = False
 

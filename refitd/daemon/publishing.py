@@ -172,9 +172,12 @@ class Publishing:
 
     def announced(self, session: int, request: int, about: Announced, reply: Message) -> None:
         """Handle the coordinator's answer about a version; take a refused one back."""
-        # a lost coordinator may have recorded the version, and the next one will be told of it: keep it
-        if isinstance(reply, local.Failure) and reply.code != TransportError.code:
-            self._take_back(about.member, about.version, about.before)
+        if isinstance(reply, local.Failure):
+            if reply.code == TransportError.code:
+                # a lost coordinator may have recorded the version, and the next one will be told of it: it is published
+                reply = local.Done()
+            else:
+                self._take_back(about.member, about.version, about.before)
         self._reply(session, request, reply)
 
     def _take_back(self, member: LocalMember, version: int, before: Before) -> None:

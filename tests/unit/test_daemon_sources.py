@@ -113,6 +113,18 @@ def test_a_version_that_the_coordinator_refuses_leaves_the_source_as_it_was(code
     ) == before
 
 
+def test_a_version_whose_coordinator_is_lost_before_it_answers_is_published() -> None:
+    h = Harness()
+    source, _ = h.fleet()
+    h.refuse_with = local.Failure(code="transport", message="the coordinator has restarted")
+    assert h.publish(source, 2) == local.Done()
+    assert h.daemon.members[source].held() == [1, 2]
+    h.refuse_with = None
+    h.to_coordinator.clear()
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
+    assert {again.versions for again in h.said(cluster.AddShard)} == {(1, 2), ()}
+
+
 def test_without_a_coordinator_nothing_is_published() -> None:
     h = Harness()
     source, _ = h.fleet()

@@ -73,3 +73,24 @@ def test_json_lines_and_journald_priorities() -> None:
     assert [(line["level"], line["event"]) for line in found] == [("info", "ready"), ("warning", "worker-died")]
     assert found[1]["how"] == "a \n b" and found[1]["worker"] == 1
     assert [line[:3] for line in logged("text", journal=True).splitlines()] == ["<6>", "<4>"]
+
+
+def test_what_is_said_without_an_event_is_an_error_for_journald_too() -> None:
+    code = (
+        "import os; s = os.fstat(2); os.environ['JOURNAL_STREAM'] = f'{s.st_dev}:{s.st_ino}'\n"
+        "from refitd_cli.daemon import main; main(['serve', '--config', '/nowhere.toml'], prog_name='refitd')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert all(line.startswith("<3>") for line in done.stderr.splitlines()) and "/nowhere.toml" in done.stderr
+
+
+def test_every_line_of_a_traceback_has_its_priority() -> None:
+    code = (
+        "import os; s = os.fstat(2); os.environ['JOURNAL_STREAM'] = f'{s.st_dev}:{s.st_ino}'\n"
+        "from refitd import logs; logs.setup('info'); log = logs.EventLog('daemon')\n"
+        "try: 1 / 0\n"
+        "except ArithmeticError: log.failed('internal-error')"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert len(lines.splitlines()) > 3 and all(line.startswith("<3>") for line in lines.splitlines())
