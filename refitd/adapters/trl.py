@@ -10,7 +10,6 @@ vLLM is imported here.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import urllib.error
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import refitd
-from refitd.adapters.driving import swap_and_drive
+from refitd.adapters.driving import Fleet, swap_and_drive
 
 READY_POLL_S = 1.0
 
@@ -60,6 +59,7 @@ class RefitdWeightTransfer:
     def init_weight_transfer(self) -> None:
         """Connect to the daemon, and wait until the servers are up."""
         self._client = refitd.connect(self._directory or None, name="trl")
+        self._fleet = Fleet(self._client, self._model)
         deadline = time.monotonic() + self._timeout
         for server in self._servers:
             while not _is_up(server):
@@ -96,22 +96,16 @@ class RefitdWeightTransfer:
             weights = iter(first)
         version = self._source.next_version
         self._source.publish_from(version, weights, timeout=self._timeout)
-        self._init_engines()  # one that has been started again since then has to register
-        self._post("start_weight_update")
-        try:
-            swap_and_drive(
-                self._client,
-                self._model,
-                version,
-                lambda: self._update(version),
-                wait=self._timeout,
-                timeout=self._timeout,
-            )
-        except BaseException:
-            for server in self._servers:  # the version was not decided: vLLM's update is still open
-                with contextlib.suppress(refitd.RefitdError):
-                    self._request(server, "finish_weight_update", {})
-            raise
+        if self._servers:
+            self._fleet.prepare(self._init_engines, self._catch_up)
+        swap_and_drive(
+            self._client,
+            self._model,
+            version,
+            lambda: self._update(version),
+            wait=self._timeout,
+            timeout=self._timeout,
+        )
 
     def destroy(self) -> None:
         """End this trainer's part; the servers serve on."""
@@ -125,6 +119,10 @@ class RefitdWeightTransfer:
             settings = {"model": self._model, "replica": replica, **self._engine}
             self._request(server, "init_weight_transfer_engine", {"init_info": settings})
 
+    def _catch_up(self) -> None:
+        self._post("start_weight_update")  # takes over what is pending
+        self._post("finish_weight_update")
+
     def _update(self, version: int) -> None:
         """Have all servers stand still and take the version over, at the same time."""
         with ThreadPoolExecutor(max(1, len(self._servers))) as each:
@@ -133,6 +131,7 @@ class RefitdWeightTransfer:
     def _update_one(self, server: str, version: int) -> None:
         if self._pauses_late:
             self._request(server, f"pause?mode={self._pause}", {})
+        self._request(server, "start_weight_update", {})
         self._request(server, "update_weights", {"update_info": {"version": version}})
         self._request(server, "finish_weight_update", {})
 
