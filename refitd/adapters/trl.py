@@ -37,6 +37,7 @@ class RefitdWeightTransfer:
         directory: str = "",
         pause: str = "keep",
         engine: dict[str, Any] | None = None,
+        cast: torch.dtype | None = None,
         timeout: float = 600.0,
     ) -> None:
         """Name the servers to drive; engines that follow by themselves (docs/vllm.md) need not be named.
@@ -47,11 +48,12 @@ class RefitdWeightTransfer:
             directory: the daemon's directory; "" is this user's default one.
             pause: what becomes of running requests: "keep", "abort" or "wait", as vLLM's /pause takes it.
             engine: further settings of the engines, as in docs/vllm.md; the replica is named by the server's address.
+            cast: offer floating tensors as this type; the engines' own (torch.bfloat16) is the fastest.
             timeout: seconds for a server to be up, and for one version.
         """
         self._servers = (servers,) if isinstance(servers, str) else tuple(servers)
         self._model, self._directory, self._pause, self._timeout = model, directory, pause, timeout
-        self._engine = engine or {}
+        self._engine, self._cast = engine or {}, cast
         self._pauses_late = False
         self._client: refitd.Client | None = None
         self._source: refitd.StreamedSource | None = None
@@ -89,8 +91,11 @@ class RefitdWeightTransfer:
         if self._client is None:
             raise refitd.RefusedError("init_weight_transfer has not been called")
         weights: Iterator[tuple[str, torch.Tensor]] = iterator
+        if self._cast is not None:
+            cast = self._cast
+            weights = ((name, t.to(cast) if t.is_floating_point() else t) for name, t in iterator)
         if self._source is None:
-            first = list(iterator)
+            first = list(weights)
             shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
             self._source = self._client.declare_source(self._model, shapes, timeout=self._timeout)
             weights = iter(first)

@@ -366,7 +366,7 @@ def test_a_source_offers_another_type_than_it_holds(daemon: Daemon) -> None:
     rounded = {name: (t.bfloat16() if t.is_floating_point() else t).contiguous() for name, t in held.items()}
     live, wide = shards.zeros_like(rounded), shards.zeros_like(held)
     with daemon.connect() as trainer, daemon.connect() as engine, daemon.connect() as other:
-        with pytest.raises(refitd.RefusedError, match="cast is 'int8' .*expected the type to offer: bfloat16"):
+        with pytest.raises(refitd.RefusedError, match=r"cast is 'int8' .*expected the type to offer: bfloat16"):
             trainer.register_source("m", held, cast="int8")
         with pytest.raises(refitd.RefusedError, match="d: cast is 'float16' for a tensor of bfloat16"):
             trainer.register_source("m", {"d": torch.zeros(2).half(), **held}, cast="bfloat16")
