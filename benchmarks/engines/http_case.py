@@ -34,7 +34,10 @@ class NativeTransfer:
 
         refitd.adapters.vllm.register()
         tensors = {name: p.detach() for name, p in model.named_parameters()}
-        info = RefitdTrainerInitInfo(rank=0, tensors=tensors, directory=str(work), engine={"replica": "a"})
+        register = {"cast": "bfloat16"}
+        info = RefitdTrainerInitInfo(
+            rank=0, tensors=tensors, directory=str(work), register=register, engine={"replica": "a"}
+        )
         self._trainer = WeightTransferTrainerFactory.trainer_init(info, client=HTTPVLLMWeightSyncClient(url))
 
     def send_weights(self, _: object) -> None:
@@ -72,7 +75,7 @@ def run(tp: int, size: str, protocol: str) -> dict[str, Any]:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
                 transfer: Any
                 if protocol == "trl":
-                    transfer = RefitdWeightTransfer(server.url, directory=str(work))
+                    transfer = RefitdWeightTransfer(server.url, directory=str(work), cast=torch.bfloat16)
                     transfer.init_weight_transfer()
                 else:
                     transfer = NativeTransfer(server.url, model, work)

@@ -82,11 +82,11 @@ def _refits(
 
             def update(version: int = version, stood: list[float] = stood) -> None:
                 begun = time.perf_counter()
+                server.post("start_weight_update", {})
                 server.post("update_weights", {"update_info": {"version": version}})
                 stood[0] = time.perf_counter() - begun
                 server.post("finish_weight_update", {})
 
-            server.post("start_weight_update", {})
             swap_and_drive(client, "policy", version, update, wait=120)
             blocked += stood
         seconds.append(time.perf_counter() - started)

@@ -28,7 +28,7 @@ def main(rank: int, world_size: int, store: str, checkpoint: str, directory: str
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     with refitd.connect(directory, name=f"trainer-{rank}") as client:
-        source = client.register_source("policy", model, rank=rank, world_size=world_size)
+        source = client.register_source("policy", model, rank=rank, world_size=world_size, cast="bfloat16")
         _answer({"next_version": source.next_version})
         for line in sys.stdin:
             command, *arguments = json.loads(line)

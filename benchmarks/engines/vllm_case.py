@@ -243,11 +243,11 @@ def drive(client: Any, llm: Any, version: int) -> tuple[float, float]:
     def take_over() -> None:
         nonlocal blocked
         begun = time.perf_counter()
+        llm.start_weight_update()
         llm.update_weights({"update_info": {"version": version}})
         blocked = time.perf_counter() - begun
-        llm.finish_weight_update()  # as `start_weight_update`, a call between two steps
+        llm.finish_weight_update()  # a call between two steps
 
-    llm.start_weight_update()
     report = swap_and_drive(client, "policy", version, take_over, wait=60)
     return blocked, max(member.paused_s for member in report.members)
 

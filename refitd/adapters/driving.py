@@ -9,6 +9,35 @@ from typing import Any
 import refitd
 
 
+class Fleet:
+    """The engines of a model as the trainer that drives them has last seen them.
+
+    A call costs more than its answer: workers of vLLM spin for a second after each. So engines are called before the
+    decision only where the cluster's status says that one of them needs it.
+    """
+
+    def __init__(self, client: refitd.Client, model: str) -> None:
+        self._client, self._model = client, model
+        self._seen: set[tuple[str, int]] | None = None
+
+    def prepare(self, register: Callable[[], None], catch_up: Callable[[], None]) -> None:
+        """Have the engines register if one that was there is gone, and take over what nobody has driven them to.
+
+        Args:
+            register: has every engine register that has not; called the first time, too.
+            catch_up: has every engine take over a version that is decided and not live there.
+        """
+        if self._seen is None or not self._seen <= {(t.replica, t.rank) for t in self._targets()}:
+            register()
+            self._seen = {(t.replica, t.rank) for t in self._targets()}
+        if any(target.staged is not None for target in self._targets()):
+            catch_up()
+
+    def _targets(self) -> tuple[Any, ...]:
+        found = (model.targets for model in self._client.status().models if model.model == self._model)
+        return next(found, ())
+
+
 def swap_and_drive(
     client: refitd.Client,
     model: str,

@@ -10,7 +10,6 @@ vLLM is imported here.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import urllib.error
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import refitd
-from refitd.adapters.driving import swap_and_drive
+from refitd.adapters.driving import Fleet, swap_and_drive
 
 READY_POLL_S = 1.0
 
@@ -38,6 +37,7 @@ class RefitdWeightTransfer:
         directory: str = "",
         pause: str = "keep",
         engine: dict[str, Any] | None = None,
+        cast: torch.dtype | None = None,
         timeout: float = 600.0,
     ) -> None:
         """Name the servers to drive; engines that follow by themselves (docs/vllm.md) need not be named.
@@ -48,11 +48,12 @@ class RefitdWeightTransfer:
             directory: the daemon's directory; "" is this user's default one.
             pause: what becomes of running requests: "keep", "abort" or "wait", as vLLM's /pause takes it.
             engine: further settings of the engines, as in docs/vllm.md; the replica is named by the server's address.
+            cast: offer floating tensors as this type; the engines' own (torch.bfloat16) is the fastest.
             timeout: seconds for a server to be up, and for one version.
         """
         self._servers = (servers,) if isinstance(servers, str) else tuple(servers)
         self._model, self._directory, self._pause, self._timeout = model, directory, pause, timeout
-        self._engine = engine or {}
+        self._engine, self._cast = engine or {}, cast
         self._pauses_late = False
         self._client: refitd.Client | None = None
         self._source: refitd.StreamedSource | None = None
@@ -60,6 +61,7 @@ class RefitdWeightTransfer:
     def init_weight_transfer(self) -> None:
         """Connect to the daemon, and wait until the servers are up."""
         self._client = refitd.connect(self._directory or None, name="trl")
+        self._fleet = Fleet(self._client, self._model)
         deadline = time.monotonic() + self._timeout
         for server in self._servers:
             while not _is_up(server):
@@ -89,29 +91,26 @@ class RefitdWeightTransfer:
         if self._client is None:
             raise refitd.RefusedError("init_weight_transfer has not been called")
         weights: Iterator[tuple[str, torch.Tensor]] = iterator
+        if self._cast is not None:
+            cast = self._cast
+            weights = ((name, t.to(cast) if t.is_floating_point() else t) for name, t in iterator)
         if self._source is None:
-            first = list(iterator)
+            first = list(weights)
             shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in first}
             self._source = self._client.declare_source(self._model, shapes, timeout=self._timeout)
             weights = iter(first)
         version = self._source.next_version
         self._source.publish_from(version, weights, timeout=self._timeout)
-        self._init_engines()  # one that has been started again since then has to register
-        self._post("start_weight_update")
-        try:
-            swap_and_drive(
-                self._client,
-                self._model,
-                version,
-                lambda: self._update(version),
-                wait=self._timeout,
-                timeout=self._timeout,
-            )
-        except BaseException:
-            for server in self._servers:  # the version was not decided: vLLM's update is still open
-                with contextlib.suppress(refitd.RefitdError):
-                    self._request(server, "finish_weight_update", {})
-            raise
+        if self._servers:
+            self._fleet.prepare(self._init_engines, self._catch_up)
+        swap_and_drive(
+            self._client,
+            self._model,
+            version,
+            lambda: self._update(version),
+            wait=self._timeout,
+            timeout=self._timeout,
+        )
 
     def destroy(self) -> None:
         """End this trainer's part; the servers serve on."""
@@ -125,6 +124,10 @@ class RefitdWeightTransfer:
             settings = {"model": self._model, "replica": replica, **self._engine}
             self._request(server, "init_weight_transfer_engine", {"init_info": settings})
 
+    def _catch_up(self) -> None:
+        self._post("start_weight_update")  # takes over what is pending
+        self._post("finish_weight_update")
+
     def _update(self, version: int) -> None:
         """Have all servers stand still and take the version over, at the same time."""
         with ThreadPoolExecutor(max(1, len(self._servers))) as each:
@@ -133,6 +136,7 @@ class RefitdWeightTransfer:
     def _update_one(self, server: str, version: int) -> None:
         if self._pauses_late:
             self._request(server, f"pause?mode={self._pause}", {})
+        self._request(server, "start_weight_update", {})
         self._request(server, "update_weights", {"update_info": {"version": version}})
         self._request(server, "finish_weight_update", {})
 

@@ -76,6 +76,7 @@ class Client(ArenaMemory, Operations):
         names: Names | None = None,
         slots: int = 2,
         pull: bool | None = None,
+        cast: str | torch.dtype | None = None,
         mxfp8: MXFP8Offer | None = None,
         partial: bool | Sequence[str] = False,
         device: str | torch.device | None = None,
@@ -97,6 +98,8 @@ class Client(ArenaMemory, Operations):
             slots: the number of versions to keep; each slot takes one shard's size of this node's memory.
             pull: how lent tensors outside arenas travel. True: the workers read this process's memory. False: this
                 process copies them once. None: the faster way, by a measurement at the first lend.
+            cast: offer float32, bfloat16 and float16 tensors as this floating type ("bfloat16"). They are converted
+                when a version is published (round to nearest even), and never lent.
             mxfp8: tensors that are also, or only, offered in MXFP8, which halves the bytes for targets that take it.
                 They are converted when a version is published, and never lent.
             partial: all source ranks together offer only a part of what targets hold (frozen weights are left out).
@@ -123,9 +126,11 @@ class Client(ArenaMemory, Operations):
             raise RefusedError(f"mxfp8 is {shown(mxfp8)}, expected an MXFP8Offer")
         part = checked_part("partial", partial)
         left_out = NONE if isinstance(part, bool) else Keeps(part, all_but=True, elsewhere=world_size > 1)
-        tensors = SourceTensors(module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names)
+        tensors = SourceTensors(
+            module_or_tensors, rank, metadata, pg_collection, num_experts, mxfp8, left_out, names, cast
+        )
         if tensors.is_converted and pull:
-            raise RefusedError(f"model {model!r}: tensors that are offered in MXFP8 cannot be pulled; leave pull out")
+            raise RefusedError(f"model {model!r}: tensors that are offered in another type cannot be pulled; omit pull")
         live = () if tensors.is_converted else self._live(tensors, may_flip=False)
         message = local.RegisterSource(
             model=model,

@@ -1,4 +1,4 @@
-"""MXFP8 in registrations: how a target's tensors are converted, and how a source converts what it offers."""
+"""MXFP8 and casts in registrations: how a target's tensors are converted, and a source what it offers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from refitd.buffers.arena import MappedArena
+from refitd.client.arena_copies import view_of
 from refitd.client.derived import Derived, check_derived, refresh
 from refitd.client.devices import Arena
 from refitd.client.given import Tensors, is_called, refuse_all
 from refitd.client.kept import NONE, Keeps
 from refitd.client.tensors import TensorSet, fingerprint
 from refitd.client.written_memory import WrittenMemory
-from refitd.describe.casts import CASTS, cast_problem
+from refitd.describe.casts import FLOATING, cast_problem
 from refitd.describe.layout import canonical_name, tiles_of
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.mxfp8 import DATA_DTYPE, MARK, SCALE_DTYPE, check_blocks, is_convertible, parts_of
@@ -120,14 +121,13 @@ class TargetTensors(TensorSet):
         Raises:
             RefusedError: `offered` is no floating type, or a tensor cannot be made of what is offered.
         """
-        floating = {name for pair in CASTS.values() for name in pair}
-        if not isinstance(offered, Mapping) and dtype_name(offered) not in floating:
-            known = ", ".join(sorted(floating))
+        if not isinstance(offered, Mapping) and dtype_name(offered) not in FLOATING:
+            known = ", ".join(sorted(FLOATING))
             raise RefusedError(f"cast is {shown(offered)}, expected True, or the type that sources offer: {known}")
         problems = []
         for index, m in enumerate(self.wire):
             own = dtype_name(m.dtype)
-            if m.cast_from is not None or own not in floating:
+            if m.cast_from is not None or own not in FLOATING:
                 continue
             names = {tile.tensor for tile in m.tiles} if m.tiles else {canonical_name(m)}
             if isinstance(offered, Mapping):
@@ -232,11 +232,13 @@ class SourceTensors(TensorSet):
         offer: MXFP8Offer | None = None,
         left_out: Keeps = NONE,
         names: Names | None = None,
+        cast: str | torch.dtype | None = None,
     ) -> None:
         """Describe the tensors.
 
         Raises:
-            RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split. Names all of them.
+            RefusedError: as TensorSet; or tensors cannot be offered in MXFP8 as they are split, or in the type that
+                `cast` names. Names all of them.
         """
         super().__init__(tensors, rank, metadata, pg_collection, num_experts, left_out, names)
         self._unwritten = {}
@@ -247,8 +249,11 @@ class SourceTensors(TensorSet):
         self.offer = offer
         self._scratch: dict[str, Scratch] = {}
         self.wire: list[ParameterMetadata] = []
-        self._whole: list[int] = []  # indices of tensors that are written unconverted
-        self._converted: list[int] = []
+        # indices of tensors, and places in `wire`, of what is written as it is, and of what is cast to another type
+        self._whole: list[tuple[int, int]] = []
+        self._cast: list[tuple[int, int]] = []
+        self._converted: list[int] = []  # indices of tensors that are offered in MXFP8
+        self._to = to = torch.float32 if cast is None else _floating(cast)
         problems: list[str] = [
             f"{name}: it is held in MXFP8, and sources offer bfloat16 or float32; register its master weights"
             for name in sorted(self.quantized)
@@ -263,30 +268,43 @@ class SourceTensors(TensorSet):
                     self._converted.append(i)
                 except RefusedError as exc:
                     problems.append(str(exc))
-            if self._converted[-1:] != [i] or offer is None or not offer.instead:
-                self._whole.append(i)
+            if self._converted[-1:] == [i] and offer is not None and offer.instead:
+                continue
+            own = dtype_name(m.dtype)
+            if cast is None or own not in FLOATING or own == dtype_name(to):
+                self._whole.append((i, len(self.wire)))
                 self.wire.append(m)
+                continue
+            if problem := cast_problem(own, dtype_name(to)):
+                problems.append(f"{m.name}: cast {problem}")
+            self._cast.append((i, len(self.wire)))
+            self.wire.append(replace(m, dtype=to, element_size=to.itemsize))
         if offer is not None and not problems:
             unmatched = [p for p in offer.names if not any(MXFP8Offer((p,)).matches(m.name) for m in self.metadata)]
             problems += [f"{p!r} is offered in MXFP8, and no tensor registered here is called so" for p in unmatched]
         if problems:
             raise RefusedError("; ".join(problems))
+        self._parts_from = len(self.wire)
         self.wire += parts
         shard = shard_of(self.wire)
         self._slot = staged(shard, ()).wire
 
     def _moved(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
-        return [self.tensors[index] for index in self._whole], self._slot[: len(self._whole)]
+        return [self.tensors[index] for index, _ in self._whole], [self._slot[place] for _, place in self._whole]
 
     @property
     def is_converted(self) -> bool:
         """Whether any tensor is offered in another form than it is held in."""
-        return bool(self._converted)
+        return bool(self._converted or self._cast)
 
+    @torch.no_grad()
     def write_to(self, arena: Arena) -> None:
         """Write a version into a slot: first the unconverted tensors, then data and scales of the MXFP8 ones."""
         super().write_to(arena)
-        offsets = iter(self._slot[len(self._whole) :])
+        for index, place in self._cast:
+            tensor = self.tensors[index]
+            view_of(arena, self._slot[place], tensor.shape, self._to).copy_(tensor)
+        offsets = iter(self._slot[self._parts_from :])
         for index in self._converted:
             tensor = self.tensors[index]
             slot = torch.from_numpy(arena.bytes) if isinstance(arena, MappedArena) else arena.tensor
@@ -324,6 +342,14 @@ class SourceTensors(TensorSet):
             quantize(part, *made, self.offer.rounding)
             here.copy_(made[0])
             there.copy_(made[1])
+
+
+def _floating(cast: str | torch.dtype) -> torch.dtype:
+    """Return a type that tensors can be cast to; raises RefusedError for any other value."""
+    if not isinstance(cast, str | torch.dtype) or dtype_name(cast) not in FLOATING:
+        raise RefusedError(f"cast is {shown(cast)}, expected the type to offer: {', '.join(sorted(FLOATING))}")
+    found: torch.dtype = getattr(torch, dtype_name(cast))
+    return found
 
 
 def _offered(m: ParameterMetadata, offer: MXFP8Offer) -> Sequence[ParameterMetadata]:

@@ -58,7 +58,7 @@ class Source:
             self._lending = Choice(TransferMode.ARENA, "")
         if tensors.is_converted:
             self._lending = Choice(
-                TransferMode.COPIED, "tensors that are offered in MXFP8 are converted when they are published"
+                TransferMode.COPIED, "tensors that are offered in another type are converted when they are published"
             )
         self._is_measured = False
         self._leases: dict[int, Lease] = {}

@@ -26,8 +26,14 @@ def converted(cast: int, words: Words) -> Words:
 
 
 def _float32_to_bfloat16(words: Words) -> Words:
-    result: Words = ((words + (np.uint32(0x7FFF) + ((words >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
-    is_nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    rounded = words >> np.uint32(16)  # one temporary, which every further step overwrites
+    rounded &= np.uint32(1)
+    rounded += words
+    rounded += np.uint32(0x7FFF)
+    rounded >>= np.uint32(16)
+    result: Words = rounded.astype(np.uint16)
+    numbers = words.view(np.float32)
+    is_nan = numbers != numbers  # noqa: PLR0124
     if is_nan.any():  # rounding could turn a NaN into an infinity
         result[is_nan] = ((words[is_nan] >> 16) | np.uint32(0x40)).astype(np.uint16)
     return result

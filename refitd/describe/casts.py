@@ -16,6 +16,9 @@ CASTS: dict[int, tuple[str, str]] = {
     4: ("float16", "float32"),
 }
 
+# the types that can be cast
+FLOATING = frozenset(name for pair in CASTS.values() for name in pair)
+
 # bytes per element, indexed by conversion number; index 0 (no conversion) holds 0
 SOURCE_SIZES = (0, *(ELEMENT_SIZES[held] for held, _ in CASTS.values()))
 DESTINATION_SIZES = (0, *(ELEMENT_SIZES[wanted] for _, wanted in CASTS.values()))

@@ -355,6 +355,42 @@ def test_a_cast_that_there_is_not_is_refused_by_name_before_anything_is_register
         assert not engine.status().models[0].targets
 
 
+def test_a_source_offers_another_type_than_it_holds(daemon: Daemon) -> None:
+    """As a trainer with float32 master weights does: what is copied into the slot is rounded already."""
+    held = {
+        "w": torch.randn(33, 7),
+        "t": torch.randn(5, 9)[:, ::2],
+        "steps": torch.arange(3),
+        "none": torch.zeros(0, 4),
+    }
+    rounded = {name: (t.bfloat16() if t.is_floating_point() else t).contiguous() for name, t in held.items()}
+    live, wide = shards.zeros_like(rounded), shards.zeros_like(held)
+    with daemon.connect() as trainer, daemon.connect() as engine, daemon.connect() as other:
+        with pytest.raises(refitd.RefusedError, match=r"cast is 'int8' .*expected the type to offer: bfloat16"):
+            trainer.register_source("m", held, cast="int8")
+        with pytest.raises(refitd.RefusedError, match="d: cast is 'float16' for a tensor of bfloat16"):
+            trainer.register_source("m", {"d": torch.zeros(2).half(), **held}, cast="bfloat16")
+        with pytest.raises(refitd.RefusedError, match="another type cannot be pulled"):
+            trainer.register_source("m", held, cast="bfloat16", pull=True)
+        source = trainer.register_source("m", held, cast=torch.bfloat16)
+        assert {name: dtype for name, (_, dtype) in trainer.tensors("m").items()} == {
+            name: t.dtype for name, t in rounded.items()
+        }
+        with (
+            Engine(engine.register_target("m", live, replica="a")),
+            Engine(other.register_target("m", wide, replica="b", cast=True)),
+        ):
+            source.publish(1)
+            assert trainer.swap("m", 1, timeout=60).outcome == "committed"
+            assert shards.equal(live, rounded)
+            assert all(torch.equal(wide[name], t.to(held[name].dtype)) for name, t in rounded.items())
+            held["w"].mul_(3)
+            with source.lend(2):  # converted, so copied
+                (given,) = trainer.swap("m", 2, timeout=60).sources
+            assert given.way == "copied" and "another type" in given.why
+            assert torch.equal(live["w"], held["w"].bfloat16())
+
+
 def test_flat_slices_of_several_ranks_make_up_an_engines_tensors(daemon: Daemon) -> None:
     """As FSDP1 and ZeRO-3 cut: runs of elements, anywhere."""
     whole = {"a": torch.randn(7, 5, 3), "b": torch.randn(11)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import refitd
-from refitd.adapters.driving import swap_and_drive
+from refitd.adapters.driving import Fleet, swap_and_drive
 
 
 @dataclass
@@ -48,6 +47,7 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
             info.model, info.tensors, rank=info.rank, world_size=info.world_size, **(info.register or {})
         )
         self._version = self._source.next_version - 1
+        self._fleet = Fleet(self._refitd, info.model)
 
     @classmethod
     def trainer_init(
@@ -60,7 +60,7 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         """Register this rank; rank 0 has the engines register, too."""
         made = cls(init_info, client, source)
         if made.is_sender:
-            made._init_engines()
+            made._fleet.prepare(made._init_engines, made._catch_up)
         return made
 
     def send_weights(self) -> None:
@@ -73,21 +73,20 @@ class RefitdTrainer(TrainerWeightTransferEngine[RefitdTrainerInitInfo]):
         self._source.publish(self._version)
         if not self.is_sender:
             return
-        self._init_engines()  # one that has been started again since then has to register
-        self.client.start_weight_update()
-        try:
-            # other ranks may not have published yet
-            swap_and_drive(self._refitd, self._info.model, self._version, self._update, wait=self._info.wait_s)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.client.finish_weight_update()  # the version was not decided: vLLM's update is still open
-            raise
+        self._fleet.prepare(self._init_engines, self._catch_up)
+        # other ranks may not have published yet
+        swap_and_drive(self._refitd, self._info.model, self._version, self._update, wait=self._info.wait_s)
 
     def _init_engines(self) -> None:
         self.client.init_weight_transfer_engine({"model": self._info.model, **(self._info.engine or {})})
 
+    def _catch_up(self) -> None:
+        self.client.start_weight_update()  # takes over what is pending
+        self.client.finish_weight_update()
+
     def _update(self) -> None:
-        self.client.update_weights({"version": self._version})
+        self.client.start_weight_update()
+        self.client.update_weights({"version": self._version})  # where it fails, vLLM ends the update itself
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
