@@ -247,7 +247,7 @@ class Target:
           pending version.
 
         Without `agree`, the first poll with a pending version waits to learn the other ranks' steps, which takes about
-        two messages.
+        two messages. With `on_pause` or `on_commit`, that thread commits, and polls never do.
 
         Raises:
             CommitError: the commit failed; this rank then serves no version.
@@ -274,7 +274,7 @@ class Target:
             if prepare is None or agreed != prepare.version:
                 self._check_connected()
                 return None
-        if prepare is None:
+        if prepare is None or self._has_callback:  # the callback's thread commits, and may be doing so
             self._check_connected()
             return None
         return self._apply(prepare)
