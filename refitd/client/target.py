@@ -102,11 +102,11 @@ class Target:
         self._tensors = tensors
         self._state = state = CommitState(connection, message, registered, permit)
         self._take_over = TakeOver(state, tensors, staging, pair)
-        is_called_back = on_pause is not None or on_commit is not None
-        self._points = CommitPoints(state, is_called_back=is_called_back)
+        self._is_called_back = on_pause is not None or on_commit is not None
+        self._points = CommitPoints(state, is_called_back=self._is_called_back)
         connection.listen(self.member, self._notified)
         _REGISTERED.add(self)
-        if is_called_back:
+        if self._is_called_back:
             Callbacks(state, self._take_over, on_commit, on_pause, on_resume)
 
     @property
@@ -172,7 +172,7 @@ class Target:
           pending version.
 
         Without `agree`, the first poll with a pending version waits to learn the other ranks' steps, which takes about
-        two messages.
+        two messages. With `on_pause` or `on_commit`, that thread commits, and polls never do.
 
         An interrupt (Ctrl-C) while a version is taken over is raised once that has ended: the version is live, or the
         swap knows that this rank has failed.
@@ -202,8 +202,8 @@ class Target:
         else:
             prepare = state.prepare
             agreed = _agreed(agree(NOTHING_PENDING if prepare is None else prepare.version))
-            if prepare is not None and agreed != prepare.version:
-                prepare = None
+            if agreed != (None if prepare is None else prepare.version) or self._is_called_back:
+                prepare = None  # a callback's thread commits, and may be doing so
         if prepare is None:
             state.check_connected()
             return None

@@ -262,8 +262,9 @@ class Coordinator:
             case cluster.NodeUpdate(status, moved):
                 node.status = status
                 for one in moved:
-                    if one.member in self._members:
-                        self._members[one.member].step, self._members[one.member].events = one.step, one.events
+                    if (member := self._members.get(one.member)) is not None:
+                        member.step, member.events = one.step, one.events
+                        member.spare = None if one.spare_lost else member.spare
                 reply = cluster.HeartbeatAnswer(now)
             case cluster.DescribeShard(digest, packed):
                 used = {member.added.digest for member in self._members.values()}

@@ -219,6 +219,7 @@ class Commits:
             self._exchange(member.live_arena, member.staging)
             member.exchanged = swap
             member.proof, member.spare_proof = member.spare_proof, member.proof
+            member.spare_found = None
         version = member.state.version
         self._log("swap", swap=swap, version=version, phase="committed", member=member.id, paused=paused_s)
         spare, run = member.state.spare, member.state.spare_run

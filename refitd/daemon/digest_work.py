@@ -21,7 +21,7 @@ class DigestWork:
     """Blocks that workers digest, or (with `others`) compare, batch by batch."""
 
     member: str
-    what: Literal["stored", "live", "compare", "seed"]
+    what: Literal["stored", "live", "compare", "seed", "spare"]
     version: int
     blocks: Blocks
     places: Places

@@ -127,7 +127,8 @@ class LocalMember:
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
     distrusts_base: bool = False  # target: what it held was not what it should have been, so it gets versions whole
     proof: Proof | None = None  # of the version that it serves, once taken
-    spare_proof: Proof | None = None  # of the version that its other arena holds, if taken while that was served
+    spare_proof: Proof | None = None  # of the version that its other arena holds, if taken
+    spare_found: str | None = None  # what is wrong with that version, "" if nothing is; None until it was compared
     newest: int = -1  # highest version ever published
     first: int = 0  # source: the lowest version that it may publish, set by the coordinator
     run: str = ""  # source: the incarnation of its trainer

@@ -444,7 +444,7 @@ def _shard_of(member: LocalMember) -> cluster.AddShard:
         lockstep=isinstance(r, local.RegisterTarget) and r.lockstep,
         observes=isinstance(r, local.RegisterTarget) and r.observes,
         flips=member.flips,
-        spare=member.state.spare,
+        spare=None if member.spare_found else member.state.spare,
         spare_run=member.state.spare_run,
         seeds=member.seeds,
         suspended=member.suspended,

@@ -62,6 +62,7 @@ from refitd.daemon.region_digests import RegionDigests
 from refitd.daemon.registration import PART_OF_TIMEOUT, Registrations
 from refitd.daemon.retained import RetainedTargets, is_restoring
 from refitd.daemon.sessions import Session
+from refitd.daemon.spares import Spares
 from refitd.daemon.swaps import LocalSwaps
 from refitd.daemon.target_state import Step
 from refitd.daemon.timeline import Timeline
@@ -144,6 +145,18 @@ class Daemon:
         self._proofs = Proofs(
             node, workers, self.members, out, self._maps.need, self._maps.homes, self._is_swapping, numbers
         )
+        self._spares = Spares(
+            node,
+            workers,
+            self.members,
+            out,
+            self._maps.need,
+            self._maps.homes,
+            self._is_swapping,
+            numbers,
+            self._commits.fence_behind,
+            lambda: self._link.say(self._update()),
+        )
         self._swaps = LocalSwaps(
             node,
             workers,
@@ -198,6 +211,7 @@ class Daemon:
                     is_mine = isinstance(message, sidecar.DigestsTaken) and self._regions.worker_said(message)
                     if not is_mine:
                         self._proofs.worker_said(message)
+                        self._spares.worker_said(message)
                 else:
                     self._swaps.worker_said(worker, message)
             case WorkerDied(worker, how):
@@ -233,6 +247,7 @@ class Daemon:
                 self._tick()
         self._regions.dispatch()
         self._proofs.dispatch()
+        self._spares.dispatch()
         done = self._out[:]
         self._out.clear()
         self._timeline.watch(event, done, now)
@@ -362,6 +377,8 @@ class Daemon:
                 found = self._own(session, member)
                 if self._commits.committed(swap, found, paused_s, exchanged=exchanged):
                     self._proofs.committed(found)
+                    if exchanged and found.flips:
+                        self._spares.exchanged(found)
             case local.Restored(member):
                 self._registrations.restored(session, request, self._own(session, member))
             case local.Suspend(member):
@@ -496,6 +513,7 @@ class Daemon:
         self._permits.withdraw(member)
         self._commits.member_left(member)
         self._proofs.left(member, reason)
+        self._spares.left(member)
         if tell:
             self._link.say(cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
@@ -548,7 +566,7 @@ class Daemon:
             case cluster.Stage():
                 self._swaps.stage(message)
             case cluster.StageSpare():
-                self._swaps.stage_spare(message)
+                self._spares.stage(message)
             case CollectTrace():
                 self._link.say(self._timeline.part(message, self._node, self._host, self._now))
             case cluster.CheckMembers():
@@ -598,7 +616,8 @@ class Daemon:
         # this coordinator has aborted every undecided swap, but its messages about that may have been lost
         states = [member.state for member in self.members.values()]
         halted = {state.swap for state in states if state.step in (Step.HALTING, Step.HALTED)}
-        for swap in sorted(self._swaps.staging() | {swap for swap in halted if swap is not None}):
+        begun = self._swaps.staging() | self._spares.staging()
+        for swap in sorted(begun | {swap for swap in halted if swap is not None}):
             self._abort(swap, "the coordinator was out of reach")
         self._regions.stop()
         # staged swaps may have been decided and stay staged, but they read their sources no more
@@ -635,6 +654,7 @@ class Daemon:
                 self._publishing.announced(session, request, about, reply)
 
     def _abort(self, swap: str, reason: str) -> None:
+        self._spares.abort(swap)
         self._swaps.abort(swap, reason)
         self._regions.forget(swap)
         self._publishing.release(self.members.values(), swap)
@@ -648,7 +668,9 @@ class Daemon:
         moved = [m for m in self.members.values() if not (m.is_source or m.is_told) and m.boot == self._link.boot]
         for member in moved:
             member.is_told = True
-        states = tuple(cluster.TargetMoved(m.id, brief(str(m.state)), tuple(m.history)) for m in moved)
+        states = tuple(
+            cluster.TargetMoved(m.id, brief(str(m.state)), tuple(m.history), bool(m.spare_found)) for m in moved
+        )
         return cluster.NodeUpdate(status=self.status(), moved=states)
 
     def _beat(self, message: cluster.NodeHello | cluster.NodeUpdate) -> None:
@@ -676,6 +698,7 @@ class Daemon:
 
     def _stops_digesting(self, worker: int, *, died: bool) -> None:
         self._proofs.worker_gone(worker, died=died)
+        self._spares.worker_gone(worker, died=died)
         self._regions.worker_gone(worker, died=died)
 
     def _exchange(self, arena: int, other: int) -> None:
@@ -702,6 +725,7 @@ class Daemon:
         self.arenas.free(self._plans.unneeded())
         self._proofs.expire(self._now)
         self._proofs.tick()
+        self._spares.tick()
         self._regions.expire(self._now)
         self.arenas.expire(self._now)
         self._publishing.expire(self.members.values(), self._now)

@@ -21,9 +21,9 @@ from refitd.daemon.finishing import made_in
 from refitd.daemon.jobs import JobTable, Run, Share, shares_of
 from refitd.daemon.members import LocalMember
 from refitd.daemon.plans import LocalPlans, NodePlan
-from refitd.daemon.target_state import SpareStaged, StageBegan, StageFinished, step_of
+from refitd.daemon.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
-from refitd.errors import IllegalTransition, RefusedError
+from refitd.errors import IllegalTransition
 from refitd.events import Log
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
@@ -176,24 +176,6 @@ class LocalSwaps:
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
             self._arrived(local_swap)
-
-    def stage_spare(self, message: cluster.StageSpare) -> None:
-        """Take the version that the members' other arenas hold as staged."""
-        swap, event = message.swap, SpareStaged(message.swap, message.version, message.run)
-        members = [self._members.get(member) for member in message.members]
-        try:
-            for member_id, member in zip(message.members, members, strict=True):
-                if member is None:
-                    raise RefusedError(f"{member_id} is no longer registered on node {self._node}")
-                step_of(member.state, event)  # all of them first: a refusal changes nothing
-        except (RefusedError, IllegalTransition) as exc:
-            self._stage_failed(swap, f"node {self._node}", clipped(str(exc)))
-            return
-        self._log("swap", swap=swap, version=message.version, phase="staged")
-        for member in members:
-            assert member is not None
-            member.move(event)
-        self._say(cluster.StageDone(swap=swap, copies=0, bytes=0, seconds=0.0))
 
     def _row_name(self, plan: NodePlan, table: CopyTable, row: int) -> str:
         src, dst = (plan.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))

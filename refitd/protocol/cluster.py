@@ -70,11 +70,15 @@ class NodeHello(Message, frozen=True):
 
 
 class TargetMoved(Value, frozen=True):
-    """A target rank's state on its daemon, and its last events; see reports.TargetStatus."""
+    """A target rank's state on its daemon, and its last events; see reports.TargetStatus.
+
+    With `spare_lost` its other arena does not hold what it did, so that no rollback may use it.
+    """
 
     member: Name
     step: Label
     events: Events
+    spare_lost: bool = False
 
 
 class NodeUpdate(Message, frozen=True):

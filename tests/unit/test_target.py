@@ -115,6 +115,18 @@ def test_what_is_decided_without_its_being_asked_is_taken_over_standing_still() 
     engine.target.release()
 
 
+def test_polls_beside_a_callback_leave_the_commit_to_its_thread() -> None:
+    engine = Engine()
+    engine.may_pause.clear()
+    engine.commit("s1", 1)
+    assert engine.event() == ("pause", 1) and engine.target.pending == 1
+    assert engine.target.poll() is None and engine.target.pending == 1
+    engine.may_pause.set()
+    assert isinstance(engine.daemon.next(), local.CommitDone)
+    assert engine.event() == ("resume", 1)
+    engine.target.release()
+
+
 def test_an_engine_that_cannot_stand_still_says_so_and_goes_on() -> None:
     engine = Engine()
     engine.broken = True

@@ -1,0 +1,204 @@
+"""Stages what the other arenas of flipping targets hold, for a rollback, once that is known to be what was live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from refitd.daemon.actions import Instruction, ToCoordinator
+from refitd.daemon.blocks import Blocks
+from refitd.daemon.digest_work import DigestQueue, DigestWork
+from refitd.daemon.members import LocalMember, Proof
+from refitd.daemon.target_state import SpareStaged, step_of
+from refitd.errors import IllegalTransition, RefusedError
+from refitd.events import Log
+from refitd.protocol import cluster, sidecar
+from refitd.protocol.base import clipped
+
+
+class Spares:
+    """The versions that other arenas hold. Engines can write these arenas, though they never should.
+
+    Each is compared with its digests in the background, soon after the commit that put it there, so that a rollback
+    reads nothing; a rollback that comes before waits for that. What differs, or cannot be read, never goes live. What
+    has gone live again is compared once more, at once, because it may have been written in between; a rank that differs
+    then stops serving. Instructions go to `out`.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        workers: int,
+        members: dict[str, LocalMember],
+        out: Callable[[Instruction], None],
+        need: Callable[[int, set[int]], None],
+        homes: Callable[[set[int]], dict[int, int]],
+        is_swapping: Callable[[], bool],
+        numbers: Callable[[], int],
+        fence: Callable[[LocalMember, str], None],
+        update: Callable[[], None],
+    ) -> None:
+        """`fence(member, reason)` stops a rank from serving what it has.
+
+        `update()` tells the coordinator of members that it has not been told of: it goes back in other ways then.
+        """
+        self._node = node
+        self._members = members
+        self._out = out
+        self._fence = fence
+        self._update = update
+        self._queue = DigestQueue(node, workers, out, need, homes, is_swapping, numbers, self._done, self._failed)
+        self._staging: dict[str, tuple[cluster.StageSpare, list[LocalMember]]] = {}  # by swap
+        self._later: set[str] = set()  # members whose other arena is to be read from the next tick on
+
+    # --- a rollback ---------------------------------------------------------------------------------------
+
+    def stage(self, message: cluster.StageSpare) -> None:
+        """Take the version that the members' other arenas hold as staged, once each is proven."""
+        members = self._exchangeable(message)
+        if members is None:
+            return
+        self._staging[message.swap] = message, members
+        for member in members:
+            if member.verifies and member.spare_found is None:
+                self._compare(member, "spare", is_urgent=True)
+        self._go_on()
+
+    def abort(self, swap: str) -> None:
+        """Stage nothing for a swap any more."""
+        self._staging.pop(swap, None)
+
+    def staging(self) -> set[str]:
+        """Return the swaps that wait here."""
+        return set(self._staging)
+
+    def _exchangeable(self, message: cluster.StageSpare) -> list[LocalMember] | None:
+        """Return the members, if all can exchange their arenas for this version; None, and say so, if one cannot."""
+        event = SpareStaged(message.swap, message.version, message.run)
+        members = [(member, self._members.get(member)) for member in message.members]
+        try:
+            for member_id, member in members:
+                if member is None:
+                    raise RefusedError(f"{member_id} is no longer registered on node {self._node}")
+                step_of(member.state, event)  # all of them first: a refusal changes nothing
+        except (RefusedError, IllegalTransition) as exc:
+            self._stage_failed(message.swap, f"node {self._node}", clipped(str(exc)))
+            return None
+        return [member for _, member in members if member is not None]
+
+    def _go_on(self) -> None:
+        """Stage what is proven by now, and fail what has turned out wrong."""
+        for swap, (message, members) in list(self._staging.items()):
+            found = {member.id: member.spare_found if member.verifies else "" for member in members}
+            wrong = next(((member, text) for member, text in found.items() if text), None)
+            if wrong is not None:
+                self._stage_failed(swap, *wrong)
+            elif None not in found.values():
+                del self._staging[swap]
+                self._staged(message)
+
+    def _staged(self, message: cluster.StageSpare) -> None:
+        members = self._exchangeable(message)  # again: one may have left since
+        if members is None:
+            return
+        self._log("swap", swap=message.swap, version=message.version, phase="staged")
+        for member in members:
+            member.move(SpareStaged(message.swap, message.version, message.run))
+        self._out(ToCoordinator(0, cluster.StageDone(swap=message.swap, copies=0, bytes=0, seconds=0.0)))
+
+    def _stage_failed(self, swap: str, where: str, reason: str) -> None:
+        self._staging.pop(swap, None)
+        self._log("stage-failed", swap=swap, where=where, reason=reason)
+        self._out(ToCoordinator(0, cluster.StageFailed(swap=swap, where=where, reason=reason)))
+
+    # --- comparisons --------------------------------------------------------------------------------------
+
+    def exchanged(self, member: LocalMember) -> None:
+        """The member has exchanged its arenas. `proof` is there already if it has gone back."""
+        self._queue.drop(lambda work: work.member == member.id)
+        if member.verifies and member.state.spare is not None:
+            self._later.add(member.id)
+        if member.proof is not None:
+            self._compare(member, "live", is_urgent=True)
+
+    def left(self, member: LocalMember) -> None:
+        """Drop the work of a member that has gone."""
+        self._queue.drop(lambda work: work.member == member.id)
+        self._later.discard(member.id)
+
+    def tick(self) -> None:
+        """Let work in the background begin."""
+        for member in [self._members[name] for name in sorted(self._later) if name in self._members]:
+            begun = any(work.member == member.id and work.what == "spare" for work in self._queue.work)
+            if member.state.spare is not None and member.spare_found is None and not begun:
+                self._compare(member, "spare", is_urgent=False)
+        self._later.clear()
+        for work in self._queue.work:
+            work.is_due = True
+
+    def dispatch(self) -> None:
+        """Give idle workers their next batch."""
+        self._queue.drop(lambda work: not self._is_wanted(work))
+        self._queue.dispatch()
+
+    def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
+        """Handle a worker's results."""
+        self._queue.worker_said(message)
+
+    def worker_gone(self, worker: int, *, died: bool) -> None:
+        """Requeue the batches of a worker that died or was replaced."""
+        self._queue.worker_gone(worker, died=died)
+
+    def _compare(self, member: LocalMember, what: Literal["spare", "live"], *, is_urgent: bool) -> None:
+        begun = [work for work in self._queue.work if work.member == member.id and work.what == what]
+        for work in begun:
+            work.is_urgent |= is_urgent
+        if begun:
+            return
+        places, version = member.live, member.state.version
+        if what == "spare":
+            places, version = member.held_places(), member.state.spare
+        assert version is not None
+        self._queue.add(DigestWork(member.id, what, version, Blocks(member), places, is_urgent))
+
+    def _is_wanted(self, work: DigestWork) -> bool:
+        state = self._members[work.member].state
+        return (state.spare if work.what == "spare" else state.version) == work.version
+
+    def _done(self, work: DigestWork) -> None:
+        member = self._members.get(work.member)
+        if member is None or not self._is_wanted(work):
+            return
+        known = member.spare_proof if work.what == "spare" else member.proof
+        digests = b"".join(found for _, found in sorted(work.results.items()) if isinstance(found, bytes))
+        if work.what == "spare" and (known is None or known.version != work.version):
+            # it was replaced before its digest could be taken: it is held to what it is now
+            known = member.spare_proof = Proof(work.version, digests)
+        different = [] if known is None else work.blocks.differing(digests, known.digests, range(len(work.blocks)))
+        wrong = ""
+        if different:
+            self._log("differs", member=member.id, version=work.version, blocks=len(different))
+            name = work.blocks.difference(different[0], None).parameter
+            more = f" and {len(different) - 1} more blocks" if len(different) > 1 else ""
+            wrong = f"{name}{more}: its memory has changed since version {work.version} went live"
+        if work.what == "spare":
+            self._found(member, wrong)
+        elif wrong:
+            self._fence(member, wrong)
+
+    def _failed(self, work: DigestWork, reason: str) -> None:
+        self._log("digests-failed", member=work.member, what=work.what, reason=reason)
+        member = self._members.get(work.member)
+        if member is not None and work.what == "spare":
+            self._found(member, f"what its other arena holds cannot be compared: {reason}")
+
+    def _found(self, member: LocalMember, wrong: str) -> None:
+        member.spare_found = wrong
+        self._log("spare-compared", member=member.id, version=member.state.spare, reason=wrong)
+        if wrong:
+            member.is_told = False
+            self._update()
+        self._go_on()
+
+    def _log(self, event: str, **fields: object) -> None:
+        self._out(Log(event, fields))
