@@ -366,7 +366,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         s = self.state
         assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
         assert len(s._descriptions._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
-        assert not s.swaps.planning.requests
+        assert not s.swaps.preparation.planning.requests
         assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
 
     @invariant()
