@@ -121,7 +121,7 @@ class Registrations:
         self._members[member.id] = member
         self._absent.registered(member)
         self._drains.registered(added.model, added.replica, member.node)
-        self._swaps.members_changed(state)
+        self._swaps.preparation.members_changed(state)
         self._log("registered", model=added.model, member=member.id, who=member.describe(), bytes=nbytes)
         if is_source:
             self._sources.registered(state, member, base)
@@ -159,7 +159,7 @@ class Registrations:
         self._log("left", model=state.fleet.name, member=member_id, who=member.describe(), reason=reason)
         takes_part = state.takes_part(member)
         state.fleet.remove(member)
-        self._swaps.members_changed(state)
+        self._swaps.preparation.members_changed(state)
         if takes_part:
             self._swaps.step(state, decision.MemberLost(member_id, reason), now)
         self._swaps.controllers.ranks_changed(state.fleet.name, member.added.replica, now)

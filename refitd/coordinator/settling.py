@@ -59,7 +59,7 @@ class Settling:
                 self.settle(member, member.staged, now)
         self._undone.clear()
         for state in list(self._models.values()):
-            self._swaps.next(state, now)
+            self._swaps.queue.next(state, now)
 
     def settle(self, member: Member, swap: str, now: float) -> None:
         """Commit or abort a staged swap that an earlier coordinator left."""

@@ -122,12 +122,12 @@ class Coordinator:
             {} if drained is None else drained,
             self.nodes,
             self.models,
-            self.swaps.next,
+            self.swaps.queue.next,
             self._out.append,
             self._send,
             self._log,
         )
-        self._descriptions = Descriptions(self.swaps.planning.reader)
+        self._descriptions = Descriptions(self.swaps.preparation.planning.reader)
         self._sources = SourceVersions(self._members, new_run, self._to_node, self._log)
         self._settling = Settling(self.models, self._members, self._lives, self.swaps, self._to_node)
         self._registrations = Registrations(
@@ -157,7 +157,7 @@ class Coordinator:
             case FromNode():
                 self._from_node(event, now)
             case Planned():
-                self.swaps.planned(event, now)
+                self.swaps.preparation.planned(event, now)
             case KeysRead(allowed, waiter):
 
                 def tell(report: Message) -> None:
@@ -253,7 +253,7 @@ class Coordinator:
         self._lives.heard(now)
         self._settling.begin(now)
         for state in [self.models[model] for model in changed if model in self.models]:
-            self.swaps.next(state, now)
+            self.swaps.queue.next(state, now)
 
     def _from_known(self, node: Node, event: FromNode, now: float) -> None:
         request, message = event.request, event.message
@@ -293,9 +293,9 @@ class Coordinator:
                 found = self._registrations.member(member)
                 self._sources.wants_room(self.models[found.added.model], found, slots)
             case local.StartSwap():
-                self.swaps.start(message, (node.identity, request), now)
+                self.swaps.queue.start(message, (node.identity, request), now)
             case local.StartSwaps():
-                self.swaps.start_together(message, (node.identity, request), now)
+                self.swaps.queue.start_together(message, (node.identity, request), now)
             case local.GetHistory(model, limit):
                 reply = history_report(self._past_swaps(model, limit))
             case local.AbortSwap(model, reason):
@@ -336,7 +336,7 @@ class Coordinator:
             case local.GetDescription(model):
                 reply = model_description(self.models.named(model).fleet)
             case local.GetPlan(model):
-                self.swaps.planning.show(self.models.named(model), (node.identity, request))
+                self.swaps.preparation.planning.show(self.models.named(model), (node.identity, request))
             case _:
                 self.swaps.node_said(node.status.node, message, now)
         if reply is not None:
@@ -346,9 +346,9 @@ class Coordinator:
             isinstance(message, cluster.AddShard) and not message.is_question
         ):
             self.swaps.controllers.ranks_changed(message.model, message.replica, now)
-            self.swaps.next(self.models[message.model], now)
+            self.swaps.queue.next(self.models[message.model], now)
         elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
-            self.swaps.next(self.models[self._registrations.member(message.member).added.model], now)
+            self.swaps.queue.next(self.models[self._registrations.member(message.member).added.model], now)
 
     def _past_swaps(self, model: str, limit: int) -> Sequence[Record]:
         """Return the last swaps of a model, "" for all."""

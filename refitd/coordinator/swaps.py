@@ -1,55 +1,43 @@
-"""Running swaps: plans them, forms epochs, steps their state machines, instructs nodes."""
+"""Running swaps: step their state machines and carry out the instructions, to the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import decision, together
 from refitd.coordinator.absent import AbsentRanks
-from refitd.coordinator.actions import Decide, Instruction, Planned, Remember, Send
-from refitd.coordinator.comparisons import Comparisons
+from refitd.coordinator.actions import Decide, Instruction, Remember, Send
 from refitd.coordinator.controllers import Controllers
-from refitd.coordinator.decision import Limits, Phase
-from refitd.coordinator.epochs import Epochs
+from refitd.coordinator.decision import Phase
 from refitd.coordinator.fences import Fences
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.members import Member, Node
-from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
-from refitd.coordinator.planning import Planning
-from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
+from refitd.coordinator.models import Models, ModelState, Running
+from refitd.coordinator.preparation import Preparation
 from refitd.coordinator.records import LiveVersion, Record
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.report import (
     apart_report,
     decided_report,
     late_report,
-    source_reports,
     swap_progress,
     swap_report,
     written_report,
 )
 from refitd.coordinator.schedule import (
-    DueSwap,
-    asked_for,
-    gives_way,
-    lagging,
     left_behind,
-    must_wait,
-    newer,
-    try_again,
     used_up,
 )
-from refitd.coordinator.seeding import no_plan, without_unread
 from refitd.coordinator.steps import Flip, Reached
+from refitd.coordinator.swap_queue import SwapQueue
 from refitd.coordinator.traces import Traces
-from refitd.errors import DeadlineExceeded, IllegalTransition, RefitdError, RefusedError
+from refitd.errors import IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
-from refitd.protocol import cluster, control, local
+from refitd.protocol import cluster, control
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport
 from refitd.states import SwapCause
@@ -75,223 +63,45 @@ class Swaps:
         out: Callable[[Instruction], None],
     ) -> None:
         self._config = config
-        self._boot = boot
         self._nodes = nodes
         self._models = models
         self._members = members
-        self._new_swap_id = new_swap_id
         self._wall_clock = wall_clock
         self._lives = lives
         self._unfinished = unfinished
         self._absent = absent
         self._traces = traces
         self._out = out
-        transport = config.transport
-        may_relay = transport.relays and transport.service in RELAYING_SERVICES
-        self.planning = Planning(models, out, may_relay=may_relay)
-        self._comparisons = Comparisons(self._to_node, self._log)
         self.fences = Fences(nodes, models, lives, decided, self._to_node)
-        self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin
-        self._epochs = Epochs(boot, config, nodes, models, self._to_node)
+        self.preparation = Preparation(config, boot, nodes, models, self.step, out, self._to_node, self._log)
+        self.queue = SwapQueue(
+            config,
+            models,
+            new_swap_id,
+            lives,
+            lambda model: self.ended_late(unfinished.replaced(model)),
+            self.preparation.begin,
+            self.step,
+            self._send,
+            self._log,
+        )
         self.controllers = Controllers(
             models, self._to_node, self.step_swap, self.fences.identity_of, self._tell_staged, self._log
         )
-
-    # --- what begins --------------------------------------------------------------------------------------
-
-    def start(self, asked: local.StartSwap, waiter: Waiter, now: float) -> None:
-        """Begin a requested swap, or queue it behind the running one."""
-        state = self._models.named(asked.model)
-        waits = must_wait(state, asked)
-        if not waits and self._lives.is_settled(now):
-            self._begin(state, asked_for(state, asked, waiter, self._lives.past), now)
-            return
-        ends = state.running is not None and gives_way(state.running)
-        if ends:
-            asked_for(state, asked, waiter, self._lives.past)  # a request that is refused ends nothing
-        state.queue.append(Queued(asked, waiter, now, now + (asked.timeout_s or self._config.deadlines.queue_s)))
-        behind = "" if state.running is None else state.running.swap.swap
-        self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
-        if state.running is not None and ends:
-            state.running.gives_way = True
-            text = "it gives way to a swap of all replicas that was asked for"
-            self.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
-
-    def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
-        """Begin swaps of several models that are decided together.
-
-        Raises:
-            RefusedError: one of them cannot begin now; none has.
-        """
-        states = together.named(self._models, asked)
-        if not self._lives.is_settled(now):
-            raise RefusedError("the coordinator has just started and waits for daemons; try again in some seconds")
-        dues = [
-            asked_for(state, local.StartSwap(one.model, one.version, asked.timeout_s), waiter, self._lives.past)
-            for state, one in zip(states, asked.swaps, strict=True)
-        ]
-        party = Together(tuple(one.model for one in asked.swaps), waiter)
-        self._joining = frozenset(party.models)  # the catch-ups that end here must not begin again
-        try:
-            for state in states:
-                if state.running is not None:
-                    state.running.gives_way = True
-                    text = "it gives way to a swap that was asked for"
-                    self.step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
-        finally:
-            self._joining = frozenset()
-        for state, due in zip(states, dues, strict=True):
-            self._begin(state, due, now, party)
-            if party.aborted:
-                self.step(state, decision.AbortAsked(party.aborted, SwapCause.TOGETHER), now)
-
-    def next(self, state: ModelState, now: float) -> None:
-        """Start the due swap: a requested one first, then a newer version, then a catch-up.
-
-        Nothing starts while daemons may still report what is live.
-        """
-        if not self._lives.is_settled(now) or state.fleet.name in self._joining:
-            return
-        while state.queue and state.running is None:
-            queued = state.queue.pop(0)
-            waited_s = now - queued.since
-            try:
-                self._begin(state, asked_for(state, queued.asked, queued.waiter, self._lives.past, waited_s), now)
-            except RefusedError as exc:
-                self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
-        if state.running is None and state.fleet.auto_swap:
-            self._begin_if_due(state, "auto-swap", newer, now)
-        if state.running is None:
-            find = partial(lagging, only_observers=not self._model_config(state).catch_up)
-            self._begin_if_due(state, "catch-up", find, now)
-
-    def _begin_if_due(
-        self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
-    ) -> None:
-        try:
-            due = find(state)
-        except RefusedError as exc:
-            self._log(f"{what}-refused", model=state.fleet.name, reason=str(exc))
-        else:
-            if due is not None:
-                self._begin(state, due, now)
-
-    def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
-        self.ended_late(self._unfinished.replaced(state.fleet.name))
-        fleet, d = due.fleet, self._config.deadlines
-        limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
-        names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
-        swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
-        members, sources = {m.id: m for m in fleet.members()}, source_reports(fleet, due.version)
-        answer_by = now + due.timeout_s if due.timeout_s else None
-        state.running = Running(
-            swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
-        )
-        state.running.together = party
-        if due.kind != "catch-up":
-            state.running.suspended = tuple(state.fleet.suspended())
-            state.running.drained = tuple(state.fleet.drained())
-            tried, run = state.tried
-            state.tried = max(tried, due.version) if run == due.run else due.version, due.run
-        phase = swap.phase.value
-        self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
-        if due.flips_back:
-            state.running.flips_back = True
-            self._planned_without(state, state.running, now)
-        elif state.plan is not None and fleet is state.fleet:
-            self._plan_ready(state, state.plan, now)
-        else:
-            # only the present members: a rank that joins while the plan is made is caught up afterwards
-            state.running.fleet = fleet.only({replica for replica, _ in fleet.targets})
-            event = self.planning.ask(state.running.fleet, swap.swap)
-            if event is not None:
-                self.planned(event, now)
-
-    # --- plans --------------------------------------------------------------------------------------------
-
-    def planned(self, event: Planned, now: float) -> None:
-        """Handle a finished plan; the swap that waits for it continues, or aborts with the reason."""
-        found = self.planning.planned(event)
-        if found is not None:
-            state, plan = found
-            if isinstance(plan, str):
-                if state.running is not None:
-                    no_plan(state.running.fleet)
-                text = f"the plan was refused: {'; '.join(plan.splitlines())}"
-                self.step(state, decision.AbortAsked(text, SwapCause.PLAN), now)
-            else:
-                self._plan_ready(state, plan, now)
-
-    def _plan_ready(self, state: ModelState, plan: LoadedPlan, now: float) -> None:
-        assert state.running is not None
-        if not self._comparisons.are_equal(state.running, plan, now):
-            return
-        running = state.running
-        if running.fleet.seeds:
-            without_unread(running, plan)
-        fleet = running.fleet
-        senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
-        if gone := [m for m in senders if running.version not in m.versions]:
-            reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
-            self.step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
-            return
-        links = plan.routed.links
-        if links and plan.epoch is None:
-            plan.epoch = self._epochs.new({node for link in links for node in link})
-        state.running.plan = plan
-        nbytes = plan.table.total_bytes + fleet.converted_bytes()
-        more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())
-        self.step(state, _plan_ready(running, nbytes, more), now)
-
-    def _planned_without(self, state: ModelState, running: Running, now: float) -> None:
-        """Begin a swap in which nothing moves: no node has a plan to load."""
-        ready = _plan_ready(running, 0, frozenset())
-        self.step(state, ready, now)
-        for node in sorted(ready.nodes):
-            self.step(state, decision.NodeLoaded(node), now)
-
-    def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
-        """Handle a node's digests; after the last the swap continues with its plan, or aborts naming what differs."""
-        state = self._models.swapping(message.swap)
-        if state is None or state.running is None:
-            return  # the swap has ended meanwhile
-        found = self._comparisons.digested(state.running, node, message)
-        if isinstance(found, str):
-            self.step(state, decision.AbortAsked(found, SwapCause.SOURCES_DIFFER), now)
-        elif found is not None:
-            self._plan_ready(state, found, now)
-
-    def members_changed(self, state: ModelState) -> None:
-        """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
-        plan, state.plan = state.plan, None
-        if plan is not None and (state.running is None or state.running.plan is not plan):
-            self._epochs.drop(plan)
-
-    def _plan_lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
-        """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
-        self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
-        for state, _ in self._epochs.using(plan, epoch):
-            self.step(state, decision.PlanLost(node, where, reason), now)
-        for state in self._models.values():
-            kept = state.plan
-            if kept is not None and kept.id == plan and kept.epoch is not None and kept.epoch.id == epoch:
-                self._epochs.drop(kept)
 
     # --- events of nodes ----------------------------------------------------------------------------------
 
     def node_said(self, name: str, message: cluster.NodeMessage, now: float) -> None:
         """Handle a node's message about its part in a swap."""
         match message:
-            case cluster.PlanLoaded(plan, epoch):
-                for state, used in self._epochs.using(plan, epoch):
-                    used.loaded_on.add(name)
-                    self.step(state, decision.NodeLoaded(name), now)
-            case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
-                self._plan_lost(plan, epoch, name, where, reason, now)
-            case cluster.EpochPut(epoch, lane, key, value):
-                self._epochs.relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
-            case cluster.RegionsDigested():
-                self._digested(name, message, now)
+            case (
+                cluster.PlanLoaded()
+                | cluster.PlanRefused()
+                | cluster.EpochLost()
+                | cluster.EpochPut()
+                | cluster.RegionsDigested()
+            ):
+                self.preparation.node_said(name, message, now)
             case cluster.StageProgress(swap, bytes_done):
                 self.step_swap(swap, decision.NodeProgress(name, bytes_done), now)
             case cluster.StageDone(swap, copies, nbytes, _, crossing_s, _, converted, crossing):
@@ -354,7 +164,7 @@ class Swaps:
                 self.ended_late(self._unfinished.committed(swap, member, paused_s))
                 self.fences.fence_unless_live(member)
                 self.controllers.ranks_changed(member.added.model, member.added.replica, now)
-                self.next(self._models[member.added.model], now)
+                self.queue.next(self._models[member.added.model], now)
         self.step_swap(swap, decision.CommitReported(member_id, paused_s), now)
         if member is not None:
             self.controllers.ranks_changed(member.added.model, member.added.replica, now)
@@ -522,15 +332,12 @@ class Swaps:
 
     def _finish(self, state: ModelState, running: Running, now: float) -> None:
         left_behind(state, running, now)
-        s, plan = running.swap, running.plan
+        s = running.swap
         report = self._report(state, running, now)
         state.running, state.last = None, report
         self._traces.ended(s, report, self._wall_clock())
-        broken = s.phase is Phase.ABORTED and plan is not None and plan.epoch is not None
-        if plan is not None and (plan is not state.plan or broken):
-            self._epochs.drop(plan)  # an epoch does not outlive a failed swap
+        self.preparation.ended(state, running)
         if s.phase is Phase.ABORTED:
-            self._comparisons.ended(running)
             self.controllers.aborted(s.swap, now)
         outcome, written = report.outcome, msgspec.json.encode(report)
         self._answer(running, report)
@@ -539,7 +346,7 @@ class Swaps:
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
                 self.step(one, decision.AbortAsked(reason, SwapCause.TOGETHER), now)
-        self.next(state, now)
+        self.queue.next(state, now)
 
     def _answer(self, running: Running, report: SwapReport) -> None:
         """Answer whoever waits for a swap; a joint one is answered once all of its swaps have a report."""
@@ -626,16 +433,10 @@ class Swaps:
             if running is not None and running.is_due(now):
                 self._decide(state, running, now)  # nothing may end the swap before the journal answers
             elif running is not None:
-                if late := self._comparisons.late(running, now):
-                    self.step(state, decision.AbortAsked(late, SwapCause.DEADLINE), now)
+                self.preparation.tick(state, running, now)
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
-            elif try_again(state, now):
-                self.next(state, now)
-            for queued in [q for q in state.queue if now >= q.deadline]:
-                state.queue.remove(queued)
-                late = f"model {state.fleet.name!r}: a swap before it runs for too long; see `refitctl status`"
-                self._send(*queued.waiter, local.Failure(code=DeadlineExceeded.code, message=late))
+            self.queue.tick(state, now)
 
     # --- output -------------------------------------------------------------------------------------------
 
@@ -652,17 +453,3 @@ class Swaps:
 
     def _log(self, event: str, **fields: object) -> None:
         self._out(Log(event, fields))
-
-
-def _plan_ready(running: Running, nbytes: int, more: frozenset[str]) -> decision.PlanReady:
-    """Return the event that begins a planned swap; `more` are nodes that take part beside those of the targets."""
-    targets = running.fleet.targets.values()
-    ranks = {m.id: m.node for m in targets}
-    controllers = [c for c in running.fleet.in_control() if c.id in running.swap.names]  # others came after its begin
-    return decision.PlanReady(
-        members=ranks | {c.id: c.node for c in controllers},
-        nodes=frozenset(ranks.values()) | more,
-        bytes_total=nbytes,
-        asked=frozenset({m.id for m in targets if m.added.pauses} | {c.id for c in controllers if c.added.pauses}),
-        in_place=frozenset(m.id for m in targets if m.added.in_place),
-    )

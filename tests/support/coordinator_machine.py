@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import sqlite3
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,7 +18,7 @@ from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
 from refitd.coordinator.journal import Journal
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import Record, Recovered
+from refitd.coordinator.records import Recovered
 from refitd.coordinator.schedule import MAX_QUEUED
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
@@ -34,10 +36,12 @@ class Disk(Journal):
 
     full = False
 
-    def _write(self, record: Record) -> None:
-        if self.full:
-            raise CommitError("disk full")
-        super()._write(record)
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with super()._transaction():
+            yield
+            if self.full:
+                raise sqlite3.OperationalError("database or disk is full")
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
@@ -118,6 +122,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                         except CommitError as exc:
                             pending.append(act.JournalWritten((record.swap,), exc))
                         else:
+                            assert not self.journal.full
                             self.decided[record.swap] = record.version, record.run
                             self.journalled.add(record.swap)
                             self.identities.add((record.version, record.run))
@@ -366,7 +371,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         s = self.state
         assert len(s.nodes) <= len(NODES) and len(s._members) <= len(MEMBERS)
         assert len(s._descriptions._shards) <= MAX_UNUSED_SHARDS + len(MEMBERS)
-        assert not s.swaps.planning.requests
+        assert not s.swaps.preparation.planning.requests
         assert all(len(m.queue) <= MAX_QUEUED for m in s.models.values())
 
     @invariant()

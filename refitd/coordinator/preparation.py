@@ -1,0 +1,175 @@
+"""What a swap needs before it may stage: a plan on every node, an epoch between nodes, and sources that are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from refitd.config import Config
+from refitd.coordinator import decision
+from refitd.coordinator.actions import Instruction, Planned
+from refitd.coordinator.comparisons import Comparisons
+from refitd.coordinator.decision import Phase
+from refitd.coordinator.epochs import Epochs
+from refitd.coordinator.members import Node
+from refitd.coordinator.models import Models, ModelState, Running
+from refitd.coordinator.planning import Planning
+from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
+from refitd.coordinator.seeding import no_plan, without_unread
+from refitd.protocol import cluster
+from refitd.protocol.base import Message
+from refitd.states import SwapCause
+
+
+class Preparation:
+    """Prepares running swaps, and steps them once they are; `planning` answers operators too."""
+
+    def __init__(
+        self,
+        config: Config,
+        boot: str,
+        nodes: dict[str, Node],
+        models: Models,
+        step: Callable[[ModelState, decision.Event, float], None],
+        out: Callable[[Instruction], None],
+        to_node: Callable[[str, Message], None],
+        log: Callable[..., None],
+    ) -> None:
+        self._models, self._step, self._log = models, step, log
+        transport = config.transport
+        may_relay = transport.relays and transport.service in RELAYING_SERVICES
+        self.planning = Planning(models, out, may_relay=may_relay)
+        self._comparisons = Comparisons(to_node, log)
+        self._epochs = Epochs(boot, config, nodes, models, to_node)
+
+    def begin(self, state: ModelState, now: float) -> None:
+        """Prepare the swap of a model that has just begun."""
+        running = state.running
+        assert running is not None
+        if running.flips_back:
+            self._planned_without(state, running, now)
+        elif state.plan is not None and running.fleet is state.fleet:
+            self._plan_ready(state, state.plan, now)
+        else:
+            # only the present members: a rank that joins while the plan is made is caught up afterwards
+            running.fleet = running.fleet.only({replica for replica, _ in running.fleet.targets})
+            event = self.planning.ask(running.fleet, running.swap.swap)
+            if event is not None:
+                self.planned(event, now)
+
+    def node_said(
+        self,
+        name: str,
+        message: cluster.PlanLoaded
+        | cluster.PlanRefused
+        | cluster.EpochLost
+        | cluster.EpochPut
+        | cluster.RegionsDigested,
+        now: float,
+    ) -> None:
+        """Handle a node's message about plans, epochs and comparisons."""
+        match message:
+            case cluster.PlanLoaded(plan, epoch):
+                for state, used in self._epochs.using(plan, epoch):
+                    used.loaded_on.add(name)
+                    self._step(state, decision.NodeLoaded(name), now)
+            case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
+                self._lost(plan, epoch, name, where, reason, now)
+            case cluster.EpochPut(epoch, lane, key, value):
+                self._epochs.relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
+            case cluster.RegionsDigested():
+                self._digested(name, message, now)
+
+    def tick(self, state: ModelState, running: Running, now: float) -> None:
+        """Abort a swap whose sources have not been compared in time."""
+        if late := self._comparisons.late(running, now):
+            self._step(state, decision.AbortAsked(late, SwapCause.DEADLINE), now)
+
+    def ended(self, state: ModelState, running: Running) -> None:
+        """Release what was prepared for a swap that is over. An epoch does not outlive a failed one."""
+        plan, is_aborted = running.plan, running.swap.phase is Phase.ABORTED
+        if plan is not None and (plan is not state.plan or (is_aborted and plan.epoch is not None)):
+            self._epochs.drop(plan)
+        if is_aborted:
+            self._comparisons.ended(running)
+
+    def planned(self, event: Planned, now: float) -> None:
+        """Handle a finished plan; the swap that waits for it continues, or aborts with the reason."""
+        found = self.planning.planned(event)
+        if found is not None:
+            state, plan = found
+            if isinstance(plan, str):
+                if state.running is not None:
+                    no_plan(state.running.fleet)
+                text = f"the plan was refused: {'; '.join(plan.splitlines())}"
+                self._step(state, decision.AbortAsked(text, SwapCause.PLAN), now)
+            else:
+                self._plan_ready(state, plan, now)
+
+    def _plan_ready(self, state: ModelState, plan: LoadedPlan, now: float) -> None:
+        assert state.running is not None
+        if not self._comparisons.are_equal(state.running, plan, now):
+            return
+        running = state.running
+        if running.fleet.seeds:
+            without_unread(running, plan)
+        fleet = running.fleet
+        senders = [member for _, member in sorted(fleet.sources.items()) if plan.members[member.id] in plan.senders]
+        if gone := [m for m in senders if running.version not in m.versions]:
+            reason = f"{gone[0].describe()}: version {running.version} was replaced by newer ones before it was read"
+            self._step(state, decision.AbortAsked(reason, SwapCause.OVERTAKEN), now)
+            return
+        links = plan.routed.links
+        if links and plan.epoch is None:
+            plan.epoch = self._epochs.new({node for link in links for node in link})
+        state.running.plan = plan
+        nbytes = plan.table.total_bytes + fleet.converted_bytes()
+        more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())
+        self._step(state, _ready(running, nbytes, more), now)
+
+    def _planned_without(self, state: ModelState, running: Running, now: float) -> None:
+        """Begin a swap in which nothing moves: no node has a plan to load."""
+        ready = _ready(running, 0, frozenset())
+        self._step(state, ready, now)
+        for node in sorted(ready.nodes):
+            self._step(state, decision.NodeLoaded(node), now)
+
+    def _digested(self, node: str, message: cluster.RegionsDigested, now: float) -> None:
+        """Handle a node's digests; after the last the swap continues with its plan, or aborts naming what differs."""
+        state = self._models.swapping(message.swap)
+        if state is None or state.running is None:
+            return  # the swap has ended meanwhile
+        found = self._comparisons.digested(state.running, node, message)
+        if isinstance(found, str):
+            self._step(state, decision.AbortAsked(found, SwapCause.SOURCES_DIFFER), now)
+        elif found is not None:
+            self._plan_ready(state, found, now)
+
+    def members_changed(self, state: ModelState) -> None:
+        """Drop the plan: the next swap needs a new one. A running swap keeps its own."""
+        plan, state.plan = state.plan, None
+        if plan is not None and (state.running is None or state.running.plan is not plan):
+            self._epochs.drop(plan)
+
+    def _lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
+        """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
+        self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
+        for state, _ in self._epochs.using(plan, epoch):
+            self._step(state, decision.PlanLost(node, where, reason), now)
+        for state in self._models.values():
+            kept = state.plan
+            if kept is not None and kept.id == plan and kept.epoch is not None and kept.epoch.id == epoch:
+                self._epochs.drop(kept)
+
+
+def _ready(running: Running, nbytes: int, more: frozenset[str]) -> decision.PlanReady:
+    """Return the event that begins a planned swap; `more` are nodes that take part beside those of the targets."""
+    targets = running.fleet.targets.values()
+    ranks = {m.id: m.node for m in targets}
+    controllers = [c for c in running.fleet.in_control() if c.id in running.swap.names]  # others came after its begin
+    return decision.PlanReady(
+        members=ranks | {c.id: c.node for c in controllers},
+        nodes=frozenset(ranks.values()) | more,
+        bytes_total=nbytes,
+        asked=frozenset({m.id for m in targets if m.added.pauses} | {c.id for c in controllers if c.added.pauses}),
+        in_place=frozenset(m.id for m in targets if m.added.in_place),
+    )

@@ -1,0 +1,152 @@
+"""Begin the swaps that are asked for or due, one for each model at a time; those that are asked for wait in line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from refitd.config import Config, ModelConfig
+from refitd.coordinator import decision, together
+from refitd.coordinator.decision import Limits
+from refitd.coordinator.live_versions import LiveVersions
+from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
+from refitd.coordinator.report import source_reports
+from refitd.coordinator.schedule import DueSwap, asked_for, gives_way, lagging, must_wait, newer, try_again
+from refitd.errors import DeadlineExceeded, RefusedError
+from refitd.protocol import local
+from refitd.protocol.base import Message
+from refitd.states import SwapCause
+
+
+class SwapQueue:
+    """Begins swaps. `prepare(state, now)` goes on with one that has begun, `step` ends one that gives way.
+
+    `replaced(model)` is called before a swap begins: it ends what earlier coordinators left of the model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: Models,
+        new_swap_id: Callable[[], str],
+        lives: LiveVersions,
+        replaced: Callable[[str], None],
+        prepare: Callable[[ModelState, float], None],
+        step: Callable[[ModelState, decision.Event, float], None],
+        send: Callable[[bytes, int, Message], None],
+        log: Callable[..., None],
+    ) -> None:
+        self._config, self._models, self._lives = config, models, lives
+        self._new_swap_id = new_swap_id
+        self._replaced, self._prepare, self._step, self._send, self._log = replaced, prepare, step, send, log
+        self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin
+
+    def start(self, asked: local.StartSwap, waiter: Waiter, now: float) -> None:
+        """Begin a requested swap, or queue it behind the running one."""
+        state = self._models.named(asked.model)
+        waits = must_wait(state, asked)
+        if not waits and self._lives.is_settled(now):
+            self._begin(state, asked_for(state, asked, waiter, self._lives.past), now)
+            return
+        ends = state.running is not None and gives_way(state.running)
+        if ends:
+            asked_for(state, asked, waiter, self._lives.past)  # a request that is refused ends nothing
+        state.queue.append(Queued(asked, waiter, now, now + (asked.timeout_s or self._config.deadlines.queue_s)))
+        behind = "" if state.running is None else state.running.swap.swap
+        self._log("queued", model=asked.model, version=asked.version, behind=behind, waiting=len(state.queue))
+        if state.running is not None and ends:
+            state.running.gives_way = True
+            text = "it gives way to a swap of all replicas that was asked for"
+            self._step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
+
+    def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
+        """Begin swaps of several models that are decided together.
+
+        Raises:
+            RefusedError: one of them cannot begin now; none has.
+        """
+        states = together.named(self._models, asked)
+        if not self._lives.is_settled(now):
+            raise RefusedError("the coordinator has just started and waits for daemons; try again in some seconds")
+        dues = [
+            asked_for(state, local.StartSwap(one.model, one.version, asked.timeout_s), waiter, self._lives.past)
+            for state, one in zip(states, asked.swaps, strict=True)
+        ]
+        party = Together(tuple(one.model for one in asked.swaps), waiter)
+        self._joining = frozenset(party.models)  # the catch-ups that end here must not begin again
+        try:
+            for state in states:
+                if state.running is not None:
+                    state.running.gives_way = True
+                    text = "it gives way to a swap that was asked for"
+                    self._step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
+        finally:
+            self._joining = frozenset()
+        for state, due in zip(states, dues, strict=True):
+            self._begin(state, due, now, party)
+            if party.aborted:
+                self._step(state, decision.AbortAsked(party.aborted, SwapCause.TOGETHER), now)
+
+    def next(self, state: ModelState, now: float) -> None:
+        """Start the due swap: a requested one first, then a newer version, then a catch-up.
+
+        Nothing starts while daemons may still report what is live.
+        """
+        if not self._lives.is_settled(now) or state.fleet.name in self._joining:
+            return
+        while state.queue and state.running is None:
+            queued = state.queue.pop(0)
+            waited_s = now - queued.since
+            try:
+                self._begin(state, asked_for(state, queued.asked, queued.waiter, self._lives.past, waited_s), now)
+            except RefusedError as exc:
+                self._send(*queued.waiter, local.Failure(code=exc.code, message=str(exc)))
+        if state.running is None and state.fleet.auto_swap:
+            self._begin_if_due(state, "auto-swap", newer, now)
+        if state.running is None:
+            find = partial(
+                lagging, only_observers=not self._config.models.get(state.fleet.name, ModelConfig()).catch_up
+            )
+            self._begin_if_due(state, "catch-up", find, now)
+
+    def _begin_if_due(
+        self, state: ModelState, what: str, find: Callable[[ModelState], DueSwap | None], now: float
+    ) -> None:
+        try:
+            due = find(state)
+        except RefusedError as exc:
+            self._log(f"{what}-refused", model=state.fleet.name, reason=str(exc))
+        else:
+            if due is not None:
+                self._begin(state, due, now)
+
+    def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
+        self._replaced(state.fleet.name)
+        fleet, d = due.fleet, self._config.deadlines
+        limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
+        names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
+        swap = decision.begin(self._new_swap_id(), fleet.name, due.version, limits, names, now)
+        members, sources = {m.id: m for m in fleet.members()}, source_reports(fleet, due.version)
+        answer_by = now + due.timeout_s if due.timeout_s else None
+        state.running = Running(
+            swap, due.version, list(due.waiters), due.run, due.kind, fleet, members, sources, answer_by
+        )
+        state.running.together = party
+        if due.kind != "catch-up":
+            state.running.suspended = tuple(state.fleet.suspended())
+            state.running.drained = tuple(state.fleet.drained())
+            tried, run = state.tried
+            state.tried = max(tried, due.version) if run == due.run else due.version, due.run
+        phase = swap.phase.value
+        self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
+        state.running.flips_back = due.flips_back
+        self._prepare(state, now)
+
+    def tick(self, state: ModelState, now: float) -> None:
+        """Begin a catch-up that is to be tried again, and answer requests that have waited too long."""
+        if state.running is None and try_again(state, now):
+            self.next(state, now)
+        for queued in [q for q in state.queue if now >= q.deadline]:
+            state.queue.remove(queued)
+            late = f"model {state.fleet.name!r}: a swap before it runs for too long; see `refitctl status`"
+            self._send(*queued.waiter, local.Failure(code=DeadlineExceeded.code, message=late))
