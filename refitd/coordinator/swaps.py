@@ -35,6 +35,7 @@ from refitd.coordinator.report import (
 from refitd.coordinator.schedule import (
     DueSwap,
     asked_for,
+    gathers_until,
     gives_way,
     lagging,
     left_behind,
@@ -172,11 +173,14 @@ class Swaps:
         except RefusedError as exc:
             self._log(f"{what}-refused", model=state.fleet.name, reason=str(exc))
         else:
-            if due is not None:
+            if due is not None and due.kind == "catch-up" and (until := gathers_until(due)) > now:
+                state.gathers_until = until
+            elif due is not None:
                 self._begin(state, due, now)
 
     def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
         self.ended_late(self._unfinished.replaced(state.fleet.name))
+        state.gathers_until = None
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
         names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
@@ -605,8 +609,7 @@ class Swaps:
         found = [at for at in (self.controllers.next_deadline(),) if at is not None]
         for state in self._models.values():
             found += [queued.deadline for queued in state.queue]
-            if (due_at := state.steps.next_deadline()) is not None:
-                found.append(due_at)
+            found += [at for at in (state.steps.next_deadline(), state.gathers_until) if at is not None]
             if state.running is not None:
                 found.append(state.running.swap.deadline)
                 if state.running.comparison is not None and state.running.comparison.waiting:
@@ -629,7 +632,8 @@ class Swaps:
                     self.step(state, decision.AbortAsked(late, SwapCause.DEADLINE), now)
                 self.step(state, decision.TimePassed(), now)
                 self._answer_in_time(state, now)
-            elif try_again(state, now):
+            elif try_again(state, now) or (state.gathers_until is not None and now >= state.gathers_until):
+                state.gathers_until = None
                 self.next(state, now)
             for queued in [q for q in state.queue if now >= q.deadline]:
                 state.queue.remove(queued)
