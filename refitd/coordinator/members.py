@@ -56,6 +56,7 @@ class Member:
     poisoned: str = ""  # target: why it holds parts of two versions, until a swap succeeds
     left_behind: bool = False  # target: catching it up failed; the next swap tries again
     tries: int = 0  # target: catch-ups aborted since it registered
+    joined_at: float = 0.0  # when it registered
     contents: int = 0  # source: increases when it provides other tensors than before
     again_at: float | None = None  # target: when its catch-up is retried
     step: str = ""  # target: its state, as text from its daemon

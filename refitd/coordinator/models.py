@@ -100,6 +100,7 @@ class ModelState:
     wants_room: dict[str, int] = field(default_factory=dict)  # source rank waiting for a slot -> its slot count
     plan: LoadedPlan | None = None  # of the present members; None after any change
     running: Running | None = None
+    gathers_until: float | None = None  # a catch-up that is due waits so long for others that join
     queue: list[Queued] = field(default_factory=list)
     last: SwapReport | None = None
     steps: FlipSteps = field(default_factory=FlipSteps)  # how far ranks with a decided version have polled

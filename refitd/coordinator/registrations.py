@@ -109,6 +109,7 @@ class Registrations:
             spare=None if added.spare is None else (added.spare, added.spare_run),
             seeds=added.seeds,
             wants=wanted_parts(shard) if added.role == "target" else frozenset(),
+            joined_at=now,
         )
         replaced = state.fleet.replaced_by(added)
         for one in replaced:

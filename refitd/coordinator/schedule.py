@@ -21,6 +21,12 @@ MAX_QUEUED = 64
 CATCH_UP_AGAIN = 3
 CATCH_UP_PAUSE_S = 3.0
 
+# A catch-up of replicas that are not small begins so long after the last of them has joined, or the first. Engines that
+# are started together do not join in one moment, and a second catch-up would take the cables' time again.
+GATHER_S = 1.0
+GATHER_AT_MOST_S = 4.0
+GATHER_BYTES = 64 << 20  # smaller ones are there before that
+
 # The shortest timeout of a queued swap whose turn comes; 0 would mean no timeout.
 SHORTEST_S = 0.001
 
@@ -150,6 +156,18 @@ def lagging(state: ModelState, *, only_observers: bool = False) -> DueSwap | Non
     whole = len(fleet.targets) == len(state.fleet.targets)
     version = version_to_swap(fleet, live.version, may_be_older=True)
     return DueSwap("catch-up", version, live.run, state.fleet if whole else fleet)
+
+
+def gathers_until(due: DueSwap) -> float:
+    """Return until when a catch-up waits for others that may join, too."""
+    whole_at: dict[str, float] = {}
+    nbytes: dict[str, int] = {}
+    for (replica, _), member in due.fleet.targets.items():
+        whole_at[replica] = max(member.joined_at, whole_at.get(replica, 0.0))
+        nbytes[replica] = nbytes.get(replica, 0) + member.bytes
+    if max(nbytes.values(), default=0) < GATHER_BYTES:
+        return 0.0
+    return min(max(whole_at.values()) + GATHER_S, min(whole_at.values()) + GATHER_AT_MOST_S)
 
 
 def left_behind(state: ModelState, running: Running, now: float) -> None:

@@ -11,7 +11,16 @@ from refitd.coordinator.decision import Limits
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.models import Models, ModelState, Queued, Running, Together, Waiter
 from refitd.coordinator.report import source_reports
-from refitd.coordinator.schedule import DueSwap, asked_for, gives_way, lagging, must_wait, newer, try_again
+from refitd.coordinator.schedule import (
+    DueSwap,
+    asked_for,
+    gathers_until,
+    gives_way,
+    lagging,
+    must_wait,
+    newer,
+    try_again,
+)
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import Message
@@ -117,11 +126,14 @@ class SwapQueue:
         except RefusedError as exc:
             self._log(f"{what}-refused", model=state.fleet.name, reason=str(exc))
         else:
-            if due is not None:
+            if due is not None and due.kind == "catch-up" and (until := gathers_until(due)) > now:
+                state.gathers_until = until
+            elif due is not None:
                 self._begin(state, due, now)
 
     def _begin(self, state: ModelState, due: DueSwap, now: float, party: Together | None = None) -> None:
         self._replaced(state.fleet.name)
+        state.gathers_until = None
         fleet, d = due.fleet, self._config.deadlines
         limits = Limits(d.plan_s, d.stage_s, d.commit_s, due.timeout_s or None, d.pause_s)
         names = {m.id: m.describe() for m in fleet.members()} | {c.id: c.describe() for c in fleet.in_control()}
@@ -143,8 +155,10 @@ class SwapQueue:
         self._prepare(state, now)
 
     def tick(self, state: ModelState, now: float) -> None:
-        """Begin a catch-up that is to be tried again, and answer requests that have waited too long."""
-        if state.running is None and try_again(state, now):
+        """Begin a catch-up that is due, and answer requests that have waited too long."""
+        gathered = state.gathers_until is not None and now >= state.gathers_until
+        if state.running is None and (try_again(state, now) or gathered):
+            state.gathers_until = None
             self.next(state, now)
         for queued in [q for q in state.queue if now >= q.deadline]:
             state.queue.remove(queued)

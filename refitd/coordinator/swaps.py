@@ -413,8 +413,7 @@ class Swaps:
         found = [at for at in (self.controllers.next_deadline(),) if at is not None]
         for state in self._models.values():
             found += [queued.deadline for queued in state.queue]
-            if (due_at := state.steps.next_deadline()) is not None:
-                found.append(due_at)
+            found += [at for at in (state.steps.next_deadline(), state.gathers_until) if at is not None]
             if state.running is not None:
                 found.append(state.running.swap.deadline)
                 if state.running.comparison is not None and state.running.comparison.waiting:
