@@ -107,11 +107,11 @@ def test_service_unit_runs_a_command_that_exists(name, expected):
     assert unit["Unit"]["After"] == unit["Unit"]["Wants"] == "network-online.target"
 
 
-def test_slurm_example_is_posix_sh_and_refuses_to_start_without_commands():
+def test_slurm_example_refuses_to_start_without_commands():
     script = CONFIGS / "slurm-launch.sh"
-    subprocess.run(["sh", "-n", script], check=True)
-    environ = {"PATH": os.environ["PATH"]}
-    ended = subprocess.run(["sh", script], env=environ, capture_output=True, text=True, check=False)
+    subprocess.run(["bash", "-n", script], check=True)
+    environ = {"PATH": os.environ["PATH"], "TRAINER": ""}
+    ended = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode != 0
     assert "TRAINER" in ended.stderr
 
