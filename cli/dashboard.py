@@ -1,18 +1,18 @@
-"""The page of `refitctl dashboard`: a cluster's status and last swaps as HTML, every text of others escaped."""
+"""The page of `refitctl dashboard`: a cluster's status, swaps, plans and traces, every text of others escaped."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 
 from refitd.metrics.http import Page
 from refitd.protocol.reports import HistoryEntry, ModelStatus, NodeStatus, StatusReport, SwapReport, TargetStatus
 from refitd.states import ServingState
-from refitd.text import printable
+from refitd_cli import html
+from refitd_cli.opened import PLAN, RUNNING, TRACE, Opened
 from refitd_cli.output import counted, duration, size, version, versions
 from refitd_cli.view import drained_lines
 
@@ -22,11 +22,17 @@ MAX_ROWS = 200
 # Characters that stand on one line.
 SHORT = 24
 
+# Swaps whose traces are offered: what the coordinator keeps.
+TRACES = 16
+
 REFRESH_MS = 1000
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --warn: #9a6700; --bad: #cf222e; }
-@media (prefers-color-scheme: dark) { :root { --good: #3fb950; --warn: #d29922; --bad: #ff7b72; } }
+:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --warn: #9a6700; --bad: #cf222e;
+  --bar: #0a58a6; }
+@media (prefers-color-scheme: dark) {
+  :root { --good: #3fb950; --warn: #d29922; --bad: #ff7b72; --bar: #79b8ff; }
+}
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 75rem; padding: 0 1rem 3rem; }
 h1 { font-size: 1.3rem; margin: 1rem 0 .2rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .3rem; }
 h3 { font-size: .95rem; margin: 1rem 0 .2rem; } p { margin: .2rem 0; } h2, p, td { overflow-wrap: anywhere; }
@@ -36,24 +42,60 @@ th { font-weight: 600; } th, .short { white-space: nowrap; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); font-weight: 600; }
 progress { width: 100%; } .dim { opacity: .7; }
+details { margin: .3rem 0; } summary { cursor: pointer; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } .map text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.map rect, .rows rect { fill: var(--bar); } .rows .open { fill: var(--warn); } .rows .failed { fill: var(--bad); }
+.rows { display: grid; grid-template-columns: minmax(10rem, 22rem) 1fr; gap: .1rem .8rem; align-items: center;
+  font-size: .85rem; } .rows div { overflow-wrap: anywhere; } .who { grid-column: 1 / -1; font-weight: 600; }
+.rows svg { width: 100%; height: .7rem; background: #8882; }
 @media (max-width: 45rem) {
   thead { display: none; } tr { display: block; border-bottom: 1px solid var(--line); padding: .4rem 0; }
   td { display: flex; gap: 1rem; justify-content: space-between; border: 0; padding: .1rem 0; text-align: right; }
+  .rows { grid-template-columns: 1fr; } .what { margin-top: .2rem; }
   .none { display: none; } td::before { content: attr(data-label); font-weight: 600; text-align: left; }
 }
 """
 
+# What has not changed is left alone, so that what is open stays so, and is scrolled and selected as before.
 _SCRIPT = f"""
 const main = document.querySelector("main"), late = document.querySelector("#late");
+let texts = [];
+const ask = path => fetch(path, {{cache: "no-store", signal: AbortSignal.timeout(5000)}});
+function show(text) {{
+  const made = document.createElement("template");
+  made.innerHTML = text;
+  const parts = [...made.content.children], news = parts.map(part => part.outerHTML);
+  const open = new Map([...main.querySelectorAll("details[open]")].map(one => [one.dataset.key, one]));
+  parts.forEach((part, i) => {{
+    const old = main.children[i], was = open.get(part.dataset.key);
+    if (old && news[i] === texts[i]) return;
+    if (part.localName === "details" && was) {{
+      part.open = true;
+      part.filled = was.filled;
+      part.lastElementChild.replaceWith(was.lastElementChild);
+    }}
+    if (old) old.replaceWith(part); else main.append(part);
+  }});
+  while (main.children.length > parts.length) main.lastElementChild.remove();
+  texts = news;
+}}
+async function fill(one) {{
+  if (!one.open || (one.filled === one.dataset.source && !("again" in one.dataset))) return;
+  const source = one.dataset.source, answer = await ask(source), text = await answer.text();
+  if (one.shows !== text) one.lastElementChild.innerHTML = one.shows = text;
+  if (answer.ok) one.filled = source;
+}}
 async function refresh() {{
   try {{
-    const answer = await fetch("/now", {{cache: "no-store", signal: AbortSignal.timeout(5000)}});
+    const answer = await ask("/now");
     if (!answer.ok) throw new Error(answer.status);
-    main.innerHTML = await answer.text();
+    show(await answer.text());
+    for (const one of main.querySelectorAll("details[open]")) await fill(one);
     late.hidden = true;
   }} catch (error) {{ late.hidden = false; }}
   setTimeout(refresh, {REFRESH_MS});
 }}
+main.addEventListener("toggle", event => fill(event.target).catch(() => {{}}), true);
 setTimeout(refresh, {REFRESH_MS});
 """
 
@@ -95,14 +137,36 @@ class Shown:
     problem: str = ""
 
 
-def routes(latest: Callable[[], Shown]) -> dict[str, Callable[[], Page]]:
-    """Return the pages: the whole one, and its inner part, which it asks for each second."""
-    return {
-        "/": lambda: Page(
-            _SHELL.format(style=_STYLE, script=_SCRIPT, main=fragment(latest())).encode(), 200, _HTML, POLICY
-        ),
-        "/now": lambda: Page(fragment(latest()).encode(), 200, _HTML, POLICY),
-    }
+class Pages(Mapping[str, Callable[[], Page]]):
+    """The pages by their paths: the whole one, its inner part, asked for each second, and what is opened on it."""
+
+    def __init__(self, latest: Callable[[], Shown], opened: Opened) -> None:
+        self._opened = opened
+        self._fixed: dict[str, Callable[[], Page]] = {
+            "/": lambda: _page(_SHELL.format(style=_STYLE, script=_SCRIPT, main=fragment(latest()))),
+            "/now": lambda: _page(fragment(latest())),
+        }
+
+    def __getitem__(self, path: str) -> Callable[[], Page]:
+        """Return what makes the page of this path."""
+        if path in self._fixed:
+            return self._fixed[path]
+        if (part := self._opened.part(path)) is None:
+            raise KeyError(path)
+        text, stays = part
+        return lambda: _page(text, 200 if stays or path.startswith(f"/{RUNNING}/") else 503)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the paths that are always there."""
+        return iter(self._fixed)
+
+    def __len__(self) -> int:
+        """Return how many are always there."""
+        return len(self._fixed)
+
+
+def _page(text: str, status: int = 200) -> Page:
+    return Page(text.encode(), status, _HTML, POLICY)
 
 
 def fragment(shown: Shown) -> str:
@@ -110,26 +174,25 @@ def fragment(shown: Shown) -> str:
     parts = ["<h1>refitd</h1>"]
     when = datetime.fromtimestamp(shown.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if shown.problem:
-        parts.append(_line(f"No answer since {when}: {shown.problem}", "bad"))
+        parts.append(html.line(f"No answer since {when}: {shown.problem}", "bad"))
     if (status := shown.status) is None:
         return "\n".join(parts)
     parts.append(
-        _line(
+        html.line(
             f"{when}: coordinator pid {status.coordinator_pid}, up {duration(status.uptime_s)}; "
             f"{counted(len(status.nodes), 'node')}, {counted(len(status.models), 'model')}",
             "dim",
         )
     )
-    parts += [_line(line, "warn") for line in drained_lines(status)]
-    parts += [_line(f"node {node.node}: {problem}", "bad") for node in status.nodes for problem in node.problems]
+    parts += [html.line(line, "warn") for line in drained_lines(status)]
+    parts += [html.line(f"node {node.node}: {problem}", "bad") for node in status.nodes for problem in node.problems]
     for model in status.models:
         parts += _model(model)
     if not status.models:
-        parts.append(_line("No models: no trainer and no engine has registered yet."))
+        parts.append(html.line("No models: no trainer and no engine has registered yet."))
     parts += ["<h2>Last swaps</h2>", _table(_SWAP_COLUMNS, map(_swap, shown.swaps), "none")]
-    parts.append(
-        _line("refitctl trace MODEL --swap SWAP -o swap.json writes what every process did in one of them", "dim")
-    )
+    traced = [one for one in shown.swaps if one.report is not None][:TRACES]
+    parts += [html.closed(_title(one), html.path(TRACE, one.model, one.swap), f"{TRACE} {one.swap}") for one in traced]
     parts += ["<h2>Nodes</h2>", _table(_NODE_COLUMNS, map(_node, status.nodes), "none")]
     return "\n".join(parts)
 
@@ -168,19 +231,21 @@ class _Replica:
 
 
 def _model(model: ModelStatus) -> Iterable[str]:
-    yield f"<h2>{_text(model.model)}</h2>"
+    yield f"<h2>{html.text(model.model)}</h2>"
     waits = f"; {model.queued} swaps wait" if model.queued else ""
     decided = "nothing is decided yet" if model.live is None else f"version {model.live} is decided"
-    yield _line(f"{decided}; complete versions: {versions(model.complete_versions)}{waits}")
+    yield html.line(f"{decided}; complete versions: {versions(model.complete_versions)}{waits}")
     if (swap := model.swap) is not None:
         done = swap.bytes_done / swap.bytes_total if swap.bytes_total else 0.0
         ranks = f", {swap.members_done} of {swap.members_total} ranks" if swap.phase == "commit" else ""
-        yield _line(
+        yield html.line(
             f"swap {swap.swap} to version {swap.version} runs: {swap.phase}, {size(swap.bytes_done)} of "
             f"{size(swap.bytes_total)}{ranks}",
             "warn",
         )
         yield f'<progress max="1" value="{min(1.0, done):.3f}"></progress>'
+        running = html.path(RUNNING, model.model, swap.swap)
+        yield html.closed("what every process has done in it", running, running, changes=True)
     by_replica: dict[str, list[TargetStatus]] = {}
     for target in model.targets:
         by_replica.setdefault(target.replica, []).append(target)
@@ -203,6 +268,22 @@ def _model(model: ModelStatus) -> Iterable[str]:
         for source in model.sources
     )
     yield _table(_SOURCE_COLUMNS, rows, "no trainer has registered")
+
+    if model.sources and model.targets:
+        source = html.path(PLAN, model.model, _view(model))
+        yield html.closed("Plan: who sends how much to whom", source, f"{PLAN} {model.model}")
+
+
+def _view(model: ModelStatus) -> str:
+    """Return a text that differs when other ranks are registered, or the same ones anew."""
+    sources = ((one.rank, one.node, one.pid, one.tensors, one.bytes) for one in model.sources)
+    targets = ((one.replica, one.rank, one.node, one.pid, one.tensors, one.bytes) for one in model.targets)
+    return hashlib.sha256(repr((*sources, *targets)).encode()).hexdigest()[:16]
+
+
+def _title(entry: HistoryEntry) -> str:
+    took = f" in {duration(entry.report.total_s)}" if entry.report else ""
+    return f"Trace of swap {entry.swap}: {entry.model} to version {version(entry.version)}, {entry.state}{took}"
 
 
 def _pauses(last: SwapReport | None) -> dict[str, float]:
@@ -275,15 +356,6 @@ def _node(node: NodeStatus) -> Sequence[Cell]:
 # --- HTML ---------------------------------------------------------------------------------------------------
 
 
-def _text(text: str) -> str:
-    """Return text of others as HTML: markup and control characters are shown, and do nothing."""
-    return escape(printable(text))
-
-
-def _line(text: str, tone: str = "") -> str:
-    return f'<p class="{tone}">{_text(text)}</p>'
-
-
 def _width(cell: Cell) -> str:
     """Return a class: what is short is never broken, and what is nothing is left out on a phone."""
     if cell.text in ("", "-"):
@@ -295,18 +367,18 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], nothing: str)
     """Return a table; a column named ">..." holds numbers."""
     found = list(rows)
     if not found:
-        return _line(nothing, "dim")
+        return html.line(nothing, "dim")
     names = [column.removeprefix(">") for column in columns]
     numbers = ["n" if column.startswith(">") else "" for column in columns]
     head = "".join(f'<th class="{number}">{name}</th>' for number, name in zip(numbers, names, strict=True))
     body = [
         "<tr>"
         + "".join(
-            f'<td class="{number} {cell.tone} {_width(cell)}" data-label="{name}">{_text(cell.text)}</td>'
+            f'<td class="{number} {cell.tone} {_width(cell)}" data-label="{name}">{html.text(cell.text)}</td>'
             for number, name, cell in zip(numbers, names, row, strict=True)
         )
         + "</tr>"
         for row in found[:MAX_ROWS]
     ]
-    more = _line(f"and {len(found) - MAX_ROWS} more", "dim") if len(found) > MAX_ROWS else ""
+    more = html.line(f"and {len(found) - MAX_ROWS} more", "dim") if len(found) > MAX_ROWS else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{more}"

@@ -14,11 +14,13 @@ import numpy.typing as npt
 
 from refitd.describe.roster import Roster
 from refitd.plan.cost import Traffic
+from refitd.text import printable
 from refitd_cli.layouts import Side
 from refitd_cli.output import rank_ranges, size
 
 TEXT_GROUPS = 12
 HTML_GROUPS = 96
+LONGEST_LABEL = 24  # characters; a cell's title has all of it
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,27 @@ def text_matrix(matrix: Matrix, sides: Sequence[Side]) -> tuple[str, list[str], 
 
 def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[Side]) -> str:
     """Return an HTML page with the matrix as a heat map; hovering over a cell shows its numbers."""
+    shades = "".join(f'<span style="opacity:{_opacity(i / 20)}"></span>' for i in range(21))
+    return _PAGE.format(
+        title=html.escape(title),
+        source=html.escape(sides[0].name),
+        targets=html.escape(", ".join(side.name for side in sides[1:])),
+        facts="".join(f"<li>{html.escape(fact)}</li>" for fact in facts),
+        shades=shades,
+        largest=html.escape(size(int(matrix.bytes.max(initial=0)))),
+        body=drawing(matrix, title),
+    )
+
+
+def drawing(matrix: Matrix, title: str) -> str:
+    """Return the matrix as an SVG: senders down, receivers across, each cell as dark as it is large.
+
+    A page's style chooses the colours: `fill` of `.map rect` and `.map text`.
+    """
     rows, columns = matrix.bytes.shape
     step = max(6, min(40, 960 // max(rows, columns, 1)))
-    left, top = 150, 150
+    left = _room(matrix.senders)
+    top = _room(matrix.receivers)
     largest = int(matrix.bytes.max(initial=0)) or 1
     parts = []
     for row, column in np.argwhere(matrix.bytes > 0).tolist():
@@ -86,33 +106,25 @@ def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[
         tip = f"{ends}: {size(nbytes)} ({nbytes:,} bytes)"
         parts.append(
             f'<rect x="{left + column * step}" y="{top + row * step}" width="{step}" height="{step}" '
-            f'fill="{_colour(nbytes / largest)}"><title>{html.escape(tip)}</title></rect>'
+            f'fill-opacity="{_opacity(nbytes / largest)}"><title>{_shown(tip)}</title></rect>'
         )
     every = max(1, -(-12 // step))
     for i, group in enumerate(matrix.senders):
         if i % every == 0:
             y = top + i * step + step // 2 + 3
-            parts.append(f'<text x="{left - 6}" y="{y}" text-anchor="end">{html.escape(group.label)}</text>')
+            parts.append(f'<text x="{left - 6}" y="{y}" text-anchor="end">{_shown(_short(group.label))}</text>')
     for i, group in enumerate(matrix.receivers):
         if i % every == 0:
             x = left + i * step + step // 2 + 3
             place = f'x="{x}" y="{top - 6}" transform="rotate(-60 {x} {top - 6})"'
-            parts.append(f"<text {place}>{html.escape(group.label)}</text>")
+            parts.append(f"<text {place}>{_shown(_short(group.label))}</text>")
     parts.append(
-        f'<rect x="{left}" y="{top}" width="{columns * step}" height="{rows * step}" fill="none" stroke="#888"/>'
+        f'<rect x="{left}" y="{top}" width="{columns * step}" height="{rows * step}" fill-opacity="0" stroke="#888"/>'
     )
-    width, height = left + columns * step + 120, top + rows * step + 20
-    shades = "".join(f'<span style="background:{_colour(i / 20)}"></span>' for i in range(21))
-    return _PAGE.format(
-        title=html.escape(title),
-        source=html.escape(sides[0].name),
-        targets=html.escape(", ".join(side.name for side in sides[1:])),
-        facts="".join(f"<li>{html.escape(fact)}</li>" for fact in facts),
-        shades=shades,
-        largest=html.escape(size(largest)),
-        width=width,
-        height=height,
-        body="\n".join(parts),
+    width, height = left + columns * step + top * 2 // 3, top + rows * step + 20
+    return (
+        f'<svg class="map" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{_shown(title)}">\n' + "\n".join(parts) + "\n</svg>"
     )
 
 
@@ -120,23 +132,33 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
 body {{ font: 14px system-ui, sans-serif; margin: 24px; color: #222; background: #fff }}
-svg text {{ font: 10px system-ui, sans-serif; fill: #444 }}
-.key span {{ display: inline-block; width: 12px; height: 12px }}
+.map text {{ font: 10px system-ui, sans-serif; fill: #444 }} .map rect {{ fill: #08306b }}
+.key span {{ display: inline-block; width: 12px; height: 12px; background: #08306b }}
 </style></head><body>
 <h1>{title}</h1>
 <ul>{facts}</ul>
 <p class="key">ranks of {source} down, ranks of {targets} across; nothing {shades} {largest}</p>
-<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{title}">
 {body}
-</svg>
 </body></html>
 """
 
 
-def _colour(share: float) -> str:
-    """Return a colour from near white to dark blue; dark is much, also in print."""
-    low, high = (236, 243, 252), (8, 48, 107)
-    return "#" + "".join(f"{round(a + (b - a) * share**0.6):02x}" for a, b in zip(low, high, strict=True))
+def _opacity(share: float) -> str:
+    """Return how dark a cell is; what is little can still be seen."""
+    return f"{0.08 + 0.92 * share**0.6:.3f}"
+
+
+def _shown(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 3]}..."
+
+
+def _room(groups: Sequence[Group]) -> int:
+    """Return the pixels that labels of rows, or those of columns, take."""
+    return 20 + 6 * max(len(_short(group.label)) for group in groups)
 
 
 def _told(group: Group) -> str:

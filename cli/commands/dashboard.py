@@ -1,4 +1,4 @@
-"""refitctl dashboard: the cluster's status and last swaps as a page for a browser on this machine."""
+"""refitctl dashboard: the cluster as a page for a browser on this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import click
 
 from refitd.errors import RefitdError, RefusedError
 from refitd.metrics.http import HttpServer
-from refitd_cli.dashboard import Shown, routes
+from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.numbers import Number
+from refitd_cli.opened import Opened
 from refitd_cli.output import print_json, say
 from refitd_cli.session import Control, Session, address_option, json_option
 
@@ -32,14 +33,14 @@ LOOPBACK = "127.0.0.1"
 @json_option
 @click.pass_obj
 def dashboard(session: Session, port: int, interval: float, address: str | None, as_json: bool) -> None:
-    """Serve a page that shows models, replicas (laggards first), running and last swaps, until Ctrl-C.
+    """Serve a page that shows models, replicas (laggards first), plans, swaps and their traces, until Ctrl-C.
 
     The page changes nothing, and is served to this machine alone: on 127.0.0.1, where its other users can read it, too.
     """
     latest = Latest(session, address)
     latest.refresh()
     try:
-        server = HttpServer((LOOPBACK, port), (), routes(lambda: latest.shown), "--port")
+        server = HttpServer((LOOPBACK, port), (), Pages(lambda: latest.shown, latest.opened), "--port")
     except RefusedError:
         latest.close()
         raise
@@ -59,12 +60,14 @@ class Latest:
 
     Attributes:
         shown: what the page shows.
+        opened: what somebody has opened on it.
     """
 
     def __init__(self, session: Session, address: str | None) -> None:
         self._session, self._address = session, address
         self._client: Control | None = None
         self.shown = Shown(None, (), time.time())
+        self.opened = Opened()
 
     def refresh(self) -> None:
         """Ask once.
@@ -75,6 +78,7 @@ class Latest:
         try:
             self._client = self._client or self._session.factory(self._address)
             status, history = self._client.status(), self._client.history("", SWAPS)
+            self.opened.ask(self._client, status)
         except RefitdError as exc:
             self.close()
             if self.shown.status is None:

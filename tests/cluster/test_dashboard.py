@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
@@ -10,16 +11,20 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
 
-from refitd.metrics.http import HttpServer
-from refitd.testing import Daemon, Engine
-from refitd_cli.dashboard import Shown, routes
-from tests.support.cli import STATUS, TARGET
+from refitd.metrics.http import HttpServer, Page
+from refitd.protocol.reports import PairTraffic
+from refitd.testing import Daemon, Engine, eventually
+from refitd_cli.dashboard import Pages, Shown
+from refitd_cli.opened import Opened
+from tests.support.cli import PLAN, STATUS, TARGET, FakeClient
 from tests.support.programs import ended
 
 CHROMIUM = shutil.which("chromium")
@@ -40,10 +45,12 @@ def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> N
             assert process.stdout is not None
             url = process.stdout.readline().split()[0]
             for path in ("", "now"):
-                with urllib.request.urlopen(url + path, timeout=5) as answer:
-                    text = answer.read().decode()
-                    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+                text, policy = got(url + path)
+                assert "default-src 'none'" in policy
                 assert "engine-a" in text and swap in text and "1 serving" in text
+            plan, trace = re.findall(r'data-source="/((?:plan|trace)/[^"]*)"', text)
+            assert "<title>0 on " in opened(url + plan) and "engine-a rank 0: 32 B" in opened(url + plan)
+            assert "copy, compared: " in opened(url + trace)
             with pytest.raises(urllib.error.HTTPError, match="403"):
                 urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=5)
             taken = subprocess.run(
@@ -54,6 +61,33 @@ def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> N
             assert process.wait(10) in (0, 130)
         target.close()
         source.close()
+
+
+def got(url: str) -> tuple[str, str]:
+    """A page, and its policy."""
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return answer.read().decode(), answer.headers["Content-Security-Policy"]
+
+
+def opened(url: str) -> str:
+    """A part of the page, once the cluster has been asked for it."""
+    found = []
+
+    def there() -> bool:
+        with contextlib.suppress(urllib.error.HTTPError):
+            found.append(got(url)[0])
+        return bool(found)
+
+    eventually(there, f"{url} is there")
+    return found[0]
+
+
+class AllOpen(Pages):
+    """The page as if somebody had opened everything on it."""
+
+    def __getitem__(self, path: str) -> Callable[[], Page]:
+        make = super().__getitem__(path)
+        return lambda: replace(make(), body=make().body.replace(b"<details ", b"<details open "))
 
 
 def chromium(url: str, *options: str) -> str:
@@ -68,16 +102,27 @@ def chromium(url: str, *options: str) -> str:
 def test_a_browser_shows_it_and_keeps_it_fresh_and_runs_nothing_of_others(tmp_path: Path) -> None:
     target = structs.replace(TARGET, replica=HOSTILE)
     model = structs.replace(STATUS.models[0], model=HOSTILE, targets=(target,))
-    status, numbers = structs.replace(STATUS, models=(model,)), itertools.count()
-    server = HttpServer(
-        ("127.0.0.1", 0), (), routes(lambda: Shown(status, (), 0.0, f"question {next(numbers)}")), "--port"
+    status, numbers, parts = structs.replace(STATUS, models=(model,)), itertools.count(), Opened()
+    swaps = tuple(structs.replace(one, swap=HOSTILE, model=HOSTILE) for one in FakeClient().history().swaps)
+    client = FakeClient(
+        plan_result=structs.replace(
+            PLAN, model=HOSTILE, pairs=(PairTraffic("source rank 0", f"{HOSTILE} rank 0", 9, 1),)
+        )
     )
+
+    def shown() -> Shown:
+        parts.ask(client, status)  # type: ignore[arg-type]
+        return Shown(status, swaps, 0.0, f"question {next(numbers)}")
+
+    server = HttpServer(("127.0.0.1", 0), (), AllOpen(shown, parts), "--port")
     try:
         url = f"http://127.0.0.1:{server.address[1]}/"
         found = chromium(url, "--dump-dom")
         assert "<title>refitd</title>" in found, "a name has run"
         assert int(re.findall(r"question (\d+)", found)[0]) >= 1, "the page has not been refreshed"
         assert found.count("<script>") == 1 and "<img" not in found
+        assert found.count('<rect class="failed"') == 2, "the running swap and the last one have bars"
+        assert 'class="map"' in found and "asking the cluster" not in found
         assert re.search(r'id="late" class="bad" hidden', found)
         for width, scheme in ((1200, "light"), (390, "dark")):
             picture = tmp_path / f"{scheme}.png"

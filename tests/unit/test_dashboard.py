@@ -11,11 +11,13 @@ from refitd.errors import TransportError
 from refitd.protocol.reports import HistoryEntry
 from refitd_cli import dashboard
 from refitd_cli.commands.dashboard import Latest
-from refitd_cli.dashboard import Shown, fragment, routes
+from refitd_cli.dashboard import Pages, Shown, fragment
+from refitd_cli.opened import Opened
 from refitd_cli.session import Session
 from tests.support.cli import ABORTED, STATUS, TARGET, FakeClient, run
 
 SWAPS = FakeClient().history().swaps
+ALLOWED = ("class", "data-label", "value", "max", "data-key", "data-source", "data-again")
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> " onmouseover="alert(3) &lt; \x1b[31m\u202e'
 
 
@@ -95,8 +97,8 @@ def test_texts_of_others_are_no_markup():
     found = Tags(fragment(Shown(shown, (entry,), 0.0, HOSTILE)))
     plain = Tags(fragment(Shown(STATUS, (SWAPS[1],), 0.0, "away")))
     assert {tag for tag, _ in found.tags} <= {tag for tag, _ in plain.tags} | {"p"}
-    assert {name for _, given in found.tags for name in given} <= {"class", "data-label", "value", "max"}
-    assert found.words.count("<script>alert(1)</script>") == 12
+    assert {name for _, given in found.tags for name in given} <= {*ALLOWED}
+    assert found.words.count("<script>alert(1)</script>") == 14
     assert all(char.isprintable() or char == "\n" for char in found.words)
 
 
@@ -108,7 +110,7 @@ def test_long_tables_are_cut_and_counted():
 
 
 def test_the_page_allows_its_own_script_and_style_and_nothing_else():
-    page = routes(lambda: Shown(STATUS, SWAPS, 0.0))["/"]()
+    page = Pages(lambda: Shown(STATUS, SWAPS, 0.0), Opened())["/"]()
     text = page.body.decode()
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
