@@ -82,11 +82,15 @@ class Answer(Struct, frozen=True):
 
 
 class MakePlan(Struct, frozen=True):
-    """Make the plan, then feed Planned. With `may_relay`, nodes may pass on to others what they have received."""
+    """Make the plan, then feed Planned.
+
+    With `may_relay`, nodes may pass on to others what they have received, those of `last` after all others.
+    """
 
     ticket: int
     rosters: list[Roster]
     may_relay: bool = True
+    last: frozenset[str] = frozenset()
 
 
 class Decide(Struct, frozen=True):

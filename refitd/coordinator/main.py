@@ -285,7 +285,7 @@ class CoordinatorShell:
     def _plan(self, asked: act.MakePlan) -> act.Planned:
         ticket = asked.ticket
         try:
-            return act.Planned(ticket, make_plan(asked.rosters, may_relay=asked.may_relay))
+            return act.Planned(ticket, make_plan(asked.rosters, may_relay=asked.may_relay, last=asked.last))
         except RefitdError as exc:
             return act.Planned(ticket, None, exc)
         except Exception as exc:  # an unexpected description must fail only its own swap

@@ -69,8 +69,15 @@ class Planning:
             rosters = self.reader.rosters(pools)
         except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
             return Planned(self._tickets, None, exc)
-        self._out(MakePlan(self._tickets, rosters, self._may_relay))
+        self._out(MakePlan(self._tickets, rosters, self._may_relay, self._without_base(fleet)))
         return None
+
+    def _without_base(self, fleet: Model) -> frozenset[str]:
+        """Return the nodes with a target that does not hold the live version: it can make no message of a delta."""
+        state = self._models.get(fleet.name)
+        live = None if state is None else state.live
+        targets = fleet.targets.values()
+        return frozenset(m.node for m in targets if live is not None and not live.is_at(m.version, m.run))
 
     def planned(self, event: Planned) -> tuple[ModelState, LoadedPlan | str] | None:
         """Cache a requested plan, and answer an operator.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -64,8 +64,11 @@ class Routed:
         return self.inner.select(inner), self.crossing.select(crossing), self.onward.select(onward)
 
 
-def routed(plan: GlobalPlan, node_of: dict[int, str], *, may_relay: bool) -> Routed:
-    """Return a plan's copies by where they run; with `may_relay`, nodes may pass on what they have received."""
+def routed(plan: GlobalPlan, node_of: dict[int, str], *, may_relay: bool, last: Collection[str] = ()) -> Routed:
+    """Return a plan's copies by where they run.
+
+    With `may_relay`, nodes may pass on what they have received, those of `last` after all others.
+    """
     table, names = plan.table, sorted(set(node_of.values()))
     number = {name: i for i, name in enumerate(names)}
     at = np.zeros(1 + max(node_of, default=0), np.int64)
@@ -76,7 +79,7 @@ def routed(plan: GlobalPlan, node_of: dict[int, str], *, may_relay: bool) -> Rou
     direct, first, onward = split(table.select(crosses), box[crosses], node_of)
     crossing, relays = CrossingTable.of(direct), Relays()
     if may_relay:
-        crossing, relays = relayed(direct, box[crosses][first], node_of)
+        crossing, relays = relayed(direct, box[crosses][first], node_of, last=last)
     rows = [_by_node(len(names), at[each.src_rank], at[each.dst_rank]) for each in (inner, crossing, onward)]
     links: dict[tuple[str, str], int] = {}
     for src, dst, moved, _ in _pairs(crossing):
@@ -173,15 +176,15 @@ class PlanCache:
         return xxhash.xxh3_128_hexdigest(repr(sorted(content)).encode())
 
 
-def make_plan(rosters: Sequence[Roster], *, may_relay: bool = True) -> LoadedPlan:
-    """Plan these rosters; with `may_relay`, nodes may pass on to others what they have received.
+def make_plan(rosters: Sequence[Roster], *, may_relay: bool = True, last: Collection[str] = ()) -> LoadedPlan:
+    """Plan these rosters. With `may_relay`, nodes may pass on what they have received, those of `last` after others.
 
     Raises:
         PlanError: names every problem found.
     """
     started = time.perf_counter()
     plan = plan_copies(rosters)
-    found = routed(plan, {roster.rank: roster.node for roster in rosters}, may_relay=may_relay)
+    found = routed(plan, {roster.rank: roster.node for roster in rosters}, may_relay=may_relay, last=last)
     return LoadedPlan(
         plan.digest,
         plan.table,

@@ -42,6 +42,8 @@ from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportErro
 
 # messages up to this size travel inside the notification
 INLINE_BYTES = 1024
+# shorter ones would cost more time for notifications than for their bytes
+LEAST_MESSAGE_BYTES = 1 << 16
 # the most notifications of one peer that are kept before they are asked for
 MAX_KEPT = 4096
 # buffers beside those of the messages in flight: one to read back, two to copy within a rank
@@ -312,7 +314,7 @@ class NixlService(WindowExchange):
     relays = False  # what is passed on would have to lie in the slab
 
     def __init__(self, epoch: Epoch) -> None:
-        """Join an epoch. Raises as NixlPeers does."""
+        """Join an epoch. Raises as NixlPeers does, and ConfigError if it has too many workers for `staging_bytes`."""
         deadline = Deadline.after(epoch.timeout)
         limit, count = _buffers(epoch.size, epoch.staging_bytes or STAGING_BYTES)
         self._slab = torch.empty(limit * count, dtype=torch.uint8)
@@ -349,7 +351,7 @@ def join(epoch: Epoch) -> NixlService:
     """Join an epoch; return once all workers have proven who they are.
 
     Raises:
-        ConfigError: NIXL cannot be loaded.
+        ConfigError: NIXL cannot be loaded, or there are too many workers for `staging_bytes`.
         DeadlineExceeded, PeerLost: a worker did not come; has its label.
         TransportError: the workers cannot reach each other.
     """
@@ -357,10 +359,20 @@ def join(epoch: Epoch) -> NixlService:
 
 
 def _buffers(size: int, staging_bytes: int) -> tuple[int, int]:
-    """Return (bytes of a buffer, number of buffers) of an epoch: WINDOW for each peer and direction, and some."""
+    """Return (bytes of a buffer, number of buffers) of an epoch: WINDOW for each peer and direction, and some.
+
+    Raises:
+        ConfigError: there are too many workers for so many bytes.
+    """
     count = 2 * WINDOW * max(1, size - 1) + _OTHER_BUFFERS
     limit = min(MAX_MESSAGE_BYTES, staging_bytes // count)
-    return max(1 << 16, limit - limit % 4096), count
+    if limit < LEAST_MESSAGE_BYTES:
+        raise ConfigError(
+            f"NIXL: {size} workers in one lane need {count} buffers of at least {LEAST_MESSAGE_BYTES} bytes, and "
+            f"[transport] staging_bytes is {staging_bytes}; set it to at least {count * LEAST_MESSAGE_BYTES}, or "
+            'service = "gloo"'
+        )
+    return limit - limit % 4096, count
 
 
 def _load() -> Any:

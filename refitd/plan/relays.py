@@ -9,7 +9,7 @@ of the busiest cable, and a message more for each relay, since messages are pass
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -77,7 +77,11 @@ class _Family:
 
 
 def relayed(
-    table: CopyTable, box: Ints, node_of: Mapping[int, str], least_bytes: int = LEAST_BYTES
+    table: CopyTable,
+    box: Ints,
+    node_of: Mapping[int, str],
+    least_bytes: int = LEAST_BYTES,
+    last: Collection[str] = (),
 ) -> tuple[CrossingTable, Relays]:
     """Return rows that move the same over paths, where that is faster; and the decision.
 
@@ -86,11 +90,13 @@ def relayed(
         box: each row's source box (refitd.plan.onward.source_boxes), shape [n].
         node_of: rank -> node.
         least_bytes: what all nodes of a path need must be as much, else it goes directly.
+        last: nodes that come last in every path: those after them get no deltas.
     """
     rows = CrossingTable.of(table)
     if not len(rows):
         return rows, Relays()
-    names = sorted({node_of[rank] for rank in (*_ranks(rows.src_rank), *_ranks(rows.dst_rank))})
+    found = {node_of[rank] for rank in (*_ranks(rows.src_rank), *_ranks(rows.dst_rank))}
+    names = sorted(found, key=lambda name: (name in last, name))  # paths go in this order
     src, dst = _nodes(rows.src_rank, node_of, names), _nodes(rows.dst_rank, node_of, names)
     _, box = numbered(rows.src_rank.astype(np.int64) * (1 + int(box.max())) + box)
     families = _families(rows, box, src, dst, least_bytes)
@@ -102,8 +108,8 @@ def relayed(
     best = min(predicted, key=lambda chains: (sum(predicted[chains]), -chains))
     if sum(predicted[best]) > WORTH * direct:
         return rows, Relays((), direct, direct)
-    found, paths = _over_paths(rows, box, dst, families, best, names)
-    return found, Relays(tuple(paths), direct, predicted[best][0])
+    moved, paths = _over_paths(rows, box, dst, families, best, names)
+    return moved, Relays(tuple(paths), direct, predicted[best][0])
 
 
 def _ranks(column: npt.NDArray[np.int32]) -> list[int]:

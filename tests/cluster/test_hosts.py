@@ -90,6 +90,18 @@ def test_a_slow_cable_is_filled_and_its_progress_is_told(hosts: TwoHosts, fleet:
     assert told == sorted(told)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_a_cable_that_is_slow_in_one_direction_carries_all(
+    hosts: TwoHosts, fleet: Callable[[int], Fleet], slow: str
+) -> None:
+    """The other direction carries acknowledgements, agreements and digests."""
+    found = fleet(2_000)
+    hosts.limit(10, slow)
+    found.swap(1)
+    found.swap(2)
+
+
 def test_a_cable_that_loses_packets_loses_no_bytes(hosts: TwoHosts, fleet: Callable[[int], Fleet]) -> None:
     if reason := hosts.lose(1.0):
         pytest.skip(reason)

@@ -151,3 +151,15 @@ def test_little_goes_directly() -> None:
     crossing, first, _ = split(table, box := source_boxes(table), node_of)
     rows, relays = relayed(crossing, box[first], node_of)
     assert relays.paths == () and not rows.path.any()
+
+
+def test_nodes_that_hold_no_base_come_last() -> None:
+    """What comes after them would come whole, too."""
+    rosters = [
+        Roster(0, source=tall({"t": 2048}, 0)),
+        *(Roster(i, destination=tall({"t": 2048}, i)) for i in range(1, 5)),
+    ]
+    table, node_of = plan_copies(rosters).table, {rank: f"n{rank}" for rank in range(5)}
+    crossing, first, _ = split(table, box := source_boxes(table), node_of)
+    _, relays = relayed(crossing, box[first], node_of, last={"n1", "n3"})
+    assert [path.nodes for path in relays.paths] == [("n2", "n4", "n1", "n3")]

@@ -65,10 +65,11 @@ class TwoHosts:
         """Have all that b sends to this address vanish, or arrive again."""
         _must("ip", "-n", self.names[1], "route", "add" if lost else "del", "blackhole", f"{address}/32")
 
-    def limit(self, mbit: int) -> None:
-        """Let both ends send this much."""
-        for name, cable in zip(self.names, self._cables, strict=True):
-            _limit(name, cable, mbit)
+    def limit(self, mbit: int, ends: str = "ab") -> None:
+        """Let these ends send this much."""
+        for end, name, cable in zip("ab", self.names, self._cables, strict=True):
+            if end in ends:
+                _limit(name, cable, mbit)
 
     def lose(self, percent: float) -> str:
         """Have the cable lose packets at random; return why it cannot, or ""."""

@@ -104,3 +104,33 @@ def test_who_leaves_while_the_plan_is_made_aborts_the_swap_by_name_and_the_plan_
     h.add("a")
     (load,) = [m for m in h.say("n0", local.StartSwap("m"), request=9) if isinstance(m, cluster.LoadPlan)]
     assert set(load.members) == {"src", "a"}
+
+
+def test_nodes_whose_replica_does_not_serve_the_live_version_pass_on_last() -> None:
+    h = Harness()
+    for node in ("n0", "n1", "n2"):
+        h.join(node, pid=10 + int(node[1]), workers=(1,))
+    h.add("src")
+    h.add("b", "n2")
+    h.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+    h.say("n0", local.StartSwap("m"), request=9)
+    loads = {to: message for to, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+    for node, load in loads.items():
+        h.say(node, cluster.PlanLoaded(plan=load.plan, epoch=load.epoch.id if load.epoch is not None else ""))
+    swap = h.state.models["m"].running.swap.swap  # type: ignore[union-attr]
+    for node in loads:
+        h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    h.say("n2", cluster.MemberCommitted(swap, "b", 0.0))
+    h.add("a", "n1")
+    h.say("n0", cluster.ShardPublished(member="src", version=2), request=4)
+    asked: list[act.MakePlan] = []
+    handle = h.state.handle
+
+    def watched(event: act.Event, now: float) -> list[act.Instruction]:
+        found = handle(event, now)
+        asked.extend(one for one in found if isinstance(one, act.MakePlan))
+        return found
+
+    h.state.handle = watched  # type: ignore[method-assign]
+    h.say("n0", local.StartSwap("m", queue=True), request=10)
+    assert asked and asked[-1].last == {"n1"} and len(asked[-1].rosters) == 3

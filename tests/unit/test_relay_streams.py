@@ -144,6 +144,32 @@ def test_what_a_relay_alters_fails_everybody(ranks: GlooThreads) -> None:
     assert "rank 2" in str(results[0]), results[0]
 
 
+@pytest.mark.parametrize("old", ["of this run", "of the last run"])
+def test_a_relay_that_passes_on_an_old_message_fails_everybody(ranks: GlooThreads, old: str) -> None:
+    """Both are genuine: the first sender has sent them, in another place or at another time."""
+    words = np.arange(300_000, dtype=np.uint32)
+    OnItsWay(ranks, 1, [0, 1, 2], [words])
+    assert not [each for each in ranks.run() if isinstance(each, Exception)]
+    before, words = words, words + 1
+    way = OnItsWay(ranks, 1, [0, 1, 2], [words])
+    liar, held, step = ranks.services[1], way.held[1][0], MESSAGE_BYTES // 4
+    land, number = liar._land, iter(range(100))
+
+    def replayed(done: Any, verify: bool) -> str:
+        said = land(done, verify)
+        if next(number) == 7:
+            at = slice(7 * step, 8 * step)
+            held[at] = before[at] if old == "of the last run" else words[6 * step : 7 * step]
+        return said
+
+    liar._land = replayed  # type: ignore[method-assign]
+    try:
+        results = ranks.run()
+    finally:
+        liar._land = land  # type: ignore[method-assign]
+    assert all(isinstance(each, DigestMismatch) for each in results), results
+
+
 def test_a_relay_that_does_not_receive_what_it_passes_on_is_refused(ranks: GlooThreads) -> None:
     words = np.arange(1000, dtype=np.uint32)
     OnItsWay(ranks, 1, [0, 1], [words])
