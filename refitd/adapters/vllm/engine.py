@@ -257,7 +257,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             if info.lora:
                 tensors, metadata = self._hold_adapter(info.lora, offered), None
             else:
-                tensors, metadata = self._learn(client, info, offered, rank)
+                with self._if_quantised():
+                    tensors, metadata = self._learn(client, info, offered, rank)
         target = client.register_target(
             info.model,
             tensors,
@@ -279,6 +280,19 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             time.perf_counter() - started,
             "flip" if target.flips else "are copied",
         )
+
+    @contextlib.contextmanager
+    def _if_quantised(self) -> Iterator[None]:
+        """Say what remains where an engine's layout cannot be learned because it is quantised."""
+        try:
+            yield
+        except (refitd.PlanError, refitd.RefusedError) as exc:
+            if (how := self.model_config.quantization) is None:
+                raise
+            raise refitd.RefusedError(
+                f"this engine is quantised ({how}), and vLLM has converted or packed what it loaded: {exc}; serve the "
+                "model unquantised, or publish a LoRA adapter alone (`lora`), which leaves these weights as they are"
+            ) from exc
 
     def _hold_adapter(self, folder: str, offered: Offered) -> dict[str, torch.Tensor]:
         """Return the tensors of the adapter that the engine loads from memory from now on."""
