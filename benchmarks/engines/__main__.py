@@ -30,6 +30,8 @@ OTHERS = {
     "moe-dp2-driven": ("parallel_case", "moe", "{size}", "driven"),
     "moe-dp2-follow": ("parallel_case", "moe", "{size}", "follow"),
     "minilm": ("trained_case",),
+    "lora-tp1-driven": ("lora_case", "1", "{size}", "driven"),
+    "lora-tp2-follow": ("lora_case", "2", "{size}", "follow"),
     "async-grpo": ("trl_case",),
 }
 

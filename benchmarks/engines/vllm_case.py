@@ -230,7 +230,7 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
     }
 
 
-def drive(client: Any, llm: Any, version: int) -> tuple[float, float]:
+def drive(client: Any, llm: Any, version: int, model: str = "policy") -> tuple[float, float]:
     """Have the engine take the version over as refitd's trainers do.
 
     Returns:
@@ -248,7 +248,7 @@ def drive(client: Any, llm: Any, version: int) -> tuple[float, float]:
         blocked = time.perf_counter() - begun
         llm.finish_weight_update()  # a call between two steps
 
-    report = swap_and_drive(client, "policy", version, take_over, wait=60)
+    report = swap_and_drive(client, model, version, take_over, wait=60)
     return blocked, max(member.paused_s for member in report.members)
 
 

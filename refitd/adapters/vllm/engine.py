@@ -22,9 +22,12 @@ from vllm.distributed.weight_transfer.base import (
 
 import refitd
 from refitd.adapters.engine_memory import adopt
+from refitd.adapters.vllm.lora import HeldAdapter
 from refitd.adapters.vllm.seams import check_version, is_one_of_many
 
 log = logging.getLogger("refitd.vllm")
+
+Offered = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 # How long an engine that follows by itself waits between two tries to find its trainer, and to find an idle moment; and
 # how often it looks whether its daemon is there.
@@ -47,6 +50,8 @@ class RefitdInitInfo(WeightTransferInitInfo):
         directory: the daemon's directory; "" is this user's default one.
         follow: take every decided version over between two steps; nobody drives the engine.
         check: compare what the engine holds with the checkpoint that it was started with before the layout is trusted.
+        lora: the folder of a LoRA adapter, as requests name it. Versions of `model` are then this adapter's tensors,
+            and the engine's own weights stay.
         adopt: move weights that lie in main memory into an arena, so that versions flip instead of being copied.
         keep_prefix_cache: follow although cached prefixes were computed by older versions.
         timeout_s: seconds for the trainer's tensors to be known, and for one version to be taken over.
@@ -58,6 +63,7 @@ class RefitdInitInfo(WeightTransferInitInfo):
     follow: bool = False
     check: bool = True
     adopt: bool = True
+    lora: str = ""
     keep_prefix_cache: bool = False
     timeout_s: float = 120.0
 
@@ -85,6 +91,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._steps = 0
         self._client: refitd.Client | None = None
         self._target: refitd.Target | None = None
+        self._adapter: HeldAdapter | None = None
         self._is_checked = False
         self._torn = ""  # why the weights may be parts of two versions
         self._stopped = threading.Event()
@@ -229,6 +236,8 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                     self._target = None
             if self._torn:
                 raise refitd.CommitError(f"nothing may be computed with parts of two versions: {self._torn}")
+            if self._adapter is not None and self._target is not None:
+                self._adapter.serve(self._target.version)
             yield
 
     # --- registration -------------------------------------------------------------------------------------
@@ -239,29 +248,25 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         return self._target
 
     def _bind(self, info: RefitdInitInfo) -> None:
-        """Learn the layout from the model's own loader, check it, and register it."""
+        """Learn the layout from the model's own loader, check it, and register it; or register an adapter."""
         started = time.perf_counter()
         client = self._client = self._client or refitd.connect(info.directory or None, reconnect=False)
         rank, world_size, replica = self._place(info)
         offered = client.tensors(info.model, timeout=min(info.timeout_s, 10.0) if info.follow else info.timeout_s)
-        params = dict(self.model.named_parameters())
-        # what no checkpoint holds (tables of experts, of rotations) is the engine's own, and its loader may read it
-        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self.model)}, **params}
         with self._lock:  # the model's loader and vLLM's configuration of the moment are nothing for two threads
-            trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
-            self._check(trace, params)
-            if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
-                self._check_held(held)
-                self._is_checked = True  # later the engine holds other versions than its checkpoint's
-            if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
-                log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
+            if info.lora:
+                tensors, metadata = self._hold_adapter(info.lora, offered), None
+            else:
+                with self._if_quantised():
+                    tensors, metadata = self._learn(client, info, offered, rank)
         target = client.register_target(
             info.model,
-            {name: held[name].data for name in trace.metadata},
+            tensors,
             replica=replica,
             rank=rank,
             world_size=world_size,
-            metadata=[*trace.metadata.values()],
+            metadata=metadata,
+            cast=bool(info.lora),
             timeout=info.timeout_s,
         )
         self._info, self._target = info, target
@@ -270,11 +275,47 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             replica,
             rank,
             world_size,
-            len(trace.metadata),
+            len(tensors),
             info.model,
             time.perf_counter() - started,
             "flip" if target.flips else "are copied",
         )
+
+    @contextlib.contextmanager
+    def _if_quantised(self) -> Iterator[None]:
+        """Say what remains where an engine's layout cannot be learned because it is quantised."""
+        try:
+            yield
+        except (refitd.PlanError, refitd.RefusedError) as exc:
+            if (how := self.model_config.quantization) is None:
+                raise
+            raise refitd.RefusedError(
+                f"this engine is quantised ({how}), and vLLM has converted or packed what it loaded: {exc}; serve the "
+                "model unquantised, or publish a LoRA adapter alone (`lora`), which leaves these weights as they are"
+            ) from exc
+
+    def _hold_adapter(self, folder: str, offered: Offered) -> dict[str, torch.Tensor]:
+        """Return the tensors of the adapter that the engine loads from memory from now on."""
+        if self._adapter is None:
+            self._adapter = HeldAdapter(self.model, folder)
+        self._adapter.check_offered(offered)
+        return self._adapter.tensors
+
+    def _learn(
+        self, client: refitd.Client, info: RefitdInitInfo, offered: Offered, rank: int
+    ) -> tuple[dict[str, torch.Tensor], list[refitd.ParameterMetadata]]:
+        """Return the engine's weights, where versions flip if they can, and what its loader puts into them."""
+        params = dict(self.model.named_parameters())
+        # what no checkpoint holds (tables of experts, of rotations) is the engine's own, and its loader may read it
+        held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self.model)}, **params}
+        trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
+        self._check(trace, params)
+        if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
+            self._check_held(held)
+            self._is_checked = True  # later the engine holds other versions than its checkpoint's
+        if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
+            log.warning("refitd: versions are copied into this engine's weights, and do not flip: %s", why)
+        return {name: held[name].data for name in trace.metadata}, [*trace.metadata.values()]
 
     def _place(self, info: RefitdInitInfo) -> tuple[int, int, str]:
         """Return rank, world size and name of the replica that this worker is part of."""

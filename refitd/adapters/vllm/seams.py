@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from refitd import RefusedError
 from refitd.adapters.vllm import unpacked_experts
+
+if TYPE_CHECKING:
+    import torch
 
 TESTED = ("0.32.",)
 
@@ -29,6 +32,7 @@ def check_version() -> None:
 
 def open_seams() -> None:
     """Have each worker pass by its weight transfer engine before a forward pass, and keep weights where they are."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as WorkerLoRAManager
     from vllm.model_executor.layers import utils
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -36,6 +40,38 @@ def open_seams() -> None:
     Worker.execute_dummy_batch = _before(Worker.execute_dummy_batch)
     utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
     unpacked_experts.keep()
+    WorkerLoRAManager.create_lora_manager = _found_again(WorkerLoRAManager.create_lora_manager)
+
+
+def lora_manager_of(model: torch.nn.Module) -> Any:
+    """Return the manager of a model's LoRA adapters; None if the engine takes none."""
+    return getattr(model, "refitd_lora_manager", None)
+
+
+def check_adapter(manager: Any, folder: str) -> None:
+    """Have vLLM read an adapter with its own checks, and drop it.
+
+    Raises:
+        RefusedError: the engine cannot serve it: modules it does not know, a rank above --max-lora-rank, DoRA, say.
+    """
+    from vllm.lora.request import LoRARequest
+
+    try:
+        manager._load_adapter(LoRARequest("refitd", 1, folder))
+    except Exception as exc:
+        raise RefusedError(f"the adapter in {folder} cannot be served: {exc}") from exc
+
+
+def _found_again(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that leaves a model's manager of adapters where `lora_manager_of` finds it."""
+
+    @functools.wraps(create)
+    def chosen(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = create(self, model, *args, **kwargs)
+        made.refitd_lora_manager = self
+        return made
+
+    return chosen
 
 
 def is_one_of_many(parallel: Any) -> bool:
