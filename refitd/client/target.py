@@ -725,7 +725,8 @@ class Target:
                     if self._prepare is not None and self._prepare.swap == swap and self._taking is None:
                         self._prepare = None
                 case local.Fence(member, reason):
-                    _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
+                    if bool(reason) != bool(self._fenced):  # one that is left out hears of each version that it lacks
+                        _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
                     self._fenced = reason
                 case local.Evicted(member, reason, exchanged):
                     # otherwise it exchanged its arenas while it was evicted, and the daemon does not know
