@@ -166,7 +166,8 @@ class CommitState:
                     if self.prepare is not None and self.prepare.swap == swap and self.taking is None:
                         self.prepare = None
                 case local.Fence(member, reason):
-                    _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
+                    if bool(reason) != bool(self.fenced):  # one that is left out hears of each version that it lacks
+                        _log.warning("member=%s %s", member, f"fenced: {reason}" if reason else "no longer fenced")
                     self.fenced = reason
                 case local.Evicted(member, reason, exchanged):
                     # otherwise it exchanged its arenas while it was evicted, and the daemon does not know

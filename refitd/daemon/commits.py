@@ -107,13 +107,15 @@ class Commits:
                 self._tell_fence(member, reason)
 
     def fence_behind(self, member: LocalMember, reason: str) -> None:
-        """Fence a member until it has caught up: it holds another version than the live one."""
+        """Fence a member until it has caught up: it does not hold the live version."""
+        is_news = member.state.live is not Live.BEHIND  # one that is left out is fenced again at each decision
         member.move(FellBehind(reason))
-        self._tell_fence(member, reason)
+        self._tell_fence(member, reason, is_news=is_news)
 
-    def _tell_fence(self, member: LocalMember, reason: str) -> None:
+    def _tell_fence(self, member: LocalMember, reason: str, *, is_news: bool = True) -> None:
         if member.session is not None:
-            self._log("fenced" if reason else "unfenced", member=member.id, reason=reason)
+            if is_news:
+                self._log("fenced" if reason else "unfenced", member=member.id, reason=reason)
             self._out(ToClient(member.session, 0, local.Fence(member=member.id, reason=reason)))
 
     def aborted(self, swap: str, reason: str) -> None:

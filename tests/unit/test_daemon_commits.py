@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from refitd.daemon import actions as act
-from refitd.events import Tick
+from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.shards import Place
 from tests.support.daemon_harness import SHARD, TARGET, Harness
@@ -90,6 +90,23 @@ def test_digests_wait_for_swaps_and_are_forgotten_when_one_writes_over_what_they
     assert h.stage("s2", 2)  # at once: it waits for nothing
     h.feed(act.WorkerSaid(worker, sidecar.DigestsTaken(run=message.run, digests=bytes(8 * len(message.spans)))))
     assert h.daemon.members[target].proof is None
+
+
+def test_a_rank_that_is_left_out_is_fenced_again_with_each_decision_and_that_is_logged_once() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
+    h.ask(local.CommitDone(swap="s", member=target, paused_s=0.0))
+    h.to_client.clear()
+    logged: list[str] = []
+    for live in (2, 3, 4):
+        fence = cluster.FenceMember(member=target, reason=f"it holds version 1, and {live} is live")
+        done = h.daemon.handle(act.CoordinatorSaid(0, fence), h.now)
+        told = [one.message for one in done if isinstance(one, act.ToClient)]
+        assert told == [local.Fence(member=target, reason=fence.reason)]
+        logged += [one.event for one in done if isinstance(one, Log)]
+    assert logged == ["fenced"]
 
 
 def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() -> None:
