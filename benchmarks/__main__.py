@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object last; progress goes to stderr")
     parser.add_argument("--quick", action="store_true", help="small and soon over, where a benchmark has such a form")
     parser.add_argument("--only", help="the cases of swap whose names match this pattern; others keep their figures")
+    parser.add_argument("--gib", type=int, nargs="+", help="models of flip of these sizes only; prints what they need")
     parser.add_argument("--minutes", type=float, help="how long the soak takes")
     parser.add_argument("--seed", type=int, help="of the soak's faults")
     options = parser.parse_args(arguments)
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra["only"] = options.only
         if options.name != "swap":
             parser.error("--only is for swap")
+    if options.gib is not None:
+        extra["gib"] = options.gib
+        if options.name != "flip":
+            parser.error("--gib is for flip")
     names = [options.name] if options.name else list(BENCHMARKS)
     results: dict[str, Any] = {}
     failed = False

@@ -1,7 +1,8 @@
 """How long an engine stands still when a version goes live: by exchange, at kept addresses too, and by copying.
 
 One trainer lends its tensors from an arena, one engine in a process of its own polls all the time. The unit is one
-thread's memcpy of the same bytes in the same round. Rollbacks exchange the arenas again; nothing else moves.
+thread's memcpy of the same bytes in the same round. Rollbacks exchange the arenas again; nothing else moves. They begin
+once the other arena has been compared with its digests, which the daemon does within about a second of the commit.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -19,36 +22,65 @@ import torch
 import refitd
 from benchmarks import machine
 from benchmarks.swap_processes import Memcpy, available_bytes
-from refitd.testing import Daemon
+from refitd.testing import Daemon, eventually
 
 RESULTS = Path(__file__).parent / "results"
 TENSORS = 64
 MIB = 1 << 20
+UNIT = 256 * MIB  # what the unit copies at a time
+MOST_BACK = 20  # rounds that also roll back, each of which waits about a second
 # model bytes, ways, rounds
 WAYS = "flip", "kept", "copy"
 CASES = ((MIB, WAYS, 200), (1 << 30, WAYS, 15), (2 << 30, WAYS, 11))
 LARGE = ((4 << 30, ("flip",), 9), (6 << 30, ("flip",), 7))
 
 
-def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
-    """Measure every case and return the figures; they are kept in benchmarks/results unless it was quick."""
+def run(json_output: bool, quick: bool = False, gib: Sequence[int] = ()) -> dict[str, Any]:
+    """Measure every case and return the figures; they are kept in benchmarks/results unless it was quick.
+
+    With `gib`, measure models of these sizes only, and keep nothing. Where memory for a whole trainer is lacking, it
+    holds bfloat16, which the engine gets as float32.
+    """
     cases = tuple((nbytes, ways, 3) for nbytes, ways, _ in CASES[:2]) if quick else CASES + LARGE
+    if gib:
+        cases = tuple((size << 30, ("flip" if _fits(size << 30, "flip") else "flip-cast",), 9) for size in gib)
+        for nbytes, (way,), _ in cases:
+            needs, left = _needed(nbytes, way) / 2**30, available_bytes() / 2**30
+            print(f"{nbytes >> 30} GiB, {way}: needs {needs:.1f} GiB, {left:.1f} are available", flush=True)
     results: dict[str, Any] = {"machine": machine.describe(), "cases": [], "poll_us": _poll_us()}
     for nbytes, ways, rounds in cases:
         for way in ways:
             results["cases"].append(_measure(nbytes, way, rounds))
             if not json_output:
                 print(_row(results["cases"][-1]), flush=True)
-    if not quick:
+    if not (quick or gib):
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "flip.json").write_text(json.dumps(results, indent=1) + "\n")
         (RESULTS / "flip.md").write_text(_markdown(results))
     return results
 
 
-def _shapes(nbytes: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-    rows = nbytes // TENSORS // 2 // 1024
-    return {f"layers.{i}.weight": ((rows, 1024), torch.bfloat16) for i in range(TENSORS)}
+def _shapes(nbytes: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    rows = nbytes // TENSORS // dtype.itemsize // 1024
+    return {f"layers.{i}.weight": ((rows, 1024), dtype) for i in range(TENSORS)}
+
+
+def _needed(nbytes: int, way: str) -> int:
+    """Return the bytes of a case: the trainer's, the engine's two, one more to be adopted, and the unit's two."""
+    others = {"flip-cast": 2.5, "kept": 4.0}.get(way, 3.0)
+    return int(others * nbytes) + 2 * min(nbytes, UNIT)
+
+
+def _fits(nbytes: int, way: str) -> bool:
+    return _needed(nbytes, way) <= available_bytes()
+
+
+def _compared(daemon: Daemon) -> list[str]:
+    return [line for line in daemon.log().splitlines() if "event=spare-compared" in line]
+
+
+def _is_compared(daemon: Daemon, version: int, before: int) -> bool:
+    return any(f"version={version}" in line.split() for line in _compared(daemon)[before:])
 
 
 def _kept(client: refitd.Client, nbytes: int) -> torch.nn.Module:
@@ -62,10 +94,11 @@ def _kept(client: refitd.Client, nbytes: int) -> torch.nn.Module:
 
 
 def _engine(directory: str, nbytes: int, way: str, ready: Event, stop: Event) -> None:
-    mode: Any = "flip" if way == "kept" else way
+    mode: Any = "copy" if way == "copy" else "flip"
+    dtype, cast = (torch.float32, "bfloat16") if way == "flip-cast" else (torch.bfloat16, False)
     with refitd.connect(directory) as client:
-        live: Any = _kept(client, nbytes) if way == "kept" else client.allocate(_shapes(nbytes), timeout=300)
-        target = client.register_target("bench", live, replica="engine", mode=mode, timeout=300)
+        live: Any = _kept(client, nbytes) if way == "kept" else client.allocate(_shapes(nbytes, dtype), timeout=300)
+        target = client.register_target("bench", live, replica="engine", mode=mode, cast=cast, timeout=300)
         assert target.flips == (mode == "flip")
         ready.set()
         while not stop.is_set():
@@ -75,8 +108,8 @@ def _engine(directory: str, nbytes: int, way: str, ready: Event, stop: Event) ->
 
 def _measure(nbytes: int, way: str, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": nbytes, "way": way, "rounds": rounds}
-    if 3 * nbytes > available_bytes():
-        return found | {"left_out": f"it takes {3 * nbytes / 2**30:.0f} GiB"}
+    if not _fits(nbytes, way):
+        return found | {"left_out": f"it takes {_needed(nbytes, way) / 2**30:.1f} GiB"}
     spawn = multiprocessing.get_context("spawn")
     ready, stop = spawn.Event(), spawn.Event()
     taken: dict[str, list[float]] = {name: [] for name in ("memcpy", "swap", "stage", "commit", "pause", "rollback")}
@@ -84,19 +117,22 @@ def _measure(nbytes: int, way: str, rounds: int) -> dict[str, Any]:
         engine = spawn.Process(target=_engine, args=(str(daemon.directory), nbytes, way, ready, stop))
         engine.start()
         try:
-            given = client.allocate(_shapes(nbytes), timeout=300)
+            given = client.allocate(_shapes(nbytes // 2 if way == "flip-cast" else nbytes), timeout=300)
             for tensor in given.values():
                 tensor.fill_(1)
             source = client.register_source("bench", given, timeout=300)
             if not ready.wait(300):
                 raise TimeoutError("the engine has not registered")
-            unit, version = Memcpy(min(nbytes, 1 << 30)), 0
+            unit, version = Memcpy(min(nbytes, UNIT)), 0
             for number in range(rounds + 2):
                 memcpy_s, version = unit.seconds(nbytes), version + 1
+                before = len(_compared(daemon))
                 with source.lend(version):
                     report = client.swap("bench", version, timeout=300)
                 back = None
-                if way != "copy" and version > 1:
+                if way != "copy" and version > 1 and version <= MOST_BACK:
+                    is_compared = partial(_is_compared, daemon, version - 1, before)
+                    eventually(is_compared, "the other arena is compared", 60)
                     back = client.rollback("bench", timeout=300)
                     assert back.bytes == 0
                     client.rollback("bench", version, timeout=300)

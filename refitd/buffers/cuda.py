@@ -370,9 +370,13 @@ class MappedDeviceArena:
     @property
     def tensor(self) -> torch.Tensor:
         """A uint8 view of the arena's bytes. Writing to an arena that is mapped for reading ends the process."""
+        return self.tensor_at(0, self.nbytes)
+
+    def tensor_at(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return a uint8 view of some bytes, whose storage is these alone."""
         import torch
 
-        return tensor_at(self.address, self.nbytes, torch.device("cuda", self.device), self)
+        return tensor_at(self.address + offset, nbytes, torch.device("cuda", self.device), self)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return the offset in the arena of `nbytes` at this process's `address`, None if they are outside."""

@@ -119,8 +119,8 @@ def view_of(arena: Arena, offset: int, shape: Sequence[int], dtype: torch.dtype)
     if prod(shape) == 0:
         where = arena.tensor.device if isinstance(arena, MappedDeviceArena) else None
         return torch.empty(tuple(shape), dtype=dtype, device=where)
-    if isinstance(arena, MappedDeviceArena):
-        return arena.tensor[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+    if isinstance(arena, MappedDeviceArena):  # a storage of its own, as in main memory
+        return arena.tensor_at(offset, prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
     with warnings.catch_warnings():
         # a staging arena is mapped read-only, and we only read it
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

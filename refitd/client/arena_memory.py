@@ -181,7 +181,9 @@ class ArenaMemory:
         return module
 
     @contextlib.contextmanager
-    def memory(self, model: str, nbytes: int | None = None, *, timeout: float = 60.0) -> Iterator[Placed]:
+    def memory(
+        self, model: str, nbytes: int | None = None, *, device: str | torch.device = "cpu", timeout: float = 60.0
+    ) -> Iterator[Placed]:
         """Place the parameters and persistent buffers of what a `with` block builds or loads into one arena.
 
         With `nbytes`, the arena is there from the start, and each parameter or buffer that is registered in a module
@@ -195,8 +197,10 @@ class ArenaMemory:
 
         Args:
             model: the model's name, for errors.
-            nbytes: bytes of main memory that are enough for all parameters and persistent buffers at the end, each
-                rounded up to 256. What is left over is taken too, also for staging.
+            nbytes: bytes that are enough for all parameters and persistent buffers at the end, each rounded up to 256.
+                What is left over is taken too, also for staging.
+            device: where these bytes lie, and the block builds the model: "cpu", or a GPU as torch numbers it in this
+                process ("cuda:0"). Without `nbytes` the arena lies where the model does.
             timeout: seconds for the memory.
 
         Yields:
@@ -208,18 +212,21 @@ class ArenaMemory:
             ArenaError: there is not enough memory.
         """
         from refitd.buffers.layout import packed_offsets
+        from refitd.client.devices import number_of
         from refitd.client.memory_block import MemoryBlock, Placed, Space, check_outside
+        from refitd.describe.memory import HOST
 
         block = MemoryBlock(text("model", model))
         check_outside(block.called)
-        timeout, placed = seconds("timeout", timeout), Placed()
+        timeout, gpu, placed = seconds("timeout", timeout), number_of(device), Placed()
         if nbytes is None:
             with block:
                 yield placed
             adopted = self.adopt(block.roots(), timeout=timeout)
             placed.tensors, placed.nbytes, placed.left = adopted.tensors, adopted.nbytes, adopted.left
             return
-        with self._new_arena(packed_offsets([whole("nbytes", nbytes, 1)])[1], "", timeout) as (number, arena):
+        name, size = "" if gpu == HOST else name_of(gpu), packed_offsets([whole("nbytes", nbytes, 1)])[1]
+        with self._new_arena(size, name, timeout) as (number, arena):
             block.space = Space(arena, block.called)
             try:
                 with block:

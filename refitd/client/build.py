@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 from refitd.client.adopt import Adoption, Part, holders, kind_problem, point
 from refitd.client.arena_copies import view_of
 from refitd.client.devices import Arena
+from refitd.describe.memory import gpu_of
 from refitd.errors import RefusedError
 
 M = TypeVar("M", bound="torch.nn.Module | Sequence[torch.nn.Module]")
@@ -73,7 +74,9 @@ class Draft(Generic[M]):
 
         def place(module: torch.nn.Module, name: str, param: torch.nn.Parameter) -> None:
             offset, wanted = self._regions.get(next(numbers), (0, None))
-            if wanted is not None and is_alone(param) and (param.shape, param.dtype) == (wanted.shape, wanted.dtype):
+            if wanted is None or (param.shape, param.dtype) != (wanted.shape, wanted.dtype):
+                return
+            if is_alone(param, arena):
                 move_alone(param, arena, offset)
 
         with registrations(place):
@@ -89,12 +92,12 @@ class Draft(Generic[M]):
         return module
 
 
-def is_alone(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is the only one in ordinary main memory that it fills.
+def is_alone(tensor: torch.Tensor, arena: Arena) -> bool:
+    """Return whether a tensor is the only one in ordinary memory that it fills, on the arena's device.
 
     Whatever has company, or comes from elsewhere, is checked and moved when all is built.
     """
-    if kind_problem(tensor) or not tensor.is_cpu:
+    if kind_problem(tensor) or gpu_of(tensor) != arena.device:
         return False
     storage = tensor.untyped_storage()
     return storage.resizable() and _fills(tensor, storage.nbytes()) and holders(storage) == 1

@@ -117,8 +117,9 @@ class MemoryBlock:
             self._place(owner, name, value)
 
     def _place(self, module: torch.nn.Module, name: str, value: Any) -> None:
-        if self.space is not None and isinstance(value, torch.Tensor) and is_alone(value) and value.numel():
-            self.space.place(f"{type(module).__name__}.{name}", value)
+        space = self.space
+        if space is not None and isinstance(value, torch.Tensor) and is_alone(value, space.arena) and value.numel():
+            space.place(f"{type(module).__name__}.{name}", value)
 
 
 class _Region(NamedTuple):
@@ -161,13 +162,13 @@ class Space:
             RefusedError: a tensor cannot be moved, or there is no room. The modules are as they were.
         """
         adoption = Adoption(roots, arenas, home=self.arena)
-        if adoption.gpu != HOST:
-            raise RefusedError(
-                f"{self._called}: the model lies on GPU {adoption.gpu}, and nbytes= asks for main memory; leave "
-                "nbytes out, or build the model in main memory"
-            )
         if not adoption.parts:
             raise RefusedError(f"{self._called}: there is nothing to place ({adoption.left}); leave the block out")
+        if adoption.gpu != self.arena.device:
+            raise RefusedError(
+                f"{self._called}: the model lies {_where(adoption.gpu)}, and nbytes= asks for memory "
+                f"{_where(self.arena.device)}; say device=, or leave nbytes out"
+            )
         self._let_go({part.storage._cdata for part in adoption.parts})
         adoption.lay_out(self._offsets(adoption.parts))
         adoption.perform(self.arena)
@@ -237,6 +238,10 @@ class Space:
             self._end = starts[-1]
         self._end = max(self._end, start + size)
         return start
+
+
+def _where(gpu: int) -> str:
+    return "in main memory" if gpu == HOST else f"on GPU {gpu}"
 
 
 def _rounded(nbytes: int) -> int:

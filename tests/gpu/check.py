@@ -29,6 +29,7 @@ CHECKS = {
     "nvshmem-2": "NVSHMEM, two PEs on one GPU",
     "service": "trainer and engine with CUDA tensors through a daemon (pytest tests/gpu)",
     "daemon-arenas": "a daemon that owns GPU arenas: swaps, how fast, a killed worker (about 3 GiB of the GPU)",
+    "daemon-modules": "models that are adopted on the GPU, or built in a block, flip under a captured graph",
     "daemon-mxfp8": "a daemon whose workers make MXFP8 on the GPU, row-major and swizzled",
     "daemon-crossing": "two daemons on one GPU: from arena to arena over gloo, a cast on the way",
 }

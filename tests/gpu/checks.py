@@ -67,9 +67,10 @@ def daemon_check(name: str) -> Callable[[float], Outcome]:
             click="click",
             rich="rich",
         )
-        from tests.gpu import service_checks
+        from tests.gpu import module_checks, service_checks
 
-        return Outcome(service_checks.CHECKS[name](seconds))
+        known = {**service_checks.CHECKS, "daemon-modules": module_checks.daemon_modules}
+        return Outcome(known[name](seconds))
 
     return check
 
@@ -87,6 +88,7 @@ CHECKS: dict[str, Callable[[float], Outcome]] = {
     "nvshmem-2": nvshmem_two,
     "service": service,
     "daemon-arenas": daemon_check("daemon-arenas"),
+    "daemon-modules": daemon_check("daemon-modules"),
     "daemon-mxfp8": daemon_check("daemon-mxfp8"),
     "daemon-crossing": daemon_check("daemon-crossing"),
 }

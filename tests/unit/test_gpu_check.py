@@ -28,6 +28,7 @@ NAMES = [
     "nvshmem-2",
     "service",
     "daemon-arenas",
+    "daemon-modules",
     "daemon-mxfp8",
     "daemon-crossing",
 ]

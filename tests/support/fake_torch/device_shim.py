@@ -45,9 +45,16 @@ def put_on_gpu(tensor: Any, gpu: int) -> Any:
     return tensor
 
 
+def _is_there(owner: Any, address: int) -> bool:
+    """Whether an arena is still mapped, or a tensor of the test still lies where it was put."""
+    if owner is None:
+        return False
+    return bool(owner.data_ptr() == address) if hasattr(owner, "data_ptr") else bool(getattr(owner, "address", 1))
+
+
 def gpu_of(tensor: Any) -> int:
     """In place of refitd.describe.memory.gpu_of."""
-    _on_gpu[:] = [known for known in _on_gpu if known[0]() is not None and getattr(known[0](), "address", 1)]
+    _on_gpu[:] = [known for known in _on_gpu if _is_there(known[0](), known[1])]
     at = tensor.data_ptr()
     return next((gpu for _, start, nbytes, gpu in _on_gpu if start <= at < start + nbytes), -1)
 
@@ -86,6 +93,8 @@ PATCHES: dict[str, dict[str, Any]] = {
     "refitd.describe.memory": {"gpu_of": gpu_of},
     "refitd.client.devices": {"gpu_of": gpu_of, "settle": lambda gpu: None},
     "refitd.client.arena_copies": {"gpu_of": gpu_of},
+    "refitd.client.adopt": {"settle": lambda gpu: None},
+    "refitd.client.build": {"gpu_of": gpu_of},
     "refitd.client.tensors": {"gpu_of": gpu_of, "settle": lambda gpu: None},
 }
 
