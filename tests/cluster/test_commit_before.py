@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tarfile
@@ -21,7 +22,7 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.testing import Cluster, Coordinator, Daemon, eventually
 from tests.support.programs import ROOT, ended, run
 
-WAIT_S = 60.0
+WAIT_S = 30.0
 NEW: dict[str, str] = {}
 
 TRAINER = """
@@ -36,12 +37,13 @@ for line in sys.stdin:
     print("published", int(line), flush=True)
 """
 ENGINE = """
-import sys, torch, refitd
+import sys, time, torch, refitd
 weights = {"w": torch.zeros(300, 100), "b": torch.zeros(7, dtype=torch.bfloat16)}
 target = refitd.connect(sys.argv[1]).register_target("policy", weights, replica=sys.argv[2])
 print("serves", refitd.__file__, flush=True)
 while True:
-    if (version := target.wait(timeout=1.0)) is not None:
+    time.sleep(0.01)
+    if (version := target.poll()) is not None:
         assert all(torch.equal(tensor, torch.full_like(tensor, version)) for tensor in weights.values()), version
         print("serves", version, flush=True)
 """
@@ -90,7 +92,7 @@ class Fleet(Cluster):
     def program(self, name: str, code: str, daemon: str, of: Mapping[str, str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, str(self.daemons[daemon].directory), name]
         env = self.marked(name, of)
-        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         assert process.stdout is not None
         where = process.stdout.readline().split()[1]
         assert where.startswith(of.get("PYTHONPATH", str(ROOT))), f"{name} runs {where}"
@@ -105,18 +107,20 @@ class Fleet(Cluster):
         assert trainer.stdout.readline() == f"published {self.version}\n"
         address = ("--address", str(self.daemons["n0"].directory))
         line = [sys.executable, "-m", "refitd_cli.control", "swap", "policy", "--json", "--timeout", "30", *address]
-        said: list[str] = []
 
         def swapped() -> bool:
             done = run(line, env={**os.environ, **operator})
-            said.append(done.stdout + done.stderr)
+            print(done.stdout, done.stderr)
             return done.returncode == 0 and len(json.loads(done.stdout)["members"]) == len(engines)
 
-        eventually(swapped, lambda: f"all engines have been swapped: {said[-1]}", WAIT_S)
+        eventually(swapped, "all engines have been swapped", WAIT_S)
         for engine in engines:
             assert engine.stdout is not None
-            while engine.stdout.readline() != f"serves {self.version}\n":
-                assert engine.poll() is None, "it has ended"
+            heard = ""
+            while heard != f"serves {self.version}\n":
+                assert select.select([engine.stdout], [], [], WAIT_S)[0], f"its last word was {heard!r}"
+                heard = engine.stdout.readline()
+                assert heard, "it has ended"
 
 
 def protocol(of: Mapping[str, str]) -> int:
