@@ -13,7 +13,6 @@ import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.testing import Cluster, Coordinator, Daemon, eventually
 from tests.support.programs import ROOT, ended, run
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 NEW: dict[str, str] = {}
 
 TRAINER = """
@@ -92,13 +91,17 @@ class Fleet(Cluster):
     def program(self, name: str, code: str, daemon: str, of: Mapping[str, str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, str(self.daemons[daemon].directory), name]
         env = self.marked(name, of)
-        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
         assert process.stdout is not None
         where = process.stdout.readline().split()[1]
         assert where.startswith(of.get("PYTHONPATH", str(ROOT))), f"{name} runs {where}"
         return process
 
-    def swap(self, operator: Mapping[str, str], trainer: subprocess.Popen[str], *engines: subprocess.Popen[str]) -> None:
+    def swap(
+        self, operator: Mapping[str, str], trainer: subprocess.Popen[str], *engines: subprocess.Popen[str]
+    ) -> None:
         """Publish the next version, and swap to it as this commit's operator, once everybody is there."""
         self.version += 1
         assert trainer.stdin is not None and trainer.stdout is not None
@@ -128,12 +131,6 @@ def protocol(of: Mapping[str, str]) -> int:
     return int(run([sys.executable, "-c", code], env={**os.environ, **of}).stdout)
 
 
-ORDERS = {
-    "the coordinator first": ("coordinator", "n0", "n1"),
-    "the coordinator last": ("n1", "n0", "coordinator"),
-}
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as found:
@@ -141,8 +138,11 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("back", [False, True], ids=["upgraded", "taken back"])
+@pytest.mark.parametrize(
+    ("order", "back"),
+    [(("coordinator", "n0", "n1"), False), (("n1", "n0", "coordinator"), True)],
+    ids=["upgraded, the coordinator first", "taken back, the coordinator last"],
+)
 def test_a_fleet_goes_from_one_commit_to_the_other_process_by_process(before, stack, order, back: bool) -> None:
     if protocol(before) // 1000 != PROTOCOL_VERSION // 1000:
         fleet = stack.enter_context(Fleet(dict.fromkeys(("coordinator", "n0", "n1"), before)))
