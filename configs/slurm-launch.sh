@@ -50,7 +50,7 @@ stop() {
     trap '' INT TERM
     scancel --signal=TERM "$SLURM_JOB_ID" || true
     while [ "$running" -gt 0 ] && ended -t 10; do :; done
-    on "$nodes" rm -rf "$dir" || true
+    on "$nodes" rm -rf "$dir" 2>/dev/null || true  # refused in a job that is cancelled; each daemon's step does it there
 }
 
 # One path, on each node's own disk: the daemon's sockets, and the keys of this job.
@@ -70,6 +70,7 @@ start "the coordinator on $first" on "$first" env REFITD_COORDINATOR__ENDPOINT="
 for node in $nodes; do
     start "the daemon on $node" on "$node" env REFITD_COORDINATOR__ENDPOINT="tcp://$head:$port" \
         REFITD_SECURITY__KEY="$dir/node.key" REFITD_SECURITY__SERVER_KEY="$dir/head.pub" \
+        sh -c 'trap : TERM; "$@"; status=$?; rm -rf "$0"; exit $status' "$dir" \
         refitd serve "${config[@]}" --runtime-dir "$dir"
 done
 export REFITD_RUNTIME_DIR="$dir" MASTER_ADDR="$head"
