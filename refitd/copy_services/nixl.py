@@ -42,8 +42,8 @@ from refitd.errors import ConfigError, DeadlineExceeded, PeerLost, TransportErro
 
 # messages up to this size travel inside the notification
 INLINE_BYTES = 1024
-# shorter ones would cost more time for notifications than for their bytes
-LEAST_MESSAGE_BYTES = 1 << 16
+# messages shrink to this in epochs so large that the slab would exceed its limit; then there are too many workers
+LEAST_MESSAGE_BYTES = 4096
 # the most notifications of one peer that are kept before they are asked for
 MAX_KEPT = 4096
 # buffers beside those of the messages in flight: one to read back, two to copy within a rank

@@ -42,7 +42,7 @@ from refitd.copy_services.streams import (
     steps_of,
     streams_of,
 )
-from refitd.errors import RefitdError, RefitFailed, RefusedError, TransportError
+from refitd.errors import PeerLost, RefitdError, RefitFailed, RefusedError, TransportError
 
 WINDOW = 2
 MIN_MESSAGE_BYTES = 64 << 10
@@ -50,6 +50,11 @@ MIN_MESSAGE_BYTES = 64 << 10
 STAGING_BYTES = 256 << 20
 # bytes packed and hashed, or unpacked and hashed, together; they stay in the second-level cache
 STEP_BYTES = 256 << 10
+
+# seconds between the ends of waits that depend on each other, and the most of a run's time that all of them take
+_TURN_S, _TURNS_SHARE = 0.1, 0.05
+
+_SECOND_WORD_S = 0.3
 
 TAG = 0x52470000
 DIGEST_BYTES = 16
@@ -204,13 +209,17 @@ class PackedExchange(ExchangeService):
             deadline = self._agree(held, trouble, verify, deadline)
             with torch.no_grad():
                 meanwhile = partial(self._copy_local, *held.local, verify)
-                trouble = self._move(Move(streams, tally, meanwhile, verify, deadline, on_progress))
+                move = Move(streams, tally, meanwhile, verify, self._turn(deadline, 1), on_progress)
+                trouble = self._move(move)
             self._conclude(trouble, finish, deadline, is_base_wrong=tally.is_base_wrong)
         except _Agreed as exc:
             raise exc.error from exc.__cause__
         except BaseException as exc:
             # connections may hold half a message
             self._unusable = f"a run ended with {type(exc).__name__}: {exc}"
+            if isinstance(exc, PeerLost):
+                # gloo closes all connections of a rank that gives up on one: that rank has the first word
+                time.sleep(_SECOND_WORD_S)
             raise
         received = sum(stream.nbytes for stream in held.incoming.values())
         return ExchangeResult(
@@ -230,6 +239,20 @@ class PackedExchange(ExchangeService):
         self._unusable = self._unusable or "it has been closed"
         self._sends, self._receives, self._spare = {}, {}, []
 
+    @property
+    def _turns(self) -> int:
+        """The number of turns in which waits of one run end: comparing, agreeing, moving over relays, moving."""
+        return 2 * len(self.peers) + 3
+
+    def _turn(self, deadline: Deadline, turn: int) -> Deadline:
+        """Return when a wait ends after which `turn` others end, one by one.
+
+        If a rank stops, those that wait for it are waited for by others. Those that wait for it itself give up first,
+        and name it: an earlier step of the run has an earlier end.
+        """
+        step = min(_TURN_S, _TURNS_SHARE * deadline.seconds / self._turns)
+        return Deadline(deadline.at - turn * step, deadline.seconds)
+
     def _agree(self, held: _Held, trouble: str, verify: bool, deadline: Deadline) -> Deadline:
         """Compare with each peer what both are about to do; every rank raises unless all agree.
 
@@ -247,7 +270,7 @@ class PackedExchange(ExchangeService):
             left + offer + terms + mine + theirs
             for offer, mine, theirs in zip(held.offers, outgoing, incoming, strict=True)
         ]
-        offered = peers.all_to_all(said, deadline, "comparing transfers")
+        offered = peers.all_to_all(said, self._turn(deadline, self._turns), "comparing transfers")
         for position, record in enumerate(offered):
             offer, sent, received = (
                 record[_LEFT.size : -2 * MARK_BYTES],
@@ -267,7 +290,7 @@ class PackedExchange(ExchangeService):
                     f"{peers.label(peers.index)} expects {want} pieces, {want_bytes} bytes, or others of that size; "
                     "all ranks must use one plan, and equal message sizes and verification"
                 )
-        if found := peers.first_trouble(trouble, deadline, "agreeing on transfers"):
+        if found := peers.first_trouble(trouble, self._turn(deadline, self._turns - 1), "agreeing on transfers"):
             raise _Agreed(RefusedError(f"nothing has been moved: {found}"))
         earliest = min(_LEFT.unpack(record[: _LEFT.size])[0] for record in offered)
         return Deadline(min(deadline.at, time.monotonic() + earliest), deadline.seconds)

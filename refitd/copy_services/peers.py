@@ -80,6 +80,7 @@ class Peers:
 
     authenticator: Authenticator | None = None
     _records = 0  # collective calls that were authenticated
+    _latest: object = None  # what the latest exchange has posted
 
     def __init__(self, group: Group = None, labels: Sequence[str] = ()) -> None:
         """Use a group; None is the default group. `labels` name each position in errors.
@@ -240,6 +241,8 @@ class Peers:
         found = {i: torch.empty(len(records[i]), dtype=torch.uint8) for i in others}
         receives = {i: self.receive(found[i], i, _RECORD_TAG) for i in others}
         sends = {i: self.send(_as_tensor(records[i], self.device), i, _RECORD_TAG) for i in others}
+        # After an error, dropping them would close connections to others, who would then name this rank.
+        self._latest = receives, sends
         for works, step in ((receives, "from"), (sends, "to")):
             for position, work in works.items():
                 self.wait(work, position, deadline, f"{purpose}: a record {step}")

@@ -51,8 +51,6 @@ _NOTE_TAG = 0x52490001  # notes have tags of their own: they are in flight toget
 # Between two ranks there may be several paths, with far fewer messages than this in flight. Two paths whose tags meet
 # after all exchange messages, which the digests find.
 _TAGS_APART = 4099
-# seconds between the ends of waits that depend on each other, and the most of a run's time that all of them take
-_TURN_S, _TURNS_SHARE = 0.1, 0.05
 
 
 class WindowExchange(PackedExchange):
@@ -115,14 +113,12 @@ class WindowExchange(PackedExchange):
         """Return when a wait for a stream ends.
 
         If a relay stops, ranks wait for each other all along its path. The one that waits for the relay itself gives
-        up first, and names it: who receives, the earlier the fewer hops are before it; then who sends, the later.
+        up first (`_turn`): who receives, the earlier the fewer hops are before it; then who sends, the later.
         """
         if stream.route == DIRECT:
             return deadline
-        turns = 2 * len(self.peers)
-        turn = turns - stream.route.hop if stream.is_send else stream.route.hop
-        step = min(_TURN_S, _TURNS_SHARE * deadline.seconds / turns)
-        return Deadline(deadline.at - (turns - turn) * step, deadline.seconds)
+        hop = stream.route.hop
+        return self._turn(deadline, hop if stream.is_send else 2 * len(self.peers) - hop)
 
     def _lines(self, move: Move) -> list[Pipeline]:
         lines = [self._line(stream, move) for stream in self._order(move.streams)]

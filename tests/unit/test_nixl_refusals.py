@@ -63,11 +63,17 @@ def test_nixl_of_another_version_there(methods: dict[str, Any]) -> None:
 
 
 def test_more_workers_than_there_is_memory_for_are_refused_and_what_would_do_is_said() -> None:
-    many = replace(EPOCH, labels=tuple(f"worker 0 on n{i}" for i in range(200)), staging_bytes=32 << 20)
-    with pytest.raises(ConfigError, match=r"200 workers .* staging_bytes is 33554432; set it to at least") as failed:
+    many = replace(EPOCH, labels=tuple(f"worker 0 on n{i}" for i in range(3000)), staging_bytes=32 << 20)
+    with pytest.raises(ConfigError, match=r"3000 workers .* staging_bytes is 33554432; set it to at least") as failed:
         nixl.join(many)
     enough = int(str(failed.value).partition("at least ")[2].partition("at least ")[2].partition(",")[0])
-    limit, count = nixl._buffers(200, enough)
+    limit, count = nixl._buffers(3000, enough)
     assert limit * count <= enough < 2 * limit * count
     with pytest.raises(ConfigError):
-        nixl._buffers(200, enough - 1)
+        nixl._buffers(3000, enough - 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 130, 500, 2000])
+def test_the_slab_stays_within_staging_bytes(size: int) -> None:
+    limit, count = nixl._buffers(size, 32 << 20)
+    assert limit * count <= 32 << 20 and limit % 4096 == 0
