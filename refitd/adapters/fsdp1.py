@@ -5,7 +5,7 @@ copying: the tensors are views of the framework's own shards, so they follow eve
 
 The FSDP1 part reads private attributes of torch 2.13 (`FlatParameter`). It ran on CPUs, without hybrid sharding. The
 ZeRO-3 part reads the attributes that DeepSpeed sets on parameters (`ds_tensor`, `ds_shape`, `ds_process_group`). It ran
-only with stand-ins for them, never with DeepSpeed.
+with DeepSpeed 0.19.8 on CPUs, without offloading (scripts/try-zero3).
 """
 
 from __future__ import annotations
@@ -73,19 +73,23 @@ def fsdp1_tensors(module: nn.Module, rank: int) -> Held:
 def zero3_tensors(module: nn.Module, rank: int) -> Held:
     """Return this rank's tensors of a module partitioned by DeepSpeed ZeRO stage 3, as `fsdp1_tensors` does.
 
-    It assumes that each parameter is split into equal runs, one for each data-parallel rank, with padding at the end.
-    It never ran with DeepSpeed. Parameters below `stage3_param_persistence_threshold`, which DeepSpeed keeps whole, are
-    untested.
+    Each parameter is split into equal runs, one for each data-parallel rank, with padding at the end; so are those
+    below `stage3_param_persistence_threshold`, which DeepSpeed keeps gathered beside that. With bf16 or fp16 enabled
+    they are offered in that type, as DeepSpeed computes with them. Shared parameters become ties. Offloaded parameters
+    are untested.
 
     Raises:
         PlanError: a parameter has no partition on this rank. Names it.
     """
     held: Held = {}, []
+    named: dict[int, list[str]] = {}
+    for full, param in module.named_parameters(remove_duplicate=False):
+        named.setdefault(id(param), []).append(unwrapped_name(full))
     managed: set[int] = set()
-    for full, param in module.named_parameters():
+    for param in module.parameters():
         if not hasattr(param, "ds_shape"):
             continue
-        name, part = unwrapped_name(full), getattr(param, "ds_tensor", None)
+        (name, *aliases), part = named[id(param)], getattr(param, "ds_tensor", None)
         managed.add(id(param))
         if part is None:
             raise PlanError(f"{name}: DeepSpeed has not partitioned it; call this after deepspeed.initialize")
@@ -93,7 +97,7 @@ def zero3_tensors(module: nn.Module, rank: int) -> Held:
         start = group_rank * part.numel()
         count = max(0, min(part.numel(), prod(param.ds_shape) - start))
         if count:
-            _add(held, name, part.view(-1)[:count], tuple(param.ds_shape), start, rank, ())
+            _add(held, name, part.view(-1)[:count], tuple(param.ds_shape), start, rank, (*aliases,))
     _add_rest(held, module, managed, rank)
     return held
 

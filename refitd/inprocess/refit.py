@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from refitd.describe.renames import Names
     from refitd.describe.ties import Aliases
     from refitd.transforms.base import ReshardTransform
 
@@ -61,6 +62,7 @@ def build_centralized_reshard_plan(
     dst_rank_offset: int = 0,
     casts: Mapping[str, torch.dtype] | None = None,
     aliases: Aliases | None = None,
+    names: Names | None = None,
     transform: ReshardTransform | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> AgreedPlan:
@@ -79,6 +81,9 @@ def build_centralized_reshard_plan(
             differences of dtype are refused.
         aliases: {canonical name: other canonical names of the same weight}, for ties that the modules do not show. Tied
             parameters and Megatron's shared embeddings are found without it.
+        names: canonical names for the source's own, if destinations have others: {pattern: name, names.Fused or
+            names.Padded}, such as `refitd.names.megatron_to_hf(config)`. Every source tensor needs one. The same on
+            every rank with a source.
         transform: converts some parameters on the way. It is needed here only if it changes the dtype that travels, and
             is the default of every execution.
         timeout: seconds until every wait of this call ends.
@@ -88,7 +93,8 @@ def build_centralized_reshard_plan(
         DeadlineExceeded, PeerLost: a rank did not take part.
     """
     offsets = src_rank_offset, dst_rank_offset
-    request = Request(src_module, dst_module, num_experts, *offsets, casts, transform, aliases, is_plan_only=True)
+    given = num_experts, *offsets, casts, transform, aliases, names
+    request = Request(src_module, dst_module, *given, is_plan_only=True)
     plan, tensors = agree_on_plan(request, Peers(group), Deadline.after(timeout), _caches.plans)
     return agreed_plan(plan, request, tensors.described)
 
@@ -153,6 +159,7 @@ def swap_model_weights(
     num_experts: int | None = None,
     casts: Mapping[str, torch.dtype] | None = None,
     aliases: Aliases | None = None,
+    names: Names | None = None,
     transform: ReshardTransform | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
     verify: bool = True,
@@ -174,6 +181,7 @@ def swap_model_weights(
         num_experts=num_experts,
         casts=casts,
         aliases=aliases,
+        names=names,
         transform=transform,
         timeout=timeout,
         verify=verify,
@@ -192,6 +200,7 @@ def reshard_model_weights(
     num_experts: int | None = None,
     casts: Mapping[str, torch.dtype] | None = None,
     aliases: Aliases | None = None,
+    names: Names | None = None,
     transform: ReshardTransform | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
     verify: bool = True,
@@ -217,6 +226,7 @@ def reshard_model_weights(
         num_experts: the number of experts in the whole model; by default the modules' `config.num_moe_experts`.
         casts: declared conversions, see `build_centralized_reshard_plan`; the same on every rank.
         aliases: declared ties, see `build_centralized_reshard_plan`.
+        names: canonical names for the source's own, see `build_centralized_reshard_plan`.
         transform: converts some parameters on the way.
         timeout: seconds until every wait of this call ends.
         verify: compare digests of the bytes read and written; the same on every rank.
@@ -232,7 +242,7 @@ def reshard_model_weights(
     """
     peers, deadline = _meeting(service, group), Deadline.after(timeout)
     offsets = src_rank_offset, dst_rank_offset
-    request = Request(src_model, target_model, num_experts, *offsets, casts, transform, aliases, check_replicas)
+    request = Request(src_model, target_model, num_experts, *offsets, casts, transform, aliases, names, check_replicas)
     plan, tensors = agree_on_plan(request, peers, deadline, _caches.plans)
     if plan.check.is_due:
         compare_regions(plan, tensors, peers, deadline)

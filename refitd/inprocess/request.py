@@ -14,6 +14,7 @@ from refitd.describe.layout import canonical_name, global_shape_of, same_element
 from refitd.describe.memory import extents, out_of_reach, overlapping, overlaps_itself, same_memory
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.module import describe_module, get_refit_tensor_dict, is_dtensor, module_tensors
+from refitd.describe.renames import Names, rename
 from refitd.describe.ties import Aliases, declare_aliases
 from refitd.describe.usable import tensor_problem
 from refitd.describe.wrappers import holds_only_module
@@ -42,6 +43,7 @@ class Request:
         casts: {canonical name or pattern with "*": dtype} for source tensors to convert.
         transform: converts some of the tensors.
         aliases: declared ties, {canonical name: other canonical names of the same weight}.
+        names: canonical names for the source's own, see `refitd.describe.renames`.
         check_replicas: compare the elements that several source ranks hold before a plan's first exchange.
         is_plan_only: nothing is read or written, so tensors may be on the meta device.
     """
@@ -54,6 +56,7 @@ class Request:
     casts: Mapping[str, torch.dtype] | None = None
     transform: ReshardTransform | None = None
     aliases: Aliases | None = None
+    names: Names | None = None
     check_replicas: bool = True
     is_plan_only: bool = False
 
@@ -91,7 +94,10 @@ def collect_tensors(request: Request, rank: int) -> RankTensors:
             ]
         )
     ties = request.aliases or {}
-    held = declare_aliases(_side(source, rank, request.num_experts, request.src_rank_offset), ties)
+    held = _side(source, rank, request.num_experts, request.src_rank_offset)
+    if request.names is not None:
+        held = rename(held, request.names, is_target=False)
+    held = declare_aliases(held, ties)
     wanted = declare_aliases(_side(destination, rank, request.num_experts, request.dst_rank_offset), ties)
     sources = {} if source is None else module_tensors(source)
     destinations = {} if destination is None else module_tensors(destination)
@@ -121,10 +127,10 @@ def _side(
 
 
 def _cast_of(meta: ParameterMetadata, casts: Mapping[str, torch.dtype] | None) -> torch.dtype | None:
-    """Return the dtype to which a source tensor is declared to be converted; None if it is not."""
-    name = canonical_name(meta)
+    """Return the dtype to which a source tensor, with all that is fused in it, is converted; None if it is not."""
+    names = {tile.tensor for tile in meta.tiles} if meta.tiles else {canonical_name(meta)}
     for pattern, dtype in (casts or {}).items():
-        if fnmatchcase(name, pattern) and dtype_name(dtype) != dtype_name(meta.dtype):
+        if dtype_name(dtype) != dtype_name(meta.dtype) and any(fnmatchcase(name, pattern) for name in names):
             return dtype
     return None
 

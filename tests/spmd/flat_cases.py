@@ -89,7 +89,7 @@ def fsdp1_gathered_is_refused(world: World) -> str:
 
 
 def zero3_is_what_it_was(world: World) -> None:
-    """Stand-ins for the attributes that DeepSpeed puts on parameters: DeepSpeed itself has never run here."""
+    """Stand-ins for the attributes that DeepSpeed sets; tests/cluster/test_zero3.py has DeepSpeed itself."""
     model = Model(5)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     for param in model.parameters():

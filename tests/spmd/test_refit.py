@@ -84,3 +84,9 @@ def test_a_rank_that_has_died_ends_the_wait_at_once(small_pool: Callable[[int], 
 
 def test_dtensors_reach_tensor_parallel_models_and_back(pool: Pool) -> None:
     pool.run("dtensor_cases:fsdp_to_tensor_parallel_and_back")
+
+
+def test_a_source_may_have_other_names_than_the_target(pool: Pool) -> None:
+    pool.run("name_cases:a_source_under_other_names")
+    said = pool.agreed("name_cases:names_that_say_nothing_of_a_tensor")
+    assert "no rule of names matches other" in said
