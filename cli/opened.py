@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from refitd.errors import RefitdError, TransportError
+from refitd.errors import DeadlineExceeded, RefitdError, TransportError
 from refitd.protocol.reports import StatusReport
 from refitd_cli import html
 from refitd_cli.session import Control
@@ -48,9 +48,9 @@ class Opened:
             del self._wanted[path]
             try:
                 found = _made(path, client, status), not path.startswith(f"/{RUNNING}/")
-            except TransportError:
-                raise
             except RefitdError as exc:
+                if isinstance(exc, TransportError) and not isinstance(exc, DeadlineExceeded):
+                    raise
                 found = html.line(str(exc), "warn"), False
             self._found[path] = found
             self._found.move_to_end(path)

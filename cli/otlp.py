@@ -55,11 +55,13 @@ def send(report: TraceReport, url: str) -> int:
     propagated, logger.propagate = logger.propagate, False
     try:
         for at in range(0, len(spans), BATCH):
-            if exporter.export(spans[at : at + BATCH]) is not SpanExportResult.SUCCESS:
-                raise TransportError(
-                    f"--otlp {url}: {len(spans) - at} of {len(spans)} spans were not taken: "
-                    f"{log.last or 'the collector gives no reason'}"
-                )
+            try:
+                taken, why = exporter.export(spans[at : at + BATCH]) is SpanExportResult.SUCCESS, ""
+            except OSError as exc:  # older exporters let the error of a refused connection out
+                taken, why = False, str(exc)
+            if not taken:
+                why = why or log.last or "the collector gives no reason"
+                raise TransportError(f"--otlp {url}: {len(spans) - at} of {len(spans)} spans were not taken: {why}")
     finally:
         exporter.shutdown()  # type: ignore[no-untyped-call]
         logger.propagate = propagated

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import closing, suppress
+from threading import Thread
 
 import click
 
 from refitd.errors import RefitdError, RefusedError
 from refitd.metrics.http import HttpServer
+from refitd.protocol.reports import StatusReport
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.numbers import Number
 from refitd_cli.opened import Opened
@@ -17,6 +19,7 @@ from refitd_cli.session import Control, Session, address_option, json_option
 
 SWAPS = 50
 LOOPBACK = "127.0.0.1"
+CLOSE_S = 5.0
 
 
 @click.command()
@@ -68,6 +71,7 @@ class Latest:
         self._client: Control | None = None
         self.shown = Shown(None, (), time.time())
         self.opened = Opened()
+        self._asking = Thread()
 
     def refresh(self) -> None:
         """Ask once.
@@ -78,7 +82,6 @@ class Latest:
         try:
             self._client = self._client or self._session.factory(self._address)
             status, history = self._client.status(), self._client.history("", SWAPS)
-            self.opened.ask(self._client, status)
         except RefitdError as exc:
             self.close()
             if self.shown.status is None:
@@ -86,9 +89,19 @@ class Latest:
             self.shown = Shown(self.shown.status, self.shown.swaps, self.shown.at, str(exc))
         else:
             self.shown = Shown(status, history.swaps, time.time())
+            if not self._asking.is_alive():
+                self._asking = Thread(target=self._ask, args=(self._client, status), name="refitd-opened", daemon=True)
+                self._asking.start()
+
+    def _ask(self, client: Control, status: StatusReport) -> None:
+        """Ask for what is opened, on a thread of its own: a large plan takes long, and the status goes on meanwhile."""
+        with suppress(RefitdError):  # a daemon that is away is found by the next question for the status
+            self.opened.ask(client, status)
 
     def close(self) -> None:
         """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
-            client.close()
+            client.close()  # which ends what is being asked
+            if self._asking.is_alive():
+                self._asking.join(CLOSE_S)

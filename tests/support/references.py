@@ -1,7 +1,8 @@
-"""Write docs/cli.md and docs/configuration.md from the code: `scripts/docs`; a test compares both."""
+"""Write the reference pages of docs/ from the code: `scripts/docs`; a test compares them."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,11 @@ import msgspec
 from msgspec import inspect
 
 from refitd.config import Config
+from refitd.protocol import reports
+from refitd.protocol.base import PROTOCOL_VERSION
+from refitd.protocol.versions import shown as shown_version
 from refitd_cli import control, daemon
+from tests.support.api_reference import api
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 100
@@ -125,7 +130,79 @@ def toml(field: inspect.Field) -> str:
     return str(value)
 
 
-PAGES = {ROOT / "docs/cli.md": cli, ROOT / "docs/configuration.md": configuration}
+# What `--json` prints, by command.
+REPORTS: dict[str, type[msgspec.Struct]] = {
+    "swap": reports.SwapReport,
+    "rollback": reports.SwapReport,
+    "history": reports.HistoryReport,
+    "status": reports.StatusReport,
+    "watch": reports.StatusReport,
+    "plan MODEL": reports.PlanReport,
+    "verify": reports.VerifyReport,
+    "evict": reports.EvictReport,
+    "forget": reports.ForgetReport,
+    "drain": reports.DrainReport,
+    "resume": reports.ResumeReport,
+    "reload": reports.ReloadReport,
+    "models": reports.ModelStatus,
+}
+SCHEMA = "refitctl.schema.json"
+ERROR = {
+    "type": "object",
+    "required": ["code", "message", "causes"],
+    "properties": {
+        "code": {"type": "string"},
+        "message": {"type": "string"},
+        "causes": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+}
+
+
+def schema() -> str:
+    """Return the JSON Schema of what the commands print."""
+    _, components = msgspec.json.schema_components([*REPORTS.values()], ref_template="#/$defs/{name}")
+    commands = {command: {"$ref": f"#/$defs/{report.__name__}"} for command, report in REPORTS.items()}
+    commands["models"] = {"type": "object", "properties": {"models": {"type": "array", "items": commands["models"]}}}
+    made = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:refitd:refitctl:{shown_version(PROTOCOL_VERSION)}",
+        "title": "What refitctl --json prints, by command",
+        "version": shown_version(PROTOCOL_VERSION),
+        "properties": commands,
+        "$defs": {**components, "Error": ERROR},
+    }
+    return json.dumps(made, indent=1) + "\n"
+
+
+def json_page() -> str:
+    """Return the page on JSON output."""
+    rows = "\n".join(
+        f"| `refitctl {command} --json` | `{report.__name__}` | {_first_sentence(report)} |"
+        for command, report in REPORTS.items()
+    )
+    return (
+        f"# Reference: JSON output\n\n{MADE}\n\nWith `--json` a command prints one object on one line of stdout. "
+        f"[{SCHEMA}]({SCHEMA}) has the JSON Schema of each, by command, under `properties`; its `version` is that of "
+        f"the protocol, {shown_version(PROTOCOL_VERSION)}. Within a major version fields are added and never removed, "
+        "renamed or retyped: ignore those that you do not know. A command that fails prints "
+        '`{"error": {"code", "message", "causes"}}` (`Error`) and exits with 1, or 2 where the command line or the '
+        "configuration is at fault; `swap` and `rollback` add `error` to the report. `swap --with` and `models` print "
+        "their reports as the list `models`.\n\n"
+        f"| command | report | what it says |\n| --- | --- | --- |\n{rows}\n"
+    )
+
+
+def _first_sentence(report: type[msgspec.Struct]) -> str:
+    return (report.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
+PAGES = {
+    ROOT / "docs/cli.md": cli,
+    ROOT / "docs/configuration.md": configuration,
+    ROOT / "docs/api.md": lambda: api(MADE),
+    ROOT / "docs/json.md": json_page,
+    ROOT / "docs" / SCHEMA: schema,
+}
 
 
 def main() -> None:

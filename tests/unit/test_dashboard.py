@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from html.parser import HTMLParser
 
 from msgspec import structs
@@ -12,7 +13,8 @@ from refitd.protocol.reports import HistoryEntry
 from refitd_cli import dashboard
 from refitd_cli.commands.dashboard import Latest
 from refitd_cli.dashboard import Pages, Shown, fragment
-from refitd_cli.opened import Opened
+from refitd_cli.html import path
+from refitd_cli.opened import NOT_YET, Opened
 from refitd_cli.session import Session
 from tests.support.cli import ABORTED, STATUS, TARGET, FakeClient, run
 
@@ -141,6 +143,28 @@ def test_a_daemon_that_is_away_leaves_what_was_shown_and_says_so():
     client.away = False
     latest.refresh()
     assert latest.shown.problem == ""
+
+
+def test_a_plan_that_takes_long_does_not_keep_the_status_from_being_asked():
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(FakeClient):
+        def plan(self, model):
+            begun.set()
+            assert goes_on.wait(30)
+            return super().plan(model)
+
+    latest = Latest(Session(lambda _: Slow()), None)
+    where = path("plan", "policy", "v")
+    latest.opened.part(where)
+    latest.refresh()
+    assert begun.wait(30)
+    first = latest.shown
+    latest.refresh()
+    assert latest.shown is not first and latest.opened.part(where) == (NOT_YET, False)
+    goes_on.set()
+    latest.close()
+    assert (latest.opened.part(where) or ("", False))[1]
 
 
 def test_without_a_daemon_it_ends_with_the_reason():

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from msgspec import structs
 
-from refitd.errors import PlanError, TransportError
+from refitd.errors import DeadlineExceeded, PlanError, TransportError
 from refitd.protocol.reports import PairTraffic
 from refitd.protocol.traces import NodeTrace, TraceSpan
 from refitd_cli import opened, timeline
@@ -107,6 +107,9 @@ def test_what_is_refused_is_shown_and_asked_for_again():
     found.ask(client, STATUS)
     assert "not registered any more" in (found.part(gone) or ("",))[0]
     found.part(path("trace", "policy", "s9"))
+    client.given = DeadlineExceeded("no plan within 120 s")
+    found.ask(client, STATUS)
+    assert "no plan within" in (found.part(path("trace", "policy", "s9")) or ("",))[0]
     client.given = TransportError("away")
     with pytest.raises(TransportError):
         found.ask(client, STATUS)

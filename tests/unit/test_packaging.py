@@ -197,7 +197,24 @@ def test_image_copies_files_that_exist():
                 assert f"!{source.split('/')[0]}" in ignored, source
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "check", "bench", "faults", "fuzz", "docs", "env"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "demo",
+        "test",
+        "check",
+        "bench",
+        "faults",
+        "fuzz",
+        "docs",
+        "env",
+        "env-torch",
+        "env-engines",
+        "try-megatron",
+        "try-verl",
+        "test-lowest",
+    ],
+)
 def test_script_is_posix_sh(script):
     subprocess.run(["sh", "-n", ROOT / "scripts" / script], check=True)
 
