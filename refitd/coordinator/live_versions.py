@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from refitd.coordinator.journal import MAX_SEQUENCE
+from refitd.coordinator.journals.base import MAX_SEQUENCE
 from refitd.coordinator.records import LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
@@ -19,7 +19,7 @@ KEPT_DECISIONS = 4096
 
 
 class Past(Protocol):
-    """What the journal knows from earlier coordinators; implemented by `refitd.coordinator.journal.Journal`."""
+    """What the journal knows from earlier coordinators; implemented by `refitd.coordinator.journals.base.Journal`."""
 
     id: str
 

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
-from refitd.coordinator.journal import Journal
+from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import Record, Recovered
+from refitd.coordinator.records import Recovered
 from refitd.coordinator.schedule import MAX_QUEUED
 from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
 from refitd.errors import CommitError, RefitdError
@@ -27,17 +27,6 @@ from tests.support.coordinator_sims import Sim
 NODES = ("n0", "n1")
 MEMBERS = {"src": "n0", "a": "n0", "b": "n1", "c": "n1"}  # c says that it stands still before anything is decided
 EVENTS_QUEUED = 200
-
-
-class Disk(Journal):
-    """A journal on a disk that can be full."""
-
-    full = False
-
-    def _write(self, record: Record) -> None:
-        if self.full:
-            raise CommitError("disk full")
-        super()._write(record)
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
@@ -65,7 +54,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.said_staged: set[tuple[str, str]] = set()  # (swap, node), heard by the coordinator
         self.sims = {name: Sim(name) for name in NODES}
         self.version = 0
-        self.journal = Disk(self.directory / "journal")
+        self.journal = FileJournal(self.directory / "journal")
         self.state = self.fresh()
         for sim in self.sims.values():
             sim.hello()
@@ -279,7 +268,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule()
     def coordinator_is_killed_and_started_again(self) -> None:
         self.journal.close()
-        self.journal = Disk(self.directory / "journal")
+        self.journal = FileJournal(self.directory / "journal")
         for swap in self.journalled:
             assert self.journal.decided(swap) is not None, f"{swap} was decided and the journal has lost it"
         self.state = self.fresh()
@@ -296,7 +285,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             (self.directory / name).unlink(missing_ok=True)
         if older and (self.directory / "copy").exists():
             shutil.copy(self.directory / "copy", self.directory / "journal")
-        self.journal = Disk(self.directory / "journal")
+        self.journal = FileJournal(self.directory / "journal")
         told = {claim.swap for sim in self.sims.values() for claim in sim.live.values()}
         kept = {swap for swap in self.decided if self.journal.decided(swap) is not None}
         self.forgotten |= {at for swap, at in self.decided.items() if swap not in told | kept}

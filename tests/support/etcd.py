@@ -1,0 +1,132 @@
+"""Real etcd, of one member or of three: killed, frozen, cut off, full; and journals in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from refitd.config import EtcdConfig, EtcdPlace
+from refitd.coordinator.journals.etcd import EtcdJournal
+from refitd.coordinator.journals.gateway import Gateway
+from refitd.coordinator.journals.lead import Lead, boot_clock
+from refitd.errors import CommitError
+from refitd.testing import eventually
+from refitd.testing.cluster import free_port
+from refitd.testing.processes import Process
+
+MISSING = "" if shutil.which("etcd") else "no etcd here; Debian has it in etcd-server (and etcd-client)"
+
+
+class Etcd:
+    """Members on this machine, each a process; the block's end kills them.
+
+    Attributes:
+        clients: "HOST:PORT" of each member, for clients.
+        members: the processes, in the same order.
+    """
+
+    def __init__(
+        self,
+        size: int = 1,
+        *,
+        addresses: Sequence[str] = (),
+        prefixes: Sequence[Sequence[str]] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        """`addresses` and command `prefixes` (network namespaces) are one for each member; by default loopback."""
+        memory = Path("/dev/shm")  # elections do not wait for a slow disk
+        self.folder = Path(tempfile.mkdtemp(prefix="rfe", dir=memory if memory.is_dir() else None))
+        hosts = addresses or ["127.0.0.1"] * size
+        self.clients = [f"{host}:{free_port()}" for host in hosts]
+        peers = [f"http://{host}:{free_port()}" for host in hosts]
+        cluster = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
+        self.members = []
+        for i, (client, peer) in enumerate(zip(self.clients, peers, strict=True)):
+            command = [
+                *(prefixes[i] if prefixes else ()),
+                *("etcd", "--name", f"m{i}", "--data-dir", str(self.folder / f"m{i}"), "--logger", "zap"),
+                *("--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}"),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--initial-cluster", cluster, "--log-level", "warn", *options),
+            ]
+            environment = {"PATH": os.environ["PATH"], "GOMAXPROCS": "2"}
+            log = self.folder / f"m{i}.log"
+            self.members.append(Process(f"etcd m{i}", command, log, environment=environment))
+
+    def __enter__(self) -> Etcd:
+        try:
+            for member in self.members:
+                member.start()
+            gateway = Gateway(self.place(), EtcdConfig(insecure=True))
+            eventually(lambda: _answers(gateway), "etcd has elected a leader")
+            gateway.close()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def url(self, prefix: str = "/refitd") -> str:
+        """The `coordinator.journal` of a cluster."""
+        return f"etcd://{','.join(self.clients)}{prefix}"
+
+    def place(self, prefix: str = "/refitd") -> EtcdPlace:
+        members = [client.rpartition(":") for client in self.clients]
+        return EtcdPlace(tuple((host, int(port)) for host, _, port in members), prefix, False)
+
+    def leader(self) -> int:
+        """The index of the member that leads etcd."""
+        for i, client in enumerate(self.clients):
+            if self.members[i].is_running and "true" in self.ctl("endpoint", "status", endpoint=client).split(", ")[4]:
+                return i
+        raise AssertionError("etcd has no leader")
+
+    def ctl(self, *arguments: str, endpoint: str = "") -> str:
+        """Run etcdctl; return what it prints."""
+        command = ["etcdctl", "--endpoints", endpoint or ",".join(self.clients), *arguments]
+        environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+        assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr}"
+        return ran.stdout
+
+
+def _answers(gateway: Gateway) -> bool:
+    try:
+        gateway.ask("kv/range", {"key": "YQ=="}, 1.0)
+    except CommitError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def frozen(*processes: Process) -> Iterator[None]:
+    """Freeze processes (SIGSTOP) during the block."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def lead(place: EtcdPlace, clock: Callable[[], float] = boot_clock, *, insecure: bool = True) -> Lead:
+    """Return the lead, once this process has it."""
+    found = Lead(Gateway(place, EtcdConfig(insecure=insecure)), place, "ipc:///test", clock)
+    eventually(lambda: not found.attempt(), "the lead is free")
+    return found
+
+
+def journal(place: EtcdPlace, cluster: str = "") -> EtcdJournal:
+    """Return the journal, once this process leads."""
+    return EtcdJournal(lead(place), place, cluster)
