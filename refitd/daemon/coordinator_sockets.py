@@ -19,6 +19,7 @@ class CoordinatorSockets:
 
     Attributes:
         peer: address of the last message's sender, as in Received.address.
+        queues: whether messages wait for a connection; else `send` fails while there is none.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class CoordinatorSockets:
             ConfigError: an endpoint cannot be connected to.
         """
         several = len(endpoints) > 1
+        self.queues = not several
         self._dealers: list[Dealer] = []
         try:
             for endpoint in endpoints:

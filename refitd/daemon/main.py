@@ -374,7 +374,7 @@ class DaemonShell:
             case act.ToCoordinator(request, message):
                 try:
                     if not self._dealer.send(request, message) and request:
-                        self._feed(act.Unsent(request))
+                        self._feed(act.Unsent(request, not self._dealer.queues))
                 except ProtocolError as exc:
                     failure = local.Failure(code=exc.code, message=str(exc))
                     self._feed(act.CoordinatorSaid(request, failure))

@@ -309,7 +309,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def journal_is_copied(self) -> None:
-        self.journal._checkpoint()
+        self.journal._tidy()
         shutil.copy(self.directory / "journal", self.directory / "copy")
 
     @rule(seconds=st.sampled_from([0.5, 4.0, NODE_SILENCE_S + 1, 40.0, 400.0]))
