@@ -10,8 +10,8 @@ from refitd.coordinator.journals.base import MAX_SEQUENCE
 from refitd.coordinator.records import LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
-# Daemons register within about a second of each other. A coordinator whose journal is new, that daemons know more than, or
-# that misses ranks which an earlier one knew, waits this long after the first one before it begins a swap.
+# Daemons register within about a second of each other. A coordinator whose journal is new, that daemons know more than,
+# or that misses ranks which an earlier one knew, waits this long after the first of them before it begins a swap.
 SETTLE_S = 3.0
 
 # Limit on decided swaps remembered from daemons; late ranks ask about one of the last.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,6 @@ from refitd.config import EtcdConfig, EtcdPlace
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.gateway import Gateway
 from refitd.coordinator.journals.lead import Lead, boot_clock
-from refitd.errors import CommitError
 from refitd.testing import eventually
 from refitd.testing.cluster import free_port
 from refitd.testing.processes import Process
@@ -38,8 +38,13 @@ class Etcd:
         addresses: Sequence[str] = (),
         prefixes: Sequence[Sequence[str]] = (),
         options: Sequence[str] = (),
+        asks_from: Sequence[str] = (),
     ) -> None:
-        """`addresses` and command `prefixes` (network namespaces) are one for each member; by default loopback."""
+        """`addresses` and command `prefixes` (network namespaces) are one for each member; by default loopback.
+
+        `asks_from` is the prefix of etcdctl.
+        """
+        self._asks_from = asks_from
         memory = Path("/dev/shm")  # elections do not wait for a slow disk
         self.folder = Path(tempfile.mkdtemp(prefix="rfe", dir=memory if memory.is_dir() else None))
         hosts = addresses or ["127.0.0.1"] * size
@@ -63,9 +68,7 @@ class Etcd:
         try:
             for member in self.members:
                 member.start()
-            gateway = Gateway(self.place(), EtcdConfig(insecure=True))
-            eventually(lambda: _answers(gateway), "etcd has elected a leader")
-            gateway.close()
+            eventually(self._answers, "etcd has elected a leader")
         except BaseException:
             self.__exit__()
             raise
@@ -75,6 +78,13 @@ class Etcd:
         for member in self.members:
             member.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            self.ctl("get", "x", "--command-timeout", "1s")
+        except AssertionError:
+            return False
+        return True
 
     def url(self, prefix: str = "/refitd") -> str:
         """The `coordinator.journal` of a cluster."""
@@ -86,26 +96,29 @@ class Etcd:
 
     def leader(self) -> int:
         """The index of the member that leads etcd."""
-        for i, client in enumerate(self.clients):
-            if self.members[i].is_running and "true" in self.ctl("endpoint", "status", endpoint=client).split(", ")[4]:
-                return i
-        raise AssertionError("etcd has no leader")
+        found: list[int] = []
+        eventually(
+            lambda: bool(found.extend(i for i in range(len(self.members)) if self._leads(i)) or found), "a leader"
+        )
+        return found[0]
+
+    def _leads(self, i: int) -> bool:
+        with contextlib.suppress(AssertionError):
+            status = self.ctl("endpoint", "status", "--command-timeout", "1s", endpoint=self.clients[i])
+            return status.split(", ")[4] == "true"
+        return False
+
+    def revision(self) -> int:
+        """The revision of the last write."""
+        return int(json.loads(self.ctl("endpoint", "status", "-w", "json"))[0]["Status"]["header"]["revision"])
 
     def ctl(self, *arguments: str, endpoint: str = "") -> str:
         """Run etcdctl; return what it prints."""
-        command = ["etcdctl", "--endpoints", endpoint or ",".join(self.clients), *arguments]
+        command = [*self._asks_from, "etcdctl", "--endpoints", endpoint or ",".join(self.clients), *arguments]
         environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
         assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr}"
         return ran.stdout
-
-
-def _answers(gateway: Gateway) -> bool:
-    try:
-        gateway.ask("kv/range", {"key": "YQ=="}, 1.0)
-    except CommitError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Self
 
 import torch
@@ -77,7 +76,7 @@ class Led(Cluster):
     @staticmethod
     def leads(coordinator: Coordinator) -> bool:
         log = coordinator.log()
-        return log.rfind("event=ready") > max(log.rfind("event=standby"), log.rfind("event=lead-lost"))
+        return log.rfind("event=ready") > max(log.rfind(f"event={end}") for end in ("standby", "lead-lost", "stopped"))
 
 
 class Fleet:
@@ -132,7 +131,9 @@ class Fleet:
 
     def torn(self) -> list[int]:
         """Return the replicas whose tensors are not all of one version."""
-        return [i for i, live in enumerate(self.live) if len({float(x) for t in live.values() for x in t.unique()}) != 1]
+        return [
+            i for i, live in enumerate(self.live) if len({float(x) for t in live.values() for x in t.unique()}) != 1
+        ]
 
     def held(self) -> list[float]:
         return [float(live["x"][0, 0]) for live in self.live]
