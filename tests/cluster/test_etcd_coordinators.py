@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from refitd.testing import Cluster, Coordinator, eventually
-from refitd.testing.cluster import free_port
 from refitd.testing.daemon import ProcessFailed
 from refitd.testing.processes import Process
 from tests.support import etcd, network
@@ -74,27 +74,20 @@ def page(endpoint: str, path: str) -> tuple[int, str]:
 
 
 def test_a_standby_lives_and_is_not_ready_and_says_so_once(server: etcd.Etcd) -> None:
-    ports = [free_port(), free_port()]
-
-    class Measured(Led):
-        def environment(self, name: str) -> dict[str, str]:
-            given = {"coordinator": ports[0], "standby1": ports[1]}
-            found = {"REFITD_METRICS__ENDPOINT": str(given[name])} if name in given else {}
-            return {**super().environment("coordinator" if name in given else name), **found}
-
-        def _options(self, name: str):  # type: ignore[no-untyped-def]
-            self._asked = name
-            return super()._options(name)
-
-    with Measured(server.url("/standby"), nodes=("n0",)) as led:
-        first = led.coordinators[0]
-        eventually(lambda: page(f"127.0.0.1:{ports[0]}", "/readyz")[0] == 200, "the leader is ready")
-        assert "refitd_leads 1.0" in page(f"127.0.0.1:{ports[0]}", "/metrics")[1]
-        assert led.leader() is first
-        standby = led.coordinators[1]
-        assert standby.log().count("event=standby") == 1
+    with Led(server.url("/standby"), nodes=("n0",), config="[metrics]\nendpoint = 0\n") as led:
+        first, standby = led.coordinators
+        ends = [re.findall(r"event=metrics endpoint=(\S+)", each.log())[-1] for each in led.coordinators]
+        eventually(lambda: page(ends[0], "/readyz") == (200, "ok\n"), "the leader is ready")
+        assert page(ends[1], "/healthz") == (200, "ok\n")
+        status, said = page(ends[1], "/readyz")
+        assert status == 503 and said.startswith(f"standby of {led.endpoints[0]} (host ")
+        assert "refitd_leads 1.0" in page(ends[0], "/metrics")[1] and "refitd_leads 0.0" in page(ends[1], "/metrics")[1]
+        assert led.leader() is first and standby.log().count("event=standby") == 1
         first.stop()
         eventually(lambda: Led.leads(standby), "the standby leads")
+        eventually(lambda: page(ends[1], "/readyz") == (200, "ok\n"), "it is ready")
+        assert "level=warning" not in standby.log()
+        Process.start(first)
 
 
 def test_a_leader_whose_etcd_is_gone_stops_deciding_and_leads_again_when_it_is_back() -> None:
