@@ -53,6 +53,11 @@ class CoordinatorSockets:
         """The sockets to poll besides; then call `failure`."""
         return [door for dealer in self._dealers for door in dealer.doors]
 
+    @property
+    def is_seeking(self) -> bool:
+        """Whether none of several coordinators is followed."""
+        return self._leader is None
+
     def follow(self, is_up: bool) -> str:
         """Follow whoever has sent the last message if a coordinator is `is_up`, else look for one among all.
 

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 
+# The same while this node looks for the one of several coordinators that leads.
+SEEK_S = 0.25
+
 # Limit for measuring how fast a client's memory is read; normally some milliseconds.
 MEASURE_S = 10.0
 
@@ -158,8 +161,8 @@ class DaemonShell:
                 self._serve_one(ready, events)
             awake = self._excuse(awake, 0.0)  # before the tick, which declares peers silent
             if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + TICK_S
                 self._outlive(self._tick)
+                next_tick = time.monotonic() + (SEEK_S if self._dealer.is_seeking else TICK_S)
                 self._outlive(lambda: self._look_after(beside))
             elif time.monotonic() >= due:
                 self._feed(act.Due())

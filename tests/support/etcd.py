@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -111,6 +112,25 @@ class Etcd:
     def revision(self) -> int:
         """The revision of the last write."""
         return int(json.loads(self.ctl("endpoint", "status", "-w", "json"))[0]["Status"]["header"]["revision"])
+
+    def watched(self, key: str, until: str) -> Iterator[str]:
+        """Yield the lines in which etcdctl shows everything that has happened to a key, up to one with this text."""
+        command = [*self._asks_from, "etcdctl", "--endpoints", ",".join(self.clients)]
+        command += ["watch", key, "--rev", "1", "-w", "json"]
+        environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+            late = threading.Timer(30, running.kill)
+            late.start()
+            assert running.stdout is not None
+            try:
+                for line in running.stdout:
+                    yield line
+                    if until in line:
+                        return
+                raise AssertionError(f"etcdctl has not shown {until} of {key} within 30 s")
+            finally:
+                late.cancel()
+                running.kill()
 
     def ctl(self, *arguments: str, endpoint: str = "") -> str:
         """Run etcdctl; return what it prints."""

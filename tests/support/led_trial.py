@@ -207,6 +207,8 @@ class Trial:
 
     def judge(self) -> Judged:
         """Compare every decision that etcd has ever held with what the processes did; call it before the block ends."""
+        # the logs first: what they say was committed has been decided before
+        logs = "\n".join(part.log() for part in [*self.led.coordinators, *self.led.daemons.values()])
         decided = [(row[3], row[4]) for row in self._past('live/["policy"]')]  # sequence, swap
         found = Judged(len(decided), torn=self.torn)
         for (other, earlier), (sequence, swap) in pairwise(decided):
@@ -216,20 +218,17 @@ class Trial:
         found.twice += [
             f"swap {swap} was decided {swaps.count(swap)} times" for swap in set(swaps) if swaps.count(swap) > 1
         ]
-        logs = "\n".join(part.log() for part in [*self.led.coordinators, *self.led.daemons.values()])
         committed = set(re.findall(r"event=swap swap=(\w+) [^\n]*phase=committed", logs))
         found.undecided_commits = [f"swap {swap} was committed undecided" for swap in committed - set(swaps)]
         aborted = set(re.findall(r"event=swap swap=(\w+) [^\n]*phase=aborted", logs))
         found.decided_aborts = [f"swap {swap} was decided and aborted" for swap in aborted & set(swaps)]
         return found
 
-    def _past(self, name: str) -> Iterator[list[Any]]:
-        """Yield every value that a row has had, the oldest first."""
-        found, revision = list[list[Any]](), 0
-        while True:
-            key = f"{self.etcd.place().prefix}/{name}"
-            kvs = json.loads(self.etcd.ctl("get", key, "--rev", str(revision), "-w", "json")).get("kvs")
-            if not kvs:
-                return reversed(found)
-            found.append(json.loads(base64.b64decode(kvs[0]["value"])))
-            revision = kvs[0]["mod_revision"] - 1
+    def _past(self, name: str) -> list[list[Any]]:
+        """Return every value that a row has had, the oldest first."""
+        key = f"{self.etcd.place().prefix}/{name}"
+        last = json.loads(self.etcd.ctl("get", key, "-w", "json"))["kvs"][0]["mod_revision"]
+        events: list[Any] = []
+        for line in self.etcd.watched(key, until=f'"mod_revision":{last}'):
+            events += json.loads(line)["Events"]
+        return [json.loads(base64.b64decode(event["kv"]["value"])) for event in events]
