@@ -67,8 +67,9 @@ def page(outcomes: Sequence[Outcome], judged: Judged, seconds: float, is_cabled:
     return f"""# A coordinator with standbys, and etcd, broken in the middle of swaps
 
 {found["cpu"]}, {found["cores"]} cores, Linux {found["kernel"]}, Python {found["python"]}, {version}.
-Three hosts with a member of etcd and a coordinator each, two with a daemon, a trainer and two replicas that swap all the time; {where}.
-etcd's data is in memory. {seconds / 60:.1f} minutes. Written by `scripts/try-etcd`.
+Three hosts with a member of etcd and a coordinator each, two with a daemon; a trainer and two replicas
+that swap all the time; {where}. etcd's data is in memory.
+{seconds / 60:.1f} minutes. Written by `scripts/try-etcd`.
 
 Seconds are from the fault until a version that was published after it was served by all replicas.
 

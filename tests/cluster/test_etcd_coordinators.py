@@ -88,6 +88,7 @@ def test_a_standby_lives_and_is_not_ready_and_says_so_once(server: etcd.Etcd) ->
         eventually(lambda: page(ends[1], "/readyz") == (200, "ok\n"), "it is ready")
         assert "level=warning" not in standby.log()
         Process.start(first)
+        eventually(lambda: "event=standby" in first.log(), "it stands by")
 
 
 def test_a_leader_whose_etcd_is_gone_stops_deciding_and_leads_again_when_it_is_back() -> None:
