@@ -43,8 +43,34 @@ class NodeConfig(Section, frozen=True):
 class CoordinatorConfig(Section, frozen=True):
     """The coordinator, and how daemons reach it."""
 
-    endpoint: str = ""  # "" means ipc in the runtime directory; tcp needs [security], even over loopback
-    journal: str = ""  # "" means journal.sqlite in the runtime directory
+    # "" means ipc in the runtime directory; tcp needs [security], even over loopback. A daemon may list several: the
+    # coordinator and its standbys
+    endpoint: str | Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=16)] = ""
+    # a file, or etcd://HOST:PORT,HOST:PORT/PREFIX (etcds:// with TLS); "" means journal.sqlite in the runtime directory
+    journal: Annotated[str, msgspec.Meta(max_length=2000)] = ""
+
+
+class EtcdConfig(Section, frozen=True):
+    """How a coordinator whose journal is in etcd identifies itself there, and etcd to it."""
+
+    ca: str = ""  # the file of the authority that signed etcd's certificates; "": those of the system
+    cert: str = ""  # this coordinator's certificate, and its key
+    key: str = ""
+    user: str = ""
+    password_file: str = ""
+    insecure: bool = False  # allow etcd:// (no TLS) to other hosts: whoever is on the path can decide what is live
+
+
+class EtcdPlace(msgspec.Struct, frozen=True):
+    """Where in which etcd a journal is."""
+
+    members: tuple[tuple[str, int], ...]  # host and port
+    prefix: str  # of all keys, with a slash before it and none after it
+    tls: bool
+
+    def __str__(self) -> str:
+        members = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.members)
+        return f"etcd{'s' if self.tls else ''}://{members}{self.prefix}"
 
 
 class SecurityConfig(Section, frozen=True):
@@ -133,6 +159,7 @@ class Config(Section, frozen=True):
     models: dict[str, ModelConfig] = {}
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
+    etcd: EtcdConfig = EtcdConfig()
 
     @property
     def node_name(self) -> str:
@@ -145,18 +172,26 @@ class Config(Section, frozen=True):
         return Path(self.node.runtime_dir) if self.node.runtime_dir else default_runtime_dir()
 
     @property
+    def coordinator_endpoints(self) -> tuple[str, ...]:
+        """The ZeroMQ endpoints of the coordinator and its standbys."""
+        found = self.coordinator.endpoint or f"ipc://{self.runtime_dir / 'coordinator.sock'}"
+        return (found,) if isinstance(found, str) else found
+
+    @property
     def coordinator_endpoint(self) -> str:
-        """The ZeroMQ endpoint of the coordinator."""
-        return self.coordinator.endpoint or f"ipc://{self.runtime_dir / 'coordinator.sock'}"
+        """The endpoint of the coordinator; of several, all of them, for people."""
+        return ", ".join(self.coordinator_endpoints)
 
     @property
     def uses_keys(self) -> bool:
         """Whether the coordinator and its daemons authenticate by keys."""
-        return not self.coordinator_endpoint.startswith("ipc://")
+        return not self.coordinator_endpoints[0].startswith("ipc://")
 
     @property
-    def journal_path(self) -> Path:
-        """The path of the coordinator's journal."""
+    def journal_place(self) -> Path | EtcdPlace:
+        """Where the coordinator's journal is."""
+        if self.coordinator.journal.startswith(("etcd://", "etcds://")):
+            return etcd_place(self.coordinator.journal)
         return Path(self.coordinator.journal or self.runtime_dir / "journal.sqlite")
 
 
@@ -167,6 +202,29 @@ def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
     if base := environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "refitd"
     return Path(f"/tmp/refitd-{os.getuid()}")
+
+
+def etcd_place(text: str) -> EtcdPlace:
+    """Read etcd://HOST:PORT,HOST:PORT/PREFIX.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    found = re.fullmatch(r"(etcds?)://([^/]+)(/.*)?", text)
+    members: list[tuple[str, int]] = []
+    for member in found[2].split(",") if found is not None else ():
+        parts = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})", member)
+        if parts is None or not 0 < int(parts[2]) <= LAST_PORT:
+            break
+        members.append((parts[1].strip("[]"), int(parts[2])))
+    else:
+        prefix = ((found[3] if found is not None else None) or "").rstrip("/") or "/refitd"
+        if found is not None and len(members) <= 16 and re.fullmatch(r"(/[\w.-]+)+", prefix):
+            return EtcdPlace(tuple(dict.fromkeys(members)), prefix, found[1] == "etcds")
+    raise ConfigError(
+        f"coordinator.journal {text!r} is not etcd://HOST:PORT,HOST:PORT/PREFIX (etcds:// with TLS), with up to 16 "
+        "members and a prefix of letters, digits and .-_/ that no other cluster has"
+    )
 
 
 def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, **flags: Any) -> Config:
@@ -310,23 +368,7 @@ def _check(config: Config, where: str) -> None:
     for dotted, text in _texts(msgspec.to_builtins(config)):
         if found := unprintable(text):
             raise ConfigError(f"{where}: {dotted} {text!r} {found}")
-    endpoint = config.coordinator_endpoint
-    if not endpoint.startswith(("ipc://", "tcp://")):
-        raise ConfigError(f"{where}: coordinator.endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT")
-    port = endpoint.rpartition(":")[2]
-    if endpoint.startswith("tcp://") and not (
-        re.fullmatch(r"tcp://(\*|\[[^\[\]/]+\]|[\w.-]+):[0-9]{1,5}", endpoint) and 0 < int(port) <= LAST_PORT
-    ):
-        raise ConfigError(
-            f"{where}: coordinator.endpoint {endpoint!r} is not tcp://HOST:PORT with a port from 1 to {LAST_PORT}; "
-            "IPv6 as tcp://[::1]:PORT"
-        )
-    if config.uses_keys and not config.security.key:
-        raise ConfigError(
-            f"{where}: coordinator.endpoint {endpoint!r} is tcp://, which every user of this host can connect to, "
-            "and security.key is not set: make keys for the coordinator and for each daemon (`refitctl keygen HEAD` "
-            "and `refitctl keygen NODE`; they say what else to set), or, on one host, use ipc://PATH"
-        )
+    _check_coordinator(config, where)
     metrics = str(config.metrics.endpoint)
     if metrics and not re.fullmatch(r"((\[[0-9a-fA-F:.]+\]|[\w.-]+):)?[0-9]{1,5}", metrics):
         raise ConfigError(f"{where}: metrics.endpoint {metrics!r} is neither HOST:PORT nor PORT; IPv6 as [::1]:PORT")
@@ -341,3 +383,57 @@ def _check(config: Config, where: str) -> None:
             f"{where}: node.runtime_dir {config.runtime_dir} is too long for a socket path "
             f"(at most {limit - len('/coordinator.sock')} characters)"
         )
+
+
+def _check_coordinator(config: Config, where: str) -> None:
+    endpoints = config.coordinator_endpoints
+    for endpoint in endpoints:
+        if not endpoint.startswith(("ipc://", "tcp://")):
+            raise ConfigError(f"{where}: coordinator.endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT")
+        port = endpoint.rpartition(":")[2]
+        if endpoint.startswith("tcp://") and not (
+            re.fullmatch(r"tcp://(\*|\[[^\[\]/]+\]|[\w.-]+):[0-9]{1,5}", endpoint) and 0 < int(port) <= LAST_PORT
+        ):
+            raise ConfigError(
+                f"{where}: coordinator.endpoint {endpoint!r} is not tcp://HOST:PORT with a port from 1 to {LAST_PORT}; "
+                "IPv6 as tcp://[::1]:PORT"
+            )
+        if endpoints.count(endpoint) > 1 or endpoint[:3] != endpoints[0][:3]:
+            raise ConfigError(
+                f"{where}: coordinator.endpoint lists {endpoint!r}, which it lists twice, or which is not like "
+                f"{endpoints[0]!r}; list each coordinator once, all with tcp:// or all with ipc://"
+            )
+    if config.uses_keys and not config.security.key:
+        raise ConfigError(
+            f"{where}: coordinator.endpoint {config.coordinator_endpoint!r} is tcp://, which every user of this host "
+            "can connect to, and security.key is not set: make keys for the coordinator and for each daemon (`refitctl "
+            "keygen HEAD` and `refitctl keygen NODE`; they say what else to set), or, on one host, use ipc://PATH"
+        )
+    try:
+        place = config.journal_place
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc}") from None
+    if isinstance(place, EtcdPlace):
+        _check_etcd(config.etcd, place, where)
+    elif "://" in config.coordinator.journal:
+        raise ConfigError(
+            f"{where}: coordinator.journal {config.coordinator.journal!r} is neither a file's path nor "
+            "etcd://HOST:PORT/PREFIX"
+        )
+
+
+def _check_etcd(etcd: EtcdConfig, place: EtcdPlace, where: str) -> None:
+    if not place.tls and (etcd.ca or etcd.cert):
+        raise ConfigError(f"{where}: etcd.ca and etcd.cert are for TLS; write etcds:// in coordinator.journal {place}")
+    if bool(etcd.user) != bool(etcd.password_file) or (etcd.key and not etcd.cert):
+        raise ConfigError(f"{where}: etcd.user needs etcd.password_file and the reverse; etcd.key needs etcd.cert")
+    far = [host for host, _ in place.members if not _is_loopback(host)]
+    if far and not place.tls and not etcd.insecure:
+        raise ConfigError(
+            f"{where}: coordinator.journal {place} reaches {far[0]} without TLS: whoever is on the path could decide "
+            "what is live; write etcds:// (see [etcd]), or set etcd.insecure = true where the network is your own"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None

@@ -76,7 +76,8 @@ def in_force(found: Config) -> dict[str, dict[str, Any]]:
     """Return every table with its values; "models" holds a table for each model."""
     tables: dict[str, dict[str, Any]] = msgspec.to_builtins(found)
     tables["node"] |= {"name": found.node_name, "runtime_dir": str(found.runtime_dir)}
-    tables["coordinator"] |= {"endpoint": found.coordinator_endpoint, "journal": str(found.journal_path)}
+    one, *more = found.coordinator_endpoints
+    tables["coordinator"] |= {"endpoint": [one, *more] if more else one, "journal": str(found.journal_place)}
     for name, table in tables.items():
         for key, value in table.items():
             # somebody may have pasted a secret key where its file is expected

@@ -51,6 +51,11 @@ class AbsentRanks:
         if found is not None and found.node == member.node and found.member in ("", member.id):
             del self._ranks[_rank_of(member)]
 
+    @property
+    def awaits_any(self) -> bool:
+        """Whether a rank that an earlier coordinator knew has not registered with this one."""
+        return any(not absent.member for absent in self._ranks.values())
+
     def until(self, model: str, now: float) -> float:
         """Return when the last permit of a model's absent ranks ends; 0 if none may serve any more."""
         for rank in [rank for rank, absent in self._ranks.items() if absent.until <= now]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from refitd.coordinator.journal import MAX_SEQUENCE
+from refitd.coordinator.journals.base import MAX_SEQUENCE
 from refitd.coordinator.records import LiveVersion, Recovered
 from refitd.protocol.cluster import LiveClaim
 
-# Daemons register within about a second of a coordinator's start. A coordinator whose journal is new, or that daemons
-# know more than, waits this long before it begins a swap.
+# Daemons register within about a second of each other. A coordinator whose journal is new, that daemons know more than,
+# or that misses ranks which an earlier one knew, waits this long after the first of them before it begins a swap.
 SETTLE_S = 3.0
 
 # Limit on decided swaps remembered from daemons; late ranks ask about one of the last.
@@ -19,7 +19,7 @@ KEPT_DECISIONS = 4096
 
 
 class Past(Protocol):
-    """What the journal knows from earlier coordinators; implemented by `refitd.coordinator.journal.Journal`."""
+    """What the journal knows from earlier coordinators; implemented by `refitd.coordinator.journals.base.Journal`."""
 
     id: str
 
@@ -93,6 +93,7 @@ class LiveVersions:
     _decided: dict[str, tuple[int, str]] = field(
         default_factory=dict
     )  # swap -> version identity, as last told to daemons
+    _greeted: float | None = None  # when the first daemon was heard
     _settled: bool = False
     _in_doubt: bool = False  # daemons contradict the journal or know more
 
@@ -201,19 +202,24 @@ class LiveVersions:
 
     def is_settled(self, now: float) -> bool:
         """Whether swaps may begin: daemons that could know more have had time to report."""
-        if not self._settled and now >= self.started + SETTLE_S:
+        if self._greeted is not None and now >= self._greeted + SETTLE_S:
             self._settled = True
         return self._settled
 
+    def greeted(self, now: float) -> None:
+        """Note that a daemon has introduced itself."""
+        if self._greeted is None:
+            self._greeted = now
+
     def heard(self, now: float) -> bool:
-        """Note that a daemon has reported all it knows; return whether swaps may begin."""
+        """Note that daemons have reported all they know; return whether swaps may begin."""
         if not self._in_doubt and (self.is_beside or not self.past.is_new):
             self._settled = True
         return self.is_settled(now)
 
     def deadline(self) -> float | None:
-        """Return when swaps may begin; None if they may now."""
-        return None if self._settled else self.started + SETTLE_S
+        """Return when swaps may begin; None if they may now, or if no daemon is there."""
+        return None if self._settled or self._greeted is None else self._greeted + SETTLE_S
 
     def unsure_until(self, lease_s: float) -> float:
         """Return until when unknown ranks may serve. Nonzero if the journal, which names them, is lost."""

@@ -19,15 +19,20 @@ import zmq
 from refitd import service
 from refitd.buffers.arena import die_with_parent
 from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
-from refitd.config import Config
+from refitd.config import Config, EtcdPlace
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import unpack_shard
-from refitd.coordinator.journal import Journal
+from refitd.coordinator.journals.base import Journal, LeadLost
+from refitd.coordinator.journals.etcd import EtcdJournal
+from refitd.coordinator.journals.file import FileJournal
+from refitd.coordinator.journals.gateway import NotReached
+from refitd.coordinator.journals.lead import Lead
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.records import Record
 from refitd.coordinator.rosters import ShardRead
+from refitd.coordinator.standby import cluster_of, wait_to_lead
 from refitd.coordinator.state import Coordinator
-from refitd.errors import CommitError, PlanError, ProtocolError, RefitdError, RefusedError
+from refitd.errors import CommitError, ConfigError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import keep_apart
@@ -37,6 +42,7 @@ from refitd.protocol.base import MAX_MESSAGE_BYTES
 from refitd.protocol.channel import Received, Router, framed
 from refitd.protocol.codec import NODE_HELLO_BYTES, BadMessage, Decoder, UnknownKind, request_of
 from refitd.protocol.directory import make_runtime_dir
+from refitd.protocol.keys import ServerKeys
 from refitd.protocol.local import Failure
 from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys, coordinator_uids
@@ -72,10 +78,12 @@ class CoordinatorShell:
         allowed: Mapping[str, Allowed],
         journal: Journal,
         log: EventLog,
+        told: tuple[int, int],
         is_beside: bool = False,
         monitor: Monitor | None = None,
         manager: service.ServiceManager | None = None,
     ) -> None:
+        """`told` is a pipe that outlives this object: a thread that still plans writes to it."""
         self._manager = manager
         self._router = router
         self._monitor = monitor
@@ -87,7 +95,7 @@ class CoordinatorShell:
         self._allowed = allowed
         self._decoder: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeMessage)
         self._strangers: Decoder[cluster.NodeMessage] = Decoder(cluster.NodeHello, NODE_HELLO_BYTES)
-        self._told_r, self._told_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._told_r, self._told_w = told
         self._reader = BackgroundThread[Received]("refitd-reader", self._told)
         self._planner = BackgroundThread[int]("refitd-planner", self._told)
         self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
@@ -114,7 +122,11 @@ class CoordinatorShell:
             os.write(self._told_w, b".")
 
     def serve(self, stop: list[int], reloads: list[int], wakeup: int) -> None:
-        """Run until `stop` holds a signal number, and read keys for each in `reloads`; `wakeup` is readable then."""
+        """Run until `stop` holds a signal number, and read keys for each in `reloads`; `wakeup` is readable then.
+
+        Raises:
+            LeadLost: another coordinator may lead; nothing more may be said.
+        """
         poller = zmq.Poller()
         poller.register(wakeup, zmq.POLLIN)
         poller.register(self._told_r, zmq.POLLIN)
@@ -126,6 +138,7 @@ class CoordinatorShell:
             deadline = min(next_tick, self._state.next_deadline() or next_tick)
             poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
             began = time.monotonic()
+            self._journal.guard()  # before anything is said: this process may have been stopped
             if reloads:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
@@ -152,6 +165,11 @@ class CoordinatorShell:
                 self._publish()
             if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
                 self._log("slow-turn", seconds=took_s)
+
+    def close(self) -> None:
+        """End the threads, once they have done what they are doing."""
+        for thread in (self._reader, self._planner, self._answers):
+            thread.close()
 
     def _publish(self) -> None:
         if self._monitor is not None:
@@ -244,6 +262,8 @@ class CoordinatorShell:
             return
         try:
             self._feed(act.FromNode(identity, request, message, received.key, allowed, read))
+        except LeadLost:
+            raise
         except Exception as exc:
             # an internal error that one daemon's message triggers must not end the coordinator
             if self._noise.allows(f"internal {type(message).__name__}", time.monotonic()):
@@ -351,6 +371,19 @@ def _monitor(config: Config, log: EventLog) -> Monitor | None:
     return monitor
 
 
+def _check_single(config: Config, with_parent: bool) -> None:
+    if len(config.coordinator_endpoints) > 1:
+        raise ConfigError(
+            f"coordinator.endpoint lists {config.coordinator_endpoint}: a coordinator listens at one endpoint, its "
+            "own; the list is for daemons"
+        )
+    if with_parent and isinstance(config.journal_place, EtcdPlace):
+        raise ConfigError(
+            f"coordinator.journal {config.journal_place}: the coordinator of a standalone daemon has no standby, so "
+            "its journal is a file; leave --standalone out and run `refitd coordinator`"
+        )
+
+
 def run(config: Config, *, with_parent: bool = False) -> int:
     """Run the coordinator until SIGTERM or SIGINT; with `with_parent` also until the parent process ends.
 
@@ -363,6 +396,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     log = EventLog("coordinator")
     raise_descriptor_limit()  # unfinished connections take descriptors, too
     require_descriptors(SERVER_DESCRIPTORS, "a coordinator")
+    _check_single(config, with_parent)
     keys = coordinator_keys(config)
     make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))
     stop: list[int] = []
@@ -377,27 +411,67 @@ def run(config: Config, *, with_parent: bool = False) -> int:
         signal.signal(signal.SIGHUP, on_signal)
     wakeup_r, wakeup_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup_w, warn_on_full_buffer=False)
+    told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     monitor = _monitor(config, log)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    manager = None if with_parent else service.ServiceManager()  # a child's is its daemon's
     try:
-        router = Router(context, config.coordinator_endpoint, keys, uids=coordinator_uids(config))
-        try:
-            journal = Journal(config.journal_path)
-            log("ready", endpoint=config.coordinator_endpoint, journal=str(config.journal_path), pid=os.getpid())
-            allowed = keys.allowed if keys else {}
-            manager = None if with_parent else service.ServiceManager()  # a child's is its daemon's
-            shell = CoordinatorShell(config, router, allowed, journal, log, with_parent, monitor, manager)
-            if manager is not None:
-                manager.ready()
-            shell.serve(stop, reloads, wakeup_r)
-            if manager is not None:
-                manager.stopping()
-            journal.close()
-        finally:
-            router.close()
+        while not stop:
+            lead = None
+            if isinstance(config.journal_place, EtcdPlace):
+                lead = wait_to_lead(config, keys, stop, wakeup_r, log, monitor, manager)
+                if lead is None:
+                    break
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            try:
+                _lead(config, keys, context, lead, stop, reloads, wakeup_r, told, log, with_parent, monitor, manager)
+            except (LeadLost, NotReached) as exc:
+                log("lead-lost", reason=str(exc))
+            finally:
+                context.destroy(linger=0)
+                if lead is not None:
+                    lead.release()
+                    lead.gateway.close()
+        if manager is not None:
+            manager.stopping()
     finally:
-        context.destroy(linger=0)
         if monitor is not None:
             monitor.close()
     log("stopped", signal=stop[0])
     return 0
+
+
+def _lead(
+    config: Config,
+    keys: ServerKeys | None,
+    context: zmq.Context[zmq.Socket[bytes]],
+    lead: Lead | None,
+    stop: list[int],
+    reloads: list[int],
+    wakeup: int,
+    told: tuple[int, int],
+    log: EventLog,
+    with_parent: bool,
+    monitor: Monitor | None,
+    manager: service.ServiceManager | None,
+) -> None:
+    """Listen and decide until `stop` holds a signal number; see CoordinatorShell.serve."""
+    place = config.journal_place
+    router = Router(context, config.coordinator_endpoint, keys, uids=coordinator_uids(config))
+    try:
+        if isinstance(place, EtcdPlace):
+            assert lead is not None
+            journal: Journal = EtcdJournal(lead, place, cluster_of(keys))
+        else:
+            journal = FileJournal(place)
+        log("ready", endpoint=config.coordinator_endpoint, journal=journal.name, pid=os.getpid())
+        allowed = keys.allowed if keys else {}
+        shell = CoordinatorShell(config, router, allowed, journal, log, told, with_parent, monitor, manager)
+        if manager is not None:
+            manager.ready()
+        try:
+            shell.serve(stop, reloads, wakeup)
+            journal.close()
+        finally:
+            shell.close()
+    finally:
+        router.close()

@@ -50,6 +50,7 @@ class Figures:
     drained: int  # nodes, connected or not
     models: Mapping[str, _ModelFigures]
     queues: Mapping[str, int]
+    leads: bool = True  # False for a standby
 
 
 def figures(state: Coordinator, queues: Mapping[str, int]) -> Figures:
@@ -96,6 +97,10 @@ class Monitor:
         names = (*config.metrics.hosts, socket.gethostname())
         self._exporter = Exporter(address, names, registry, metrics.show)
         self.endpoint, self.close = self._exporter.endpoint, self._exporter.close
+
+    def stands_by(self, lacks: str) -> None:
+        """Publish that this process lives and does not lead, and why."""
+        self._exporter.publish(Figures(0, 0, {}, {}, leads=False), lacks)
 
     def publish(self, state: Coordinator, queues: Mapping[str, int]) -> None:
         """Publish a snapshot; `queues` are the shell's, with their lengths."""
@@ -164,6 +169,7 @@ class CoordinatorMetrics:
             buckets=_JOURNAL_BUCKETS,
         )
         self._journal_failures = Counter("refitd_journal_failures", "Journal writes that failed.", registry=r)
+        self._leads = Gauge("refitd_leads", "1 for the coordinator that decides, 0 for a standby.", registry=r)
         self._nodes = Gauge("refitd_nodes", "Daemons that the coordinator knows.", registry=r)
         self._drained = Gauge("refitd_nodes_drained", "Nodes that an operator has drained.", registry=r)
         self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
@@ -262,6 +268,7 @@ class CoordinatorMetrics:
 
     def show(self, found: Figures) -> None:
         """Set the gauges from a snapshot."""
+        self._leads.set(found.leads)
         self._nodes.set(found.nodes)
         self._drained.set(found.drained)
         for gauge in (self._published, self._decided, self._queued, self._running, self._members, self._replica):

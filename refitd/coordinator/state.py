@@ -156,6 +156,10 @@ class Coordinator:
         match event:
             case FromNode():
                 self._from_node(event, now)
+                if not self._settling.has_begun and self.nodes and not self._absent.awaits_any:
+                    # a swap that begins before a rank is back leaves it out, and waits for its permit to end
+                    self._lives.heard(now)
+                    self._settling.begin(now)
             case Planned():
                 self.swaps.preparation.planned(event, now)
             case KeysRead(allowed, waiter):
@@ -241,6 +245,7 @@ class Coordinator:
         self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol)
         protocol = versions.shown(message.protocol)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
+        self._lives.greeted(now)
         changed = self._lives.said(name, message.live)
         for model in {claim.model for claim in message.live} | set(self._lives.models()):
             if (claim := self._lives.claim(model)) is not None and model not in changed:
@@ -250,8 +255,6 @@ class Coordinator:
         self._send(identity, request, welcome)
         for model in changed:
             self._settling.live_learned(model, now)
-        self._lives.heard(now)
-        self._settling.begin(now)
         for state in [self.models[model] for model in changed if model in self.models]:
             self.swaps.queue.next(state, now)
 

@@ -63,9 +63,10 @@ class CoordinatorSaid:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A request to the coordinator was dropped because its queue is full."""
+    """A request to the coordinator was dropped: its queue is full, or the connection is `lost`."""
 
     request: int
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

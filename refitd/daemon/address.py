@@ -17,7 +17,7 @@ def reachable_address(config: Config) -> str:
     """
     if config.node.address:
         return config.node.address
-    endpoint = urlsplit(config.coordinator_endpoint)
+    endpoint = urlsplit(config.coordinator_endpoints[0])
     if endpoint.scheme != "tcp" or endpoint.hostname in (None, "*", "0.0.0.0", "::"):
         return "127.0.0.1"
     try:

@@ -92,11 +92,12 @@ class CoordinatorLink:
             del self._waiting[request]
         self._answered(waiting, message)
 
-    def unsent(self, request: int) -> None:
-        """Fail a request that did not fit in the queue to the coordinator."""
+    def unsent(self, request: int, lost: bool) -> None:
+        """Fail a request that did not fit in the queue to the coordinator, or whose connection is `lost`."""
         if (waiting := self._waiting.pop(request, None)) is not None:
             text = f"node {self._node}: too much waits to be sent to the coordinator; try again"
-            self._answered(waiting, local.Failure(code=RefusedError.code, message=text))
+            failure = local.Failure(code=RefusedError.code, message=text)
+            self._answered(waiting, _failed(self._absence()) if lost else failure)
 
     def fail_all(self, reason: str) -> None:
         """Fail all waiting requests: the coordinator that had them is gone."""

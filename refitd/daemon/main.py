@@ -27,6 +27,7 @@ from refitd.daemon.allocation import close_all, make_arenas
 from refitd.daemon.client_inbox import ClientInbox
 from refitd.daemon.client_listener import CLIENT_RESERVE, ClientListener
 from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
+from refitd.daemon.coordinator_sockets import CoordinatorSockets
 from refitd.daemon.slow_work import SlowWork
 from refitd.daemon.state import Daemon
 from refitd.daemon.workers import Workers
@@ -36,7 +37,7 @@ from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import keep_apart
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.background import LARGE_FRAME, OrderedDecoder
-from refitd.protocol.channel import Dealer, Router, local_peer
+from refitd.protocol.channel import Router, local_peer
 from refitd.protocol.codec import BadMessage, Decoder
 from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from refitd.daemon.metrics import Monitor
 
 TICK_S = 1.0
+
+# The same while this node looks for the one of several coordinators that leads.
+SEEK_S = 0.25
 
 # Limit for measuring how fast a client's memory is read; normally some milliseconds.
 MEASURE_S = 10.0
@@ -87,7 +91,7 @@ class DaemonShell:
         endpoint = f"ipc://{directory / 'refitd.sock'}"
         self._users = node_users(config)
         self._noise = Throttle(period_s=5.0)
-        self._dealer = Dealer(context, config.coordinator_endpoint, keys)
+        self._dealer = CoordinatorSockets(context, config.coordinator_endpoints, keys)
         self._gate = ClientListener(
             directory / "refitd.fds",
             endpoint,
@@ -98,7 +102,7 @@ class DaemonShell:
             self._given_back,
         )
         self._router = Router(context, endpoint, uids=self._users.uids, unsent=CLIENT_MARK)
-        for sock in (self._router.socket, self._dealer.socket, *self._dealer.doors):
+        for sock in (self._router.socket, *self._dealer.sockets, *self._dealer.doors):
             self._poller.register(sock, zmq.POLLIN)
         self._cluster: Decoder[cluster.CoordinatorMessage] = Decoder(cluster.CoordinatorMessage)
         self._arena_fds: dict[int, int] = {PAGE_ARENA: memory.create(PAGE_BYTES, memory.PERMITS)}
@@ -157,8 +161,8 @@ class DaemonShell:
                 self._serve_one(ready, events)
             awake = self._excuse(awake, 0.0)  # before the tick, which declares peers silent
             if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + TICK_S
                 self._outlive(self._tick)
+                next_tick = time.monotonic() + (SEEK_S if self._dealer.is_seeking else TICK_S)
                 self._outlive(lambda: self._look_after(beside))
             elif time.monotonic() >= due:
                 self._feed(act.Due())
@@ -179,7 +183,12 @@ class DaemonShell:
             self._log("turned-away", clients=late, reason="they connected and said no Hello")
         self._collect()
         self._feed(Tick())
+        self._follow()
         self._publish()
+
+    def _follow(self) -> None:
+        if endpoint := self._dealer.follow(self._state.is_coordinated):
+            self._log("follows", endpoint=endpoint)
 
     def _publish(self) -> None:
         if self._monitor is not None:
@@ -224,10 +233,11 @@ class DaemonShell:
     def _serve_ready(self, ready: object, events: int) -> None:
         if ready is self._router.socket:
             self._inbox.take()
-        elif ready is self._dealer.socket:
+        elif ready in self._dealer.sockets:
             while (frame := self._dealer.receive()) is not None:
                 if self._is_trusted():
                     self._from_coordinator(frame)
+                    self._follow()
         elif ready in self._dealer.doors:
             self._no_handshake()
         elif ready == self._gate.listener_fd:
@@ -367,7 +377,7 @@ class DaemonShell:
             case act.ToCoordinator(request, message):
                 try:
                     if not self._dealer.send(request, message) and request:
-                        self._feed(act.Unsent(request))
+                        self._feed(act.Unsent(request, not self._dealer.queues))
                 except ProtocolError as exc:
                     failure = local.Failure(code=exc.code, message=str(exc))
                     self._feed(act.CoordinatorSaid(request, failure))

@@ -200,8 +200,8 @@ class Daemon:
                 self._link.was_busy(seconds)
             case CoordinatorSaid(request, message):
                 self._coordinator(request, message)
-            case Unsent(request):
-                self._link.unsent(request)
+            case Unsent(request, lost):
+                self._link.unsent(request, lost)
             case CoordinatorUnreachable(reason):
                 self._link.unreachable(reason)
             case WorkerSaid(worker, message):

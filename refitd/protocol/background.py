@@ -27,7 +27,7 @@ class BackgroundThread(Generic[K]):
         """`tell` is called on the background thread when there is something to collect."""
         self._name = name
         self._tell = tell
-        self._todo: queue.SimpleQueue[tuple[K, Callable[[], object]]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[K, Callable[[], object]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[K, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -52,16 +52,23 @@ class BackgroundThread(Generic[K]):
             except queue.Empty:
                 return
 
+    def close(self) -> None:
+        """End the thread once it has done what was submitted; its results are lost."""
+        if self._thread is not None:
+            self._todo.put(None)
+
     def _work(self) -> None:
         while True:
-            key, work = self._todo.get()
+            if (todo := self._todo.get()) is None:
+                return
+            key, work = todo
             result: object
             try:
                 result = work()
             except Exception as exc:
                 result = exc
             self._done.put((key, result))
-            del work, result  # free the frame that it was made from
+            del todo, work, result  # free the frame that it was made from
             self._tell()
 
 

@@ -231,19 +231,27 @@ class Dealer:
     call `retry` from time to time.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
-        """Start connecting, in the background.
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: ClientKeys | None = None,
+        *,
+        queues: bool = True,
+    ) -> None:
+        """Start connecting, in the background. Without `queues` nothing is sent before there is a connection.
 
         Raises:
             ConfigError: the endpoint cannot be connected to.
         """
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._keys = keys
         self._is_refused = False
         self.peer = ""  # address of the last message's sender, as in Received.address
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket, endpoint)
         self.socket.setsockopt(zmq.SNDTIMEO, 0)
+        self.socket.setsockopt(zmq.IMMEDIATE, not queues)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         self._handshakes = Handshakes(self.socket) if endpoint.startswith("tcp://") else None
@@ -266,7 +274,7 @@ class Dealer:
         said = None
         while self._handshakes is not None and (failed := self._handshakes.receive()) is not None:
             self._is_refused = self._is_refused or failed is not HandshakeFailure.ENDED
-            said = f"{self._endpoint}: {failed.value}; {self._advice(failed)}"
+            said = f"{self.endpoint}: {failed.value}; {self._advice(failed)}"
         return said
 
     def _advice(self, failed: HandshakeFailure) -> str:
@@ -286,8 +294,8 @@ class Dealer:
         """Reconnect if the last handshake was refused: the cause may have been fixed."""
         if self._is_refused:
             self._is_refused = False
-            self.socket.disconnect(self._endpoint)
-            self.socket.connect(self._endpoint)
+            self.socket.disconnect(self.endpoint)
+            self.socket.connect(self.endpoint)
 
     def receive(self) -> bytes | None:
         """Return the next frame, None if none waits."""

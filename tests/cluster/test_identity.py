@@ -95,8 +95,8 @@ def test_a_coordinator_on_another_journal_lets_no_two_versions_be_served(
     if how == "older":
         shutil.copy(tmp_path / "older", journal)
     elif how == "another's":
-        code = "import sys; from pathlib import Path; from refitd.coordinator.journal import *\n"
-        code += "j = Journal(Path(sys.argv[1]))\n"
+        code = "import sys; from pathlib import Path; from refitd.coordinator.journals.file import *\n"
+        code += "j = FileJournal(Path(sys.argv[1]))\n"
         code += "for v in range(9): j.write(Record(f's{v}', 'policy', v, 'decided', '', '', 1.0, run='else'))"
         subprocess.run([sys.executable, "-c", code, journal], check=True, timeout=60)
     fleet.daemon.start_coordinator()

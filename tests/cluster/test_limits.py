@@ -139,11 +139,11 @@ def test_a_decision_that_cannot_be_written_aborts_and_the_next_swap_works_once_t
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_coordinator_whose_journal_cannot_be_written_does_not_start(tmp_path: Path, existing: bool) -> None:
-    from refitd.coordinator.journal import Journal
+    from refitd.coordinator.journals.file import FileJournal
 
     path = tmp_path / "journal.sqlite"
     if existing:
-        Journal(path).close()
+        FileJournal(path).close()
     places = {"REFITD_NODE__RUNTIME_DIR": str(tmp_path / "run"), "REFITD_COORDINATOR__JOURNAL": str(path)}
     ran = programs.run(
         [sys.executable, "-m", "refitd_cli.daemon", "coordinator"],

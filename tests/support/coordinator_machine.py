@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from refitd.config import Config
 from refitd.coordinator import actions as act
 from refitd.coordinator.descriptions import MAX_UNUSED_SHARDS
-from refitd.coordinator.journal import Journal
+from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.records import Recovered
 from refitd.coordinator.schedule import MAX_QUEUED
@@ -31,7 +31,7 @@ MEMBERS = {"src": "n0", "a": "n0", "b": "n1", "c": "n1"}  # c says that it stand
 EVENTS_QUEUED = 200
 
 
-class Disk(Journal):
+class Disk(FileJournal):
     """A journal on a disk that can be full."""
 
     full = False
@@ -325,7 +325,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def journal_is_copied(self) -> None:
-        self.journal._checkpoint()
+        self.journal._tidy()
         shutil.copy(self.directory / "journal", self.directory / "copy")
 
     @rule(seconds=st.sampled_from([0.5, 4.0, NODE_SILENCE_S + 1, 40.0, 400.0]))

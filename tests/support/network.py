@@ -117,6 +117,16 @@ class SwitchedHosts:
             self.close()
             raise
 
+    def cable(self, host: int, *, up: bool) -> None:
+        """Pull a host's cable, or plug it in."""
+        cable = f"v{self.names[host].removeprefix('rf').rpartition('n')[0]}{host}"
+        _must("ip", "-n", self.names[host], "link", "set", cable, "up" if up else "down")
+
+    def lose_way(self, host: int, to: int, *, lost: bool) -> None:
+        """Have all that one host sends to another vanish, or arrive again."""
+        address = f"{self.addresses[to]}/32"
+        _must("ip", "-n", self.names[host], "route", "add" if lost else "del", "blackhole", address)
+
     def sent(self, host: int) -> int:
         """Return the bytes that a host's cable has carried away from it."""
         said = _must("ip", "-n", self.names[host], "-j", "-s", "link", "show")

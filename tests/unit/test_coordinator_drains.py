@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from refitd.config import Config
-from refitd.coordinator.journal import Journal
 from refitd.coordinator.metrics import figures
-from refitd.coordinator.records import Drain
 from refitd.errors import CommitError
 from refitd.protocol import cluster, control, local
 from refitd.protocol.reports import DrainReport, ReplicaName, ResumeReport, StatusReport
@@ -214,15 +210,3 @@ def test_an_automatic_swap_waits_in_silence_for_a_drained_source():
     assert sent == [local.Done()]
     resume(h, "n0")
     assert any(isinstance(m, cluster.LoadPlan) for _, _, m in h.sent)
-
-
-def test_the_journal_keeps_drains(tmp_path: Path):
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    journal.set_drain(Drain("n1", frozenset({("m", "a"), ("m", "ü")})), 1.0)
-    journal.set_drain(Drain("n2", frozenset()), 1.0)
-    journal.set_drain(Drain("n2", None), 2.0)
-    journal.close()
-    journal = Journal(path)
-    assert journal.drained() == {"n1": frozenset({("m", "a"), ("m", "ü")})}
-    journal.close()

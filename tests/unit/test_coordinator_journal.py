@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from refitd.config import Config
+from refitd.coordinator.live_versions import SETTLE_S
 from refitd.coordinator.records import Record
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.events import Tick
@@ -41,7 +42,8 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
     later = Harness(journal=journal).join()
     later.add("src", versions=(1,), run="run1")
     assert str(later.state.models["m"].live) == "1 (run run1)"
-    assert any(isinstance(m, cluster.LoadPlan) for m in later.add("c"))  # a replica that serves nothing yet
+    assert "LoadPlan" not in kinds(later.add("c"))  # which serves nothing yet; a is not back
+    assert "LoadPlan" in kinds(later.add("a", version=1, run="run1"))
     (found,) = [m for m in later.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
     assert [(s.version, s.state, s.report.kind if s.report else "") for s in found.swaps] == [(1, "committed", "asked")]
 
@@ -130,4 +132,7 @@ def test_the_next_swap_ends_what_was_decided_earlier() -> None:
     h.add("a", version=1, run="run1")
     h.say("n0", cluster.ShardPublished(member="src", version=2))
     h.say("n0", local.StartSwap("m"), request=9)
+    assert last(h).state == "decided"  # b may be on its way
+    h.now += SETTLE_S
+    h.tick()
     assert (last(h).swap, last(h).state) == (swap, "incomplete")

@@ -1,4 +1,4 @@
-"""The journal keeps decisions across lives."""
+"""The journal in a file: earlier versions, damage, second owners. tests/conformance has what all journals do."""
 
 from __future__ import annotations
 
@@ -12,90 +12,47 @@ from pathlib import Path
 
 import pytest
 
-from refitd.coordinator.journal import Journal
-from refitd.coordinator.records import LiveVersion, Record, Recovered
+from refitd.coordinator.journals.file import FileJournal
+from refitd.coordinator.records import LiveVersion, Record
 from refitd.errors import CommitError
 from tests.support import programs
 
 CONNECT = (
-    "import sys; from pathlib import Path; from refitd.coordinator.journal import Journal; Journal(Path(sys.argv[1]))"
+    "import sys; from pathlib import Path; from refitd.coordinator.journals.file import FileJournal as J; "
+    "J(Path(sys.argv[1]))"
 )
 DECIDED = Record("s1", "policy", 4, "decided", "plan", "", 1.0)
 
 
-def ended(journal: Journal) -> None:
+def ended(journal: FileJournal) -> None:
     """The process ends without closing anything in order: the kernel does."""
     journal._unlock()
 
 
 def test_a_decision_is_found_by_the_next_life(tmp_path: Path) -> None:
     path = tmp_path / "dir" / "journal.sqlite"
-    journal = Journal(path)
+    journal = FileJournal(path)
     journal.write(DECIDED)
     ended(journal)
-    assert Journal(path).decided("s1") == DECIDED
+    assert FileJournal(path).decided("s1") == DECIDED
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_an_aborted_swap_was_not_decided(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    journal.write(Record("s1", "policy", 4, "aborted", "", "worker died", 1.0))
-    assert journal.decided("s1") is None
-    assert journal.decided("unknown") is None
 
 
 def test_a_file_that_is_no_journal_is_refused_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_text("this is not a database, and it is long enough to look like one" * 20)
     with pytest.raises(CommitError, match=r"journal .*j: file is not a database .*; move it away"):
-        Journal(path)
+        FileJournal(path)
 
 
 def test_a_journal_that_another_program_has_locked_says_so_and_not_that_the_disk_is_full(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = FileJournal(tmp_path / "j")
     other = sqlite3.connect(tmp_path / "j", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(CommitError, match=r"database is locked .*another program has it open") as refused:
         journal.write(DECIDED)
     assert "free disk space" not in str(refused.value)
     other.close()
-
-
-def test_recent_swaps_come_newest_first_of_one_model_or_all(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    journal.write(DECIDED)
-    journal.write(Record("s2", "other", 1, "aborted", "", "no", 2.0))
-    journal.write(replace(DECIDED, state="committed", report=b"{}"))
-    assert [(r.swap, r.state, r.is_decided) for r in journal.recent("", 5)] == [
-        ("s1", "committed", True),
-        ("s2", "aborted", False),
-    ]
-    assert [r.swap for r in journal.recent("policy", 5)] == ["s1"]
-    assert [r.swap for r in journal.recent("", 1)] == ["s1"]
-
-
-def test_what_cannot_be_written_is_written_before_anything_later(tmp_path: Path) -> None:
-    class Disk(Journal):
-        full = False
-
-        def _insert(self, r: Record) -> None:
-            if self.full:
-                raise CommitError("full")
-            super()._insert(r)
-
-    journal = Disk(tmp_path / "j")
-    journal.write(DECIDED)
-    journal.full = True
-    for ended in (replace(DECIDED, state="committed"), Record("s2", "policy", 5, "aborted", "", "no", 2.0)):
-        with pytest.raises(CommitError):
-            journal.note(ended)
-    with pytest.raises(CommitError):
-        journal.write(replace(DECIDED, swap="s3", version=6))
-    journal.full = False
-    journal.write(replace(DECIDED, swap="s4", version=7))
-    found = [(r.swap, r.state) for r in journal.recent("policy", 9)]
-    assert found == [("s4", "decided"), ("s2", "aborted"), ("s1", "committed")]
-    journal.close()
 
 
 def test_a_journal_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path) -> None:
@@ -108,56 +65,12 @@ def test_a_journal_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path) -> 
     old.execute("INSERT INTO swaps VALUES ('s1', 'policy', 4, 'decided', 'plan', '', 1.0)")
     old.execute("PRAGMA user_version=1")
     old.close()
-    journal = Journal(path)
+    journal = FileJournal(path)
     assert journal.decided("s1") == DECIDED
     assert journal.live("policy") == LiveVersion(4, "", 1, "s1") and journal.highest("policy") == 4
     journal.write(replace(DECIDED, state="committed", report=b"{}"))
     ended(journal)
-    assert Journal(path).recent("", 1)[0].report == b"{}"
-
-
-def test_a_journal_keeps_the_last_swaps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refitd.coordinator.journal.KEPT", 3)
-    journal = Journal(tmp_path / "j")
-    for number in range(20):
-        journal.write(Record(f"s{number}", "policy", number, "decided", "", "", 1.0))
-        journal.write(Record(f"s{number}", "policy", number, "committed", "", "", 1.0))
-    kept = [r.version for r in journal.recent("", 100)]
-    assert kept[:3] == [19, 18, 17] and len(kept) <= 6
-
-
-# --- what is live ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state", ["aborted", "committed"])
-def test_no_number_of_swaps_makes_a_journal_forget_what_is_live_and_what_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
-    monkeypatch.setattr("refitd.coordinator.journal.KEPT", 3)
-    path = tmp_path / "j"
-    journal = Journal(path)
-    for number in (3, 4, 3):  # 4 is rolled back
-        journal.write(Record(f"v{number}", "policy", number, "decided", "", "", 1.0, run="x"))
-    for number in range(50):
-        model = "policy" if state == "aborted" else "other"
-        if state == "committed":
-            journal.write(Record(f"s{number}", model, number, "decided", "", "", 1.0, run="y"))
-        journal.note(Record(f"s{number}", model, 9, state, "", "", 1.0, run="x"))
-    ended(journal)
-    journal = Journal(path)
-    assert journal.live("policy") == LiveVersion(3, "x", 3, "v3")
-    assert journal.highest("policy") == 4 and journal.before("policy", 4) == LiveVersion(3, "x", 3)
-    assert journal.tried("policy") == ((9, "x") if state == "aborted" else (-1, ""))
-
-
-def test_what_daemons_knew_is_written_and_later_decisions_count_on_from_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
-    assert journal.is_new
-    journal.note(Recovered("policy", LiveVersion(5, "x", 40, "s9"), "old", 1.0, highest=7))
-    assert journal.live("policy") == LiveVersion(5, "x", 40, "s9") and journal.highest("policy") == 7
-    assert journal.continues("old") and journal.continues(journal.id) and not journal.continues("other")
-    journal.write(replace(DECIDED, version=8, run="y"))
-    assert journal.live("policy") == LiveVersion(8, "y", 41, "s1")
+    assert FileJournal(path).recent("", 1)[0].report == b"{}"
 
 
 # --- whose file it is --------------------------------------------------------------------------------------
@@ -170,14 +83,14 @@ def other_process(path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", ["same", "hard link", "symbolic link"])
 def test_a_second_owner_is_refused_by_name_until_the_first_has_ended(tmp_path: Path, name: str) -> None:
     path, other = tmp_path / "j", tmp_path / "j"
-    journal = Journal(path)
+    journal = FileJournal(path)
     if name != "same":
         other = tmp_path / "other"
         (os.link if name == "hard link" else os.symlink)(path, other)
     refused = other_process(other)
     assert f"journal {other} is in use by another coordinator (pid {os.getpid()})" in refused.stderr
     with pytest.raises(CommitError, match="in use by another coordinator"):
-        Journal(other)
+        FileJournal(other)
     journal.write(DECIDED)  # nobody has taken the lock away with it
     ended(journal)
     assert other_process(path).returncode == 0
@@ -229,7 +142,7 @@ DAMAGES = (removed, all_removed, replaced, truncated, halved, garbled, wal_garbl
 def test_nothing_is_decided_with_a_file_that_is_not_as_it_was_left(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = FileJournal(tmp_path / "j")
     journal.write(DECIDED)
     damage(tmp_path / "j")
     for _ in range(2):
@@ -244,7 +157,7 @@ def test_nothing_is_decided_with_a_file_that_is_not_as_it_was_left(
 def test_what_others_change_before_a_checkpoint_is_not_covered_up_by_it(
     tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = FileJournal(tmp_path / "j")
     journal.write(DECIDED)
     flush = journal.flush
 
@@ -264,14 +177,14 @@ def test_what_others_change_before_a_checkpoint_is_not_covered_up_by_it(
 def test_what_was_live_before_the_last_swap_ended_does_not_hang_on_the_wal(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = FileJournal(tmp_path / "j")
     journal.write(DECIDED)
     journal.note(replace(DECIDED, state="committed"))
     kept = (tmp_path / "j-wal").read_bytes()
     journal._unlock()
     (tmp_path / "j-wal").write_bytes(kept)
     damage(tmp_path / "j")
-    assert Journal(tmp_path / "j").live("policy") == LiveVersion(4, "", 1, "s1")
+    assert FileJournal(tmp_path / "j").live("policy") == LiveVersion(4, "", 1, "s1")
 
 
 def test_a_journal_of_a_newer_refitd_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -283,7 +196,7 @@ def test_a_journal_of_a_newer_refitd_is_refused_and_left_as_it_is(tmp_path: Path
     newer.close()
     before = path.read_bytes()
     with pytest.raises(CommitError, match=r"a newer refitd has written it .schema 99"):
-        Journal(path)
+        FileJournal(path)
     assert path.read_bytes() == before
 
 
@@ -293,12 +206,12 @@ def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
     other.commit()
     other.close()
     with pytest.raises(CommitError, match=r"another program .tables bookmarks"):
-        Journal(tmp_path / "j")
+        FileJournal(tmp_path / "j")
 
 
 def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    journal = Journal(path)
+    journal = FileJournal(path)
     for number in range(200):
         journal.note(replace(DECIDED, swap=f"s{number}", reason="r" * 100))
     journal.close()
@@ -306,4 +219,4 @@ def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path: Path) -> None:
     pages[4096 * 4 :] = bytes(len(pages) - 4096 * 4)
     path.write_bytes(pages)
     with pytest.raises(CommitError, match=r"journal .*j: "):
-        Journal(path)
+        FileJournal(path)

@@ -88,7 +88,7 @@ def test_the_configuration_is_taken_and_means_these_ports_paths_and_files(tmp_pa
         assert found.metrics.address == ("0.0.0.0", metrics) and numbers["metrics"] == metrics
         mounts = [Path(mount["mountPath"]) for mount in main["volumeMounts"]]
         used = [found.runtime_dir, Path(found.security.key)]
-        used += [found.journal_path] if name == coordinator else []
+        used += [found.journal_place] if name == coordinator else []
         assert all(any(mount in (path, *path.parents) for mount in mounts) for path in used)
         assert main["command"][-1].startswith("/etc/refitd/") and Path(main["command"][-1]).name in DATA
         assert {Path(found.security.server_key or found.security.allowed).name} < {*DATA}

@@ -1,0 +1,318 @@
+"""The interface of journals, and the tables in which each keeps what it knows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from refitd.coordinator.records import Drain, Drained, LiveVersion, Record, Recovered
+from refitd.errors import CommitError
+
+SCHEMA_VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS swaps (
+    swap TEXT PRIMARY KEY,
+    model TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    state TEXT NOT NULL,      -- decided, committed, incomplete, aborted
+    plan TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
+    at REAL NOT NULL,         -- seconds since the epoch
+    report BLOB NOT NULL DEFAULT x'',  -- how it ended, or what was decided: a SwapReport as JSON
+    run TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE IF NOT EXISTS live (  -- what was decided last; history pushes nothing out of it
+    model TEXT PRIMARY KEY,
+    version INTEGER NOT NULL,
+    run TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    swap TEXT NOT NULL,
+    at REAL NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS numbers (  -- the highest that was decided, and the highest that a swap was begun to
+    model TEXT PRIMARY KEY,
+    decided INTEGER NOT NULL DEFAULT -1,
+    tried INTEGER NOT NULL DEFAULT -1,
+    tried_run TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE IF NOT EXISTS decided (  -- each version that was live, and when it was decided last
+    model TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    run TEXT NOT NULL,
+    sequence INTEGER NOT NULL,
+    PRIMARY KEY (model, version)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS journal (  -- one row: which journal this is, and the number of its last decision
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    id TEXT NOT NULL,
+    sequence INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS continued (  -- the journals that were lost, and whose decisions this one has taken over
+    id TEXT PRIMARY KEY
+) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS drained (  -- refitd before it had drains does not look here
+    node TEXT PRIMARY KEY,
+    replicas TEXT NOT NULL,  -- JSON: [model, replica], ...
+    at REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+"""
+
+_COLUMNS = "swap, model, version, state, plan, reason, at, report, run"
+
+# Limits: rows of the history, each written twice; and versions of a model that a rollback can find.
+KEPT = 10_000
+
+# Peers also report sequences. One above this is a mistake and must not exhaust the numbers.
+MAX_SEQUENCE = 1 << 53
+
+
+class LeadLost(Exception):
+    """This coordinator may say nothing more: another may lead, or it is not known whether its last write holds."""
+
+
+class Journal(ABC):
+    """Decisions and what is live, in sqlite tables that one process writes.
+
+    What a call has written is durable when it returns. A kind of journal opens `_db` and implements `_writing`; reads
+    never leave this process.
+
+    Attributes:
+        id: which journal this is.
+        name: what it is called in errors and logs.
+        kept: swaps of the history, each written twice; and versions of a model that a rollback can find.
+    """
+
+    _db: sqlite3.Connection
+    id: str
+    name: str
+    kept = KEPT
+
+    def __init__(self) -> None:
+        self._late: list[Record | Recovered] = []
+
+    @abstractmethod
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        """Make one change of the tables durable, all of it or nothing.
+
+        Raises:
+            CommitError: it was not written.
+            LeadLost: it cannot be known, or another coordinator leads.
+        """
+
+    def _tidy(self) -> None:  # noqa: B027 - most kinds need none
+        """Prepare the next write; called where time matters less than at a decision."""
+
+    def guard(self) -> None:  # noqa: B027
+        """Keep the right to write; called by the coordinator's loop each second, and after it was stopped.
+
+        Raises:
+            LeadLost: it is gone.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is pending, and leave the journal to others."""
+
+    def _make_tables(self, schema: int) -> None:
+        """Create what is missing, inside a transaction; `schema` is the version found, 0 for none."""
+        for statement in SCHEMA.split(";\n"):
+            if statement.strip():
+                self._db.execute(statement)
+        self._db.execute("INSERT OR IGNORE INTO journal VALUES (1, ?, 0)", (secrets.token_hex(8),))
+        if schema in (1, 2):
+            self._take_over_history()
+
+    def _take_over_history(self) -> None:
+        """Fill the live table of an older schema from its history: each model's last decided row."""
+        rows = self._db.execute(
+            "SELECT model, version, swap, at, state != 'aborted' FROM swaps ORDER BY rowid"
+        ).fetchall()
+        for model, version, swap, at, was_decided in rows:
+            if was_decided:
+                self._decide(model, version, "", swap, at)
+            else:
+                self._tried(model, version, "")
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def write(self, *records: Record) -> None:
+        """Insert or replace records durably, all or none; a decision also updates what is live.
+
+        Raises:
+            CommitError: the disk is full, or the file was removed or changed by others; do not act on the decision
+                then.
+        """
+        self.flush()
+        with self._writing():
+            for record in records:
+                self._insert(record)
+
+    def note(self, entry: Record | Recovered) -> None:
+        """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
+
+        Raises:
+            CommitError: as in `write`; the entry is kept.
+        """
+        # Before the entry, not after it: the first write after a checkpoint syncs twice, and should be no decision. An
+        # entry that is lost with the -wal leaves its swap decided, which is finished again.
+        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
+            self._tidy()
+        self._late.append(entry)
+        del self._late[:-KEPT]
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the entries that `note` could not write.
+
+        Raises:
+            CommitError: they still cannot be written.
+        """
+        while self._late:
+            entry = self._late[0]
+            if isinstance(entry, Record):
+                with self._writing():
+                    self._insert(entry)
+            else:
+                self._recover(entry)
+            del self._late[0]
+
+    def set_drain(self, drain: Drain, at: float) -> None:
+        """Write durably that a node is drained, or no longer, at this time (seconds since the epoch).
+
+        Raises:
+            CommitError: as in `write`; nothing has changed.
+        """
+        with self._writing():
+            if drain.replicas is None:
+                self._db.execute("DELETE FROM drained WHERE node = ?", (drain.node,))
+            else:
+                found = (drain.node, json.dumps(sorted(drain.replicas)), at)
+                self._db.execute("INSERT OR REPLACE INTO drained VALUES (?, ?, ?)", found)
+
+    def _insert(self, r: Record) -> None:
+        self._db.execute(
+            f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
+        )
+        if r.state == "decided":
+            self._decide(r.model, r.version, r.run, r.swap, r.at)
+        else:
+            newest = "(SELECT max(rowid) FROM swaps)"
+            self._db.execute(f"DELETE FROM swaps WHERE rowid <= {newest} - ?", (2 * self.kept,))
+        if r.state == "aborted":
+            self._tried(r.model, r.version, r.run)
+
+    def _decide(self, model: str, version: int, run: str, swap: str, at: float) -> None:
+        self._db.execute("UPDATE journal SET sequence = sequence + 1")
+        (sequence,) = self._db.execute("SELECT sequence FROM journal").fetchone()
+        self._set_live(model, LiveVersion(version, run, sequence, swap), at)
+        self._db.execute(
+            "DELETE FROM decided WHERE model = ?1 AND sequence < "
+            "(SELECT sequence FROM decided WHERE model = ?1 ORDER BY sequence DESC LIMIT 1 OFFSET ?2)",
+            (model, self.kept),
+        )
+
+    def _set_live(self, model: str, live: LiveVersion, at: float) -> None:
+        found = (model, live.version, live.run, live.sequence)
+        self._db.execute("INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?, ?)", (*found, live.swap, at))
+        self._db.execute("INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?)", found)
+        self._db.execute(
+            "INSERT INTO numbers (model, decided) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET decided = max(decided, ?2)",
+            (model, live.version),
+        )
+
+    def _tried(self, model: str, version: int, run: str) -> None:
+        self._db.execute(
+            "INSERT INTO numbers (model, tried, tried_run) VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET "
+            "tried = CASE WHEN tried_run = ?3 THEN max(tried, ?2) ELSE ?2 END, tried_run = ?3",
+            (model, version, run),
+        )
+
+    def _recover(self, entry: Recovered) -> None:
+        with self._writing():
+            self._db.execute("UPDATE journal SET sequence = max(sequence, ?)", (entry.live.sequence,))
+            if entry.continues not in ("", self.id):
+                self._db.execute("INSERT OR IGNORE INTO continued VALUES (?)", (entry.continues,))
+            self._set_live(entry.model, entry.live, entry.at)
+            self._db.execute(
+                "UPDATE numbers SET decided = max(decided, ?) WHERE model = ?", (entry.highest, entry.model)
+            )
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def decided(self, swap: str) -> Record | None:
+        """Return the record of a swap that was decided to commit, else None.
+
+        Raises:
+            CommitError: the file cannot be read.
+        """
+        found = self._select(f"SELECT {_COLUMNS} FROM swaps WHERE swap = ? AND state != 'aborted'", swap)
+        return Record(*found[0]) if found else None
+
+    def recent(self, model: str, limit: int) -> list[Record]:
+        """Return a model's last swaps ("": all models'), the newest first; raises CommitError like `decided`."""
+        rows = self._select(
+            f"SELECT {_COLUMNS} FROM swaps WHERE model = ?1 OR ?1 = '' ORDER BY rowid DESC LIMIT ?2", model, limit
+        )
+        return [Record(*row) for row in rows]
+
+    def live(self, model: str) -> LiveVersion | None:
+        """Return the version decided last, None before the first decision; raises CommitError like `decided`."""
+        found = self._select("SELECT version, run, sequence, swap FROM live WHERE model = ?", model)
+        return LiveVersion(*found[0]) if found else None
+
+    def highest(self, model: str) -> int:
+        """Return the highest version that was ever decided, -1 for none; raises CommitError like `decided`."""
+        found = self._select("SELECT decided FROM numbers WHERE model = ?", model)
+        return int(found[0][0]) if found else -1
+
+    def tried(self, model: str) -> tuple[int, str]:
+        """Return the highest version whose swap was aborted, and its run; (-1, "") for none."""
+        found = self._select("SELECT tried, tried_run FROM numbers WHERE model = ?", model)
+        return (int(found[0][0]), str(found[0][1])) if found else (-1, "")
+
+    def before(self, model: str, version: int) -> LiveVersion | None:
+        """Return the last decided version below this one; raises CommitError like `decided`."""
+        found = self._select(
+            "SELECT version, run, sequence FROM decided WHERE model = ? AND version < ? ORDER BY sequence DESC LIMIT 1",
+            model,
+            version,
+        )
+        return LiveVersion(*found[0]) if found else None
+
+    def drained(self) -> Drained:
+        """Return the drained nodes with their replicas; raises CommitError like `decided`."""
+        rows = self._select("SELECT node, replicas FROM drained")
+        return {node: frozenset((model, replica) for model, replica in json.loads(found)) for node, found in rows}
+
+    def continues(self, journal: str) -> bool:
+        """Whether this is the given journal, or continues it."""
+        return journal == self.id or bool(self._select("SELECT 1 FROM continued WHERE id = ?", journal))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it holds no decision."""
+        return not self._select("SELECT 1 FROM live LIMIT 1")
+
+    def _select(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as exc:
+            raise CommitError(f"journal {self.name}: it cannot be read: {exc}") from exc
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise

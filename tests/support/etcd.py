@@ -1,0 +1,165 @@
+"""Real etcd, of one member or of three: killed, frozen, cut off, full; and journals in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from refitd.config import EtcdConfig, EtcdPlace
+from refitd.coordinator.journals.etcd import EtcdJournal
+from refitd.coordinator.journals.gateway import Gateway
+from refitd.coordinator.journals.lead import Lead, boot_clock
+from refitd.testing import eventually
+from refitd.testing.cluster import free_port
+from refitd.testing.processes import Process
+
+MISSING = "" if shutil.which("etcd") else "no etcd here; Debian has it in etcd-server (and etcd-client)"
+
+
+class Etcd:
+    """Members on this machine, each a process; the block's end kills them.
+
+    Attributes:
+        clients: "HOST:PORT" of each member, for clients.
+        members: the processes, in the same order.
+    """
+
+    def __init__(
+        self,
+        size: int = 1,
+        *,
+        addresses: Sequence[str] = (),
+        prefixes: Sequence[Sequence[str]] = (),
+        options: Sequence[str] = (),
+        asks_from: Sequence[str] = (),
+    ) -> None:
+        """`addresses` and command `prefixes` (network namespaces) are one for each member; by default loopback.
+
+        `asks_from` is the prefix of etcdctl.
+        """
+        self._asks_from = asks_from
+        memory = Path("/dev/shm")  # elections do not wait for a slow disk
+        self.folder = Path(tempfile.mkdtemp(prefix="rfe", dir=memory if memory.is_dir() else None))
+        hosts = addresses or ["127.0.0.1"] * size
+        self.clients = [f"{host}:{free_port()}" for host in hosts]
+        peers = [f"http://{host}:{free_port()}" for host in hosts]
+        cluster = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
+        self.members = []
+        for i, (client, peer) in enumerate(zip(self.clients, peers, strict=True)):
+            command = [
+                *(prefixes[i] if prefixes else ()),
+                *("etcd", "--name", f"m{i}", "--data-dir", str(self.folder / f"m{i}"), "--logger", "zap"),
+                *("--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}"),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--initial-cluster", cluster, "--log-level", "warn", *options),
+            ]
+            environment = {"PATH": os.environ["PATH"], "GOMAXPROCS": "2"}
+            log = self.folder / f"m{i}.log"
+            self.members.append(Process(f"etcd m{i}", command, log, environment=environment))
+
+    def __enter__(self) -> Etcd:
+        try:
+            for member in self.members:
+                member.start()
+            eventually(self._answers, "etcd has elected a leader")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            self.ctl("get", "x", "--command-timeout", "1s")
+        except AssertionError:
+            return False
+        return True
+
+    def url(self, prefix: str = "/refitd") -> str:
+        """The `coordinator.journal` of a cluster."""
+        return f"etcd://{','.join(self.clients)}{prefix}"
+
+    def place(self, prefix: str = "/refitd") -> EtcdPlace:
+        members = [client.rpartition(":") for client in self.clients]
+        return EtcdPlace(tuple((host, int(port)) for host, _, port in members), prefix, False)
+
+    def leader(self) -> int:
+        """The index of the member that leads etcd."""
+        found: list[int] = []
+        eventually(
+            lambda: bool(found.extend(i for i in range(len(self.members)) if self._leads(i)) or found), "a leader"
+        )
+        return found[0]
+
+    def _leads(self, i: int) -> bool:
+        with contextlib.suppress(AssertionError):
+            status = self.ctl("endpoint", "status", "--command-timeout", "1s", endpoint=self.clients[i])
+            return status.split(", ")[4] == "true"
+        return False
+
+    def revision(self) -> int:
+        """The revision of the last write."""
+        return int(json.loads(self.ctl("endpoint", "status", "-w", "json"))[0]["Status"]["header"]["revision"])
+
+    def watched(self, key: str, until: str) -> Iterator[str]:
+        """Yield the lines in which etcdctl shows everything that has happened to a key, up to one with this text."""
+        command = [*self._asks_from, "etcdctl", "--endpoints", ",".join(self.clients)]
+        command += ["watch", key, "--rev", "1", "-w", "json"]
+        environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+            late = threading.Timer(30, running.kill)
+            late.start()
+            assert running.stdout is not None
+            try:
+                for line in running.stdout:
+                    yield line
+                    if until in line:
+                        return
+                raise AssertionError(f"etcdctl has not shown {until} of {key} within 30 s")
+            finally:
+                late.cancel()
+                running.kill()
+
+    def ctl(self, *arguments: str, endpoint: str = "") -> str:
+        """Run etcdctl; return what it prints."""
+        command = [*self._asks_from, "etcdctl", "--endpoints", endpoint or ",".join(self.clients), *arguments]
+        environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+        assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr}"
+        return ran.stdout
+
+
+@contextlib.contextmanager
+def frozen(*processes: Process) -> Iterator[None]:
+    """Freeze processes (SIGSTOP) during the block."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def lead(place: EtcdPlace, clock: Callable[[], float] = boot_clock, *, insecure: bool = True) -> Lead:
+    """Return the lead, once this process has it."""
+    found = Lead(Gateway(place, EtcdConfig(insecure=insecure)), place, "ipc:///test", clock)
+    eventually(lambda: not found.attempt(), "the lead is free")
+    return found
+
+
+def journal(place: EtcdPlace, cluster: str = "") -> EtcdJournal:
+    """Return the journal, once this process leads."""
+    return EtcdJournal(lead(place), place, cluster)

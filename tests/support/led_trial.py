@@ -1,0 +1,234 @@
+"""Faults of coordinators and of etcd's members in the middle of swaps, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from refitd.testing import Coordinator, eventually
+from refitd.testing.cluster import free_port
+from refitd.testing.processes import Process
+from tests.support.etcd import Etcd
+from tests.support.led import Fleet, Led
+from tests.support.network import SwitchedHosts
+
+COORDINATORS = 3
+TAKE_OVER_S = 10.0
+
+
+@dataclass
+class Outcome:
+    """What followed one fault."""
+
+    fault: str
+    seconds: float  # from the fault until the next version was decided and served everywhere
+    took_over: bool
+
+
+@dataclass
+class Judged:
+    """What etcd's whole history and all logs say afterwards."""
+
+    decisions: int
+    twice: list[str] = field(default_factory=list)
+    undecided_commits: list[str] = field(default_factory=list)
+    decided_aborts: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[str]:
+        return [*self.twice, *self.undecided_commits, *self.decided_aborts, *self.torn]
+
+
+class Trial:
+    """Three hosts with an etcd member and a coordinator each, two with a daemon; a trainer that swaps all the time.
+
+    With `hosts` each is a network namespace; else all are on loopback, and no cable can be pulled.
+    """
+
+    def __init__(self, hosts: SwitchedHosts | None) -> None:
+        self.hosts = hosts
+        addresses = hosts.addresses if hosts is not None else ("127.0.0.1",) * 5
+        prefixes = [("ip", "netns", "exec", name) for name in hosts.names] if hosts is not None else [()] * 5
+        three = slice(COORDINATORS)
+        self.etcd = Etcd(COORDINATORS, addresses=addresses[three], prefixes=prefixes[three], asks_from=prefixes[3])
+        named: Mapping[str, tuple[str, ...]] = {
+            **{"coordinator": prefixes[0], "standby1": prefixes[1], "standby2": prefixes[2]},
+            **{"n0": prefixes[3], "n1": prefixes[4]},
+        }
+        endpoints = [f"tcp://{address}:{free_port()}" for address in addresses[:COORDINATORS]]
+        self.led = Led(self.etcd.url(), endpoints=endpoints, prefixes=named)
+        self.torn: list[str] = []
+        self._swapped = 0
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[Trial]:
+        """Start everything; swap on a thread during the block."""
+        with self.etcd, self.led:
+            self.fleet = Fleet(self.led.daemons)
+            try:
+                with self.fleet.polling():
+                    self.fleet.insist()
+                    thread = threading.Thread(target=self._swap, daemon=True)
+                    thread.start()
+                    try:
+                        yield self
+                    finally:
+                        self._stop.set()
+                        thread.join(90)
+            finally:
+                self.fleet.close()
+            if self._failure is not None:
+                raise self._failure
+
+    def _swap(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.fleet.insist()
+                eventually(self._is_served, f"version {self.fleet.version} is served everywhere")
+                self.torn += [f"replica r{i} at version {self.fleet.version}" for i in self.fleet.torn()]
+                self._swapped += 1
+        except BaseException as exc:
+            self._failure = exc
+
+    def _is_served(self) -> bool:
+        return set(self.fleet.held()) == {self.fleet.version}
+
+    def next_swap(self, within_s: float = 60.0) -> float:
+        """Wait until a version that was published after this call is served everywhere; return how long that took."""
+        began, before = time.monotonic(), self._swapped
+        eventually(lambda: self._swapped > before + 1 or self._failure is not None, "a swap goes through", within_s)
+        if self._failure is not None:
+            raise self._failure
+        return time.monotonic() - began
+
+    def leader(self) -> Coordinator:
+        found: list[Coordinator] = []
+
+        def leads() -> bool:
+            found[:] = [one for one in [self.led.leader()] if one is not None]
+            return bool(found)
+
+        eventually(leads, "a coordinator leads")
+        return found[0]
+
+    # --- faults: each is a block during which something is broken ------------------------------------------
+
+    def faults(self) -> dict[str, Callable[[], Iterator[None]]]:
+        """The faults that can be done here, by name."""
+        found: dict[str, Callable[[], Iterator[None]]] = {
+            "coordinator killed": lambda: self._killed(self.leader()),
+            "coordinator frozen": lambda: self._frozen(self.leader()),
+            "coordinator stopped (SIGTERM)": lambda: self._killed(self.leader(), signal.SIGTERM),
+            "etcd's leader killed": lambda: self._killed(self.etcd.members[self.etcd.leader()]),
+            "etcd's leader frozen": lambda: self._frozen(self.etcd.members[self.etcd.leader()]),
+            "another member of etcd killed": lambda: self._killed(self.etcd.members[self._follower()]),
+            "another member of etcd frozen": lambda: self._frozen(self.etcd.members[self._follower()]),
+            "coordinator and etcd's leader killed": self._both_killed,
+        }
+        if self.hosts is not None:
+            found["coordinator's host cut off"] = lambda: self._unplugged(self._host_of(self.leader()))
+            found["etcd's leader's host cut off"] = lambda: self._unplugged(self.etcd.leader())
+            found["coordinator cut off from etcd, not from daemons"] = self._cut_from_etcd
+        return found
+
+    def suffer(self, name: str) -> Outcome:
+        """Break something in the middle of a swap, wait for the next one, mend it, and wait for one more."""
+        before = self.leader()
+        with contextmanager(self.faults()[name])():
+            seconds = self.next_swap()
+            took_over = self.leader() is not before
+        eventually(lambda: all(c.is_running for c in self.led.coordinators), "all coordinators are back")
+        self.next_swap()
+        return Outcome(name, seconds, took_over)
+
+    def _host_of(self, coordinator: Coordinator) -> int:
+        return self.led.coordinators.index(coordinator)
+
+    def _follower(self) -> int:
+        return (self.etcd.leader() + 1) % COORDINATORS
+
+    def _killed(self, process: Process, number: int = signal.SIGKILL) -> Iterator[None]:
+        os.kill(process.pid, number)
+        assert process.popen is not None
+        process.popen.wait(20)
+        yield
+        self._restart(process)
+
+    def _both_killed(self) -> Iterator[None]:
+        victims = [self.leader(), self.etcd.members[self.etcd.leader()]]
+        for victim in victims:
+            victim.kill()
+        yield
+        for victim in victims:
+            self._restart(victim)
+
+    def _restart(self, process: Process) -> None:
+        """Start it again; wait until a coordinator says whether it leads."""
+        past = len(process.log())
+        Process.start(process)
+        if isinstance(process, Coordinator):
+            eventually(lambda: bool(re.search(r"event=(standby|ready)", process.log()[past:])), "it stands by")
+
+    def _frozen(self, process: Process) -> Iterator[None]:
+        os.kill(process.pid, signal.SIGSTOP)
+        yield
+        os.kill(process.pid, signal.SIGCONT)
+
+    def _unplugged(self, host: int) -> Iterator[None]:
+        assert self.hosts is not None
+        self.hosts.cable(host, up=False)
+        yield
+        self.hosts.cable(host, up=True)
+
+    def _cut_from_etcd(self) -> Iterator[None]:
+        assert self.hosts is not None
+        host = self._host_of(self.leader())
+        others = [i for i in range(COORDINATORS) if i != host]
+        for other in others:
+            self.hosts.lose_way(host, other, lost=True)
+        yield
+        for other in others:
+            self.hosts.lose_way(host, other, lost=False)
+
+    # --- the judgement -------------------------------------------------------------------------------------
+
+    def judge(self) -> Judged:
+        """Compare every decision that etcd has ever held with what the processes did; call it before the block ends."""
+        # the logs first: what they say was committed has been decided before
+        logs = "\n".join(part.log() for part in [*self.led.coordinators, *self.led.daemons.values()])
+        decided = [(row[3], row[4]) for row in self._past('live/["policy"]')]  # sequence, swap
+        found = Judged(len(decided), torn=self.torn)
+        for (other, earlier), (sequence, swap) in pairwise(decided):
+            if sequence != other + 1 or swap == earlier:
+                found.twice.append(f"decision {sequence} ({swap}) after {other} ({earlier})")
+        swaps = [swap for _, swap in decided]
+        found.twice += [
+            f"swap {swap} was decided {swaps.count(swap)} times" for swap in set(swaps) if swaps.count(swap) > 1
+        ]
+        committed = set(re.findall(r"event=swap swap=(\w+) [^\n]*phase=committed", logs))
+        found.undecided_commits = [f"swap {swap} was committed undecided" for swap in committed - set(swaps)]
+        aborted = set(re.findall(r"event=swap swap=(\w+) [^\n]*phase=aborted", logs))
+        found.decided_aborts = [f"swap {swap} was decided and aborted" for swap in aborted & set(swaps)]
+        return found
+
+    def _past(self, name: str) -> list[list[Any]]:
+        """Return every value that a row has had, the oldest first."""
+        key = f"{self.etcd.place().prefix}/{name}"
+        last = json.loads(self.etcd.ctl("get", key, "-w", "json"))["kvs"][0]["mod_revision"]
+        events: list[Any] = []
+        for line in self.etcd.watched(key, until=f'"mod_revision":{last}'):
+            events += json.loads(line)["Events"]
+        return [json.loads(base64.b64decode(event["kv"]["value"])) for event in events]
