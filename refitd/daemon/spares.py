@@ -49,6 +49,7 @@ class Spares:
         self._update = update
         self._queue = DigestQueue(node, workers, out, need, homes, is_swapping, numbers, self._done, self._failed)
         self._staging: dict[str, tuple[cluster.StageSpare, list[LocalMember]]] = {}  # by swap
+        self._blocks: dict[str, Blocks] = {}  # by member; they take long to make for very many tensors
         self._later: set[str] = set()  # members whose other arena is to be read from the next tick on
 
     # --- a rollback ---------------------------------------------------------------------------------------
@@ -125,6 +126,7 @@ class Spares:
         """Drop the work of a member that has gone."""
         self._queue.drop(lambda work: work.member == member.id)
         self._later.discard(member.id)
+        self._blocks.pop(member.id, None)
 
     def tick(self) -> None:
         """Let work in the background begin."""
@@ -159,7 +161,10 @@ class Spares:
         if what == "spare":
             places, version = member.held_places(), member.state.spare
         assert version is not None
-        self._queue.add(DigestWork(member.id, what, version, Blocks(member), places, is_urgent))
+        blocks = self._blocks.get(member.id)
+        if blocks is None:
+            blocks = self._blocks[member.id] = Blocks(member)
+        self._queue.add(DigestWork(member.id, what, version, blocks, places, is_urgent))
 
     def _is_wanted(self, work: DigestWork) -> bool:
         state = self._members[work.member].state

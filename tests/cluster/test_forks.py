@@ -13,6 +13,7 @@ import torch
 import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import programs
+from tests.support.flips import Fleet, holds
 from tests.support.trainer import ANSWER_S, Trainer
 
 PARENT = """
@@ -48,6 +49,20 @@ def test_a_killed_engine_is_gone_though_a_child_that_it_forked_lives(daemon: Dae
     finally:
         os.kill(child, signal.SIGKILL)
         engine.stdout.close()
+
+
+def test_versions_flip_and_are_proven_while_a_child_holds_the_arenas_as_they_were(daemon: Daemon) -> None:
+    fleet = Fleet(daemon)
+    fleet.swap(1)
+    child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    child.start()
+    try:
+        for number in (2, 3, 4):
+            fleet.swap(number)
+            assert holds(fleet.live, number) and fleet.trainer.verify("policy").outcome == "proven"
+    finally:
+        child.kill()
+        child.join(ANSWER_S)
 
 
 def _in_child(client: refitd.Client, target: object, source: object, said: object) -> None:

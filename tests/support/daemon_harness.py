@@ -82,10 +82,12 @@ class Harness:
             return granted
         return self.ask(local.Publish(member=member, version=version, slot=granted.slot))
 
-    def fleet(self, model: str = "m", plan_id: str = "p", live: tuple[Place, ...] = ()) -> tuple[str, str]:
+    def fleet(
+        self, model: str = "m", plan_id: str = "p", live: tuple[Place, ...] = (), *, flips: bool = False
+    ) -> tuple[str, str]:
         """A source that holds version 1, and a target, with their plan loaded."""
         source = self.ask(structs.replace(SOURCE, model=model))
-        target = self.ask(structs.replace(TARGET, model=model, live=live))
+        target = self.ask(structs.replace(TARGET, model=model, live=live, flips=flips))
         assert isinstance(source, local.SourceRegistered) and isinstance(target, local.TargetRegistered)
         assert self.publish(source.member, 1) == local.Done()
         rosters = [Roster(0, source=metadata_of(SHARD, 0)), Roster(1, destination=metadata_of(SHARD, 1))]

@@ -113,6 +113,17 @@ def private_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) << 10
 
 
+def test_tensors_that_overlap_in_part_move_as_one_and_still_do() -> None:
+    flat = torch.arange(12.0)
+    model = with_buffer(flat[:8])
+    model.register_buffer("y", flat[4:])
+    del flat
+    adoption, arena = adopted(model)
+    assert adoption.contents["y"][0] - adoption.contents["x"][0] == 16
+    model.x[6] = 99.0
+    assert model.y.tolist() == [4.0, 5.0, 99.0, *range(7, 12)] and lies_in(arena, model.y)
+
+
 def test_the_old_memory_is_given_back() -> None:
     model = nn.Linear(4096, 4096, bias=False)  # 64 MiB
     before = private_bytes()
