@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from refitd.config import Config
+from refitd.config import Config, EtcdPlace
 from refitd.errors import ConfigError, RefitdError
 from refitd.protocol import keys
 from refitd.protocol.directory import check_runtime_dir
@@ -116,6 +116,8 @@ def _checks(found: Config, alone: bool) -> Iterator[tuple[str, str, str]]:
         asked.append(("as a daemon", _daemon))
     if found.uses_keys and found.security.allowed:
         asked.append(("as a coordinator", _coordinator))
+    if isinstance(found.journal_place, EtcdPlace):
+        asked.append(("journal", _journal))
     for name, ask in asked:
         try:
             yield name, "ok", ask(found)
@@ -167,6 +169,21 @@ def _endpoint(found: Config) -> str:
             "security.allowed on the coordinator; neither is set (see configs/cluster)"
         )
     return f"{found.coordinator_endpoint}, with keys"
+
+
+def _journal(found: Config) -> str:
+    from refitd.coordinator.journals.etcd import check_place
+    from refitd.coordinator.journals.gateway import Gateway
+    from refitd.coordinator.standby import cluster_of
+
+    place = found.journal_place
+    assert isinstance(place, EtcdPlace)
+    gateway = Gateway(place, found.etcd)
+    try:
+        check_place(gateway, place, cluster_of(coordinator_keys(found)))
+    finally:
+        gateway.close()
+    return f"{place} answers"
 
 
 def _daemon(found: Config) -> str:

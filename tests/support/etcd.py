@@ -40,12 +40,18 @@ class Etcd:
         prefixes: Sequence[Sequence[str]] = (),
         options: Sequence[str] = (),
         asks_from: Sequence[str] = (),
+        tls: Sequence[str] = (),
     ) -> None:
         """`addresses` and command `prefixes` (network namespaces) are one for each member; by default loopback.
 
-        `asks_from` is the prefix of etcdctl.
+        `asks_from` is the prefix of etcdctl. `tls` are the files ca, cert and key, of all ends; clients need them, too.
         """
         self._asks_from = asks_from
+        self._tls = tuple(tls)
+        scheme = "https" if tls else "http"
+        if tls:
+            names = ("--trusted-ca-file", "--cert-file", "--key-file")
+            options = (*options, "--client-cert-auth", *(x for pair in zip(names, tls, strict=True) for x in pair))
         memory = Path("/dev/shm")  # elections do not wait for a slow disk
         self.folder = Path(tempfile.mkdtemp(prefix="rfe", dir=memory if memory.is_dir() else None))
         hosts = addresses or ["127.0.0.1"] * size
@@ -57,7 +63,7 @@ class Etcd:
             command = [
                 *(prefixes[i] if prefixes else ()),
                 *("etcd", "--name", f"m{i}", "--data-dir", str(self.folder / f"m{i}"), "--logger", "zap"),
-                *("--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}"),
+                *("--listen-client-urls", f"{scheme}://{client}", "--advertise-client-urls", f"{scheme}://{client}"),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                 *("--initial-cluster", cluster, "--log-level", "warn", *options),
             ]
@@ -93,7 +99,7 @@ class Etcd:
 
     def place(self, prefix: str = "/refitd") -> EtcdPlace:
         members = [client.rpartition(":") for client in self.clients]
-        return EtcdPlace(tuple((host, int(port)) for host, _, port in members), prefix, False)
+        return EtcdPlace(tuple((host, int(port)) for host, _, port in members), prefix, bool(self._tls))
 
     def leader(self) -> int:
         """The index of the member that leads etcd."""
@@ -134,7 +140,9 @@ class Etcd:
 
     def ctl(self, *arguments: str, endpoint: str = "") -> str:
         """Run etcdctl; return what it prints."""
-        command = [*self._asks_from, "etcdctl", "--endpoints", endpoint or ",".join(self.clients), *arguments]
+        names = ("--cacert", "--cert", "--key")
+        tls = [x for pair in zip(names, self._tls, strict=False) for x in pair]
+        command = [*self._asks_from, "etcdctl", *tls, "--endpoints", endpoint or ",".join(self.clients), *arguments]
         environment = {"PATH": os.environ["PATH"], "ETCDCTL_API": "3"}
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
         assert ran.returncode == 0, f"{' '.join(command)}: {ran.stderr}"

@@ -7,6 +7,7 @@ import binascii
 import contextlib
 import http.client
 import json
+import os
 import socket
 import ssl
 import time
@@ -96,8 +97,7 @@ class Gateway:
         try:
             self._tls = _tls(options) if place.tls else None
             if options.password_file:
-                with Path(options.password_file).open(encoding="utf-8") as file:
-                    self._password = file.read(4096).rstrip("\n")
+                self._password = _secret(Path(options.password_file))
         except (OSError, UnicodeDecodeError) as exc:  # ssl's errors are OSErrors
             raise CommitError(f"journal {self.name}: {exc}; check the files that [etcd] names") from exc
 
@@ -202,7 +202,7 @@ class Gateway:
                 raise ValueError
         except ValueError:
             self._drop(member)
-            text = f"HTTP {answer.status}, and no JSON: {printable(data[:60].decode(errors='replace'))}"
+            text = f"HTTP {answer.status}, and no JSON: {printable(data[:120].decode(errors='replace').strip())!r}"
             raise _Failed(f"{text}; is it etcd 3.4 or newer?", sent) from None
         found = found.get("result", found)  # of a stream
         if answer.status != 200 or "error" in found:
@@ -266,6 +266,13 @@ class Gateway:
         for member in list(self._connections):
             with contextlib.suppress(OSError):
                 self._drop(member)
+
+
+def _secret(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        if (mode := os.fstat(file.fileno()).st_mode & 0o777) & 0o077:
+            raise OSError(f"{path}: mode {mode:o} lets others read the password; chmod 600 {path}")
+        return file.read(4096).rstrip("\n")
 
 
 def _tls(options: EtcdConfig) -> ssl.SSLContext:
