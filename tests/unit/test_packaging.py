@@ -100,6 +100,14 @@ def test_what_a_command_lacks_comes_with_an_extra():
     assert set(EXTRAS.values()) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
+def test_the_page_on_installing_lists_the_extras():
+    rows = re.findall(
+        r"^\| (`\w+`.*?) \|", (ROOT / "docs/operate.md").read_text().partition("| extra |")[2], re.MULTILINE
+    )
+    listed = {name for row in rows[:5] for name in re.findall(r"`(\w+)`", row)}
+    assert listed == PROJECT["project"]["optional-dependencies"].keys() - {"test", "dev"}
+
+
 def test_no_extra_holds_both_nvshmem_wheels():
     for name, requirements in PROJECT["project"]["optional-dependencies"].items():
         text = " ".join(requirements)
