@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 
 import refitd
 from refitd.testing import Daemon, Engine
+from tests.support.otlp import collecting
+from tests.support.otlp import spans as spans_of
 from tests.support.programs import refitctl
 
 
@@ -47,10 +50,16 @@ def test_a_trace_has_every_process_and_its_clocks_agree(
             for version in (1, 2):
                 source.publish(version)
                 ids.append(trainer.swap("policy", timeout=30).swap)
-        said = refitctl(second, "trace", "policy", "--swap", ids[0], "-o", str(file))
+        with collecting() as collector:
+            said = refitctl(second, "trace", "policy", "--swap", ids[0], "-o", str(file), "--otlp", collector.url)
         assert said.returncode == 0 and "clocks agree within" in said.stdout, said.stderr
     made = json.loads(file.read_text())
     assert made["otherData"]["swap"] == ids[0] and made["otherData"]["missing"] == []
+    ((_, request),) = collector.got
+    root, *sent = spans_of(request)
+    assert root[6]["refitd.swap"] == ids[0] and root[6]["refitd.outcome"] == "committed"
+    assert Counter(span[1] for span in sent) == Counter(e["name"] for e in made["traceEvents"] if e["ph"] == "X")
+    assert {span[0] for span in sent} == {"coordinator", "node n0", "node n1"}
     error_us = 1e6 * max(made["otherData"]["clock_error_s"].values())
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in made["traceEvents"] if e["ph"] == "M" and e["tid"]}
     spans = {

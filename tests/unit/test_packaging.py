@@ -100,6 +100,15 @@ def test_what_a_command_lacks_comes_with_an_extra():
     assert set(EXTRAS.values()) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
+def test_the_page_on_installing_lists_the_extras():
+    table = (ROOT / "docs/operate.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    names = [row.split("|")[1] for row in table.splitlines()[2:]]
+    assert set(re.findall(r"`(\w+)`", " ".join(names))) == PROJECT["project"]["optional-dependencies"].keys() - {
+        "test",
+        "dev",
+    }
+
+
 def test_no_extra_holds_both_nvshmem_wheels():
     for name, requirements in PROJECT["project"]["optional-dependencies"].items():
         text = " ".join(requirements)
