@@ -34,7 +34,7 @@ MODELS = {
     "qwen3-235b-a22b": "qwen3-235b-a22b-megatron.toml",
     "deepseek-v3": "deepseek-v3-megatron.toml",
 }
-SIZES = (64, 256, 1024, 4096, 10240, 102400)
+SIZES = (64, 256, 1024, 4096, 10240)
 MAX_STAGES = 16
 
 Groups = tuple[tuple[int, ...], ...]
