@@ -12,14 +12,14 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, models
 from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.describe.roster import Roster
-from refitd.offline import world_size
+from refitd.offline import position, world_size
 from refitd.protocol.cluster import AddShard, DescribeShard
 from refitd.protocol.codec import digest_of, encode, pack, unpack
 from refitd.protocol.local import RegisterSource
@@ -60,11 +60,13 @@ def registrations(case: models.Case) -> Received:
     sizes: dict[str, int] = {}
     ranks: list[tuple[int, str, bool, str]] = []
     each = added = 0
-    digests: dict[tuple[int, int], str] = {}
+    digests: dict[tuple[int, ...], str] = {}
     for number, (layout, first) in enumerate(case.worlds()):
         pool = f"engine-{number}" if number else "source"
         for index in range(world_size(layout)):
-            same = (min(number, 1), index)  # engines say what the first one says
+            # engines say what the first one says, and source ranks what those at the same place of other replicas say
+            at = position(layout, index)
+            same = (1, index) if number else (0, at.pp, at.tp, at.ep, at.etp)
             if same not in digests:
                 shard = shard_of(models.registered(layout, index))
                 digest = digests[same] = digest_of(shard)
@@ -94,13 +96,18 @@ def _add_shard(pool: str, index: int, world: int, digest: str) -> AddShard:
 
 def rosters_from(received: Received) -> list[Roster]:
     """Unpack, check and read registrations as the coordinator does."""
+    return ShardReader().rosters(pools_of(received))
+
+
+def pools_of(received: Received) -> list[list[Registered]]:
+    """Unpack and check registrations as the coordinator does."""
     shards = {digest: unpack(data, Shard, digest) for digest, data in received.described.items()}
     pools: dict[str, list[Registered]] = {}
     for rank, pool, is_source, digest in received.ranks:
         node = f"node{rank // RANKS_PER_NODE}"
         registered = Registered(rank, f"{pool} rank {rank}", node, is_source, digest, shards[digest])
         pools.setdefault(pool, []).append(registered)
-    return ShardReader().rosters(pools.values())
+    return list(pools.values())
 
 
 def measure(case: models.Case) -> dict[str, Any]:
@@ -118,6 +125,7 @@ def measure(case: models.Case) -> dict[str, Any]:
     ended = time.perf_counter(), time.process_time()
     peak_bytes = _peak_bytes()
     calibration_s = machine.calibrate()
+    again_s = _planned_again(case, received)
     traffic = traffic_of(plan)
     balance = balance_of(traffic, rosters)
     return {
@@ -141,7 +149,23 @@ def measure(case: models.Case) -> dict[str, Any]:
         "wire_bytes_each": received.each_bytes,
         "descriptions": len(received.described),
         "digest": plan.digest,
+        "again_cpu_s": again_s,
     }
+
+
+def _planned_again(case: models.Case, received: Received) -> float:
+    """Return the CPU seconds of planning anew once the last engine has joined those that the coordinator knows."""
+    from refitd.plan.build import plan_copies
+    from refitd.plan.remembered import Remembered
+
+    reader, remembered = ShardReader(), Remembered()
+    last = world_size(case.engine)
+    plan_copies(reader.rosters(pools_of(replace(received, ranks=received.ranks[:-last]))), remembered)
+    gc.collect()
+    pools = pools_of(received)
+    started = time.process_time()
+    plan_copies(reader.rosters(pools), remembered)
+    return time.process_time() - started
 
 
 def run(json_output: bool) -> dict[str, Any]:
@@ -226,7 +250,7 @@ def _say(text: str) -> None:
 
 COLUMNS = (
     "model", "ranks", "layouts", "CPU s", "of it receiving", "loops", "peak MiB", "TB moved", "copies",
-    "rows", "max/mean", "wire MiB", "from each rank", "reference, one rank",
+    "rows", "max/mean", "wire MiB", "from each rank", "planned again", "reference, one rank",
 )  # fmt: skip
 
 
@@ -246,6 +270,7 @@ def _row(case: dict[str, Any]) -> tuple[str, ...]:
         f"{case['sender_max_over_mean']:.3f}",
         f"{case['wire_bytes'] / 2**20:.2f}",
         f"{case['wire_bytes_each'] / 2**20:.1f}",
+        f"{case['again_cpu_s']:.2f}",
         "" if reference is None else f"{reference} s",
     )
 
@@ -280,8 +305,9 @@ def _markdown(report: dict[str, Any]) -> str:
         "rank) to a plan for all ranks that has been validated; `wire MiB` is the size of these messages, `from each",
         "rank` what it would be if every rank sent its own description. Copies are what all ranks do together, rows",
         "what the plan stores of them. Peak memory is the process's, with Python, numpy and the registrations. Every",
-        "engine is a world of its own. The reference's figure is one rank's build of the plan, after its gather;",
-        "every rank does it. Written by `scripts/bench plan`.",
+        "engine is a world of its own. `planned again` is a plan of all ranks once one more engine has joined, in CPU",
+        "seconds, by a coordinator that knows the others. The reference's figure is one rank's build of the plan, when",
+        "it has gathered; every rank does it. Written by `scripts/bench plan`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + " --- |" * len(COLUMNS),

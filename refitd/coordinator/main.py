@@ -36,6 +36,7 @@ from refitd.errors import CommitError, ConfigError, PlanError, ProtocolError, Re
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
 from refitd.metrics import keep_apart
+from refitd.plan.remembered import Remembered
 from refitd.protocol import cluster
 from refitd.protocol.background import LARGE_FRAME, BackgroundThread
 from refitd.protocol.base import MAX_MESSAGE_BYTES
@@ -98,6 +99,7 @@ class CoordinatorShell:
         self._told_r, self._told_w = told
         self._reader = BackgroundThread[Received]("refitd-reader", self._told)
         self._planner = BackgroundThread[int]("refitd-planner", self._told)
+        self._remembered = Remembered()  # only the planner uses it
         self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
         # by identity: messages that a node sent after a large one that is still being read
         self._held: dict[bytes, deque[Received]] = {}
@@ -305,7 +307,9 @@ class CoordinatorShell:
     def _plan(self, asked: act.MakePlan) -> act.Planned:
         ticket = asked.ticket
         try:
-            return act.Planned(ticket, make_plan(asked.rosters, may_relay=asked.may_relay, last=asked.last))
+            return act.Planned(
+                ticket, make_plan(asked.rosters, self._remembered, may_relay=asked.may_relay, last=asked.last)
+            )
         except RefitdError as exc:
             return act.Planned(ticket, None, exc)
         except Exception as exc:  # an unexpected description must fail only its own swap

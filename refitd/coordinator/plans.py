@@ -20,6 +20,7 @@ from refitd.plan.fills import FillTable
 from refitd.plan.onward import source_boxes, split
 from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays, relayed
+from refitd.plan.remembered import Remembered
 from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
@@ -176,14 +177,20 @@ class PlanCache:
         return xxhash.xxh3_128_hexdigest(repr(sorted(content)).encode())
 
 
-def make_plan(rosters: Sequence[Roster], *, may_relay: bool = True, last: Collection[str] = ()) -> LoadedPlan:
+def make_plan(
+    rosters: Sequence[Roster],
+    remembered: Remembered | None = None,
+    *,
+    may_relay: bool = True,
+    last: Collection[str] = (),
+) -> LoadedPlan:
     """Plan these rosters. With `may_relay`, nodes may pass on what they have received, those of `last` after others.
 
     Raises:
         PlanError: names every problem found.
     """
     started = time.perf_counter()
-    plan = plan_copies(rosters)
+    plan = plan_copies(rosters, remembered)
     found = routed(plan, {roster.rank: roster.node for roster in rosters}, may_relay=may_relay, last=last)
     return LoadedPlan(
         plan.digest,

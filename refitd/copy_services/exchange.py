@@ -123,7 +123,8 @@ class ExchangeService(CopyService):
         every rank's tensors hold what was sent to them.
 
         Args:
-            timeout: seconds after which every wait of this run ends.
+            timeout: seconds after which every wait of this run ends. Some end up to 5 % earlier, so that a rank that
+                stops is named by one that waits for it.
             transfers: what to run; None for what was noted.
             verify: read back what was written, and compare its digest with that of what was read. Must be equal on
                 all ranks.

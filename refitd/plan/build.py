@@ -27,6 +27,7 @@ from refitd.plan.match import Match, match
 from refitd.plan.ops import ReshardPlan
 from refitd.plan.read_rosters import read_rosters
 from refitd.plan.regions import regions_of
+from refitd.plan.remembered import Found, Remembered
 from refitd.plan.replicas import Demands, Shares, choose_sources
 from refitd.plan.shared import GlobalPlan, SharedPlan
 from refitd.plan.validate import shared_violations
@@ -35,15 +36,16 @@ from refitd.plan.views import reshard_plans
 __all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 
 
-def plan_copies(rosters: Sequence[Roster]) -> GlobalPlan:
+def plan_copies(rosters: Sequence[Roster], remembered: Remembered | None = None) -> GlobalPlan:
     """Plan the copies that write every destination element exactly once, each from one chosen source.
 
-    The result depends only on the rosters' content, never on their order.
+    The result depends only on the rosters' content, never on their order. What is `remembered` of earlier plans is not
+    found again.
 
     Raises:
         PlanError: lists every problem; there are no partial plans.
     """
-    return _planned(rosters)[0]
+    return _planned(rosters, remembered or Remembered())[0]
 
 
 def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
@@ -52,20 +54,29 @@ def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
     Raises:
         PlanError: lists every problem.
     """
-    plan, layouts = _planned(rosters)
+    plan, layouts = _planned(rosters, Remembered())
     return reshard_plans(plan.shared, layouts)
 
 
-def _planned(rosters: Sequence[Roster]) -> tuple[GlobalPlan, Layouts]:
+def _planned(rosters: Sequence[Roster], remembered: Remembered) -> tuple[GlobalPlan, Layouts]:
+    known = remembered.again(rosters)
+    if known is None:
+        known = _found(rosters)
+        remembered.keep(rosters, known)
+    layouts, found = known.layouts, known.match
+    shared = _shared_plan(layouts, found, _shares(layouts, found))
+    if wrong := shared_violations(shared, layouts):
+        raise PlanError(wrong)
+    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions_of(layouts, known.held)), layouts
+
+
+def _found(rosters: Sequence[Roster]) -> Found:
     layouts, problems = read_rosters(rosters)
     found, unmatched = match(layouts)
     if problems or unmatched:
         raise PlanError(problems + unmatched)
-    shared = _shared_plan(layouts, found, _shares(layouts, found))
-    if wrong := shared_violations(shared, layouts):
-        raise PlanError(wrong)
     held = match(layouts.with_ties_merged())[0].shared if layouts.has_ties else found.shared
-    return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions_of(layouts, held)), layouts
+    return Found(layouts, found, held)
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,6 +72,12 @@ def label_of(roster: Roster) -> str:
     return roster.label or f"rank {roster.rank}"
 
 
+def nodes_of(ordered: Sequence[Roster]) -> Ints:
+    """Return the number of each roster's node, by order of first rank; -1 if it has none."""
+    numbers = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in ordered if r.node))}
+    return np.array([numbers.get(r.node, -1) for r in ordered], np.int64)
+
+
 def read_rosters(rosters: Sequence[Roster]) -> tuple[Layouts, list[str]]:
     """Return the rosters as columns, and all their problems.
 
@@ -341,7 +347,6 @@ class _Reader:
         padding_dims = max([1, *(len(size) for _, size, _ in self.padding_rows)])
         tensors, tensor_at = _sorted(self.tensors)
         local_names, local_at = _sorted(self.locals)
-        nodes = {node: i for i, node in enumerate(dict.fromkeys(r.node for r in ordered if r.node))}
         geometries = Geometries(
             tile_start=np.array(self.tile_start, np.int64),
             tile_box=np.array([row[0] for row in self.tile_rows], np.int64),
@@ -388,7 +393,7 @@ class _Reader:
         return Layouts(
             ranks=np.array([r.rank for r in ordered], np.int64),
             labels=tuple(label_of(r) for r in ordered),
-            nodes=np.array([nodes.get(r.node, -1) for r in ordered], np.int64),
+            nodes=nodes_of(ordered),
             tensors=tensors,
             locals=local_names,
             source=sides[0],

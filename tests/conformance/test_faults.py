@@ -114,7 +114,7 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_what_it_sends_later_is_n
         during=wake_up_too_late,
     )
     name_the_culprit(outcome, "DeadlineExceeded")
-    assert min(answer.seconds for answer in outcome.answers.values()) >= TIMEOUT_S
+    assert min(answer.seconds for answer in outcome.answers.values()) >= 0.95 * TIMEOUT_S
     (late,) = world.crew.collect([CULPRIT], TIMEOUT_S + SLACK_S).values()
     assert "TransportError" in late.kinds and not late.is_usable
     world.crew.kill(CULPRIT)

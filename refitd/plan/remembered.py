@@ -1,0 +1,102 @@
+"""What planning has found of descriptions, for the next plan of the same descriptions on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.plan.columns import Ints
+from refitd.plan.layouts import Layouts
+from refitd.plan.match import Match, SharedCells
+from refitd.plan.read_rosters import MAX_RANK, SIDES, label_of, nodes_of
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Layouts without problems, their match, and the cells that several source ranks hold."""
+
+    layouts: Layouts
+    match: Match
+    held: SharedCells
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """`lists` are the distinct descriptions of each side, by first rank; `classes` the class of each, by its id."""
+
+    lists: tuple[tuple[Sequence[ParameterMetadata], ...], ...]  # kept, so that no other list gets their ids
+    classes: tuple[dict[int, int], ...]
+    found: Found
+
+
+class Remembered:
+    """Remembers the last plan's descriptions. Owned by whoever plans again and again.
+
+    A rank that joins, leaves or moves and is described like others changes neither layouts nor what is matched, only
+    which ranks are of which class. This holds for descriptions that several ranks share and that name no ranks.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+
+    def again(self, rosters: Sequence[Roster]) -> Found | None:
+        """Return what was found of these descriptions, with these ranks; None if it must be found."""
+        kept, ordered = self._kept, _ordered(rosters)
+        if kept is None or ordered is None:
+            return None
+        sides: list[Ints] = []
+        for side, lists, classes in zip(SIDES, kept.lists, kept.classes, strict=True):
+            ids = [id(getattr(roster, side)) for roster in ordered]
+            if [*dict.fromkeys(ids)] != [id(each) for each in lists]:
+                return None
+            sides.append(np.array([classes[each] for each in ids], np.int64))
+        layouts = kept.found.layouts
+        return replace(
+            kept.found,
+            layouts=replace(
+                layouts,
+                ranks=np.array([roster.rank for roster in ordered], np.int64),
+                labels=tuple(label_of(roster) for roster in ordered),
+                nodes=nodes_of(ordered),
+                source=replace(layouts.source, rank_class=sides[0]),
+                destination=replace(layouts.destination, rank_class=sides[1]),
+            ),
+        )
+
+    def keep(self, rosters: Sequence[Roster], found: Found) -> None:
+        """Remember what was found, if it depends on the descriptions alone."""
+        self._kept = None
+        ordered = _ordered(rosters)
+        if ordered is None:
+            return
+        lists, classes = [], []
+        for side, columns in zip(SIDES, (found.layouts.source, found.layouts.destination), strict=True):
+            held = {id(each): each for each in (getattr(roster, side) for roster in ordered)}
+            if not all(_names_no_rank(each) for each in held.values()):
+                return
+            of: dict[int, int] = {}
+            for roster, number in zip(ordered, columns.rank_class.tolist(), strict=True):
+                if of.setdefault(id(getattr(roster, side)), number) != number:
+                    return
+            lists.append(tuple(held.values()))
+            classes.append(of)
+        self._kept = _Kept(tuple(lists), tuple(classes), found)
+
+
+def _ordered(rosters: Sequence[Roster]) -> list[Roster] | None:
+    """Return the rosters sorted by rank; None if a rank is invalid or repeated."""
+    if not all(isinstance(roster.rank, int) and 0 <= roster.rank <= MAX_RANK for roster in rosters):
+        return None
+    found = sorted(rosters, key=lambda roster: roster.rank)
+    return found if len({roster.rank for roster in found}) == len(found) else None
+
+
+def _names_no_rank(described: Sequence[ParameterMetadata]) -> bool:
+    # a list might be changed afterwards
+    return isinstance(described, tuple) and all(
+        m.owner_rank is None and not (m.is_tp and m.tiles is None and m.tensor_parallel_group_ranks) for m in described
+    )
