@@ -100,7 +100,7 @@ def setup(level: str, style: str = "text") -> None:
 
 
 def as_error(line: str) -> str:
-    """Return a line for stderr that is no event, such as why a process does not start; journald counts it as an error."""
+    """Return a line for stderr that is no event, such as why a process does not start: an error, for journald."""
     return f"<{_PRIORITIES[logging.ERROR]}>{line}" if _is_journal(sys.stderr) else line
 
 

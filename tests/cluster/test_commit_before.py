@@ -19,6 +19,7 @@ import pytest
 import refitd
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.testing import Cluster, Coordinator, Daemon, eventually
+from refitd.testing.daemon import joined
 from tests.support.programs import ROOT, ended, run
 
 WAIT_S = 60.0
@@ -83,6 +84,8 @@ class Fleet(Cluster):
             assert self.coordinator.stop() == []
             self.coordinator = Coordinator(self._config, **self._options(name))
             self.coordinator.start()
+            with self.daemons["n0"].connect() as client:
+                eventually(lambda: joined(client) == 2, "both nodes have joined it", WAIT_S)
             return
         assert self.daemons[name].stop() == []
         self.daemons[name] = Daemon(self._config, name=name, joins=self.endpoint, workers=1, **self._options(name))
@@ -146,7 +149,7 @@ def stack() -> Iterator[ExitStack]:
 def test_a_fleet_goes_from_one_commit_to_the_other_process_by_process(before, stack, order, back: bool) -> None:
     if protocol(before) // 1000 != PROTOCOL_VERSION // 1000:
         fleet = stack.enter_context(Fleet(dict.fromkeys(("coordinator", "n0", "n1"), before)))
-        with pytest.raises(refitd.ProtocolError, match="the numbers before the point"):
+        with pytest.raises(refitd.ProtocolError, match="speaks protocol"):
             fleet.daemons["n0"].connect()
         return
     old, new = (NEW, before) if back else (before, NEW)

@@ -93,14 +93,9 @@ class Container:
     def write(self, path: str, text: str, user: str = "root", mode: str = "0644") -> None:
         """Write a file, and the folders above it."""
         self.must("mkdir", "-p", str(Path(path).parent))
-        with tempfile.NamedTemporaryFile("w") as file:
-            file.write(text)
-            file.flush()
-            # the container sees nothing of this machine's folders, but its processes may be handed an open file
-            script = f"cat > {path} && chown {user}: {path} && chmod {mode} {path}"
-            line = ["nsenter", "--target", str(self._init), "--mount", "--pid", "sh", "-c", script]
-            with open(file.name) as text_in:
-                subprocess.run(line, check=True, stdin=text_in, timeout=COMMAND_S)
+        script = f"cat > {path} && chown {user}: {path} && chmod {mode} {path}"
+        line = ["nsenter", "--target", str(self._init), "--mount", "--pid", "sh", "-c", script]
+        subprocess.run(line, check=True, input=text, text=True, timeout=COMMAND_S)
 
     def until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Return whether it holds within these seconds."""

@@ -16,8 +16,9 @@ PROGRAMS = Path(__file__).parent / "programs"
 JOB_S = 120.0
 NODES = ("n1", "n2", "n3")
 INTRO = (
-    "configs/slurm-launch.sh, as it is, under Slurm {slurm} (slurmctld, munge and three slurmd of Debian). The nodes are network namespaces of "
-    "one container, each with its host name, its address and its /tmp, joined by a bridge."
+    "configs/slurm-launch.sh, as it is, under Slurm {slurm} (slurmctld, munge and three slurmd of Debian). The "
+    "nodes are network namespaces of one container, each with its host name, its address and its /tmp, joined by "
+    "a bridge."
 )
 CONF = """
 ClusterName=try
@@ -48,8 +49,8 @@ ip link set $1 master bridge up
 ip -n $1 link set lo up
 ip -n $1 addr add $2/24 dev eth0
 ip -n $1 link set eth0 up
-systemd-run --quiet --unit=slurmd-$1 -p Delegate=yes -p NetworkNamespacePath=/run/netns/$1 -p PrivateTmp=yes -p KillMode=process \
-    unshare --uts sh -c "hostname $1; exec slurmd -D -N $1"
+systemd-run --quiet --unit=slurmd-$1 -p Delegate=yes -p NetworkNamespacePath=/run/netns/$1 -p PrivateTmp=yes \
+    -p KillMode=process unshare --uts sh -c "hostname $1; exec slurmd -D -N $1"
 """
 
 

@@ -18,8 +18,9 @@ WAIT_S = 60.0
 # The units' own are 180 and 30 s: what happens is the same, sooner.
 SHORT_WATCHDOG = "[Service]\nWatchdogSec=6\n"
 INTRO = (
-    "configs/refitd.service and configs/refitd-coordinator.service, as they are, under systemd {systemd} of a booted Debian container "
-    "(systemd-nspawn), with configs/node.toml, then configs/cluster; only WatchdogSec is shortened to 6 s for the rows about it."
+    "configs/refitd.service and configs/refitd-coordinator.service, as they are, under systemd {systemd} of a booted "
+    "Debian container (systemd-nspawn), with configs/node.toml, then configs/cluster; only WatchdogSec is shortened "
+    "to 6 s for the rows about it."
 )
 
 
@@ -54,7 +55,7 @@ class Trial:
         return self.do.must("date", "+%Y-%m-%d %H:%M:%S").strip()
 
     def swap(self) -> tuple[bool, str]:
-        """Swap to the newest version, as soon as there is somebody to swap; return whether the engine says that it serves it."""
+        """Swap to the newest version, once everybody is there; return whether the engine says that it serves it."""
         deadline = time.monotonic() + WAIT_S
         while (
             done := self.ctl("swap", "policy", "--json", "--timeout", "30")
@@ -84,7 +85,8 @@ def start(t: Trial) -> None:
     t.systemctl("daemon-reload")
     began = time.monotonic()
     done = t.systemctl("start", "refitd")
-    seen = f"{t.systemctl('is-active', 'refitd').stdout} {t.value('Type')} after {time.monotonic() - began:.1f} s {done.stderr}"
+    took = time.monotonic() - began
+    seen = f"{t.value('ActiveState')} ({t.value('Type')}) after {took:.1f} s {done.stderr}"
     status = t.ctl("status")
     t.found.saw(
         "`systemctl start refitd` returns once clients can work (Type=notify)",
@@ -176,14 +178,10 @@ def wrong(t: Trial) -> None:
     done = t.systemctl("start", "refitd")
     took = time.monotonic() - began
     time.sleep(3)
-    seen = f"status {done.returncode} after {took:.1f} s, {t.value('ActiveState')}, exit {t.value('ExecMainStatus')}, {t.value('NRestarts')} restarts"
-    ok = (
-        done.returncode != 0
-        and t.value("ActiveState") == "failed"
-        and t.value("ExecMainStatus") == "2"
-        and t.value("NRestarts") == "0"
-    )
-    t.found.saw("a wrong configuration fails the start at once, and is not started again", seen, ok and took < 10)
+    state, status, again = t.value("ActiveState"), t.value("ExecMainStatus"), t.value("NRestarts")
+    seen = f"status {done.returncode} after {took:.1f} s, {state}, exit {status}, {again} restarts"
+    ok = done.returncode != 0 and (state, status, again) == ("failed", "2", "0") and took < 10
+    t.found.saw("a wrong configuration fails the start at once, and is not started again", seen, ok)
     said = t.journal("refitd", "-p", "err", "--since", since)
     t.found.saw("and `journalctl -p err` says what is wrong", said, "wrokers" in said)
     t.do.write("/etc/refitd/node.toml", (CONFIGS / "node.toml").read_text())
