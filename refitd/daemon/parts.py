@@ -109,7 +109,7 @@ class Parts:
             self.maps,
             out,
             self.restart,
-            self.proofs.prove,
+            self.proofs.seeds.prove,
             lambda: self.publishing.slots_freed(self.members.values()),
         )
         self.controllers = LocalControllers(node, self.link, out)
