@@ -8,7 +8,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from refitd.errors import RefusedError
+import msgspec
+
+from refitd.errors import RefitdError, RefusedError
+from refitd.protocol.base import Message
+from refitd.protocol.codec import encode
 from refitd.text import shown
 
 MAX_COUNT = 1 << 62
@@ -99,3 +103,22 @@ def hook(what: str, value: Callable[..., object] | None) -> None:
     """Raise RefusedError unless the value is None or callable."""
     if value is not None and not callable(value):
         raise RefusedError(f"{what} is {shown(value)}, expected a function")
+
+
+def encoded(number: int, message: Message) -> bytes:
+    """Return a message's frame, checked as the daemon will check it.
+
+    Raises:
+        RefusedError: a field's value is invalid.
+        ProtocolError: the message is too large.
+    """
+    try:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        msgspec.convert(plain, type(message), strict=True)
+        return encode(number, message)
+    except RefitdError:
+        raise
+    except Exception as exc:  # msgspec, msgpack and Unicode each raise their own errors
+        raise RefusedError(
+            f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
+        ) from exc

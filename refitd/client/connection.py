@@ -16,11 +16,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import zmq
 
 from refitd.buffers import handoff
@@ -30,6 +28,8 @@ from refitd.buffers.cuda import MappedDeviceArena, index_of
 from refitd.buffers.permits import PAGE_ARENA
 from refitd.client import daemon_identity
 from refitd.client.arena_files import ArenaFiles
+from refitd.client.arguments import encoded
+from refitd.client.notifications import Listener, Notifications
 from refitd.client.reentrant_lock import Turn, check_process
 from refitd.errors import (
     DeadlineExceeded,
@@ -48,12 +48,8 @@ from refitd.protocol.reports import SwapProgress
 from refitd.protocol.texts import check_names
 
 R = TypeVar("R", bound=Message)
-Listener = Callable[[Message], None]
 
 _log = logging.getLogger("refitd.client")
-
-# The number of notifications kept for members that have no listener yet.
-EARLY = 64
 
 # The number of abandoned requests to remember: their replies may still come and must be undone.
 ABANDONED = 1024
@@ -64,28 +60,6 @@ SETTLE_S, _LOOK_S = 1.0, 0.005
 
 # How long closing waits for queued messages to be sent; a running daemon takes them at once.
 FLUSH_S = 2.0
-
-# How long a reply waits until listeners have handled earlier notifications. They are quick, unless the waiting thread
-# is in a signal handler and holds a lock that they need.
-ORDER_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Listen:
-    member: str
-    listener: Listener
-    heard: queue.SimpleQueue[bool]  # receives True once the listener has handled earlier notifications
-
-
-@dataclass(frozen=True, slots=True)
-class _Unlisten:
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Notice:
-    member: str
-    message: Message
 
 
 class Connection:
@@ -136,16 +110,12 @@ class Connection:
         self._inside: set[tuple[int, object]] = set()  # current users of the descriptors: (thread id, unique mark)
         self._closer: dict[str, tuple[int, object]] = {}  # the call of `close` that came first, under the key ""
         self._closing = self._closed = False
-        self._notices: queue.SimpleQueue[_Listen | _Unlisten | _Notice | local.Failure] = queue.SimpleQueue()
-        self._noticed = self._heard = 0  # notifications that have arrived, and that listeners have handled
-        self._listeners: dict[str, Listener] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._close_wake = weakref.finalize(self, os.close, self._wake)
         self._close_wake.atexit = False
         self._thread = threading.Thread(target=self._serve, args=(endpoint,), name="refitd-client", daemon=True)
-        self._notifier = threading.Thread(target=self._notify, name="refitd-notify", daemon=True)
+        self._notifications = Notifications()
         self._thread.start()
-        self._notifier.start()
         _open.add(self)
         hello = local.Hello(protocol=PROTOCOL_VERSION, token=greeting.token, name=name)
         try:
@@ -172,7 +142,7 @@ class Connection:
         check_names(message)
         answers: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         number = next(self._numbers)
-        frame = _encoded(number, message)
+        frame = encoded(number, message)
         until = time.monotonic() + timeout
         if isinstance(message, _UNDONE):
             self._settle(min(until, time.monotonic() + SETTLE_S))
@@ -193,7 +163,7 @@ class Connection:
                         "look at `refitctl status` and the daemon's log"
                     ) from None
                 is_answered = not isinstance(answer, SwapProgress)
-                self._let_listeners_hear(noticed)
+                self._notifications.wait_until_heard(noticed)
                 if isinstance(answer, local.Failure):
                     raise from_code(answer.code, answer.message)
                 if isinstance(answer, SwapProgress) and reply is not SwapProgress:
@@ -217,7 +187,7 @@ class Connection:
             case local.Lend(member, version) | local.BeginPublish(member, version):
                 # the daemon reads Withdraw right after the request, so it undoes that request and nothing later
                 with contextlib.suppress(RefitdError):
-                    self._push(0, _encoded(0, local.Withdraw(member=member, version=version)))
+                    self._push(0, encoded(0, local.Withdraw(member=member, version=version)))
             case _ if isinstance(message, _UNDONE):
                 self._abandoned.append(number)
 
@@ -245,7 +215,7 @@ class Connection:
             case _:
                 return
         with contextlib.suppress(RefitdError):
-            self._push(0, _encoded(0, undo))
+            self._push(0, encoded(0, undo))
 
     def tell(self, message: Message) -> None:
         """Send a message that has no reply.
@@ -257,7 +227,7 @@ class Connection:
             PeerLost: the daemon has gone, or does not read.
         """
         check_process(self.pid)
-        frame = _encoded(0, message)
+        frame = encoded(0, message)
         if isinstance(message, local.Told) and len(frame) <= handoff.MAX_DATAGRAM:
             with self._using():
                 handoff.send(self._descriptors, frame)
@@ -270,18 +240,13 @@ class Connection:
         Notifications that arrived earlier have been handled when this returns. When the daemon is lost, the listener is
         called with a Failure.
         """
-        heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._notices.put(_Listen(member, listener, heard))
-        if self._notifier.is_alive() and threading.current_thread() is not self._notifier:
-            with contextlib.suppress(queue.Empty):
-                heard.get(timeout=ORDER_S)
+        self._notifications.listen(member, listener)
         if (lost := self._lost) is not None:
             listener(local.Failure(code=lost.code, message=str(lost)))  # the notifier thread may have ended
 
     def unlisten(self, member: str) -> None:
         """Stop calling the member's listener."""
-        self._notices.put(_Unlisten(member))
-        self._listeners.pop(member, None)
+        self._notifications.unlisten(member)
 
     def map_arena(self, arena: int, *, write: bool) -> MappedArena | MappedDeviceArena:
         """Fetch an arena's descriptor and map it; raises ArenaError if this process does not see its GPU."""
@@ -375,8 +340,7 @@ class Connection:
             os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * FLUSH_S)
-        if threading.current_thread() is not self._notifier:
-            self._notifier.join(FLUSH_S)  # the other thread's end has put a Failure into its queue, which ends it
+        self._notifications.join(FLUSH_S)  # the other thread's end has ended it
 
     def _let_go(self) -> None:
         """Close the descriptors; if they are still in use after FLUSH_S, leave that to this object's end."""
@@ -455,12 +419,11 @@ class Connection:
             number, message = exc.request_id, local.Failure(code=exc.code, message=str(exc))
         waiter = self._waiters.get(number)
         if waiter is not None:
-            waiter.put((message, self._noticed))
+            waiter.put((message, self._notifications.arrived))
         elif number in self._abandoned:
             self._undo(number, message)
         elif number == 0 and (member := getattr(message, "member", "")):
-            self._notices.put(_Notice(member, message))
-            self._noticed += 1
+            self._notifications.add(member, message)
 
     def _lose(self, error: RefitdError) -> None:
         self.is_awaited = self.is_awaited and isinstance(error, PeerLost)  # others would only come again
@@ -468,54 +431,7 @@ class Connection:
         failure = local.Failure(code=error.code, message=str(error))
         for waiter in list(self._waiters.values()):
             waiter.put((failure, 0))
-        self._notices.put(failure)
-
-    def _notify(self) -> None:
-        """Pass notifications to their listeners, in order, until the connection is lost.
-
-        This needs its own thread: a listener may wait for a thread that waits for a reply.
-        """
-        # notifications for members whose listener is not there yet
-        early: deque[_Notice] = deque(maxlen=EARLY)
-        while self._take_notice(early):
-            pass
-
-    def _take_notice(self, early: deque[_Notice]) -> bool:
-        """Handle the next notice; return False after the last. A separate call, to keep no reference while waiting."""
-        match self._notices.get():
-            case _Listen(member, listener, heard):
-                self._listeners[member] = listener
-                for notice in [notice for notice in early if notice.member == member]:
-                    early.remove(notice)
-                    _call(listener, notice.message)
-                heard.put(True)
-            case _Unlisten(member):
-                self._listeners.pop(member, None)
-            case _Notice(member, message) as notice:
-                if (found := self._listeners.get(member)) is not None:
-                    _call(found, message)
-                else:
-                    early.append(notice)
-                self._heard += 1
-            case local.Failure() as failure:
-                listeners = list(self._listeners.values())
-                self._listeners.clear()
-                for listener in listeners:
-                    _call(listener, failure)
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        if isinstance(late := self._notices.get_nowait(), _Listen):
-                            late.heard.put(True)  # `listen` itself checks whether the connection is lost
-                return False
-        return True
-
-    def _let_listeners_hear(self, noticed: int) -> None:
-        """Wait until listeners have handled the notifications that came before a reply; callers rely on that order."""
-        until = time.monotonic() + ORDER_S
-        while self._heard < noticed and self._notifier.is_alive() and time.monotonic() < until:
-            if threading.current_thread() is self._notifier:
-                return
-            time.sleep(0.0002)
+        self._notifications.end(failure)
 
     # --- details ------------------------------------------------------------------------------------------
 
@@ -557,32 +473,6 @@ class Connection:
         """In a forked child: close the parent's descriptors, so that the child does not keep the session open."""
         self._descriptors.close()
         self._close_wake()
-
-
-def _encoded(number: int, message: Message) -> bytes:
-    """Return a message's frame, checked as the daemon will check it.
-
-    Raises:
-        RefusedError: a field's value is invalid.
-        ProtocolError: the message is too large.
-    """
-    try:
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
-        msgspec.convert(plain, type(message), strict=True)
-        return encode(number, message)
-    except RefitdError:
-        raise
-    except Exception as exc:  # msgspec, msgpack and Unicode each raise their own errors
-        raise RefusedError(
-            f"{type(message).__name__} cannot be sent: {exc}; correct the argument of that name"
-        ) from exc
-
-
-def _call(listener: Listener, message: Message) -> None:
-    try:
-        listener(message)
-    except Exception:  # a failure with one notification must not stop the others
-        _log.exception("a listener could not take %s", type(message).__name__)
 
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -21,10 +21,7 @@ from refitd.coordinator.actions import (
     Remember,
     Send,
 )
-from refitd.coordinator.admission import (
-    check_hello,
-    check_message,
-)
+from refitd.coordinator.admission import check_hello, check_message
 from refitd.coordinator.descriptions import Descriptions, unpack_shard
 from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past

@@ -28,10 +28,7 @@ from refitd.coordinator.report import (
     swap_report,
     written_report,
 )
-from refitd.coordinator.schedule import (
-    left_behind,
-    used_up,
-)
+from refitd.coordinator.schedule import left_behind, used_up
 from refitd.coordinator.steps import Flip, Reached
 from refitd.coordinator.swap_queue import SwapQueue
 from refitd.coordinator.traces import Traces

@@ -337,7 +337,7 @@ class DaemonShell:
             self._log.failed("internal-error", peer="coordinator", message=type(message).__name__)
 
     def _fetch(self, session: int, arena: int, write: bool) -> tuple[int, int, str]:
-        found = self._state.may_fetch(session, arena, write)
+        found = self._state.clients.may_fetch(session, arena, write)
         return self._arena_fds[arena], found.nbytes, found.device
 
     def _given_back(self, session: int, fd: int, nbytes: int) -> int:
@@ -346,7 +346,7 @@ class DaemonShell:
         Raises:
             RefitdError: it is no arena, or another client's, or there is no room for it.
         """
-        self._state.check_given(session, nbytes)
+        self._state.clients.check_given(session, nbytes)
         if capacity.descriptors_left() < CLIENT_RESERVE:
             raise RefusedError("this daemon can open no more files (RLIMIT_NOFILE); raise its limit (LimitNOFILE=)")
         taken, writable = memory.taken_back(fd, nbytes)

@@ -46,6 +46,14 @@ class NodePlan:
             table.locals[number] for table in tables for number in np.unique(table.src_local[table.src_rank == rank])
         }
 
+    def row_name(self, row: int, *, is_onward: bool) -> str:
+        """Return what a row within this node copies, for people; "" for a row that fills."""
+        table = self.onward if is_onward and self.onward is not None else self.table
+        if row >= len(table):
+            return ""
+        src, dst = (self.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))
+        return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
+
 
 @dataclass(slots=True, eq=False)
 class _Loading:

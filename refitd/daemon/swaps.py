@@ -25,7 +25,6 @@ from refitd.daemon.target_state import StageBegan, StageFinished, step_of
 from refitd.daemon.worker_arenas import WorkerArenas
 from refitd.errors import IllegalTransition
 from refitd.events import Log
-from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local, sidecar
 from refitd.protocol.base import Message, clipped
 from refitd.protocol.reports import Crossing
@@ -176,10 +175,6 @@ class LocalSwaps:
         local_swap.outstanding = {run.number for run in runs}
         if not runs:
             self._arrived(local_swap)
-
-    def _row_name(self, plan: NodePlan, table: CopyTable, row: int) -> str:
-        src, dst = (plan.members.get(int(rank[row]), f"rank {rank[row]}") for rank in (table.src_rank, table.dst_rank))
-        return f"parameter {table.tensors[int(table.tensor[row])]!r} of {dst} from {src}"
 
     def _arrived(self, local_swap: _LocalSwap) -> None:
         """Everything has arrived: copy onward what other targets of this node need of it."""
@@ -428,10 +423,7 @@ class LocalSwaps:
             row = self._jobs.copy_origin(run, copy)
             what = f"worker {worker} on node {self._node}"
             if not run.crosses and local_swap is not None and row is not None:
-                plan = local_swap.plan
-                table = plan.onward if local_swap.phase == "onward" and plan.onward is not None else plan.table
-                if row < len(table):
-                    what = self._row_name(plan, table, row)
+                what = local_swap.plan.row_name(row, is_onward=local_swap.phase == "onward") or what
             self._stage_failed(run.purpose.swap, what, reason)
 
     def worker_died(self, worker: int, who: str, how: str) -> None:

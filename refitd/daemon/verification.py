@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,7 @@ from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.blocks import Blocks
 from refitd.daemon.digest_work import DigestQueue, DigestWork
 from refitd.daemon.members import LocalMember, Proof
+from refitd.daemon.seed_proofs import SeedProofs
 from refitd.daemon.target_state import Live, Step
 from refitd.events import Log
 from refitd.protocol import cluster, local, sidecar
@@ -80,7 +81,7 @@ class Proofs:
         # by member; cached since they never change, and take long to build for very many tensors
         self._blocks: dict[str, Blocks] = {}
         self._later: set[str] = set()  # members whose digests are due at the next tick
-        self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []  # seeds; digests are being taken
+        self.seeds = SeedProofs(members, self._queue, self._blocks_of, self._log)
 
     # --- what happens to members --------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class Proofs:
     def left(self, member: LocalMember, reason: str) -> None:
         """Drop the work of a member that has gone, and answer its checks."""
         self._drop_work(member.id)
-        self._unproven = [seed for seed in self._unproven if seed[0] != member.id]
+        self.seeds.left(member)
         self._blocks.pop(member.id, None)
         check = self._checks.pop(member.id, None)
         if check is not None:
@@ -116,51 +117,6 @@ class Proofs:
                 self._tell(
                     asked, cluster.MemberChecked(member=member.id, state=ProofState.UNKNOWN, reason=clipped(reason))
                 )
-
-    # --- seeds --------------------------------------------------------------------------------------------
-
-    def prove(self, member: LocalMember, tensors: Collection[str], then: Callable[[str], None]) -> None:
-        """Digest what others have read of a version that a member serves, and tell `then` what is wrong with it.
-
-        "" if nothing is: it has not changed since it went live. If digests have not been taken yet of a staging arena,
-        nothing is known that it could be compared with; only workers have ever written there.
-        """
-        version = member.state.version
-        if member.proof is None:
-            begun = [w for w in self._queue.work if w.member == member.id and w.what == "stored"]
-            for work in begun:
-                work.is_urgent = True
-            if begun:
-                self._unproven.append((member.id, tensors, then))
-            else:
-                then(f"the digest of version {version} could not be taken when it went live" * member.is_proven_live)
-            return
-        blocks = self._blocks_of(member)
-        work = DigestWork(member.id, "seed", member.proof.version, blocks, member.decided_places(), True)
-        work.chosen, work.then = blocks.of(tensors), then
-        self._queue.add(work)
-
-    def _proven(self, work: DigestWork, member: LocalMember, digests: bytes) -> None:
-        known = member.proof
-        if known is None or known.version != work.version:
-            work.then(f"it serves version {work.version} no longer")
-            return
-        assert work.chosen is not None
-        different = work.blocks.differing(digests, known.digests, work.chosen)
-        if not different:
-            work.then("")
-            return
-        self._log("differs", member=member.id, version=work.version, blocks=len(different))
-        name = work.blocks.difference(different[0], None).parameter
-        more = f" and {len(different) - 1} more blocks" if len(different) > 1 else ""
-        work.then(f"{name}{more}: its memory has changed since version {work.version} went live")
-
-    def _taken(self, member_id: str) -> None:
-        """Go on with the seeds that waited for digests, which have been taken or cannot be."""
-        waited = [seed for seed in self._unproven if seed[0] == member_id]
-        self._unproven = [seed for seed in self._unproven if seed[0] != member_id]
-        for _, tensors, then in waited:  # of members that are here: others have been dropped
-            self.prove(self._members[member_id], tensors, then)
 
     # --- asked --------------------------------------------------------------------------------------------
 
@@ -467,7 +423,7 @@ class Proofs:
         if work.what == "seed":
             work.then(f"it serves version {work.version} no longer")
         elif work.what == "stored":
-            self._taken(work.member)
+            self.seeds.taken(work.member)
         check = self._checks.get(work.member)
         if check is None or check.phase != work.what:
             return
@@ -491,7 +447,7 @@ class Proofs:
             return
         digests = b"".join(found for found in results if isinstance(found, bytes))
         if work.what == "seed":
-            self._proven(work, member, digests)
+            self.seeds.read(work, member, digests)
             return
         if work.what == "live":
             if check is not None:
@@ -499,7 +455,7 @@ class Proofs:
             return
         member.proof = Proof(work.version, digests)
         self._log("digests", member=member.id, version=work.version, blocks=work.total)
-        self._taken(member.id)
+        self.seeds.taken(member.id)
         if check is not None:
             self._start(check, member)
 
@@ -508,7 +464,7 @@ class Proofs:
         if work.what == "seed":
             work.then(reason)
         elif work.what == "stored":
-            self._taken(work.member)
+            self.seeds.taken(work.member)
         check = self._checks.get(work.member)
         if check is not None and check.phase == work.what:
             if work.what == "compare":

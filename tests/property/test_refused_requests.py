@@ -58,7 +58,7 @@ class RefusingDaemon(DaemonMachine):
 
     def harness(self) -> Harness:
         h = WatchedHarness(max_arena_bytes=6 * SHARD_BYTES, keep_targets_s=60.0)
-        del h.daemon._permits._free[:-2]
+        del h.daemon.permits._free[:-2]
         return h
 
     @initialize()
@@ -68,7 +68,7 @@ class RefusingDaemon(DaemonMachine):
         h.done(h.stage("s0"))
         h.commit(self.ids[1], "s0")
         h.feed(act.SessionClosed(1, "died"), act.SessionOpened(1, 100, "again"))
-        assert h.daemon._retained.arenas() and not h.closed
+        assert h.daemon.retained.arenas() and not h.closed
 
     @rule(session=st.sampled_from(SESSIONS), what=st.integers(0, 11), refuses=st.booleans())
     def client_asks_for_what_may_be_refused(self, session: int, what: int, refuses: bool) -> None:

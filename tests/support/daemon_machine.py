@@ -133,7 +133,7 @@ class DaemonMachine(RuleBasedStateMachine):
         if not hasattr(self, "h"):
             return
         daemon = self.h.daemon
-        assert not daemon._out
+        assert not daemon.out
         for member in daemon.members.values():
             assert member.session is None or member.session in self.open, f"{member.id} belongs to nobody"
             assert member.session is not None or member.is_source, "an engine's registration outlived it"
@@ -143,11 +143,11 @@ class DaemonMachine(RuleBasedStateMachine):
             assert arena.session is None or arena.session in self.open
             for session in self.open - {arena.session}:
                 try:
-                    daemon.may_fetch(session, arena.id, False)
+                    daemon.clients.may_fetch(session, arena.id, False)
                 except RefusedError:
                     continue
                 raise AssertionError(f"arena {arena.id} of session {arena.session} is handed to {session}")
-        assert len(daemon._link._waiting) <= MAX_WAITING * len(SESSIONS) * 4
+        assert len(daemon.link._waiting) <= MAX_WAITING * len(SESSIONS) * 4
         assert not set(self.h.closed) & daemon.arenas.keys()
 
     def teardown(self) -> None:
@@ -157,7 +157,7 @@ class DaemonMachine(RuleBasedStateMachine):
             self.h.feed(act.SessionClosed(session, "gone"))
         self.h.now += 6.0
         self.h.feed(Tick())
-        assert self.h.daemon._regions.next_deadline is None, "somebody still waits for digests"
+        assert self.h.daemon.regions.next_deadline is None, "somebody still waits for digests"
         held = {arena for member in self.h.daemon.members.values() for arena in member.arenas()}
         assert self.h.daemon.arenas.keys() <= held, "arenas that belong to nobody"
         assert all(member.is_source and member.held() for member in self.h.daemon.members.values())

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from refitd import ParameterMetadata, PlanError, RefitdError, RefusedError, Tile
-from refitd.client.arguments import flag, seconds, text, whole
-from refitd.client.connection import _encoded
+from refitd.client.arguments import encoded, flag, seconds, text, whole
 from refitd.client.derived import Derived
 from refitd.client.devices import number_of
 from refitd.client.given import checked_wanted
@@ -90,7 +89,7 @@ def test_descriptions_of_all_kinds_of_numbers_are_those_of_ints() -> None:
         assert found == expected and shard_of([other]) == shard_of([expected])
         sent = local.RegisterSource(model="m", rank=1, world_size=2, shard=shard_of([other]))
         decoder: Decoder[local.ClientRequest] = Decoder(local.ClientRequest)
-        assert decoder.decode(_encoded(1, sent)) == (1, sent)
+        assert decoder.decode(encoded(1, sent)) == (1, sent)
         assert metadata_of(sent.shard, 1)[0].fill == 0.0
 
 
@@ -153,11 +152,11 @@ def test_what_no_message_may_hold_is_refused_by_whoever_says_it() -> None:
     wrong: list[Any] = [torch.tensor(0.0), np.int64(1), object(), "x", -1, None, 1 << 70, {1}]
     for value in wrong:
         with pytest.raises(RefusedError, match="Withdraw cannot be sent: "):
-            _encoded(1, local.Withdraw(member="m", version=value))
+            encoded(1, local.Withdraw(member="m", version=value))
     with pytest.raises(RefitdError, match="would take"):
-        _encoded(1, local.LiveDigests(member="m", check=1, digests=bytes(MAX_MESSAGE_BYTES)))
+        encoded(1, local.LiveDigests(member="m", check=1, digests=bytes(MAX_MESSAGE_BYTES)))
     with pytest.raises(RefusedError):
-        _encoded(1, local.RegisterSource(model="\ud800", rank=0, world_size=1, shard=Shard(tensors=())))
+        encoded(1, local.RegisterSource(model="\ud800", rank=0, world_size=1, shard=Shard(tensors=())))
 
 
 class Evil:

@@ -60,11 +60,11 @@ def test_an_arena_is_handed_only_to_its_own_session_and_as_it_may_be() -> None:
     h = Harness()
     target = h.ask(TARGET)
     assert isinstance(target, local.TargetRegistered)
-    assert h.daemon.may_fetch(1, target.staging, False).nbytes == target.nbytes
+    assert h.daemon.clients.may_fetch(1, target.staging, False).nbytes == target.nbytes
     with pytest.raises(RefusedError, match="for reading only"):
-        h.daemon.may_fetch(1, target.staging, True)
+        h.daemon.clients.may_fetch(1, target.staging, True)
     with pytest.raises(RefusedError, match="not one of this session's"):
-        h.daemon.may_fetch(2, target.staging, False)
+        h.daemon.clients.may_fetch(2, target.staging, False)
 
 
 def test_the_limit_on_arenas_counts_those_being_made() -> None:
@@ -115,10 +115,10 @@ def test_a_registration_that_was_looked_at_beside_the_loop_is_like_any_other() -
 
 def test_a_rank_for_which_there_is_no_permit_leaves_what_is_retained_for_it() -> None:
     h = retaining()
-    free, h.daemon._permits._free = h.daemon._permits._free, []
+    free, h.daemon.permits._free = h.daemon.permits._free, []
     refused = h.ask(TARGET)
     assert isinstance(refused, local.Failure) and "registered target ranks already" in refused.message
-    h.daemon._permits._free = free
+    h.daemon.permits._free = free
     again = h.ask(TARGET)
     assert isinstance(again, local.TargetRegistered) and again.restores
 
@@ -129,14 +129,14 @@ def test_retained_memory_is_given_up_only_for_as_much_as_it_is(short: int, frees
     h.no_memory = ArenaError("there is no memory", short=short)
     made = h.ask(local.CreateArena(nbytes=4096))
     assert isinstance(made, local.ArenaCreated) is frees
-    assert bool(h.daemon._retained.arenas()) is not frees and bool(h.closed) is frees
+    assert bool(h.daemon.retained.arenas()) is not frees and bool(h.closed) is frees
 
 
 @pytest.mark.parametrize("lacking", ["the node's limit", "the system's memory"])
 @pytest.mark.parametrize("refuses", [True, False])
 def test_retained_memory_makes_room_for_a_rank_only_if_the_coordinator_takes_it_in(lacking: str, refuses: bool) -> None:
     h = retaining()
-    retained = h.daemon._retained.arenas()
+    retained = h.daemon.retained.arenas()
     if lacking == "the node's limit":
         h.daemon.arenas._max_bytes = sum(arena.nbytes for arena in h.daemon.arenas.values())
     else:
@@ -147,22 +147,22 @@ def test_retained_memory_makes_room_for_a_rank_only_if_the_coordinator_takes_it_
     questions = [m.is_question for m in h.said(cluster.AddShard) if isinstance(m, cluster.AddShard)]
     if refuses:
         assert answer == h.refuse_with and questions == [True]
-        assert h.daemon._retained.arenas() == retained and not h.closed
+        assert h.daemon.retained.arenas() == retained and not h.closed
     else:
         assert isinstance(answer, local.TargetRegistered) and questions == [True, False]
-        assert not h.daemon._retained.arenas() and {*h.closed} == retained
+        assert not h.daemon.retained.arenas() and {*h.closed} == retained
 
 
 def test_an_engine_that_the_coordinator_does_not_take_back_leaves_what_is_retained_for_it() -> None:
     h = retaining()
-    retained, members = h.daemon._retained.arenas(), {*h.daemon.members}
+    retained, members = h.daemon.retained.arenas(), {*h.daemon.members}
     for _ in range(2):
         again = h.ask(TARGET)
         assert isinstance(again, local.TargetRegistered) and again.restores
         h.refuse_with = local.Failure(code="refused", message="no")
         assert h.ask(local.Restored(member=again.member)) == h.refuse_with
         h.refuse_with = None
-        assert h.daemon._retained.arenas() == retained and {*h.daemon.members} == members and not h.closed
+        assert h.daemon.retained.arenas() == retained and {*h.daemon.members} == members and not h.closed
 
 
 def test_a_registration_whose_tensors_are_freed_while_its_arenas_are_made_is_refused_and_leaves_none() -> None:

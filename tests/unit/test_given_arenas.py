@@ -35,7 +35,7 @@ def test_a_source_comes_back_with_its_slots_and_versions() -> None:
     (added,) = h.said(cluster.AddShard)
     assert isinstance(added, cluster.AddShard)
     assert (added.versions, added.run, added.newest) == ((3, 4), "r", 4)
-    assert h.daemon.may_fetch(1, 101, write=True)
+    assert h.daemon.clients.may_fetch(1, 101, write=True)
     # they are its slots now: the client cannot free them, and they go when it closes the registration
     assert isinstance(h.ask(local.FreeArena(arena=101)), local.Failure)
     assert h.ask(local.Deregister(member=back.member)) == local.Done()
@@ -50,7 +50,7 @@ def test_a_target_comes_back_with_what_it_serves_which_it_may_read_and_not_write
     (added,) = h.said(cluster.AddShard)
     assert isinstance(added, cluster.AddShard) and (added.version, added.run, added.seeds) == (4, "r", False)
     with pytest.raises(RefusedError, match="for reading only"):
-        h.daemon.may_fetch(1, 7, write=True)
+        h.daemon.clients.may_fetch(1, 7, write=True)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_what_is_not_its_own_or_does_not_fit_is_refused_and_changes_nothing(
 def test_what_is_given_back_counts_and_goes_with_its_client() -> None:
     h = Harness(max_arena_bytes=3 * nbytes_of())
     given(h, 101, 102)
-    h.daemon.check_given(1, nbytes_of())
+    h.daemon.clients.check_given(1, nbytes_of())
     given(h, 103)
     with pytest.raises(ArenaError, match="max_arena_bytes"):
-        h.daemon.check_given(1, 1)
+        h.daemon.clients.check_given(1, 1)
     with pytest.raises(RefusedError, match="Hello"):
-        h.daemon.check_given(9, 1)
+        h.daemon.clients.check_given(9, 1)
     h.feed(act.SessionClosed(1, "died"))
     assert sorted(h.closed) == [101, 102, 103] and not h.daemon.arenas
 

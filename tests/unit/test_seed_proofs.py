@@ -16,7 +16,7 @@ SHAPES = [((300,), torch.uint8), ((7, 11), torch.bfloat16), ((5000,), torch.floa
 def proven(node: Node, *tensors: str) -> list[str]:
     """What is said to be wrong with these tensors, once all is done."""
     told: list[str] = []
-    node.proofs.prove(node.member, tensors, told.append)
+    node.proofs.seeds.prove(node.member, tensors, told.append)
     node.run()
     return told
 
@@ -48,7 +48,7 @@ def test_live_tensors_without_digests_seed_nobody_and_digests_under_way_are_wait
     assert proven(node, "t0") == ["the digest of version 7 could not be taken when it went live"]
     node.proofs.committed(node.member)  # it begins to digest at once
     told: list[str] = []
-    node.proofs.prove(node.member, node.names, told.append)
+    node.proofs.seeds.prove(node.member, node.names, told.append)
     assert not told
     node.run()
     assert told == [""]
@@ -60,7 +60,7 @@ def test_a_version_that_is_staged_over_or_cannot_be_read_is_told() -> None:
     node.proofs.tick()
     node.run()
     told: list[str] = []
-    node.proofs.prove(node.member, node.names, told.append)
+    node.proofs.seeds.prove(node.member, node.names, told.append)
     node.member.move(StageBegan("s", 8))
     assert not node.member.offers(7, "")
     node.run()
@@ -81,7 +81,7 @@ def test_a_seed_is_proven_while_a_swap_runs_by_all_workers(monkeypatch: pytest.M
     node.proofs.tick()
     node.run()
     node.is_swapping = True
-    node.proofs.prove(node.member, node.names, lambda wrong: None)
+    node.proofs.seeds.prove(node.member, node.names, lambda wrong: None)
     node.proofs.dispatch()
     asked = [do for do in node.out if isinstance(do, act.ToWorker) and isinstance(do.message, sidecar.TakeDigests)]
     assert [do.worker for do in asked] == [0, 1]

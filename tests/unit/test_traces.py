@@ -155,7 +155,7 @@ def test_the_last_swaps_are_kept_and_each_in_bounds():
         h.done(runs)
         h.commit(target, swap)
         h.feed(act.CoordinatorSaid(0, cluster.EndSwap(swap=swap)))
-    found = h.daemon._timeline
+    found = h.daemon.timeline
     assert len(found._swaps) == timeline.MAX_SWAPS
     assert {swap for swap, _ in found._runs.values()} <= found._swaps.keys()
     assert not part(h, "s0").spans
@@ -177,7 +177,7 @@ def test_a_swap_keeps_the_alignment_of_its_own_time():
     h.feed(Tick())
     h.done(h.stage())
     assert (part(h, "s").offset_s, part(h, "s").error_s) == (0.0, 0.0)
-    h.daemon._clock.forget()
+    h.daemon.clock.forget()
     assert part(h, "s").error_s == 0.0
     assert part(h, "other").error_s is None
 

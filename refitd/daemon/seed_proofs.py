@@ -1,0 +1,72 @@
+"""Whether a seed still holds what it did when its version went live: others have copied that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from refitd.daemon.blocks import Blocks
+from refitd.daemon.digest_work import DigestQueue, DigestWork
+from refitd.daemon.members import LocalMember
+
+
+class SeedProofs:
+    """Compares seeds with their digests, by work of the queue."""
+
+    def __init__(
+        self,
+        members: dict[str, LocalMember],
+        queue: DigestQueue,
+        blocks_of: Callable[[LocalMember], Blocks],
+        log: Callable[..., None],
+    ) -> None:
+        self._members, self._queue, self._blocks_of, self._log = members, queue, blocks_of, log
+        # (member, tensors, whom to tell) of seeds whose first digests are being taken
+        self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []
+
+    def prove(self, member: LocalMember, tensors: Collection[str], then: Callable[[str], None]) -> None:
+        """Digest what others have read of a version that a member serves, and tell `then` what is wrong with it.
+
+        "" if nothing is: it has not changed since it went live. If digests have not been taken yet of a staging arena,
+        nothing is known that it could be compared with; only workers have ever written there.
+        """
+        version = member.state.version
+        if member.proof is None:
+            begun = [w for w in self._queue.work if w.member == member.id and w.what == "stored"]
+            for work in begun:
+                work.is_urgent = True
+            if begun:
+                self._unproven.append((member.id, tensors, then))
+            else:
+                then(f"the digest of version {version} could not be taken when it went live" * member.is_proven_live)
+            return
+        blocks = self._blocks_of(member)
+        work = DigestWork(member.id, "seed", member.proof.version, blocks, member.decided_places(), True)
+        work.chosen, work.then = blocks.of(tensors), then
+        self._queue.add(work)
+
+    def read(self, work: DigestWork, member: LocalMember, digests: bytes) -> None:
+        """Compare a seed's digests, which have been taken now, with the known ones."""
+        known = member.proof
+        if known is None or known.version != work.version:
+            work.then(f"it serves version {work.version} no longer")
+            return
+        assert work.chosen is not None
+        different = work.blocks.differing(digests, known.digests, work.chosen)
+        if not different:
+            work.then("")
+            return
+        self._log("differs", member=member.id, version=work.version, blocks=len(different))
+        name = work.blocks.difference(different[0], None).parameter
+        more = f" and {len(different) - 1} more blocks" if len(different) > 1 else ""
+        work.then(f"{name}{more}: its memory has changed since version {work.version} went live")
+
+    def taken(self, member_id: str) -> None:
+        """Go on with the seeds that waited for digests, which have been taken or cannot be."""
+        waited = [seed for seed in self._unproven if seed[0] == member_id]
+        self._unproven = [seed for seed in self._unproven if seed[0] != member_id]
+        for _, tensors, then in waited:  # of members that are here: others have been dropped
+            self.prove(self._members[member_id], tensors, then)
+
+    def left(self, member: LocalMember) -> None:
+        """Forget a seed that has gone."""
+        self._unproven = [seed for seed in self._unproven if seed[0] != member.id]
