@@ -3,7 +3,7 @@
     python -m sglang.launch_server --model-path MODEL --custom-weight-loader refitd.adapters.sglang.take_over
     REFITD_SGLANG='{"replica": "a"}' python -m sglang.launch_server --model-path MODEL --disable-radix-cache
 
-Written against SGLang 0.5.23, and never run with it: docs/sglang.md.
+Written against SGLang 0.5.23, and never run with a server of it: docs/sglang.md.
 """
 
 from __future__ import annotations

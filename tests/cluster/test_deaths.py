@@ -91,6 +91,26 @@ def test_a_client_that_dies_while_staging_aborts_the_swap_and_is_named(fleet: Fl
     assert fleet.swap_succeeds() and fleet.serves_second()
 
 
+@pytest.mark.slow
+def test_an_engine_that_its_supervisor_restarts_in_the_middle_of_a_swap_is_back_at_what_was_live(fleet: Fleet) -> None:
+    workers = fleet.trainer.status().nodes[0].workers
+    with victim(fleet.daemon, VICTIM_TARGET) as process, stopped(workers):
+        running = RunningSwap(fleet.daemon.connect(), "policy", 2)
+        running.wait_phase("stage")
+        process.kill()
+        with victim(fleet.daemon, VICTIM_TARGET) as successor:  # at once, under the same name
+            with pytest.raises(refitd.RefitFailed, match=rf"victim rank 0 \(host \S+, pid {process.pid}\)"):
+                running.result()
+
+            def shown() -> tuple[int | None, list[tuple[int, int | None]]]:
+                (model,) = fleet.trainer.status().models
+                return model.live, [(t.pid, t.version) for t in model.targets if t.replica == "victim"]
+
+            eventually(lambda: shown() == (1, [(successor.pid, 1)]), "the successor serves version 1")
+            assert fleet.serves_first()
+    assert fleet.swap_succeeds() and fleet.serves_second()
+
+
 def test_a_client_that_dies_after_the_decision_is_named_and_the_others_commit(fleet: Fleet) -> None:
     with victim(fleet.daemon, VICTIM_TARGET) as process:
         running = RunningSwap(fleet.daemon.connect(), "policy", 2)

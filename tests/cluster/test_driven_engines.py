@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import refitd
 from refitd.adapters import engine_memory, sglang
-from refitd.adapters.driving import swap_and_drive
+from refitd.adapters.driving import Fleet, swap_and_drive
 from refitd.testing import Daemon, Engine, RunningSwap
 
 Offering = tuple[refitd.Client, refitd.Source, dict[str, torch.Tensor]]
@@ -126,6 +126,37 @@ def test_an_engine_is_called_once_its_version_is_decided(daemon: Daemon) -> None
 
         with pytest.raises(OSError, match="the engine has gone"):
             swap_and_drive(trainer, "policy", 2, fails)
+
+
+def test_engines_are_called_before_the_decision_only_if_one_needs_it(daemon: Daemon) -> None:
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine, daemon.connect("other") as other:
+        source = trainer.register_source("policy", values(1))
+        calls: list[str] = []
+        targets = {}
+
+        def register() -> None:
+            calls.append("register")
+            for client, replica in ((engine, "a"), (other, "b")):
+                if replica not in targets:
+                    targets[replica] = client.register_target("policy", values(0), replica=replica)
+
+        def catch_up() -> None:
+            calls.append("catch up")
+            targets["b"].wait(1, timeout=5.0)
+
+        fleet = Fleet(trainer, "policy")
+        fleet.prepare(register, catch_up)
+        fleet.prepare(register, catch_up)
+        assert calls == ["register"]
+        source.publish(1)
+        with pytest.raises(refitd.SwapFailed):  # nobody drives the second one
+            swap_and_drive(trainer, "policy", 1, lambda: targets["a"].wait(1, timeout=5.0) and None, timeout=2.0)
+        fleet.prepare(register, catch_up)
+        assert calls == ["register", "catch up"] and targets["b"].version == 1
+        targets.pop("a").close()  # as an engine that is started again
+        fleet.prepare(register, catch_up)
+        fleet.prepare(register, catch_up)
+        assert calls.count("register") == 2
 
 
 @pytest.fixture
