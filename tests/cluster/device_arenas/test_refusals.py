@@ -115,7 +115,7 @@ def test_a_worker_without_torch_for_gpus_fails_the_swap_by_name_and_the_daemon_l
         target = client.register_target("policy", live, replica="r")
         source.publish(1)
         for _ in range(2):
-            with Engine(target), pytest.raises(refitd.RefitFailed, match=r"this torch has no CUDA; `pip install .*torch"):
+            with Engine(target), pytest.raises(refitd.RefitFailed, match="this torch has no CUDA; `pip install "):
                 client.swap("policy", 1, timeout=60)
         assert not any(t.any() for t in live.values())
         assert daemon.is_running
