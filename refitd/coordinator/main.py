@@ -56,9 +56,6 @@ _TICK_S = 1.0
 # Messages handled before the clock and other sockets are checked again, so that no peer can stop the clock.
 _BATCH = 256
 
-# How long a coordinator that ends waits for its last messages to leave.
-_GOODBYE_MS = 200
-
 # A turn of the loop that takes this long is logged.
 _SLOW_TURN_S = 0.5
 
@@ -170,13 +167,6 @@ class CoordinatorShell:
                 self._publish()
             if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
                 self._log("slow-turn", seconds=took_s)
-
-    def say_goodbye(self) -> None:
-        """Have the daemons look for the next coordinator at once; without this they do so in some seconds."""
-        self._router.socket.setsockopt(zmq.LINGER, _GOODBYE_MS)
-        for node in self._state.nodes.values():
-            text = "it leads no longer, and another one may"
-            self._router.send(node.identity, 0, Failure(code="unknown-node", message=text))
 
     def close(self) -> None:
         """End the threads, once they have done what they are doing."""
@@ -486,8 +476,6 @@ def _lead(
             shell.serve(stop, reloads, wakeup)
             journal.close()
         finally:
-            if lead is not None:
-                shell.say_goodbye()
             shell.close()
     finally:
         router.close()

@@ -65,7 +65,7 @@ class Etcd:
                 *("etcd", "--name", f"m{i}", "--data-dir", str(self.folder / f"m{i}"), "--logger", "zap"),
                 *("--listen-client-urls", f"{scheme}://{client}", "--advertise-client-urls", f"{scheme}://{client}"),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                *("--initial-cluster", cluster, "--log-level", "warn", *options),
+                *("--initial-cluster", cluster, "--log-level", "warn", "--pre-vote", *options),
             ]
             environment = {"PATH": os.environ["PATH"], "GOMAXPROCS": "2"}
             log = self.folder / f"m{i}.log"
