@@ -202,9 +202,9 @@ class Target:
         else:
             prepare = state.prepare
             agreed = _agreed(agree(NOTHING_PENDING if prepare is None else prepare.version))
-            if agreed != (None if prepare is None else prepare.version) or self._is_called_back:
-                prepare = None  # a callback's thread commits, and may be doing so
-        if prepare is None:
+            if prepare is not None and agreed != prepare.version:
+                prepare = None
+        if prepare is None or self._is_called_back:  # the callback's thread commits, and may be doing so
             state.check_connected()
             return None
         return self._take_over.apply(prepare)

@@ -69,11 +69,11 @@ def test_local_copies_are_not_sent():
     assert balance_of(traffic, rosters).ratio == 1.0
 
 
-def test_balance_counts_senders_that_send_nothing():
+def test_balance_is_of_all_senders():
     rosters, _, traffic = case({"dp": 4}, {})
     balance = balance_of(traffic, rosters)
     assert (balance.senders, balance.max_bytes, balance.max_rank) == (4, 128, 2)
-    assert balance.ratio == 4.0
+    assert balance.ratio == 128 / 35
     assert balance_of(traffic, [Roster(0)]).senders == 0
 
 
