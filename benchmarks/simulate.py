@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from benchmarks import machine
 from refitd.offline import ModelSpec, load_model, read, rosters_of
-from refitd.offline.clusters import Cluster, load_cluster
+from refitd.offline.clusters import ClusterSpeeds, load_cluster
 from refitd.plan.build import plan_copies
-from refitd.simulate.predict import Route, Simulation
+from refitd.simulate.predict import FanOut, Simulation
 
 RESULTS = Path(__file__).parent / "results"
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -137,7 +137,7 @@ def _published(case: Published) -> dict[str, Any]:
     )
     rosters = rosters_of(source, [target], collocated=case.collocated)  # type: ignore[arg-type, list-item]
     simulation = Simulation(plan_copies(rosters), rosters, load_cluster(CONFIGS / "clusters" / f"{case.cluster}.toml"))
-    direct, relayed = simulation.run(Route.DIRECT), simulation.run(Route.RELAYED)
+    direct, relayed = simulation.run(FanOut.DIRECT), simulation.run(FanOut.RELAYED)
     return {
         "who": case.who,
         "model": models[0].name,
@@ -179,8 +179,8 @@ def _measured(mbit: int, rounds: int) -> dict[str, Any]:
     model = {"kind": "model", "name": "m", "tensors": [{"name": "w", "shape": [ROWS, 1000], "stage": "first"}]}
     one = {"kind": "layout", "name": "one", "model": model, "ranks_per_node": 1}
     rosters = rosters_of(read(one, "from"), [read(one, "to")])  # type: ignore[arg-type, list-item]
-    cable = Cluster(name="cable", nic_gb_s=mbit / 8000, rank_gb_s=6.0, memory_gb_s=6.0)
-    predicted = Simulation(plan_copies(rosters), rosters, cable).run(Route.DIRECT).seconds
+    cable = ClusterSpeeds(name="cable", nic_gb_s=mbit / 8000, rank_gb_s=6.0, memory_gb_s=6.0)
+    predicted = Simulation(plan_copies(rosters), rosters, cable).run(FanOut.DIRECT).seconds
     median = statistics.median(taken)
     return found | {"swap_s": median, "most_s": max(taken), "predicted_s": predicted, "ratio": median / predicted}
 

@@ -22,7 +22,7 @@ from refitd.errors import ConfigError, RefitdError
 from refitd_cli import checks
 from refitd_cli.commands.config import as_toml, in_force
 from refitd_cli.output import to_json
-from refitd_cli.session import Control
+from refitd_cli.session import ControlClient
 
 MAX_ITEM_BYTES = 4_000_000
 MAX_LOGS = 16
@@ -41,7 +41,7 @@ class Item:
 
 
 def collected(
-    connect: Callable[[], Control],
+    connect: Callable[[], ControlClient],
     read: Callable[[], tuple[Config, dict[str, str]]],
     address: str | None,
     logs: Sequence[str],
@@ -136,7 +136,7 @@ def _versions() -> dict[str, object]:
     }
 
 
-def _doctor(connect: Callable[[], Control], address: str | None) -> list[dict[str, object]]:
+def _doctor(connect: Callable[[], ControlClient], address: str | None) -> list[dict[str, object]]:
     return [dataclasses.asdict(finding) for finding in checks.all_findings(connect, address)]
 
 
@@ -145,7 +145,7 @@ def _config(read: Callable[[], tuple[Config, dict[str, str]]]) -> bytes:
     return ("\n".join(as_toml(in_force(found), origins)) + "\n").encode()
 
 
-def _asked(connect: Callable[[], Control], ask: Callable[[Control], object]) -> bytes:
+def _asked(connect: Callable[[], ControlClient], ask: Callable[[ControlClient], object]) -> bytes:
     with closing(connect()) as client:
         return _json(to_json(ask(client)))
 

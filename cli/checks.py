@@ -19,7 +19,7 @@ from refitd.copy_services.base import Capabilities
 from refitd.copy_services.registry import OWN, Offer
 from refitd.errors import ConfigError, RefitdError, TransportError
 from refitd_cli.output import size
-from refitd_cli.session import Control
+from refitd_cli.session import ControlClient
 
 # Descriptors a daemon may need: one per arena, one more for each worker it goes to, two per client.
 WANTED_DESCRIPTORS = 4096
@@ -33,7 +33,7 @@ RIVALS = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check. `state`: "ok", "warn" (works, but slower) or "fail" (refitd cannot work)."""
 
     name: str
@@ -42,7 +42,7 @@ class Finding:
     advice: str = ""
 
 
-def all_findings(connect: Callable[[], Control], address: str | None) -> Iterator[Finding]:
+def all_findings(connect: Callable[[], ControlClient], address: str | None) -> Iterator[CheckResult]:
     """Run every check, cheapest first."""
     yield python()
     yield torch()
@@ -59,31 +59,33 @@ def all_findings(connect: Callable[[], Control], address: str | None) -> Iterato
     yield daemon(connect)
 
 
-def python() -> Finding:
+def python() -> CheckResult:
     """Check the Python interpreter."""
-    return Finding("python", "ok", f"{platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs")
+    return CheckResult(
+        "python", "ok", f"{platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs"
+    )
 
 
-def torch() -> Finding:
+def torch() -> CheckResult:
     """Check torch by its metadata: importing it takes seconds."""
     found = _version("torch")
     if found is None:
-        return Finding(
+        return CheckResult(
             "torch",
             "warn",
             "not installed",
             "a coordinator and refitctl need none; for daemons, trainers and engines: `pip install 'refitd[torch]'`",
         )
-    return Finding("torch", "ok", found)
+    return CheckResult("torch", "ok", found)
 
 
-def sealed_memory() -> Finding:
+def sealed_memory() -> CheckResult:
     """Check that memfds can be sealed against shrinking."""
     name = "sealed memfd"
     try:
         descriptor = os.memfd_create("refitd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
-        return Finding(
+        return CheckResult(
             name,
             "fail",
             f"memfd_create: {exc.strerror}",
@@ -95,19 +97,21 @@ def sealed_memory() -> Finding:
         try:
             os.ftruncate(descriptor, 0)
         except PermissionError:
-            return Finding(name, "ok", "created, sealed, cannot be truncated")
-        return Finding(name, "fail", "the seal did not hold", "a peer could truncate an arena; use another kernel")
+            return CheckResult(name, "ok", "created, sealed, cannot be truncated")
+        return CheckResult(name, "fail", "the seal did not hold", "a peer could truncate an arena; use another kernel")
     except OSError as exc:
-        return Finding(name, "fail", f"sealing: {exc.strerror}", "allow fcntl(F_ADD_SEALS) in the sandbox this runs in")
+        return CheckResult(
+            name, "fail", f"sealing: {exc.strerror}", "allow fcntl(F_ADD_SEALS) in the sandbox this runs in"
+        )
     finally:
         os.close(descriptor)
 
 
-def memory(meminfo: str, limits: Sequence[capacity.Limit] = ()) -> Finding:
+def memory(meminfo: str, limits: Sequence[capacity.Limit] = ()) -> CheckResult:
     """Check how much memory arenas could take, within control groups and this process's own limits."""
     fields = _meminfo(meminfo)
     if "MemAvailable" not in fields:
-        return Finding("memory", "warn", "unknown", "no MemAvailable in /proc/meminfo")
+        return CheckResult("memory", "warn", "unknown", "no MemAvailable in /proc/meminfo")
     free = fields["MemAvailable"]
     found = f"{size(free)} of {size(fields.get('MemTotal', 0))} available"
     for limit in limits:
@@ -115,35 +119,35 @@ def memory(meminfo: str, limits: Sequence[capacity.Limit] = ()) -> Finding:
             free = min(free, limit.left)
             found += f", {size(limit.left)} left under {limit.name}"
     if free < 1 << 30:
-        return Finding("memory", "warn", found, "arenas hold each source shard twice and each target shard once")
-    return Finding("memory", "ok", found)
+        return CheckResult("memory", "warn", found, "arenas hold each source shard twice and each target shard once")
+    return CheckResult("memory", "ok", found)
 
 
-def huge_pages(shmem_enabled: str, meminfo: str) -> Finding:
+def huge_pages(shmem_enabled: str, meminfo: str) -> CheckResult:
     """Check for huge pages; without them first use and copies are slower."""
     pool = _meminfo(meminfo).get("HugePages_Total", 0)
     mode = shmem_enabled.partition("[")[2].partition("]")[0] or "unknown"
     found = f"pool of {pool} pages, shmem_enabled={mode}"
     if pool or mode in ("always", "within_size", "advise", "force"):
-        return Finding("huge pages", "ok", found)
+        return CheckResult("huge pages", "ok", found)
     advice = "4 KiB pages work; larger ones are faster: write advise to transparent_hugepage/shmem_enabled"
-    return Finding("huge pages", "warn", found, advice)
+    return CheckResult("huge pages", "warn", found, advice)
 
 
-def ptrace(scope: str) -> Finding:
+def ptrace(scope: str) -> CheckResult:
     """Check that a worker may read memory that a trainer lends from its own heap."""
     name = "ptrace scope"
     value = scope.strip()
     if value in ("", "0", "1"):
         # under 1 a process may be read by those it names, and a client that lends names its daemon
-        return Finding(name, "ok", f"{value or 'no Yama'}: workers may read memory a client lends")
+        return CheckResult(name, "ok", f"{value or 'no Yama'}: workers may read memory a client lends")
     if os.geteuid() == 0:
-        return Finding(name, "ok", f"{value}, running as root")
+        return CheckResult(name, "ok", f"{value}, running as root")
     advice = "lent tensors outside arenas are copied once; to have them pulled, set kernel.yama.ptrace_scope to 0 or 1"
-    return Finding(name, "warn", value, advice)
+    return CheckResult(name, "warn", value, advice)
 
 
-def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure_here) -> Finding:
+def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure_here) -> CheckResult:
     """Measure, between two processes, whether lent tensors outside arenas are pulled or copied."""
     name = "private tensors"
     try:
@@ -153,40 +157,40 @@ def private_tensors(measure_here: Callable[[], measure.Choice] = measure.measure
             "works, with one more copy; to have them pulled, allow process_vm_readv: ptrace_scope 0 or 1, a seccomp "
             "profile with it (containers: CAP_SYS_PTRACE); or keep them in an arena (client.allocate)"
         )
-        return Finding(name, "warn", f"lent ones are copied: {str(exc).partition(';')[0]}", advice)
+        return CheckResult(name, "warn", f"lent ones are copied: {str(exc).partition(';')[0]}", advice)
     rows = size(measure.HERE_ROW_BYTES // 2)
-    return Finding(name, "ok", f"{choice.reason}, in rows of {rows}: lent ones are {choice.mode}")
+    return CheckResult(name, "ok", f"{choice.reason}, in rows of {rows}: lent ones are {choice.mode}")
 
 
-def descriptors() -> Finding:
+def descriptors() -> CheckResult:
     """Check how many files a daemon started here may open; it raises its soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{hard} (soft limit {soft})"
     if hard != resource.RLIM_INFINITY and hard < WANTED_DESCRIPTORS:
-        return Finding(
+        return CheckResult(
             "open files",
             "warn",
             found,
             f"ulimit -Hn {WANTED_DESCRIPTORS}, for nodes with many models or clients",
         )
-    return Finding("open files", "ok", found)
+    return CheckResult("open files", "ok", found)
 
 
-def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> Finding:
+def gpu_arenas(survey: Callable[[], list[tuple[str, str]]] = cuda.survey) -> CheckResult:
     """Check which GPUs can hold arenas."""
     name = "GPU arenas"
     found = survey()
     if not found:
-        return Finding(name, "ok", "no GPU is visible: arenas lie in main memory")
+        return CheckResult(name, "ok", "no GPU is visible: arenas lie in main memory")
     text = ", ".join(gpu for gpu, _ in found)
     problems = [problem for _, problem in found if problem]
     if problems:
         advice = f"register with device='cpu': {'; '.join(problems)}"
-        return Finding(name, "warn", f"not on all of {text}", advice)
-    return Finding(name, "ok", text)
+        return CheckResult(name, "warn", f"not on all of {text}", advice)
+    return CheckResult(name, "ok", text)
 
 
-def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[Finding]:
+def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterator[CheckResult]:
     """Check each copy service: what it does, and what it lacks here."""
     packages: dict[str, str] = {}
     for offer in offers():
@@ -201,38 +205,38 @@ def backends(offers: Callable[[], Iterable[Offer]] = registry.offers) -> Iterato
         except Exception as exc:  # whatever a foreign package raises
             found = str(exc) if isinstance(exc, ConfigError) else f"package {offer.package}: {exc!r}"
             # the daemon and its workers load every backend
-            yield Finding(name, "fail", found, f"no daemon starts with it: mend or uninstall {offer.package}")
+            yield CheckResult(name, "fail", found, f"no daemon starts with it: mend or uninstall {offer.package}")
         else:
             origin = "" if offer.package == OWN else f", from package {offer.package}"
-            yield Finding(name, "warn" if missing else "ok", _does(backend.capabilities) + origin, missing)
+            yield CheckResult(name, "warn" if missing else "ok", _does(backend.capabilities) + origin, missing)
 
 
-def wheels() -> Iterator[Finding]:
+def wheels() -> Iterator[CheckResult]:
     """Check for packages that must not be installed together; yield nothing without any."""
     for rivals in RIVALS:
         found = [f"{name} {version}" for name in rivals if (version := _version(name)) is not None]
         if len(found) > 1:
             advice = "their wheels overwrite each other's files: uninstall the one torch does not use"
-            yield Finding("wheels", "warn", " and ".join(found), advice)
+            yield CheckResult("wheels", "warn", " and ".join(found), advice)
 
 
-def runtime_dir(path: Path) -> Finding:
+def runtime_dir(path: Path) -> CheckResult:
     """Check that the runtime directory belongs to its user alone."""
     name = "runtime directory"
     try:
         found = path.stat()
     except OSError as exc:
-        return Finding(name, "warn", f"{path}: {exc.strerror}", "the daemon creates it")
+        return CheckResult(name, "warn", f"{path}: {exc.strerror}", "the daemon creates it")
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o026:
-        return Finding(name, "fail", f"{path}: mode {mode:04o}", f"others may enter it: chmod 0700 {path}")
+        return CheckResult(name, "fail", f"{path}: mode {mode:04o}", f"others may enter it: chmod 0700 {path}")
     if mode & 0o077:
         advice = f"others may enter it; where node.allowed_uids lets nobody in: chmod 0700 {path}"
-        return Finding(name, "warn", f"{path}: mode {mode:04o}", advice)
-    return Finding(name, "ok", f"{path}: mode {mode:04o}, uid {found.st_uid}")
+        return CheckResult(name, "warn", f"{path}: mode {mode:04o}", advice)
+    return CheckResult(name, "ok", f"{path}: mode {mode:04o}, uid {found.st_uid}")
 
 
-def daemon(connect: Callable[[], Control]) -> Finding:
+def daemon(connect: Callable[[], ControlClient]) -> CheckResult:
     """Check that a daemon answers, and a coordinator behind it."""
     try:
         client = connect()
@@ -241,11 +245,11 @@ def daemon(connect: Callable[[], Control]) -> Finding:
         finally:
             client.close()
     except RefitdError as exc:
-        return Finding("daemon", "fail", str(exc))
+        return CheckResult("daemon", "fail", str(exc))
     nodes = ", ".join(f"{node.node} (pid {node.pid}, {len(node.workers)} workers)" for node in report.nodes)
     found = f"answers; coordinator pid {report.coordinator_pid}; nodes: {nodes or 'none'}"
     problems = [f"node {node.node}: {problem}" for node in report.nodes for problem in node.problems]
-    return Finding("daemon", "warn" if problems else "ok", found, "; ".join(problems))
+    return CheckResult("daemon", "warn" if problems else "ok", found, "; ".join(problems))
 
 
 def _read(path: str) -> str:

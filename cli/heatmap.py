@@ -15,7 +15,7 @@ import numpy.typing as npt
 from refitd.describe.roster import Roster
 from refitd.plan.cost import Traffic
 from refitd.text import printable
-from refitd_cli.layouts import Side
+from refitd_cli.layouts import RankNumbers
 from refitd_cli.output import rank_ranges, size
 
 TEXT_GROUPS = 12
@@ -41,7 +41,9 @@ class Matrix:
     bytes: npt.NDArray[np.int64]
 
 
-def matrix_of(traffic: Traffic, rosters: Sequence[Roster], sides: Sequence[Side], limit: int = TEXT_GROUPS) -> Matrix:
+def matrix_of(
+    traffic: Traffic, rosters: Sequence[Roster], sides: Sequence[RankNumbers], limit: int = TEXT_GROUPS
+) -> Matrix:
     """Return the matrix with at most `limit` rows and columns; the first of `sides` sends, the others receive."""
     nodes = {roster.rank: roster.node for roster in rosters}
     senders = _groups(sides[:1], nodes, limit)
@@ -55,7 +57,7 @@ def matrix_of(traffic: Traffic, rosters: Sequence[Roster], sides: Sequence[Side]
     return Matrix(senders, receivers, found)
 
 
-def text_matrix(matrix: Matrix, sides: Sequence[Side]) -> tuple[str, list[str], list[list[str]]]:
+def text_matrix(matrix: Matrix, sides: Sequence[RankNumbers]) -> tuple[str, list[str], list[list[str]]]:
     """Return title, column names and rows of the matrix as text, every number in one unit."""
     largest = int(matrix.bytes.max(initial=0))
     unit, factor = next(((u, f) for u, f in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= f), ("bytes", 1.0))
@@ -75,7 +77,7 @@ def text_matrix(matrix: Matrix, sides: Sequence[Side]) -> tuple[str, list[str], 
     return title, columns, rows
 
 
-def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[Side]) -> str:
+def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[RankNumbers]) -> str:
     """Return an HTML page with the matrix as a heat map; hovering over a cell shows its numbers."""
     shades = "".join(f'<span style="opacity:{_opacity(i / 20)}"></span>' for i in range(21))
     return _PAGE.format(
@@ -165,7 +167,7 @@ def _told(group: Group) -> str:
     return f"{group.label}{f' on {group.nodes}' if group.nodes else ''}"
 
 
-def _groups(sides: Sequence[Side], nodes: Mapping[int, str], limit: int) -> tuple[Group, ...]:
+def _groups(sides: Sequence[RankNumbers], nodes: Mapping[int, str], limit: int) -> tuple[Group, ...]:
     """Divide the ranks of these sides into at most `limit` groups, along nodes where they are known.
 
     Ranks of two sides share a group only if there are more sides than groups.
@@ -184,7 +186,7 @@ def _groups(sides: Sequence[Side], nodes: Mapping[int, str], limit: int) -> tupl
     return tuple(_merged(found[i : i + each]) for i in range(0, len(found), each))
 
 
-def _units(side: Side, nodes: Mapping[int, str], limit: int) -> list[tuple[int, ...]]:
+def _units(side: RankNumbers, nodes: Mapping[int, str], limit: int) -> list[tuple[int, ...]]:
     """Return a side's ranks one by one if they are few, else by node, if these are known."""
     by_node: dict[str, list[int]] = {}
     for rank in side.ranks:

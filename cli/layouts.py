@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Side:
+class RankNumbers:
     """The ranks of one manifest: in the plan, and by their own numbers."""
 
     name: str
@@ -35,10 +35,10 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Planned:
+class ManifestPlan:
     """A plan between two manifests. `rosters` are in rank order; the first of `sides` is the source."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[RankNumbers, ...]
     source: Manifest
     targets: tuple[Manifest, ...]
     rosters: list[Roster]
@@ -66,7 +66,7 @@ def read_manifests(
     return load(source, model), tuple(load(target, model) for target in targets)
 
 
-def planned(source: str, targets: Sequence[str], model_file: str | None, collocated: bool) -> Planned:
+def planned(source: str, targets: Sequence[str], model_file: str | None, collocated: bool) -> ManifestPlan:
     """Plan a refit between manifests.
 
     Raises:
@@ -81,15 +81,15 @@ def planned(source: str, targets: Sequence[str], model_file: str | None, colloca
         started = time.perf_counter()
         plan = plan_copies(rosters)
         sides = _sides((sender, *receivers), collocated)
-        return Planned(sides, sender, receivers, rosters, plan, time.perf_counter() - started)
+        return ManifestPlan(sides, sender, receivers, rosters, plan, time.perf_counter() - started)
 
 
-def _sides(manifests: Sequence[Manifest], collocated: bool) -> tuple[Side, ...]:
+def _sides(manifests: Sequence[Manifest], collocated: bool) -> tuple[RankNumbers, ...]:
     found = []
     for placed in place(manifests, collocated=collocated):
         manifest = placed.manifest
         own = [r.rank for r in manifest.ranks] if isinstance(manifest, Shards) else range(world_size(manifest))
-        found.append(Side(manifest.name, placed.first_rank, tuple(placed.first_rank + rank for rank in own)))
+        found.append(RankNumbers(manifest.name, placed.first_rank, tuple(placed.first_rank + rank for rank in own)))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from refitd.errors import DeadlineExceeded, RefitdError, TransportError
 from refitd.protocol.reports import StatusReport
 from refitd_cli import html
-from refitd_cli.session import Control
+from refitd_cli.session import ControlClient
 from refitd_cli.timeline import timeline
 
 # What is kept, and what is asked of the cluster before its status is asked for again.
@@ -38,7 +38,7 @@ class Opened:
             self._wanted[path] = None
         return found
 
-    def ask(self, client: Control, status: StatusReport) -> None:
+    def ask(self, client: ControlClient, status: StatusReport) -> None:
         """Ask the cluster for what has been wanted since the last time.
 
         Raises:
@@ -58,7 +58,7 @@ class Opened:
                 self._found.popitem(last=False)
 
 
-def _made(path: str, client: Control, status: StatusReport) -> str:
+def _made(path: str, client: ControlClient, status: StatusReport) -> str:
     kind, name, what = html.words_of(path)
     if kind != PLAN:
         return timeline(client.trace(name, what))

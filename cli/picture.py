@@ -48,7 +48,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentBox:
     """A box that one rank sends to another."""
 
     src: int
@@ -129,7 +129,7 @@ def boxes_text(boxes: Sequence[Box]) -> str:
     return shown + (f" and {len(boxes) - MAX_BOXES} more" if len(boxes) > MAX_BOXES else "")
 
 
-def pieces(picture: Picture, copies: CopyTable) -> list[Piece]:
+def pieces(picture: Picture, copies: CopyTable) -> list[SentBox]:
     """Return the boxes that are sent, in canonical coordinates, by destination and source."""
     tiles: dict[tuple[int, str], tuple[Tile, ...]] = {(h.rank, h.local): h.tiles for h in picture.destination}
     dims = len(picture.shape)
@@ -143,7 +143,7 @@ def pieces(picture: Picture, copies: CopyTable) -> list[Piece]:
             offset = int(copies.dst_offset[row]) + sum(i * s for i, s in zip(steps, strides[:lead], strict=True))
             start = _place(tiles[dst, local], offset)
             box = tuple((o, o + n) for o, n in zip(start, sizes[lead:], strict=True))
-            found.append(Piece(src, dst, box, elements(sizes[lead:]) * int(copies.element_size[row])))
+            found.append(SentBox(src, dst, box, elements(sizes[lead:]) * int(copies.element_size[row])))
     return sorted(found, key=lambda piece: (piece.dst, piece.src, piece.box))
 
 

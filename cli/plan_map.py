@@ -9,7 +9,7 @@ from refitd.plan.cost import Traffic
 from refitd.protocol.reports import ModelStatus, PlanReport
 from refitd_cli import html
 from refitd_cli.heatmap import drawing, matrix_of
-from refitd_cli.layouts import Side
+from refitd_cli.layouts import RankNumbers
 from refitd_cli.output import duration, size
 
 # Rows and columns of the map, and pairs in words below it.
@@ -30,10 +30,10 @@ def plan_map(report: PlanReport, model: ModelStatus) -> str:
     nodes |= {(one.replica, one.rank): one.node for one in model.targets}
     ends = [(("", _end(pair.source)[1]), _end(pair.target)) for pair in pairs]
     known = sorted({*nodes, *(end for pair in ends for end in pair)})  # the trainer, which has no name, is the first
-    sides: list[Side] = []
+    sides: list[RankNumbers] = []
     for name in dict.fromkeys(name for name, _ in known):
         first = sides[-1].ranks[-1] + 1 if sides else 0
-        sides.append(Side(name or "trainer", first, tuple(first + rank for own, rank in known if own == name)))
+        sides.append(RankNumbers(name or "trainer", first, tuple(first + rank for own, rank in known if own == name)))
     firsts = dict(zip(dict.fromkeys(name for name, _ in known), (side.first for side in sides), strict=True))
     rosters = [Roster(firsts[name] + rank, node=nodes.get((name, rank), "")) for name, rank in known]
     moved = [

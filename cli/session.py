@@ -30,7 +30,7 @@ _UID = "refitd.uid"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Control(Protocol):
+class ControlClient(Protocol):
     """The part of refitd's client that commands use."""
 
     def swap(
@@ -126,13 +126,13 @@ class Control(Protocol):
         ...
 
 
-def connect(address: str | None, timeout: float = 10.0) -> Control:
+def connect(address: str | None, timeout: float = 10.0) -> ControlClient:
     """Connect to the daemon at `address` within `timeout` seconds; raise TransportError if none runs there."""
     import refitd
 
     context = click.get_current_context(silent=True)
     uid = None if context is None else context.meta.get(_UID)
-    client: Control = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid, reconnect=False)
+    client: ControlClient = refitd.connect(address, name="refitctl", timeout=timeout, uid=uid, reconnect=False)
     return client
 
 
@@ -140,10 +140,10 @@ def connect(address: str | None, timeout: float = 10.0) -> Control:
 class Session:
     """Click's context object: how commands connect."""
 
-    factory: Callable[[str | None], Control] = connect
+    factory: Callable[[str | None], ControlClient] = connect
 
     @contextmanager
-    def client(self, address: str | None) -> Iterator[Control]:
+    def client(self, address: str | None) -> Iterator[ControlClient]:
         """Yield a connected client and close it afterwards."""
         client = self.factory(address)
         try:

@@ -15,7 +15,7 @@ from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.numbers import Number
 from refitd_cli.opened import Opened
 from refitd_cli.output import print_json, say
-from refitd_cli.session import Control, Session, address_option, json_option
+from refitd_cli.session import ControlClient, Session, address_option, json_option
 
 SWAPS = 50
 LOOPBACK = "127.0.0.1"
@@ -68,7 +68,7 @@ class Latest:
 
     def __init__(self, session: Session, address: str | None) -> None:
         self._session, self._address = session, address
-        self._client: Control | None = None
+        self._client: ControlClient | None = None
         self.shown = Shown(None, (), time.time())
         self.opened = Opened()
         self._asking = Thread()
@@ -93,7 +93,7 @@ class Latest:
                 self._asking = Thread(target=self._ask, args=(self._client, status), name="refitd-opened", daemon=True)
                 self._asking.start()
 
-    def _ask(self, client: Control, status: StatusReport) -> None:
+    def _ask(self, client: ControlClient, status: StatusReport) -> None:
         """Ask for what is opened, on a thread of its own: a large plan takes long, and the status goes on meanwhile."""
         with suppress(RefitdError):  # a daemon that is away is found by the next question for the status
             self.opened.ask(client, status)

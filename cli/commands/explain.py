@@ -17,7 +17,7 @@ from refitd_cli.session import json_option
 if TYPE_CHECKING:
     from refitd.describe.roster import Roster
     from refitd.plan.shared import GlobalPlan
-    from refitd_cli.picture import Holding, Picture, Piece
+    from refitd_cli.picture import Holding, Picture, SentBox
 
 SIDE_LINES = 40
 PLANNERS = {
@@ -77,7 +77,7 @@ def explain(
     ctx.exit(EXIT_FAILED if refusal is not None else 0)
 
 
-def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[Piece]:
+def _pieces(picture: Picture, plan: GlobalPlan | None) -> list[SentBox]:
     from refitd.plan.cost import copies_of
     from refitd_cli.picture import pieces
 
@@ -107,7 +107,7 @@ def _show(picture: Picture, plan: GlobalPlan | None, rank: int | None, top: int)
             say(f"  and {len(lines) - SIDE_LINES} other parts (--top 0 shows all)")
     if planner := _planner(picture, plan):
         say(f"planned by: {planner} ({PLANNERS[planner]})")
-    by_pair: dict[int, dict[int, list[Piece]]] = {}
+    by_pair: dict[int, dict[int, list[SentBox]]] = {}
     for piece in _pieces(picture, plan):
         by_pair.setdefault(piece.dst, {}).setdefault(piece.src, []).append(piece)
     receivers = [dst for dst in by_pair if rank is None or dst == rank]

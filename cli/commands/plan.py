@@ -12,7 +12,7 @@ import click
 from refitd.errors import ConfigError
 from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport, Relaying
 from refitd_cli.completion import model_names
-from refitd_cli.layouts import Planned, Side, manifest_options, planned
+from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
 from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
 from refitd_cli.session import Session, address_option, json_option
@@ -142,7 +142,7 @@ def _title(what: str, shown: int, total: int) -> str:
     return what if shown == total else f"{what} (the largest {shown} of {total}; --top 0 shows all)"
 
 
-def _offline(found: Planned, top: int, html_file: str | None, speeds: tuple[float, float], as_json: bool) -> None:
+def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple[float, float], as_json: bool) -> None:
     """Show a plan between manifests."""
     from refitd.plan import cost
 
@@ -170,7 +170,7 @@ def _offline(found: Planned, top: int, html_file: str | None, speeds: tuple[floa
 
 
 def _facts(
-    found: Planned, traffic: Traffic, balance: Balance, least: Estimate | None, speeds: tuple[float, float]
+    found: ManifestPlan, traffic: Traffic, balance: Balance, least: Estimate | None, speeds: tuple[float, float]
 ) -> list[str]:
     nodes = {r.rank: r.node or f"rank {r.rank}" for r in found.rosters}
     near = sum(
@@ -199,7 +199,7 @@ def _facts(
 _LINKS = {"intra": "within its node", "inter": "between nodes"}
 
 
-def _show_memory(memory: Sequence[Memory], sides: Sequence[Side], top: int) -> None:
+def _show_memory(memory: Sequence[Memory], sides: Sequence[RankNumbers], top: int) -> None:
     kinds: dict[tuple[int, int], list[int]] = {}
     for each in memory:
         kinds.setdefault((each.staging_bytes, each.source_bytes), []).append(each.rank)
@@ -212,13 +212,13 @@ def _show_memory(memory: Sequence[Memory], sides: Sequence[Side], top: int) -> N
     )
 
 
-def _own(sides: Sequence[Side], ranks: Sequence[int]) -> str:
+def _own(sides: Sequence[RankNumbers], ranks: Sequence[int]) -> str:
     """Return ranks by their own numbers, on every side that they are on."""
     return " + ".join(own for side in sides if (own := side.own(ranks)))
 
 
 def _object(
-    found: Planned, traffic: Traffic, balance: Balance, memory: Sequence[Memory], least: Estimate | None
+    found: ManifestPlan, traffic: Traffic, balance: Balance, memory: Sequence[Memory], least: Estimate | None
 ) -> dict[str, Any]:
     pairs = zip(
         traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), traffic.copies.tolist(), strict=True
@@ -241,7 +241,7 @@ def _object(
     }
 
 
-def _write_heat_map(path: str, found: Planned, traffic: Traffic, facts: Sequence[str]) -> None:
+def _write_heat_map(path: str, found: ManifestPlan, traffic: Traffic, facts: Sequence[str]) -> None:
     from refitd_cli.heatmap import HTML_GROUPS, html_page, matrix_of
 
     title = f"{found.source.name} to {', '.join(target.name for target in found.targets)}"

@@ -10,7 +10,7 @@ from refitd.protocol.reports import SwapProgress, SwapReport
 from refitd_cli.commands.swap import perform
 from refitd_cli.completion import model_names
 from refitd_cli.numbers import Number
-from refitd_cli.session import Control, address_option, json_option
+from refitd_cli.session import ControlClient, address_option, json_option
 
 
 @click.command()
@@ -28,7 +28,7 @@ def rollback(
     Every source rank must hold it still: it is staged and verified like any other (`refitctl history` lists them).
     """
 
-    def ask(client: Control, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
+    def ask(client: ControlClient, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
         return client.rollback(model, number, timeout=timeout, on_progress=on_progress)
 
     perform(ctx, model, address, as_json, ask)

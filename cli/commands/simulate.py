@@ -15,9 +15,9 @@ from refitd_cli.output import duration, print_json, print_table, rank_ranges, sa
 from refitd_cli.session import json_option
 
 if TYPE_CHECKING:
-    from refitd.offline.clusters import Cluster
+    from refitd.offline.clusters import ClusterSpeeds
     from refitd.simulate.predict import Prediction
-    from refitd_cli.layouts import Planned
+    from refitd_cli.layouts import ManifestPlan
 
 ROUTES = ("direct", "relayed", "delta", "relayed delta")
 EXPLAINED = {
@@ -64,12 +64,12 @@ def simulate(
     if source is None or not targets:
         raise click.UsageError("give the manifests of both sides: --source FILE --target FILE")
     from refitd.offline.clusters import load_cluster
-    from refitd.simulate.predict import Route, Simulation
+    from refitd.simulate.predict import FanOut, Simulation
 
     cluster = load_cluster(cluster_file)
     found = planned(source, targets, model_file, collocated)
     simulation = Simulation(found.plan, found.rosters, cluster)
-    predictions = [simulation.run(Route(r), changed=changed, top=top) for r in ROUTES if r in (routes or ROUTES)]
+    predictions = [simulation.run(FanOut(r), changed=changed, top=top) for r in ROUTES if r in (routes or ROUTES)]
     if trace_file is not None:
         _write_trace(trace_file, predictions)
     if as_json:
@@ -89,7 +89,7 @@ def _write_trace(file: str, predictions: list[Prediction]) -> None:
         raise ConfigError(f"--trace {file}: cannot be written: {exc.strerror}") from exc
 
 
-def _show(found: Planned, cluster: Cluster, changed: float, predictions: list[Prediction]) -> None:
+def _show(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]) -> None:
     print_table(
         f"a swap on {cluster.name}",
         ("route", ">time", ">between nodes", ">from sources", "limited by", ">busy"),
@@ -128,7 +128,9 @@ def _show(found: Planned, cluster: Cluster, changed: float, predictions: list[Pr
         say(f"assumed: {cluster.note}")
 
 
-def _object(found: Planned, cluster: Cluster, changed: float, predictions: list[Prediction]) -> dict[str, Any]:
+def _object(
+    found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]
+) -> dict[str, Any]:
     return {
         "cluster": cluster.name,
         "note": cluster.note,

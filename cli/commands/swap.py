@@ -16,7 +16,7 @@ from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, rate, say, share, size, to_json, version
 from refitd_cli.progress import swap_bar
-from refitd_cli.session import Control, Session, address_option, json_option
+from refitd_cli.session import ControlClient, Session, address_option, json_option
 
 EXIT_INTERRUPTED = 130
 BLAMED = {MemberState.LOST, MemberState.FAILED, MemberState.LATE, MemberState.POISONED}
@@ -58,7 +58,7 @@ def swap(
         _perform_together(ctx, {model: number} | dict(map(_parsed, others)), timeout, address, as_json)
         return
 
-    def ask(client: Control, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
+    def ask(client: ControlClient, on_progress: Callable[[SwapProgress], None] | None) -> SwapReport:
         return client.swap(model, number, timeout=timeout, queue=queue, on_progress=on_progress)
 
     perform(ctx, model, address, as_json, ask)
@@ -69,7 +69,7 @@ def perform(
     model: str,
     address: str | None,
     as_json: bool,
-    ask: Callable[[Control, Callable[[SwapProgress], None] | None], SwapReport],
+    ask: Callable[[ControlClient, Callable[[SwapProgress], None] | None], SwapReport],
     told: Mapping[str, Any] | None = None,
 ) -> None:
     """Run a swap, show its progress and outcome, and exit; `told` is put beside the report's fields in JSON."""

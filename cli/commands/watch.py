@@ -19,7 +19,7 @@ from refitd_cli.numbers import Number
 from refitd_cli.output import console, print_json, say, to_json
 from refitd_cli.progress import bar_columns, bar_fields
 from refitd_cli.rollup import screen_parts
-from refitd_cli.session import Control, Session, address_option, json_option
+from refitd_cli.session import ControlClient, Session, address_option, json_option
 from refitd_cli.tables import Grid
 from refitd_cli.view import NO_MODELS, print_parts, status_parts
 
@@ -91,7 +91,7 @@ def refreshes(
     Raises:
         TransportError: there was no daemon to begin with, or one has been away for more than `wait_s` seconds.
     """
-    client: Control | None = None
+    client: ControlClient | None = None
     seen = False
     gone_at: float | None = None
     try:

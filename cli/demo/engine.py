@@ -14,8 +14,8 @@ import refitd
 from refitd.describe.module import describe_module
 from refitd_cli.demo import data
 from refitd_cli.demo.channel import Channel, reporting
-from refitd_cli.demo.generate import Generator, Pipeline
-from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, write_tensors
+from refitd_cli.demo.generate import Generator, PipelineStage
+from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, DemoProcess, join, write_tensors
 from refitd_cli.demo.model import DemoModel, initialise, tensors_of
 from refitd_cli.demo.mxfp8 import Quantized
 
@@ -40,10 +40,10 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
     }
 
 
-class Engine:
+class DemoEngine:
     """This rank's model, its registration, and the text it is generating."""
 
-    def __init__(self, member: Member, client: refitd.Client) -> None:
+    def __init__(self, member: DemoProcess, client: refitd.Client) -> None:
         self.member, self.layout, self.channel = member, member.layout, member.channel
         self.model = DemoModel(member.config, member.layout, member.comm).requires_grad_(False)
         initialise(self.model, member.seed)
@@ -67,7 +67,7 @@ class Engine:
             **options,
         )
         self.places = fingerprint(self.model)
-        self.generator = Generator(Pipeline(self.model), member.seed)
+        self.generator = Generator(PipelineStage(self.model), member.seed)
         self.tokens = 0
         self.last_text = ""  # the newest complete one
 
@@ -119,7 +119,7 @@ def main(argv: list[str], channel: Channel) -> None:
         torch.no_grad(),
         refitd.connect(member.runtime_dir, name=f"{member.name}-{member.layout.rank}", reconnect=False) as client,
     ):
-        engine = Engine(member, client)
+        engine = DemoEngine(member, client)
         channel.emit("ready", tensors=len(engine.places))
         engine.serve()
         while True:
@@ -130,7 +130,7 @@ def main(argv: list[str], channel: Channel) -> None:
                 case "check":
                     write_tensors(command["state"], engine.held)
                     text = torch.from_numpy(corpus.held_out_batch(command["size"], command["length"]))
-                    logits = Pipeline(engine.model).run(text[:, :-1], dtype=torch.float32)
+                    logits = PipelineStage(engine.model).run(text[:, :-1], dtype=torch.float32)
                     if logits is not None and engine.layout.rank == engine.layout.leader:
                         np.save(command["logits"], logits.numpy())
                     same = fingerprint(engine.model) == engine.places

@@ -11,7 +11,7 @@ from refitd_cli.demo.model import DemoModel, KVCache, compute_dtype
 TEMPERATURE = 0.8
 
 
-class Pipeline:
+class PipelineStage:
     """Runs this rank's stage with its neighbours; collective over the replica."""
 
     def __init__(self, model: DemoModel) -> None:
@@ -33,7 +33,7 @@ class Pipeline:
 class Generator:
     """Completes the same prompt again and again, with another seed each time."""
 
-    def __init__(self, pipeline: Pipeline, seed: int) -> None:
+    def __init__(self, pipeline: PipelineStage, seed: int) -> None:
         self._pipeline = pipeline
         self._dtype = compute_dtype()
         self._random = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class TransformerConfig:
     """Sizes of the decoder-only transformer; the defaults make 50 million parameters."""
 
     vocab: int = 256  # bytes
@@ -36,7 +36,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankPosition:
     """Where one process stands: rank = pp_stage * tp_size + tp_rank, as its replica (or trainer) counts."""
 
     tp_rank: int = 0
@@ -45,7 +45,7 @@ class Layout:
     pp_size: int = 1
 
     @classmethod
-    def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> Layout:
+    def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> RankPosition:
         """Return the place of `rank` among tp_size * pp_size processes."""
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
 
@@ -84,7 +84,7 @@ class Layout:
         """Whether this process computes logits."""
         return self.pp_stage == self.pp_size - 1
 
-    def layers(self, config: ModelConfig) -> range:
+    def layers(self, config: TransformerConfig) -> range:
         """Return the global indices of this stage's layers."""
         if config.layers % self.pp_size:
             raise ValueError(f"{config.layers} layers do not divide into {self.pp_size} stages")
@@ -96,14 +96,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Split:
     """How a tensor is split over the TP group: each block of `blocks` rows along `dim` is split separately."""
 
     dim: int
     blocks: tuple[int, ...]
 
 
-def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def canonical_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every parameter and persistent buffer of the whole model."""
     hidden = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
@@ -124,24 +124,24 @@ def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cut_of(name: str, config: ModelConfig) -> Cut | None:
+def cut_of(name: str, config: TransformerConfig) -> Split | None:
     """Return how the tensor is split over the TP group; None where every rank holds all of it."""
     match name.split(".")[-2:]:
         case ["linear_qkv", _]:
-            return Cut(0, config.qkv_blocks)
+            return Split(0, config.qkv_blocks)
         case ["linear_fc1", _]:
-            return Cut(0, (config.ffn, config.ffn))
+            return Split(0, (config.ffn, config.ffn))
         case ["linear_proj", _]:
-            return Cut(1, (config.qkv_blocks[0],))
+            return Split(1, (config.qkv_blocks[0],))
         case ["linear_fc2", _]:
-            return Cut(1, (config.ffn,))
+            return Split(1, (config.ffn,))
         case ["word_embeddings" | "output_layer", _]:
-            return Cut(0, (config.vocab,))
+            return Split(0, (config.vocab,))
         case _:
             return None
 
 
-def indices(cut: Cut, tp_rank: int, tp_size: int) -> list[int]:
+def indices(cut: Split, tp_rank: int, tp_size: int) -> list[int]:
     """Return the indices along cut.dim that a rank holds, in the order it holds them."""
     found: list[int] = []
     start = 0
@@ -154,7 +154,7 @@ def indices(cut: Cut, tp_rank: int, tp_size: int) -> list[int]:
     return found
 
 
-def canonical_name(local: str, layout: Layout, config: ModelConfig) -> str:
+def canonical_name(local: str, layout: RankPosition, config: TransformerConfig) -> str:
     """Return the whole model's name of a stage's tensor: its layer 0 is global layer 4, for instance."""
     parts = local.split(".")
     if parts[:2] == ["decoder", "layers"]:
@@ -162,14 +162,16 @@ def canonical_name(local: str, layout: Layout, config: ModelConfig) -> str:
     return ".".join(parts)
 
 
-def shard(full: Array, cut: Cut | None, layout: Layout) -> Array:
+def shard(full: Array, cut: Split | None, layout: RankPosition) -> Array:
     """Return what one rank holds of a whole tensor."""
     if cut is None:
         return full
     return full.take(indices(cut, layout.tp_rank, layout.tp_size), axis=cut.dim)
 
 
-def gather(shards: Sequence[Mapping[str, Array]], layouts: Sequence[Layout], config: ModelConfig) -> dict[str, Array]:
+def gather(
+    shards: Sequence[Mapping[str, Array]], layouts: Sequence[RankPosition], config: TransformerConfig
+) -> dict[str, Array]:
     """Assemble the whole model from every rank's tensors.
 
     Raises:

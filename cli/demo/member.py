@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from refitd_cli.demo.channel import Channel
-from refitd_cli.demo.layout import Layout, ModelConfig
+from refitd_cli.demo.layout import RankPosition, TransformerConfig
 from refitd_cli.demo.model import tensors_of
 from refitd_cli.demo.parallel import Comm, Gloo, Solo
 
@@ -25,21 +25,21 @@ MODEL_NAME = "policy"
 
 
 @dataclass(frozen=True)
-class Member:
+class DemoProcess:
     """This process: its arguments, its rank, its groups."""
 
     name: str
     runtime_dir: Path
     seed: int
     memory: str  # "private": its own tensors; "arena": tensors the daemon owns; "mxfp8": projections in MXFP8
-    layout: Layout
-    config: ModelConfig
+    layout: RankPosition
+    config: TransformerConfig
     comm: Comm  # over the ranks that share this one's tensors
     everyone: Gloo  # over the whole trainer or replica
     channel: Channel
 
 
-def join(argv: list[str], channel: Channel) -> Member:
+def join(argv: list[str], channel: Channel) -> DemoProcess:
     """Parse the command line and join the process groups of the trainer or replica."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", required=True)
@@ -53,7 +53,7 @@ def join(argv: list[str], channel: Channel) -> Member:
     args = parser.parse_args(argv)
 
     torch.set_num_threads(1)  # more processes than cores: a second thread only takes turns with the first
-    layout = Layout.of_rank(args.rank, args.tp, args.pp)
+    layout = RankPosition.of_rank(args.rank, args.tp, args.pp)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
@@ -72,13 +72,13 @@ def join(argv: list[str], channel: Channel) -> Member:
     elif args.pp > 1:
         stages = [[stage * args.tp + rank for rank in range(args.tp)] for stage in range(args.pp)]
         comm = Gloo([dist.new_group(ranks) for ranks in stages][layout.pp_stage])
-    return Member(
+    return DemoProcess(
         name=args.name,
         runtime_dir=args.runtime_dir,
         seed=args.seed,
         memory=args.memory,
         layout=layout,
-        config=ModelConfig(),
+        config=TransformerConfig(),
         comm=comm,
         everyone=everyone,
         channel=channel,

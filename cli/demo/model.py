@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from refitd_cli.demo.layout import Layout, ModelConfig, canonical_name, canonical_shapes, cut_of, shard
+from refitd_cli.demo.layout import RankPosition, TransformerConfig, canonical_name, canonical_shapes, cut_of, shard
 from refitd_cli.demo.parallel import Comm, enter, gather, leave
 
 WEIGHT_DTYPE = torch.bfloat16
@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions over this rank's heads."""
 
-    def __init__(self, config: ModelConfig, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, comm: Comm) -> None:
         super().__init__()
         self.comm, self.head_dim = comm, config.head_dim
         self.heads, self.kv_heads = config.heads // comm.size, config.kv_heads // comm.size
@@ -110,7 +110,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward; fc1 holds [gate; up], each split over the group (partition_stride 2)."""
 
-    def __init__(self, config: ModelConfig, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, comm: Comm) -> None:
         super().__init__()
         self.comm = comm
         width = config.ffn // comm.size
@@ -126,7 +126,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One transformer block; `layer_number` counts from 1 over the whole model."""
 
-    def __init__(self, config: ModelConfig, comm: Comm, layer_number: int) -> None:
+    def __init__(self, config: TransformerConfig, comm: Comm, layer_number: int) -> None:
         super().__init__()
         self.layer_number = layer_number
         self.input_layernorm = RMSNorm(config.hidden)
@@ -144,7 +144,7 @@ class Layer(nn.Module):
 class WordEmbeddings(nn.Module):
     """Rows of the vocabulary this rank holds."""
 
-    def __init__(self, config: ModelConfig, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, comm: Comm) -> None:
         super().__init__()
         self.comm = comm
         self.weight = _weight(config.vocab // comm.size, config.hidden)
@@ -162,7 +162,7 @@ class WordEmbeddings(nn.Module):
 class Embedding(nn.Module):
     """The first stage's part."""
 
-    def __init__(self, config: ModelConfig, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, comm: Comm) -> None:
         super().__init__()
         self.word_embeddings = WordEmbeddings(config, comm)
 
@@ -172,7 +172,7 @@ class OutputLayer(nn.Module):
 
     byte_counts: torch.Tensor
 
-    def __init__(self, config: ModelConfig, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, comm: Comm) -> None:
         super().__init__()
         self.comm = comm
         rows = config.vocab // comm.size
@@ -193,10 +193,10 @@ class OutputLayer(nn.Module):
         self.byte_counts += every.narrow(0, self.comm.rank * rows, rows)
 
 
-class Decoder(nn.Module):
+class DecoderStage(nn.Module):
     """This stage's layers, numbered from 0 here whatever their place in the model."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, layout: RankPosition, comm: Comm) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(config, comm, index + 1) for index in layout.layers(config))
         if layout.is_last_stage:
@@ -208,13 +208,13 @@ class DemoModel(nn.Module):
 
     tokens_seen: torch.Tensor
 
-    def __init__(self, config: ModelConfig, layout: Layout, comm: Comm) -> None:
+    def __init__(self, config: TransformerConfig, layout: RankPosition, comm: Comm) -> None:
         super().__init__()
         self.config, self.layout = config, layout
         self.pg_collection = Groups(layout.tp_ranks, layout.pp_ranks, [layout.rank], [layout.rank], layout.tp_ranks)
         if layout.is_first_stage:
             self.embedding = Embedding(config, comm)
-        self.decoder = Decoder(config, layout, comm)
+        self.decoder = DecoderStage(config, layout, comm)
         if layout.is_last_stage:
             self.output_layer = OutputLayer(config, comm)
         self.register_buffer("tokens_seen", torch.zeros((), dtype=torch.int64))
@@ -269,7 +269,7 @@ def initialise(model: DemoModel, seed: int) -> None:
             tensor.copy_(held.mul_(_initial_std(name, config)))
 
 
-def _initial_std(name: str, config: ModelConfig) -> float:
+def _initial_std(name: str, config: TransformerConfig) -> float:
     """Return the spread of a weight's first values; near-zero logits let the byte counts speak at first."""
     match name.split(".")[-2]:
         case "word_embeddings":

@@ -11,8 +11,8 @@ import numpy as np
 
 from refitd_cli.demo.layout import (
     Array,
-    Layout,
-    ModelConfig,
+    RankPosition,
+    TransformerConfig,
     canonical_name,
     canonical_shapes,
     cut_of,
@@ -37,9 +37,9 @@ class Party:
     pp: int
 
     @property
-    def members(self) -> dict[str, Layout]:
+    def members(self) -> dict[str, RankPosition]:
         """The names and places of its processes."""
-        layouts = (Layout.of_rank(rank, self.tp, self.pp) for rank in range(self.tp * self.pp))
+        layouts = (RankPosition.of_rank(rank, self.tp, self.pp) for rank in range(self.tp * self.pp))
         return {f"{self.name}-{layout.rank}": layout for layout in layouts}
 
     @property
@@ -90,7 +90,7 @@ def logits_path(directory: Path, member: str) -> Path:
     return directory / f"{member}-logits.npy"
 
 
-def whole_model(directory: Path, trainer: Party, config: ModelConfig) -> dict[str, Array]:
+def whole_model(directory: Path, trainer: Party, config: TransformerConfig) -> dict[str, Array]:
     """Gather the trainer's shards into full tensors; raises ValueError if they do not make exactly one model."""
     return gather([_read(directory, member) for member in trainer.members], list(trainer.members.values()), config)
 
@@ -100,7 +100,7 @@ def compare(
     whole: Mapping[str, Array],
     trainer: Party,
     replica: Party,
-    config: ModelConfig,
+    config: TransformerConfig,
     *,
     is_mxfp8: bool = False,
 ) -> Verdict:

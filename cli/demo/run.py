@@ -21,9 +21,9 @@ from refitd.states import SwapOutcome
 from refitd.text import printable
 from refitd_cli.demo.channel import Message
 from refitd_cli.demo.crew import Crew, DemoFailed
-from refitd_cli.demo.layout import ModelConfig
+from refitd_cli.demo.layout import TransformerConfig
 from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
-from refitd_cli.demo.show import Flip, Progress, SwapRow, as_object, pauses, sample, tables
+from refitd_cli.demo.show import Progress, ShownChange, SwapRow, as_object, pauses, sample, tables
 from refitd_cli.output import duration, rate, size
 
 TRAINER = Party("trainer", tp=2, pp=1)
@@ -122,7 +122,7 @@ class Demo:
 
     def check(self) -> list[Verdict]:
         """Have every process write its tensors, and compare them."""
-        config = ModelConfig()
+        config = TransformerConfig()
         self.progress.say("engines finish; every process writes its tensors and its logits on held-out text")
         self.arriving = self._arriving()
         self.crew.send((replica.leader for replica in self.replicas), "settle")
@@ -186,13 +186,13 @@ class Demo:
             raise DemoFailed(f"refitctl exited 0 but printed {printed}")
         return report
 
-    def _flip(self, replica: Party, version: int) -> Flip:
+    def _flip(self, replica: Party, version: int) -> ShownChange:
         flips = self.crew.wait("flip", replica.members, FLIP_S)
         tokens = {message["token"] for message in flips.values()}
         versions = {message["version"] for message in flips.values()}
         if versions != {version} or len(tokens) != 1:
             raise DemoFailed(f"{replica.name} did not flip as one: versions {versions}, tokens {tokens}")
-        return Flip(
+        return ShownChange(
             way=flips[replica.leader]["way"],
             paused_s=max(message["paused_s"] for message in flips.values()),
             token=tokens.pop(),

@@ -23,7 +23,7 @@ PIPED_WIDTH = 160
 
 
 @dataclass
-class Flip:
+class ShownChange:
     """One engine's change to a new version."""
 
     way: str  # "flip": it exchanges its arenas; "copy": it copies into its tensors
@@ -48,7 +48,7 @@ class SwapRow:
     commit_s: float
     total_s: float
     digests: int
-    flips: dict[str, Flip] = field(default_factory=dict)
+    flips: dict[str, ShownChange] = field(default_factory=dict)
 
     @property
     def places_unchanged(self) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import refitd
 from refitd_cli.demo import data
 from refitd_cli.demo.channel import Channel, Message, reporting
-from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, Member, join, write_state
+from refitd_cli.demo.member import COMMAND_TIMEOUT_S, MODEL_NAME, DemoProcess, join, write_state
 from refitd_cli.demo.model import DemoModel, compute_dtype, initialise
 from refitd_cli.demo.mxfp8 import PATTERN
 
@@ -27,7 +27,7 @@ MAX_GRAD_NORM = 1.0
 class Trainer:
     """The model's shard of this rank, and what a step needs."""
 
-    def __init__(self, member: Member, corpus: data.Corpus) -> None:
+    def __init__(self, member: DemoProcess, corpus: data.Corpus) -> None:
         self.layout, self.comm, self.everyone = member.layout, member.comm, member.everyone
         self.corpus = corpus
         self.dtype = compute_dtype()

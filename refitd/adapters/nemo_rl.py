@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import refitd
-from refitd.adapters.refit_room import GENERATION, TRAINER, Room
-from refitd.adapters.refit_shares import Share, Weights
+from refitd.adapters.refit_room import GENERATION, TRAINER, SessionRoom
+from refitd.adapters.refit_shares import PublishedShare, Weights
 
 POLL_S = 0.1  # interval between checks for what is still missing
 STILL_S = 600.0  # an engine's time to load; the coordinator's deadline ends a swap earlier
@@ -66,8 +66,8 @@ class RefitdTransport:
         self._bucket_size, self._timeout, self._slots = bucket_size, timeout_s, slots
         self._model, self._replica, self._directory = model, replica, directory
         self._client: refitd.Client | None = None
-        self._room: Room | None = None
-        self._share: Share | None = None
+        self._room: SessionRoom | None = None
+        self._share: PublishedShare | None = None
         self._source: refitd.StreamedSource | None = None
         self._first_version = 0
         self._is_compared = False
@@ -168,10 +168,10 @@ class RefitdTransport:
         if not 0 <= rank < worlds[side]:
             raise refitd.RefusedError(f"{side} rank is {rank}, expected 0 to {worlds[side] - 1}")
         self._let_go()
-        self._room = Room(client, self._model, metadata[0]["refitd"], side, rank, worlds)
+        self._room = SessionRoom(client, self._model, metadata[0]["refitd"], side, rank, worlds)
 
     @contextlib.contextmanager
-    def _refit(self, side: str) -> Iterator[Room]:
+    def _refit(self, side: str) -> Iterator[SessionRoom]:
         """Begin the next refit, and report an exception of the block to all waiting ranks."""
         room = self._room
         if room is None or room.side != side:
@@ -197,11 +197,11 @@ class RefitdTransport:
 
     # --- policy ranks -------------------------------------------------------------------------------------
 
-    def _publish(self, room: Room, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
+    def _publish(self, room: SessionRoom, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
         """Publish this rank's part, and return the version's number, which every rank computes by itself."""
         mark = [(room.mark, torch.tensor([room.serial]))] if room.rank == 0 else []
         if self._share is None:
-            share, held = Share(room.rank, room.worlds[TRAINER]), {}
+            share, held = PublishedShare(room.rank, room.worlds[TRAINER]), {}
             for name, tensor in share.first(weights):
                 held[name] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype).copy_(tensor)
             if held:
@@ -227,7 +227,7 @@ class RefitdTransport:
             self._source.publish_from(version, _chained(mine, mark), timeout=self._timeout)
         return version
 
-    def _make_live(self, room: Room, version: int) -> None:
+    def _make_live(self, room: SessionRoom, version: int) -> None:
         """Swap to the version once every policy rank has published it and every generation rank wants it."""
         client, deadline = self._connected(), time.monotonic() + self._timeout
         while True:
@@ -258,7 +258,7 @@ class RefitdTransport:
 
     # --- generation ranks ---------------------------------------------------------------------------------
 
-    def _wait_for_offer(self, room: Room, deadline: float) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _wait_for_offer(self, room: SessionRoom, deadline: float) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return this session's tensors once all policy ranks have declared them."""
         client = self._connected()
         while True:
@@ -293,7 +293,7 @@ class _Buffers:
         client: refitd.Client,
         model: str,
         replica: str,
-        room: Room,
+        room: SessionRoom,
         offered: dict[str, tuple[tuple[int, ...], torch.dtype]],
         deadline: float,
     ) -> None:
@@ -319,7 +319,7 @@ class _Buffers:
             client.free(self._tensors)
             raise
 
-    def take(self, room: Room, deadline: float) -> None:
+    def take(self, room: SessionRoom, deadline: float) -> None:
         """Return once the buffers hold this refit's version. They do not change until `held` ends."""
         while True:
             room.check()

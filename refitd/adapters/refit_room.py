@@ -19,7 +19,7 @@ RETRY_S = 0.1
 MAX_REASON = 1000  # characters of an error that travel
 
 
-class Room:
+class SessionRoom:
     """All ranks of one session. Each registers a target ("seat") that receives no versions.
 
     A rank that fails evicts the other ranks' targets and gives the reason, so a waiting rank learns of it at once. A

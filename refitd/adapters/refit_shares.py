@@ -11,7 +11,7 @@ import refitd
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class Share:
+class PublishedShare:
     """The tensors that one policy rank publishes: each goes to the rank with the fewest bytes so far.
 
     All ranks see all tensors in the same order, so they agree without communication.

@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from refitd.addressing.places import Form, Int64, Places, choose
+from refitd.addressing.places import Int64, Places, ShapeAndStrides, choose
 from refitd.addressing.work import WorkList
 from refitd.buffers.layout import row_major_strides
 from refitd.plan.columns import ranges
@@ -255,12 +255,12 @@ def _addresses(
     return Addresses(arena=found.arena[which], pid=found.pid[which], offset=offset, stride=stride)
 
 
-def _is_row_major(form: Form, es: int) -> bool:
+def _is_row_major(form: ShapeAndStrides, es: int) -> bool:
     want = row_major_strides(form.shape, es)
     return form.strides == want or all(n == 1 or a == b for n, a, b in zip(form.shape, form.strides, want, strict=True))
 
 
-def _in_memory(form: Form, offset: Int64, strides: Int64, size: Int64) -> tuple[Int64, Int64]:
+def _in_memory(form: ShapeAndStrides, offset: Int64, strides: Int64, size: Int64) -> tuple[Int64, Int64]:
     """Convert row-major element addresses to byte addresses in strided tensors: (byte offsets, byte strides).
 
     A [4, 6] tensor stored transposed has strides (2, 8): row-major stride 6 means dimension 0, hence 2 bytes.

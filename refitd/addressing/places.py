@@ -26,7 +26,7 @@ class LocalTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ShapeAndStrides:
     """The shape and the strides (in bytes) that several tensors share."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Places:
     """The places of a rank's tensors, one per row. `rows` maps a tensor's name in plans to its row."""
 
     rows: Mapping[str, int]
-    forms: tuple[Form, ...]
+    forms: tuple[ShapeAndStrides, ...]
     form: Int64  # index into `forms`
     arena: Int64  # [n] arena id or PROCESS_MEMORY
     offset: Int64  # [n]
@@ -81,7 +81,7 @@ def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = N
     form = [numbers.setdefault((t.shape, t.strides), len(numbers)) for t in found]
     return Places(
         rows=rows or {},
-        forms=tuple(Form(shape, strides) for shape, strides in numbers),
+        forms=tuple(ShapeAndStrides(shape, strides) for shape, strides in numbers),
         form=np.array(form, np.int64),
         arena=np.array([t.arena for t in found], np.int64),
         offset=np.array([t.offset for t in found], np.int64),
@@ -93,7 +93,7 @@ def places_of(tensors: Iterable[LocalTensor], rows: Mapping[str, int] | None = N
 class Chosen:
     """Places of tensors of several ranks, one per row."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[ShapeAndStrides, ...]
     form: Int64
     arena: Int64
     offset: Int64
@@ -107,7 +107,7 @@ def choose(places: Mapping[int, Places], ranks: Int64, names: Sequence[str]) -> 
         KeyError: a tensor has no place; the key is (rank, name).
     """
     columns: dict[str, list[Int64]] = {name: [] for name in ("form", "arena", "offset", "pid")}
-    forms: list[Form] = []
+    forms: list[ShapeAndStrides] = []
     found, first = np.unique(ranks, return_index=True)
     for rank, begin, end in zip(found.tolist(), first.tolist(), np.append(first, len(ranks))[1:].tolist(), strict=True):
         held = places.get(rank)

@@ -27,7 +27,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MS_ASYNC = 1
-_SPLITS = 8  # pairs of mappings that make a `Room`
+_SPLITS = 8  # pairs of mappings that make a `SpareMappings`
 _REFUSED = ctypes.c_void_p(-1).value  # what mmap and mremap return then
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -196,7 +196,7 @@ def show_private(here: int, nbytes: int, there: int) -> None:
         ctypes.memmove(there, here, nbytes)
 
 
-class Room:
+class SpareMappings:
     """Address space and a few mappings that are not needed, unless to undo what a limit has stopped."""
 
     def __init__(self, nbytes: int) -> None:

@@ -27,7 +27,7 @@ from refitd.buffers.mapping import (
     HUGE,
     Mapping,
     Move,
-    Room,
+    SpareMappings,
     congruent,
     is_mapped,
     remap,
@@ -56,23 +56,23 @@ _MAPPINGS_EACH = 8
 _SMALL_ALIGNMENT = 64
 
 
-class Part(NamedTuple):
+class ArenaPart(NamedTuple):
     """Memory of this process, and where its bytes lie in the arena."""
 
     address: int
     nbytes: int
     offset: int
 
-    def window(self) -> Part | None:
+    def window(self) -> ArenaPart | None:
         """Return its whole pages, None if it is too small for a window (wherever it lies)."""
         if self.nbytes < LEAST:
             return None
         start = -(-self.address // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = (self.address + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        return Part(start, nbytes, self.offset + start - self.address)
+        return ArenaPart(start, nbytes, self.offset + start - self.address)
 
 
-def placed(memory: Sequence[tuple[int, int]]) -> tuple[list[Part], int]:
+def placed(memory: Sequence[tuple[int, int]]) -> tuple[list[ArenaPart], int]:
     """Return where (address, bytes), one after the other, lie in an arena, and its size.
 
     What has a window lies in whole pages of the arena, at its address's place in a page. So offsets in other processes
@@ -81,14 +81,14 @@ def placed(memory: Sequence[tuple[int, int]]) -> tuple[list[Part], int]:
     page = mmap.PAGESIZE
     parts, end = [], 0
     for address, nbytes in memory:
-        if Part(address, nbytes, 0).window():
+        if ArenaPart(address, nbytes, 0).window():
             start = -(-end // page) * page
             offset, end = start + address % page, start + -(-nbytes // page) * page + page
         else:
             start = -(-end // ALIGNMENT) * ALIGNMENT
             offset = start + address % _SMALL_ALIGNMENT
             end = offset + nbytes
-        parts.append(Part(address, nbytes, offset))
+        parts.append(ArenaPart(address, nbytes, offset))
     return parts, max(page, -(-end // page) * page)
 
 
@@ -107,17 +107,17 @@ _SHOWN: set[_Windows] = set()  # with what they hold: memory is never freed whil
 class _Windows:
     """The windows of one arena, apart from it, so that they can be closed when nothing refers to it any more."""
 
-    def __init__(self, plain: Mapping, parts: Sequence[Part], held: object) -> None:
+    def __init__(self, plain: Mapping, parts: Sequence[ArenaPart], held: object) -> None:
         self.plain = plain  # the whole live file
         self.parts = parts
-        self.shown: list[Part] = []
+        self.shown: list[ArenaPart] = []
         self._held = held
         # Plain attributes, tested and set without a call in between, where neither threads nor interrupts come: a lock
         # would stay locked when an interrupt comes between it and the block that it guards.
         self.is_busy = self.ends = False
         self.find_edges()
 
-    def show(self, window: Part) -> str:
+    def show(self, window: ArenaPart) -> str:
         """Show the arena's pages under a window; return why that is impossible, "" if it is done."""
         _SHOWN.add(self)
         self.shown.append(window)
@@ -145,7 +145,7 @@ class _Windows:
     def find_edges(self) -> None:
         """Find what is not shown by a window."""
         windows = {window.address: window for window in self.shown}
-        edges: list[Part] = []
+        edges: list[ArenaPart] = []
         for part in self.parts:
             found = part.window()
             if found is None or found.address not in windows:
@@ -153,8 +153,8 @@ class _Windows:
                 continue
             head, end = found.address - part.address, found.address + found.nbytes
             tail = part.address + part.nbytes - end
-            edges += [Part(part.address, head, part.offset)] if head else []
-            edges += [Part(end, tail, part.offset + end - part.address)] if tail else []
+            edges += [ArenaPart(part.address, head, part.offset)] if head else []
+            edges += [ArenaPart(end, tail, part.offset + end - part.address)] if tail else []
         self._edges = np.array(edges, np.int64).reshape(-1, 3).T
         self.edge_bytes = sum(edge.nbytes for edge in edges)
 
@@ -211,7 +211,7 @@ class WindowedArena:
 
     device = -1  # main memory
 
-    def __init__(self, arena: MappedArena, parts: Sequence[Part], may_show: Sequence[bool], held: object) -> None:
+    def __init__(self, arena: MappedArena, parts: Sequence[ArenaPart], may_show: Sequence[bool], held: object) -> None:
         """Copy the parts' bytes into the arena and show its pages instead, where one `may`.
 
         `held` keeps the parts' memory from being freed. Nobody may use the parts meanwhile.
@@ -312,7 +312,7 @@ class WindowPair:
         """
         windows, done = self._live._windows, list[int]()
         moves: list[Move] = []
-        room: Room | None = None
+        room: SpareMappings | None = None
         self._check_shown(windows)
         windows.is_busy = True
         try:
@@ -320,7 +320,7 @@ class WindowPair:
                 moves += (window.address, spare, window.nbytes), (beside, window.address, window.nbytes)
             try:
                 if self._shown:  # the kernel may find that a limit is reached when it has unmapped a range already
-                    room = Room(max(window.nbytes for window in self._shown))
+                    room = SpareMappings(max(window.nbytes for window in self._shown))
                 windows.keep_edges()
                 remap(moves, done)
                 windows.copy_edges(self._staged)

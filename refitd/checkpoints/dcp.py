@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from refitd.checkpoints.archive import are_sizes, read_archive
-from refitd.checkpoints.folder import METADATA, PART, Checkpoint, Piece
+from refitd.checkpoints.folder import METADATA, PART, Checkpoint, TensorPart
 from refitd.checkpoints.header import Stored, refuse
-from refitd.checkpoints.pickles import Call, Record, read_pickle
+from refitd.checkpoints.pickles import Call, PickledState, read_pickle
 from refitd.describe.layout import row_major
 from refitd.dtypes import ELEMENT_SIZES
 from refitd.errors import CheckpointError
@@ -26,35 +26,35 @@ MAX_METADATA_BYTES = 1 << 30
 Offset = tuple[int, ...]
 
 
-class _Metadata(Record):
+class _Metadata(PickledState):
     pass
 
 
-class _Index(Record):
+class _Index(PickledState):
     pass
 
 
-class _Tensor(Record):
+class _Tensor(PickledState):
     pass
 
 
-class _Bytes(Record):
+class _Bytes(PickledState):
     pass
 
 
-class _Chunk(Record):
+class _Chunk(PickledState):
     pass
 
 
-class _Properties(Record):
+class _Properties(PickledState):
     pass
 
 
-class _Place(Record):
+class _Place(PickledState):
     pass
 
 
-class _Other(Record):
+class _Other(PickledState):
     """What the metadata hold and nobody needs here."""
 
 
@@ -112,7 +112,7 @@ class _Placed:
     shape: tuple[int, ...]
     offset: int
     length: int
-    piece: Piece | None  # None: it is the whole tensor
+    piece: TensorPart | None  # None: it is the whole tensor
 
 
 def is_dcp(path: Path) -> bool:
@@ -153,7 +153,7 @@ def read_dcp(path: Path, prefix: str | None = None) -> Checkpoint:
         problems += _place(name, full, tensor, said, placed)
     problems += [f"{path / name}: missing, and {METADATA} lists it" for name in sorted(placed.keys() - there)]
     files: dict[str, dict[str, Stored]] = {}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorPart] = {}
     for file in sorted(placed.keys() & there):
         found, wrong = _read_file(path / file, placed[file])
         problems += wrong
@@ -215,7 +215,7 @@ def _said(found: Any) -> _Said:
     return _Said(tensors, frozenset(others), places, frozenset(files), known)
 
 
-def _declared(name: str, entry: Record) -> _Declared:
+def _declared(name: str, entry: PickledState) -> _Declared:
     properties, shape, chunks = entry.field("properties"), entry.field("size"), entry.field("chunks")
     state = properties.state if isinstance(properties, _Properties) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -232,7 +232,7 @@ def _declared(name: str, entry: Record) -> _Declared:
     return _Declared(dtype, shape, tuple(boxes))
 
 
-def _file(name: Any, place: Record) -> tuple[str, int, int]:
+def _file(name: Any, place: PickledState) -> tuple[str, int, int]:
     file, offset, length = (place.field(each) for each in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not PART.fullmatch(file):
         raise ValueError(f"{shown(name)}: it lies in {shown(file)}, expected a file like __0_0.distcp in this folder")
@@ -291,7 +291,7 @@ def _place(name: str, full: str, tensor: _Declared, said: _Said, placed: dict[st
         file, at, length = place
         is_whole = size == tensor.shape
         local = name if is_whole else f"{name} at {list(offset)}"
-        piece = None if is_whole else Piece(name, offset, tensor.shape)
+        piece = None if is_whole else TensorPart(name, offset, tensor.shape)
         what = f"{full!r} at {list(offset)}"
         placed.setdefault(file, []).append(_Placed(local, what, tensor.dtype, size, at, length, piece))
 

@@ -22,7 +22,7 @@ PART = re.compile(r"__\d+_\d+\.distcp")  # one of its files
 MAX_INDEX_BYTES = 256_000_000
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """Where a part of a tensor belongs: at `offset` of a tensor `tensor` of shape `shape`."""
 
     tensor: str
@@ -43,7 +43,7 @@ class Checkpoint:
 
     path: Path
     files: dict[str, dict[str, Stored]]
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    pieces: Mapping[str, TensorPart] = field(default_factory=dict)
     aside: int = 0
 
     @property

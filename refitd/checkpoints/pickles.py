@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class Record:
+class PickledState:
     """What stands for an instance of a listed class: the state that was pickled, unchecked."""
 
     state: Any = None
@@ -64,7 +64,7 @@ def read_pickle(
 
     Args:
         data: the pickle.
-        known: what stands for (module, name): a subclass of `Record`, a `Call`, or an immutable value or type.
+        known: what stands for (module, name): a subclass of `PickledState`, a `Call`, or an immutable value or type.
         persistent: returns what stands for a persistent id.
 
     Raises:

@@ -46,7 +46,7 @@ class Adopted:
 
 
 @dataclass(slots=True)
-class Part:
+class StoragePart:
     """Bytes [start, end) of a storage, and the tensors that lie there; `names` are those of registered ones."""
 
     storage: torch.UntypedStorage
@@ -144,7 +144,7 @@ class Adoption:
         self._spans = {name: _span(value) for name, value in registered.items()}
         self.lay_out(offsets)
 
-    def _check(self, storages: Storages, found: list[Part], home: Arena | None) -> None:
+    def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
         """Raise RefusedError if others than this module would keep the memory of registered tensors."""
         mappings, homes = Mappings(), {} if home is None else {0: home}
         refuse_all(
@@ -259,7 +259,7 @@ def _divided(
     return named, {name: value for name, value in registered.items() if name not in named}
 
 
-def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: bool) -> list[Part]:
+def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: bool) -> list[StoragePart]:
     """Return the parts in which registered tensors lie. If they `move`, a part begins where each type may begin.
 
     Raises:
@@ -268,7 +268,7 @@ def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: 
     names: dict[int, list[str]] = {}
     for name, tensor in registered.items():
         names.setdefault(id(tensor), []).append(name)
-    found: list[Part] = []
+    found: list[StoragePart] = []
     problems: list[str] = []
     for storage, lying in storages:
         for group in _overlapping(sorted(lying, key=lambda one: one.start)):
@@ -282,7 +282,7 @@ def _parts(registered: Mapping[str, torch.Tensor], storages: Storages, *, move: 
                 if one.name and not one.is_registered and not any(_is_within(one, other) for other in moved)
             ]
             largest = max(one.tensor.element_size() for one in group) if move else 1
-            part = Part(storage, group[0].start // largest * largest, max(one.end for one in group))
+            part = StoragePart(storage, group[0].start // largest * largest, max(one.end for one in group))
             part.tensors = [one.tensor for one in group]
             part.names = [name for one in moved for name in names[id(one.tensor)]]
             found.append(part)

@@ -9,7 +9,7 @@ import torch
 
 from refitd.buffers.arena import MappedArena
 from refitd.buffers.windows import LEAST, WindowedArena, most_windows, placed
-from refitd.client.adopt import Adoption, Lying, Mappings, Part, Storages, data_of, holders, point, set_data
+from refitd.client.adopt import Adoption, Lying, Mappings, StoragePart, Storages, data_of, holders, point, set_data
 from refitd.client.devices import Arena, Home
 from refitd.client.given import refuse_all
 from refitd.describe.memory import HOST
@@ -71,7 +71,7 @@ class WindowedAdoption(Adoption):
             self.left.update(dict.fromkeys(self.parts[index].names, f"each commit copies it: {reason}"))
         return shown
 
-    def _check(self, storages: Storages, found: list[Part], home: Arena | None) -> None:
+    def _check(self, storages: Storages, found: list[StoragePart], home: Arena | None) -> None:
         """Raise RefusedError if others than this module may have memory in the gaps of a part."""
         lying = {storage._cdata: found for storage, found in storages}
         refuse_all(
@@ -101,7 +101,7 @@ class WindowedAdoption(Adoption):
             self._copied[index] = f"vm.max_map_count leaves room for {room} ranges of pages, and others are larger"
 
 
-def _address(part: Part) -> int:
+def _address(part: StoragePart) -> int:
     return part.storage.data_ptr() + part.start
 
 
@@ -111,10 +111,10 @@ def _never_resized(storage: torch.UntypedStorage) -> torch.Tensor:
     No call of the owner of either frees memory that shows an arena's pages: torch resizes no storage that numpy has
     seen, and none that numpy owns.
     """
-    return torch.from_numpy(Part(storage, 0, storage.nbytes()).bytes().numpy())
+    return torch.from_numpy(StoragePart(storage, 0, storage.nbytes()).bytes().numpy())
 
 
-def _is_covered(part: Part, lying: Sequence[Lying]) -> bool:
+def _is_covered(part: StoragePart, lying: Sequence[Lying]) -> bool:
     """Return whether tensors without gaps, of the module, cover a part."""
     end = part.start
     for one in sorted(lying, key=lambda one: one.start):

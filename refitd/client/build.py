@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from refitd.client.adopt import Adoption, Part, holders, kind_problem, point
+from refitd.client.adopt import Adoption, StoragePart, holders, kind_problem, point
 from refitd.client.arena_copies import view_of
 from refitd.client.devices import Arena
 from refitd.describe.memory import gpu_of
@@ -108,7 +108,7 @@ def move_alone(tensor: torch.Tensor, arena: Arena, offset: int) -> None:
     storage = tensor.untyped_storage()
     with torch.inference_mode(False):
         there = view_of(arena, offset, (storage.nbytes(),), torch.uint8)
-        there.copy_(Part(storage, 0, storage.nbytes()).bytes())
+        there.copy_(StoragePart(storage, 0, storage.nbytes()).bytes())
         point(tensor, there)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from refitd.client.given import Tensors
     from refitd.client.kept import Keeps
     from refitd.client.mxfp8 import MXFP8Offer
-    from refitd.client.slots import Slots
+    from refitd.client.slots import SourceSlots
     from refitd.client.source import Source
     from refitd.client.streamed import StreamedSource
     from refitd.client.target import Target
@@ -207,13 +207,13 @@ class Client(ArenaMemory, Operations):
 
     def _slots(
         self, connection: Connection, message: local.RegisterSource, timeout: float
-    ) -> tuple[local.SourceRegistered, Slots]:
-        from refitd.client.slots import Slots
+    ) -> tuple[local.SourceRegistered, SourceSlots]:
+        from refitd.client.slots import SourceSlots
 
         registered = connection.request(message, local.SourceRegistered, timeout)
         with self._given_back(connection, registered.member):
             mapped = tuple(connection.map_arena(arena, write=True) for arena in registered.slots)
-        return registered, Slots(message, registered, mapped)
+        return registered, SourceSlots(message, registered, mapped)
 
     def register_target(
         self,

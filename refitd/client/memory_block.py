@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from refitd.buffers.layout import ALIGNMENT
-from refitd.client.adopt import Adoption, Part, holders, point
+from refitd.client.adopt import Adoption, StoragePart, holders, point
 from refitd.client.build import is_alone, move_alone, registrations
 from refitd.client.devices import Arena, Home
 from refitd.client.given import refuse_all
@@ -203,7 +203,7 @@ class Space:
             return None
         return tensor if holders(tensor.untyped_storage()) == 1 else None
 
-    def _offsets(self, parts: list[Part]) -> list[int]:
+    def _offsets(self, parts: list[StoragePart]) -> list[int]:
         """Return where each part is, or is to be; raises RefusedError if there is no room."""
         found, missing = [], []
         for part in parts:
@@ -250,6 +250,6 @@ def _rounded(nbytes: int) -> int:
 
 def _move_out(tensor: torch.Tensor) -> None:
     """Move a tensor that fills a storage to memory of its own."""
-    here = Part(tensor.untyped_storage(), 0, tensor.untyped_storage().nbytes()).bytes()
+    here = StoragePart(tensor.untyped_storage(), 0, tensor.untyped_storage().nbytes()).bytes()
     with torch.inference_mode(False), torch.no_grad():
         point(tensor, here.clone())

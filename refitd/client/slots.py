@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("refitd.client")
 
 
-class Slots:
+class SourceSlots:
     """The slots of one registration, which it can make again over another connection.
 
     Attributes:

@@ -18,7 +18,7 @@ from refitd.client.given import refuse_all
 from refitd.client.mxfp8 import SourceTensors
 from refitd.client.reconnect import Give, Line, renumbered
 from refitd.client.reentrant_lock import Turn, check_process
-from refitd.client.slots import Slots
+from refitd.client.slots import SourceSlots
 from refitd.copy_services.measure import Choice, allow_reader, choose, copy_seconds, sample
 from refitd.describe.digests import tie_problems
 from refitd.errors import DeadlineExceeded, RefitdError, RefusedError, TransportError, from_code
@@ -40,7 +40,7 @@ class Source:
         model: str,
         tensors: SourceTensors,
         registered: local.SourceRegistered,
-        slots: Slots,
+        slots: SourceSlots,
         pull: bool | None,
         closed: Callable[[Source], object] = lambda source: None,
     ) -> None:

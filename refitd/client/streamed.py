@@ -17,7 +17,7 @@ from refitd.client.devices import Arena
 from refitd.client.given import held_of_given
 from refitd.client.reconnect import Give, Line
 from refitd.client.reentrant_lock import Turn, check_process
-from refitd.client.slots import Slots
+from refitd.client.slots import SourceSlots
 from refitd.describe.metadata import ParameterMetadata, plain
 from refitd.describe.renames import Names, rename
 from refitd.dtypes import dtype_name
@@ -41,7 +41,7 @@ class StreamedSource:
         model: str,
         wire: Sequence[ParameterMetadata],
         registered: local.SourceRegistered,
-        slots: Slots,
+        slots: SourceSlots,
         closed: Callable[[StreamedSource], object],
     ) -> None:
         """`closed` is called when the source is closed."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from refitd.coordinator.members import Member
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.report import written_report
 
 # (model, replica, rank): a member's id changes when it registers again
@@ -26,7 +26,7 @@ class AbsentRanks:
     def __init__(self) -> None:
         self._ranks: dict[_Rank, _Absent] = {}
 
-    def journalled(self, newest_first: Iterable[Record], until: float) -> None:
+    def journalled(self, newest_first: Iterable[SwapRecord], until: float) -> None:
         """Add the ranks that each model's last decision names: an earlier coordinator may have let them serve."""
         seen: set[str] = set()
         for record in newest_first:

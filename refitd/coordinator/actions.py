@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 from refitd.coordinator.plans import LoadedPlan
-from refitd.coordinator.records import Drain, Record, Recovered
+from refitd.coordinator.records import Drain, Recovered, SwapRecord
 from refitd.coordinator.rosters import ShardRead
 from refitd.describe.roster import Roster
 from refitd.errors import RefitdError
@@ -96,7 +96,7 @@ class MakePlan(Struct, frozen=True):
 class Decide(Struct, frozen=True):
     """Journal this decision, about one swap or several, in one durable write; then feed JournalWritten."""
 
-    records: tuple[Record, ...]
+    records: tuple[SwapRecord, ...]
 
     @property
     def swaps(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class Decide(Struct, frozen=True):
 class Remember(Struct, frozen=True):
     """Journal how a swap ended, with its report, or a live version that only daemons knew."""
 
-    record: Record | Recovered
+    record: SwapRecord | Recovered
 
 
 class WriteDrain(Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import Models
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 
@@ -20,7 +20,7 @@ class Fences:
         nodes: Mapping[str, Node],
         models: Models,
         lives: LiveVersions,
-        decided: Callable[[str], Record | None],
+        decided: Callable[[str], SwapRecord | None],
         to_node: Callable[[str, Message], None],
     ) -> None:
         self._nodes = nodes

@@ -28,10 +28,10 @@ from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.journals.gateway import NotReached
 from refitd.coordinator.journals.lead import Lead
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.rosters import ShardRead
 from refitd.coordinator.standby import cluster_of, wait_to_lead
-from refitd.coordinator.state import Coordinator
+from refitd.coordinator.state import CoordinatorState
 from refitd.errors import CommitError, ConfigError, PlanError, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
 from refitd.logs import EventLog, Throttle, setup
@@ -49,7 +49,7 @@ from refitd.protocol.roles import ANYONE, Allowed
 from refitd.security import coordinator_keys, coordinator_uids
 
 if TYPE_CHECKING:
-    from refitd.coordinator.metrics import Monitor
+    from refitd.coordinator.metrics import CoordinatorMonitor
 
 _TICK_S = 1.0
 
@@ -81,7 +81,7 @@ class CoordinatorShell:
         log: EventLog,
         told: tuple[int, int],
         is_beside: bool = False,
-        monitor: Monitor | None = None,
+        monitor: CoordinatorMonitor | None = None,
         manager: service.ServiceManager | None = None,
     ) -> None:
         """`told` is a pipe that outlives this object: a thread that still plans writes to it."""
@@ -103,7 +103,7 @@ class CoordinatorShell:
         self._answers = BackgroundThread[tuple[bytes, int]]("refitd-answers", self._told)
         # by identity: messages that a node sent after a large one that is still being read
         self._held: dict[bytes, deque[Received]] = {}
-        self._state = Coordinator(
+        self._state = CoordinatorState(
             config=config,
             boot=secrets.token_hex(8),
             pid=os.getpid(),
@@ -349,7 +349,7 @@ class CoordinatorShell:
                         self._journal.note(record)
                 except CommitError as exc:
                     # the decision itself is on disk; this entry is written as soon as there is room
-                    what = {"swap": record.swap} if isinstance(record, Record) else {"model": record.model}
+                    what = {"swap": record.swap} if isinstance(record, SwapRecord) else {"model": record.model}
                     self._log("journal-failed", **what, reason=str(exc))
             case Log(event, fields):
                 noisy = event in _NOISY
@@ -363,14 +363,14 @@ def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluste
     return request, message, unpack_shard(message.packed, message.digest)
 
 
-def _monitor(config: Config, log: EventLog) -> Monitor | None:
+def _monitor(config: Config, log: EventLog) -> CoordinatorMonitor | None:
     """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
     if config.metrics.address is None:
         return None
     keep_apart()
-    from refitd.coordinator.metrics import Monitor
+    from refitd.coordinator.metrics import CoordinatorMonitor
 
-    monitor = Monitor(config, config.metrics.address)
+    monitor = CoordinatorMonitor(config, config.metrics.address)
     log("metrics", endpoint=monitor.endpoint)
     return monitor
 
@@ -455,7 +455,7 @@ def _lead(
     told: tuple[int, int],
     log: EventLog,
     with_parent: bool,
-    monitor: Monitor | None,
+    monitor: CoordinatorMonitor | None,
     manager: service.ServiceManager | None,
 ) -> None:
     """Listen and decide until `stop` holds a signal number; see CoordinatorShell.serve."""

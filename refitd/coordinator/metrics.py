@@ -15,9 +15,9 @@ from refitd.config import Config
 from refitd.coordinator.actions import Event, FromNode, Instruction, Remember
 from refitd.coordinator.members import serving_state
 from refitd.coordinator.models import ModelState
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.report import written_report
-from refitd.coordinator.state import Coordinator
+from refitd.coordinator.state import CoordinatorState
 from refitd.events import Busy, Log
 from refitd.metrics.exporter import Exporter, Labelled
 from refitd.protocol.cluster import StageDone
@@ -43,7 +43,7 @@ class _ModelFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class CoordinatorFigures:
     """A snapshot of a coordinator's state."""
 
     nodes: int
@@ -53,10 +53,10 @@ class Figures:
     leads: bool = True  # False for a standby
 
 
-def figures(state: Coordinator, queues: Mapping[str, int]) -> Figures:
+def figures(state: CoordinatorState, queues: Mapping[str, int]) -> CoordinatorFigures:
     """Take a snapshot; `queues` are the shell's, with their lengths."""
     models = {name: _model(found) for name, found in state.models.items()}
-    return Figures(len(state.nodes), len(state.drained), models, queues)
+    return CoordinatorFigures(len(state.nodes), len(state.drained), models, queues)
 
 
 def _model(state: ModelState) -> _ModelFigures:
@@ -82,7 +82,7 @@ def _model(state: ModelState) -> _ModelFigures:
     )
 
 
-class Monitor:
+class CoordinatorMonitor:
     """Serves a coordinator's metrics; its loop calls `watch`, `journalling` and `publish`."""
 
     def __init__(self, config: Config, address: tuple[str, int]) -> None:
@@ -100,9 +100,9 @@ class Monitor:
 
     def stands_by(self, lacks: str) -> None:
         """Publish that this process lives and does not lead, and why."""
-        self._exporter.publish(Figures(0, 0, {}, {}, leads=False), lacks)
+        self._exporter.publish(CoordinatorFigures(0, 0, {}, {}, leads=False), lacks)
 
-    def publish(self, state: Coordinator, queues: Mapping[str, int]) -> None:
+    def publish(self, state: CoordinatorState, queues: Mapping[str, int]) -> None:
         """Publish a snapshot; `queues` are the shell's, with their lengths."""
         lacks = "" if state.may_swap else "it waits for daemons to say which versions are live"
         self._exporter.publish(figures(state, queues), lacks)
@@ -200,7 +200,7 @@ class CoordinatorMetrics:
             registry=r,
         )
 
-    def watch(self, event: Event, instructions: Iterable[Instruction], state: Coordinator) -> None:
+    def watch(self, event: Event, instructions: Iterable[Instruction], state: CoordinatorState) -> None:
         """Count an event that the state has handled, and what it returned."""
         match event:
             case FromNode(message=StageDone() as done):
@@ -209,7 +209,7 @@ class CoordinatorMetrics:
                 self._stalled.inc(seconds)
         for instruction in instructions:
             match instruction:
-                case Remember(Record() as record) if record.state != SwapOutcome.DECIDED:
+                case Remember(SwapRecord() as record) if record.state != SwapOutcome.DECIDED:
                     self._ended(record)
                 case Log("refused", fields):
                     self._refused.of(str(fields.get("message"))).inc()
@@ -230,7 +230,7 @@ class CoordinatorMetrics:
         finally:
             self._journal_s.observe(perf_counter() - began)
 
-    def _staged(self, event: FromNode, done: StageDone, state: Coordinator) -> None:
+    def _staged(self, event: FromNode, done: StageDone, state: CoordinatorState) -> None:
         found = state.models.swapping(done.swap)
         running = found.running if found is not None else None
         node = next((name for name, node in state.nodes.items() if node.identity == event.identity), None)
@@ -247,7 +247,7 @@ class CoordinatorMetrics:
         if within > 0:
             self._moved.of(model, node, node, WITHIN).inc(within)
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: SwapRecord) -> None:
         self._links.pop(record.swap, None)
         report = written_report(record)
         if report is None:
@@ -266,7 +266,7 @@ class CoordinatorMetrics:
             if seconds:
                 self._phase_s.of(model, phase).observe(seconds)
 
-    def show(self, found: Figures) -> None:
+    def show(self, found: CoordinatorFigures) -> None:
         """Set the gauges from a snapshot."""
         self._leads.set(found.leads)
         self._nodes.set(found.nodes)

@@ -10,7 +10,7 @@ from refitd.coordinator.decision import Phase, Swap
 from refitd.coordinator.members import Member
 from refitd.coordinator.membership import Model
 from refitd.coordinator.plans import LoadedPlan
-from refitd.coordinator.records import LiveVersion, Record
+from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.coordinator.region_comparison import RegionComparison
 from refitd.coordinator.steps import FlipSteps
 from refitd.errors import RefusedError
@@ -24,7 +24,7 @@ MAX_HISTORY = 1000
 Waiter = tuple[bytes, int]
 
 # Returns a model's last swaps ("": all models'), the newest first, up to a limit.
-Recent = Callable[[str, int], Sequence[Record]]
+Recent = Callable[[str, int], Sequence[SwapRecord]]
 
 
 @dataclass(slots=True)

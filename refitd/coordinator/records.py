@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SwapRecord:
     """One swap in the journal."""
 
     swap: str

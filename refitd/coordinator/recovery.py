@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from refitd.coordinator.members import Member
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.report import written_report
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SwapReport
@@ -20,7 +20,7 @@ _Rank = tuple[str, int]
 
 @dataclass(slots=True)
 class _Swap:
-    record: Record
+    record: SwapRecord
     report: SwapReport  # at the decision
     deadline: float
     found: dict[_Rank, MemberReport] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Unfinished:
     Each method yields records to journal; their `at` is the time of the decision.
     """
 
-    def __init__(self, newest_first: Iterable[Record], deadline: float) -> None:
+    def __init__(self, newest_first: Iterable[SwapRecord], deadline: float) -> None:
         """Read the journal's records; a rank that has not committed by `deadline` has missed the swap."""
         self._swaps: dict[str, _Swap] = {}  # by model
         seen: set[str] = set()
@@ -46,7 +46,7 @@ class Unfinished:
             if record.state == "decided" and (report := written_report(record)) is not None:
                 self._swaps[record.model] = _Swap(record, report, deadline)
 
-    def registered(self, member: Member) -> Iterator[Record]:
+    def registered(self, member: Member) -> Iterator[SwapRecord]:
         """Note the version that a registering rank serves."""
         swap = self._swaps.get(member.added.model)
         if swap is None or member.added.staged is not None:
@@ -54,32 +54,32 @@ class Unfinished:
         if (member.added.version, member.added.run) == (swap.record.version, swap.record.run):
             yield from self._found(swap, member, MemberState.COMMITTED)
 
-    def committed(self, swap_id: str, member: Member, paused_s: float) -> Iterator[Record]:
+    def committed(self, swap_id: str, member: Member, paused_s: float) -> Iterator[SwapRecord]:
         """Note that a rank has committed."""
         swap = self._swaps.get(member.added.model)
         if swap is not None and swap.record.swap == swap_id:
             yield from self._found(swap, member, MemberState.COMMITTED, paused_s=paused_s)
 
-    def failed(self, swap_id: str, member: Member, reason: str) -> Iterator[Record]:
+    def failed(self, swap_id: str, member: Member, reason: str) -> Iterator[SwapRecord]:
         """Note that a rank could not commit."""
         swap = self._swaps.get(member.added.model)
         if swap is not None and swap.record.swap == swap_id:
             yield from self._found(swap, member, MemberState.FAILED, reason=reason)
 
-    def replaced(self, model: str) -> Iterator[Record]:
+    def replaced(self, model: str) -> Iterator[SwapRecord]:
         """Close a model's record, because its next swap begins."""
         swap = self._swaps.get(model)
         if swap is not None:
             yield self._end(swap, "the next swap began")
 
-    def tick(self, now: float) -> Iterator[Record]:
+    def tick(self, now: float) -> Iterator[SwapRecord]:
         """Close the records whose deadline has passed, naming the missing ranks."""
         for swap in [s for s in self._swaps.values() if now >= s.deadline]:
             yield self._end(swap, "the coordinator's deadline for it passed")
 
     def _found(
         self, swap: _Swap, member: Member, state: MemberState, paused_s: float = 0.0, reason: str = ""
-    ) -> Iterator[Record]:
+    ) -> Iterator[SwapRecord]:
         rank = member.added.replica, member.added.rank
         if member.added.role == "target":
             version = swap.record.version if state == MemberState.COMMITTED else None
@@ -97,7 +97,7 @@ class Unfinished:
         if swap.is_complete():
             yield self._end(swap, "")
 
-    def _end(self, swap: _Swap, until: str) -> Record:
+    def _end(self, swap: _Swap, until: str) -> SwapRecord:
         del self._swaps[swap.record.model]
         members = tuple(
             swap.found.get((m.replica, m.rank))

@@ -9,7 +9,7 @@ import msgspec
 from refitd.coordinator.decision import Phase, Swap
 from refitd.coordinator.members import Member
 from refitd.coordinator.membership import Model
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import MemberReport, SourceReport, SwapProgress, SwapReport
 from refitd.states import MemberState, SwapOutcome, TransferMode
@@ -133,7 +133,7 @@ def apart_report(report: SwapReport, apart: Mapping[tuple[str, int], str]) -> Sw
     return msgspec.structs.replace(report, members=members)
 
 
-def written_report(record: Record) -> SwapReport | None:
+def written_report(record: SwapRecord) -> SwapReport | None:
     """Return the journalled report; None if there is none or another refitd version wrote it."""
     try:
         return msgspec.json.decode(record.report, type=SwapReport) if record.report else None

@@ -18,7 +18,7 @@ from refitd.protocol.keys import ServerKeys
 from refitd.service import ServiceManager
 
 if TYPE_CHECKING:
-    from refitd.coordinator.metrics import Monitor
+    from refitd.coordinator.metrics import CoordinatorMonitor
 
 
 def cluster_of(keys: ServerKeys | None) -> str:
@@ -32,7 +32,7 @@ def wait_to_lead(
     stop: list[int],
     wakeup: int,
     log: EventLog,
-    monitor: Monitor | None,
+    monitor: CoordinatorMonitor | None,
     manager: ServiceManager | None,
 ) -> Lead | None:
     """Return the lead once this process has it; None once `stop` holds a signal number; `wakeup` is readable then.

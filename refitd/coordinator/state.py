@@ -27,7 +27,7 @@ from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import MAX_HISTORY, Models, Recent, Waiter
-from refitd.coordinator.records import Drained, Record
+from refitd.coordinator.records import Drained, SwapRecord
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.registrations import Registrations
 from refitd.coordinator.removals import Removals
@@ -52,11 +52,11 @@ def _same(report: TraceReport) -> Message:
     return report
 
 
-def _nothing(model: str, limit: int) -> Sequence[Record]:
+def _nothing(model: str, limit: int) -> Sequence[SwapRecord]:
     return ()
 
 
-class Coordinator:
+class CoordinatorState:
     """All of the coordinator's state. `handle` takes an event and returns instructions."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Coordinator:
         started: float,
         new_swap_id: Callable[[], str],
         wall_clock: Callable[[], float],
-        decided: Callable[[str], Record | None],
+        decided: Callable[[str], SwapRecord | None],
         recent: Recent = _nothing,
         past: Past | None = None,
         is_beside: bool = False,
@@ -350,7 +350,7 @@ class Coordinator:
         elif isinstance(message, cluster.ShardPublished | cluster.MemberSuspended):
             self.swaps.queue.next(self.models[self._registrations.member(message.member).added.model], now)
 
-    def _past_swaps(self, model: str, limit: int) -> Sequence[Record]:
+    def _past_swaps(self, model: str, limit: int) -> Sequence[SwapRecord]:
         """Return the last swaps of a model, "" for all."""
         if model:
             self._check_known(model)

@@ -9,7 +9,7 @@ from refitd.coordinator.members import Member, Node, serving_state
 from refitd.coordinator.membership import Model
 from refitd.coordinator.models import ModelState
 from refitd.coordinator.partial import kept_names
-from refitd.coordinator.records import LiveVersion, Record
+from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.coordinator.report import swap_progress, written_report
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import (
@@ -49,7 +49,7 @@ def status_report(
     )
 
 
-def history_report(records: Sequence[Record]) -> HistoryReport:
+def history_report(records: Sequence[SwapRecord]) -> HistoryReport:
     """Return journal records as a report, in the order given."""
     return HistoryReport(
         swaps=tuple(

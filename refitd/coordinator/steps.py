@@ -55,7 +55,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class CommitAtStep:
     """Order: the member commits in its poll `step`; all ranks then count from there (`origin`)."""
 
     swap: str
@@ -79,7 +79,7 @@ class _Waiting:
     changed: float  # when a rank last reported, or was let through
     said: dict[str, Reached] = field(default_factory=dict)  # by member
     rounds: int = 0  # how often standing ranks were let through
-    flips: dict[str, Flip] | None = None  # the orders, once known
+    flips: dict[str, CommitAtStep] | None = None  # the orders, once known
     asked: set[str] = field(default_factory=set)  # ranks that have reported since
     due_at: float | None = None
 
@@ -101,12 +101,12 @@ class FlipSteps:
         """Return when `due` must be called without a new event; None: never."""
         return min((w.due_at for w in self._waiting.values() if w.due_at is not None), default=None)
 
-    def due(self, targets: Iterable[Member], now: float) -> list[Flip | Pass]:
+    def due(self, targets: Iterable[Member], now: float) -> list[CommitAtStep | Pass]:
         """Return the orders to send now. `targets` are all target members of the model."""
         replicas: dict[str, list[Member]] = {}
         for member in targets if self._waiting else ():
             replicas.setdefault(member.added.replica, []).append(member)
-        found: list[Flip | Pass] = []
+        found: list[CommitAtStep | Pass] = []
         for (swap, replica), waiting in list(self._waiting.items()):
             ranks = replicas.get(replica, [])
             concerned = {m.id: m for m in ranks if m.staged == swap}
@@ -133,7 +133,7 @@ class FlipSteps:
         concerned: dict[str, Member],
         said: dict[str, Reached],
         now: float,
-    ) -> list[Flip | Pass]:
+    ) -> list[CommitAtStep | Pass]:
         apart = ""
         if missing := [member for id_, member in concerned.items() if id_ not in said]:
             apart = f"{_named(missing)} did not say within {MISSING_S:.0f} s in which poll"
@@ -162,20 +162,22 @@ class FlipSteps:
             apart = apart or f"{_named(others)} stood in no poll while others did, {ROUNDS} times (counts: {counts})"
         # only ranks that were all given the same poll share a new origin
         origin = swap if is_together and not apart and len(said) == len(ranks) == ranks[0].added.world_size else ""
-        waiting.flips = {id_: Flip(swap, concerned[id_], step, origin, apart) for id_, step in steps.items()}
+        waiting.flips = {id_: CommitAtStep(swap, concerned[id_], step, origin, apart) for id_, step in steps.items()}
         waiting.asked.clear()
         return list(waiting.flips.values())
 
     def _again(
         self, swap: str, waiting: _Waiting, concerned: dict[str, Member], said: dict[str, Reached]
-    ) -> list[Flip | Pass]:
+    ) -> list[CommitAtStep | Pass]:
         """Answer ranks that reported again, or too late."""
         assert waiting.flips is not None
         asked, waiting.asked = waiting.asked & said.keys(), set()
-        found: list[Flip | Pass] = [replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()]
+        found: list[CommitAtStep | Pass] = [
+            replace(waiting.flips[id_], apart="") for id_ in asked & waiting.flips.keys()
+        ]
         for id_ in asked - waiting.flips.keys():
             late = "it said in which poll it is after the others had been told theirs"
-            waiting.flips[id_] = Flip(swap, concerned[id_], said[id_].earliest, apart=late)
+            waiting.flips[id_] = CommitAtStep(swap, concerned[id_], said[id_].earliest, apart=late)
             found.append(waiting.flips[id_])
         return found
 

@@ -18,7 +18,7 @@ from refitd.coordinator.live_versions import LiveVersions
 from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import Models, ModelState, Running
 from refitd.coordinator.preparation import Preparation
-from refitd.coordinator.records import LiveVersion, Record
+from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.report import (
     apart_report,
@@ -29,7 +29,7 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import left_behind, used_up
-from refitd.coordinator.steps import Flip, Reached
+from refitd.coordinator.steps import CommitAtStep, Reached
 from refitd.coordinator.swap_queue import SwapQueue
 from refitd.coordinator.traces import Traces
 from refitd.errors import IllegalTransition, RefitdError, RefusedError
@@ -52,7 +52,7 @@ class Swaps:
         members: dict[str, Member],
         new_swap_id: Callable[[], str],
         wall_clock: Callable[[], float],
-        decided: Callable[[str], Record | None],
+        decided: Callable[[str], SwapRecord | None],
         lives: LiveVersions,
         unfinished: Unfinished,
         absent: AbsentRanks,
@@ -137,7 +137,7 @@ class Swaps:
         """Tell lockstep ranks in which poll they flip; log ranks that may flip apart from their replica."""
         for told in state.steps.due(state.fleet.targets.values(), now):
             swap, member = told.swap, told.member
-            if not isinstance(told, Flip):
+            if not isinstance(told, CommitAtStep):
                 self._log("pass", swap=swap, member=member.id)
                 self._to_node(member.node, cluster.PassMember(swap=swap, member=member.id))
                 continue
@@ -288,7 +288,7 @@ class Swaps:
             its.held_until, s = None, its.swap
             written = msgspec.json.encode(decided_report(self._report(one, its, now)))
             plan, at = its.plan.id if its.plan else "", self._wall_clock()
-            records.append(Record(s.swap, s.model, s.version, "decided", plan, "", at, written, its.run))
+            records.append(SwapRecord(s.swap, s.model, s.version, "decided", plan, "", at, written, its.run))
         self._out(Decide(tuple(records)))
 
     def _held_until(self, state: ModelState, running: Running, now: float) -> float:
@@ -339,7 +339,7 @@ class Swaps:
         outcome, written = report.outcome, msgspec.json.encode(report)
         self._answer(running, report)
         # callers need not wait for this write: the decision is on disk
-        self._remember(Record(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
+        self._remember(SwapRecord(s.swap, s.model, s.version, outcome, "", report.reason, 0.0, written, running.run))
         if s.phase is Phase.ABORTED:
             for one, reason in together.also_aborted(self._models, running):
                 self.step(one, decision.AbortAsked(reason, SwapCause.TOGETHER), now)
@@ -363,11 +363,11 @@ class Swaps:
         )
         return apart_report(report, running.apart)
 
-    def _remember(self, record: Record) -> None:
+    def _remember(self, record: SwapRecord) -> None:
         """Journal how a swap ended, with the current time."""
         self._out(Remember(replace(record, at=self._wall_clock())))
 
-    def ended_late(self, records: Iterable[Record]) -> None:
+    def ended_late(self, records: Iterable[SwapRecord]) -> None:
         """Journal how swaps of earlier coordinators ended."""
         for record in records:
             state = self._models.get(record.model)

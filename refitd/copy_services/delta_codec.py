@@ -41,7 +41,7 @@ _NOTE = struct.Struct("<BxxxIq")  # form, changed words, bytes of the body
 NOTE_BYTES = _NOTE.size
 
 
-class Form(enum.IntEnum):
+class Encoding(enum.IntEnum):
     """How a message travels."""
 
     WHOLE = 0
@@ -50,14 +50,14 @@ class Form(enum.IntEnum):
     GAPS_16 = 3
 
 
-_CODES: dict[Form, type[np.generic]] = {Form.GAPS_8: np.uint8, Form.GAPS_16: np.uint16}
+_CODES: dict[Encoding, type[np.generic]] = {Encoding.GAPS_8: np.uint8, Encoding.GAPS_16: np.uint16}
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
     """What a receiver is told of a message before it arrives: its form, its changed words, and its length in bytes."""
 
-    form: Form
+    form: Encoding
     changed: int
     nbytes: int
 
@@ -77,17 +77,17 @@ class Note:
         words, codes = nbytes // width, length - changed * width
         some = 0 < changed <= words and length < nbytes
         fits = {
-            Form.WHOLE: not changed and length == nbytes,
-            Form.UNCHANGED: not changed and not length,
-            Form.GAPS_8: some and codes >= changed,
-            Form.GAPS_16: some and codes >= 2 * changed and not codes % 2,
+            Encoding.WHOLE: not changed and length == nbytes,
+            Encoding.UNCHANGED: not changed and not length,
+            Encoding.GAPS_8: some and codes >= changed,
+            Encoding.GAPS_16: some and codes >= 2 * changed and not codes % 2,
         }
         if not fits.get(form, False):
             raise TransportError(
                 f"a message of {words} words of {width} bytes cannot come in form {form} with {changed} changed words "
                 f"and {length} bytes"
             )
-        return cls(Form(form), changed, length)
+        return cls(Encoding(form), changed, length)
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class Comparison:
     def delta(self) -> Delta | None:
         """Return the shortest delta; None if the message itself is shorter."""
         if not self._changed:
-            return Delta(Note(Form.UNCHANGED, 0, 0), np.empty(0, np.uint8))
+            return Delta(Note(Encoding.UNCHANGED, 0, 0), np.empty(0, np.uint8))
         gaps = np.concatenate(self._positions)
         gaps[1:] -= gaps[:-1] + 1
         lengths = {form: _length(gaps, code) for form, code in _CODES.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from refitd.addressing.messages import PackedMessage
-from refitd.copy_services.delta_codec import NOTE_BYTES, Bytes, Comparison, Delta, Form, Note, apply
+from refitd.copy_services.delta_codec import NOTE_BYTES, Bytes, Comparison, Delta, Encoding, Note, apply
 from refitd.copy_services.pace import LONGEST_REST
 from refitd.copy_services.packed import WINDOW, Move
 from refitd.copy_services.pieces import Piece
@@ -182,7 +182,7 @@ class AnnouncedSender(AnnouncedPipeline):
             return bytes(NOTE_BYTES)
         message = self.stream.messages[number]
         delta = self._announced[number] = self._compared(message)
-        return (Note(Form.WHOLE, 0, message.nbytes) if delta is None else delta.note).to_bytes()
+        return (Note(Encoding.WHOLE, 0, message.nbytes) if delta is None else delta.note).to_bytes()
 
     def _compared(self, message: PackedMessage) -> Delta | None:
         """Add a message to the digest; return its delta, None if it is better sent whole.
@@ -257,7 +257,7 @@ class AnnouncedReceiver(AnnouncedPipeline):
             if number < len(self.stream.messages):
                 message = self.stream.messages[number]
                 note = Note.from_bytes(notes[nth * NOTE_BYTES :][:NOTE_BYTES], message.nbytes, self._width(message))
-                if note.form is not Form.WHOLE and not self._bases(message):
+                if note.form is not Encoding.WHOLE and not self._bases(message):
                     raise TransportError(
                         f"{self._service.peers.label(self.stream.position)} sends message {number} as a delta, and "
                         f"{self._service.peers.label(self._service.peers.index)} holds no base for it"
@@ -273,7 +273,7 @@ class AnnouncedReceiver(AnnouncedPipeline):
 
     def _post_body(self, number: int) -> InFlight:
         stream, service, note = self.stream, self._service, self._announced[number]
-        direct = service._direct(stream, stream.messages[number]) if note.form is Form.WHOLE else None
+        direct = service._direct(stream, stream.messages[number]) if note.form is Encoding.WHOLE else None
         if direct is not None:
             return service._post(stream, number, direct)
         return service._post(stream, number, service._staging()[: note.nbytes], is_staged=True)
@@ -284,7 +284,7 @@ class AnnouncedReceiver(AnnouncedPipeline):
             self._move.tally.crossed_bytes += flight.buffer.numel()
         if self.relay is not None:
             self.relay.take(flight.number, flight.buffer.numpy()[: note.nbytes])
-        if note.form is Form.WHOLE:
+        if note.form is Encoding.WHOLE:
             self._land(flight)
             return
         stream, service, tally = self.stream, self._service, self._move.tally
@@ -326,7 +326,7 @@ class Relay(AnnouncedPipeline):
 
     def announced(self, number: int, note: Note) -> None:
         """Learn the form of a message that is to come."""
-        if self.stream.has_bases and note.form is not Form.WHOLE:
+        if self.stream.has_bases and note.form is not Encoding.WHOLE:
             self._deltas[number] = Delta(note, np.zeros(0, np.uint8))
 
     def opened(self) -> None:
@@ -361,7 +361,7 @@ class Relay(AnnouncedPipeline):
         if number >= len(self.stream.messages):
             return bytes(NOTE_BYTES)
         delta = self._deltas.get(number)
-        return (Note(Form.WHOLE, 0, self._length(number)) if delta is None else delta.note).to_bytes()
+        return (Note(Encoding.WHOLE, 0, self._length(number)) if delta is None else delta.note).to_bytes()
 
     def _noted(self, flight: InFlight) -> None:
         pass

@@ -27,7 +27,7 @@ from refitd.copy_services.waits import Backoff
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class SlotLayout:
     """The layout of slots and their words, the same on every rank.
 
     Attributes:
@@ -88,7 +88,7 @@ class SlottedExchange(PackedExchange):
     def __init__(self, peers: Peers, *, message_bytes: int | None, staging_bytes: int) -> None:
         """See PackedExchange."""
         super().__init__(peers, message_bytes=message_bytes, staging_bytes=staging_bytes)
-        self.slots = Slots(len(peers), self._limit)
+        self.slots = SlotLayout(len(peers), self._limit)
         self._put_count = [0] * len(peers)
         self._taken_count = [0] * len(peers)
 

@@ -124,8 +124,8 @@ class ArenasMade:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaGiven:
-    """A client has given an arena back that it kept while its daemon was restarted (see `Daemon.check_given`)."""
+class CheckGivenArena:
+    """A client has given an arena back that it kept while its daemon was restarted (see `DaemonState.check_given`)."""
 
     session: int
     arena: int
@@ -143,7 +143,7 @@ class ArenasRefused:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The deadline that `Daemon.next_deadline` returned has passed."""
+    """The deadline that `DaemonState.next_deadline` returned has passed."""
 
 
 Event = (
@@ -161,7 +161,7 @@ Event = (
     | NotSent
     | Busy
     | ArenasMade
-    | ArenaGiven
+    | CheckGivenArena
     | ArenasRefused
     | Due
     | Tick

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from refitd.daemon import actions as act
 from refitd.daemon.client_listener import ClientListener
-from refitd.daemon.state import Daemon
+from refitd.daemon.state import DaemonState
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.logs import EventLog, Throttle
 from refitd.protocol import local, versions
@@ -44,7 +44,7 @@ class ClientInbox:
         router: Router,
         gate: ClientListener,
         users: Users,
-        state: Daemon,
+        state: DaemonState,
         node: str,
         host: str,
         feed: Callable[[act.Event], None],

@@ -10,7 +10,7 @@ import numpy as np
 from refitd.addressing.copies import whole_tensors
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.finishing import held_of
-from refitd.daemon.jobs import JobTable, Share, shares_of
+from refitd.daemon.jobs import JobTable, WorkerShare, shares_of
 from refitd.daemon.members import LocalMember
 from refitd.daemon.target_state import (
     Aborted,
@@ -195,7 +195,7 @@ class Commits:
             self._copy_live(swap, member, attempt=1)
 
     def _copy_live(self, swap: str, member: LocalMember, attempt: int) -> None:
-        def make() -> list[Share]:
+        def make() -> list[WorkerShare]:
             sizes = np.array([ELEMENT_SIZES[tensor.dtype] for tensor in held_of(member.registration)], np.int64)
             copies = whole_tensors(member.held_places(), member.live, sizes)
             return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))

@@ -37,7 +37,7 @@ def form_of(r: RegisterSource | RegisterTarget) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class TargetFigures:
     """What the coordinator is told about a target beyond its shard: byte counts, and derived tensors without a hook."""
 
     held_bytes: int = 0
@@ -46,11 +46,11 @@ class Figures:
     stale: tuple[str, ...] = ()
 
 
-def figures_of(r: RegisterSource | RegisterTarget) -> Figures:
+def figures_of(r: RegisterSource | RegisterTarget) -> TargetFigures:
     """Return a target's figures; all zeros for a source."""
     if isinstance(r, RegisterSource):
-        return Figures()
-    return Figures(
+        return TargetFigures()
+    return TargetFigures(
         held_bytes=sum(held_bytes(tensor) for tensor in held_of(r)),
         staging_bytes=staged(r.shard, r.held).nbytes,
         converted_bytes=converted_bytes(r.shard, r.conversions),

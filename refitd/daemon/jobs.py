@@ -16,7 +16,7 @@ MAX_JOBS = 32
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Share:
+class WorkerShare:
     """One worker's part of a job: copies within the node, transfers of an epoch, or conversions."""
 
     worker: int
@@ -24,10 +24,12 @@ class Share:
     epoch: str | None = None
 
 
-def shares_of(rows: CopyList | ConversionList, workers: int, homes: Mapping[int, int] | None = None) -> list[Share]:
+def shares_of(
+    rows: CopyList | ConversionList, workers: int, homes: Mapping[int, int] | None = None
+) -> list[WorkerShare]:
     """Return the workers' shares (see WorkList.shared_out); workers without work get none."""
     numbers = rows.shared_out(workers, homes)
-    return [Share(worker, rows.select(mine)) for worker, mine in enumerate(numbers) if len(mine)]
+    return [WorkerShare(worker, rows.select(mine)) for worker, mine in enumerate(numbers) if len(mine)]
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Job:
     """A job and its share for each worker."""
 
     number: int
-    shares: dict[int, Share]  # by worker
+    shares: dict[int, WorkerShare]  # by worker
     loaded: set[int] = field(default_factory=set)  # workers that have it
     running: set[int] = field(default_factory=set)  # runs
 
@@ -77,7 +79,7 @@ class JobTable:
     def start(
         self,
         key: Hashable,
-        make: Callable[[], Sequence[Share]],
+        make: Callable[[], Sequence[WorkerShare]],
         purpose: Hashable,
         *,
         verify: bool,

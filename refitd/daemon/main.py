@@ -29,7 +29,7 @@ from refitd.daemon.client_listener import CLIENT_RESERVE, ClientListener
 from refitd.daemon.coordinator_process import CoordinatorProcess, StartFailed
 from refitd.daemon.coordinator_sockets import CoordinatorSockets
 from refitd.daemon.slow_work import SlowWork
-from refitd.daemon.state import Daemon
+from refitd.daemon.state import DaemonState
 from refitd.daemon.workers import Workers
 from refitd.errors import ArenaError, ConfigError, DeadlineExceeded, ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
@@ -43,7 +43,7 @@ from refitd.protocol.keys import ClientKeys
 from refitd.security import daemon_keys, node_users
 
 if TYPE_CHECKING:
-    from refitd.daemon.metrics import Monitor
+    from refitd.daemon.metrics import DaemonMonitor
 
 TICK_S = 1.0
 
@@ -114,7 +114,7 @@ class DaemonShell:
         self._plans = OrderedDecoder[tuple[int, cluster.CoordinatorMessage]]("refitd-plans", self._told)
         self._problems: tuple[str, ...] = ()
         self._workers = Workers(config.node.workers, config.node.threads_per_worker, self._watch)
-        self._state = Daemon(
+        self._state = DaemonState(
             config.node_name,
             self._host,
             os.getpid(),
@@ -358,7 +358,7 @@ class DaemonShell:
         except BaseException:
             os.close(taken)
             raise
-        self._feed(act.ArenaGiven(session, self._arena_numbers, nbytes, writable))
+        self._feed(act.CheckGivenArena(session, self._arena_numbers, nbytes, writable))
         return self._arena_numbers
 
     def _feed(self, event: act.Event) -> None:
@@ -485,14 +485,14 @@ class DaemonShell:
             os.close(fd)
 
 
-def _monitor(config: Config, log: EventLog) -> Monitor | None:
+def _monitor(config: Config, log: EventLog) -> DaemonMonitor | None:
     """Open the metrics endpoint; None if there is to be none, and then nothing of it is imported."""
     if config.metrics.address is None:
         return None
     keep_apart()
-    from refitd.daemon.metrics import Monitor
+    from refitd.daemon.metrics import DaemonMonitor
 
-    monitor = Monitor(config, config.metrics.address)
+    monitor = DaemonMonitor(config, config.metrics.address)
     log("metrics", endpoint=monitor.endpoint)
     return monitor
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from refitd.addressing.places import PROCESS_MEMORY, LocalTensor, Places, places_of
 from refitd.buffers.layout import extent, row_major_strides
 from refitd.daemon.finishing import (
-    Figures,
+    TargetFigures,
     arriving_names,
     arriving_places,
     check_held,
@@ -106,7 +106,7 @@ class LocalMember:
     packed: Places
     to_commit: Places  # the same for what is committed; differs from `packed` only if some tensors are converted
     live: Places  # of arena-backed live tensors, else empty
-    figures: Figures
+    figures: TargetFigures
     form: str  # key of its held form, see `finishing.form_of`
     slots: list[Slot] = field(default_factory=list)
     leases: dict[int, LentVersion] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from refitd.config import Config
 from refitd.daemon.actions import Event, Instruction, RestartWorker, ToCoordinator, WorkerDied, WorkerSaid
-from refitd.daemon.state import Daemon
+from refitd.daemon.state import DaemonState
 from refitd.events import Busy, Log
 from refitd.metrics.exporter import Exporter, Labelled
 from refitd.protocol.cluster import MemberCommitted
@@ -26,7 +26,7 @@ MAIN_MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class DaemonFigures:
     """A snapshot of a daemon's state."""
 
     status: NodeStatus
@@ -35,13 +35,13 @@ class Figures:
     queues: Mapping[str, int]
 
 
-def figures(state: Daemon, queues: Mapping[str, int]) -> Figures:
+def figures(state: DaemonState, queues: Mapping[str, int]) -> DaemonFigures:
     """Take a snapshot; `queues` are the shell's, with their lengths."""
     targets = Tally(member.state.live.value for member in state.members.values() if not member.is_source)
-    return Figures(state.status(), state.is_coordinated, targets, {**queues, **state.queues()})
+    return DaemonFigures(state.status(), state.is_coordinated, targets, {**queues, **state.queues()})
 
 
-class Monitor:
+class DaemonMonitor:
     """Serves a daemon's metrics; its loop calls `watch` and `publish`."""
 
     def __init__(self, config: Config, address: tuple[str, int]) -> None:
@@ -57,7 +57,7 @@ class Monitor:
         self._exporter = Exporter(address, names, registry, metrics.show)
         self.endpoint, self.close = self._exporter.endpoint, self._exporter.close
 
-    def publish(self, state: Daemon, queues: Mapping[str, int]) -> None:
+    def publish(self, state: DaemonState, queues: Mapping[str, int]) -> None:
         """Publish a snapshot; `queues` are the shell's, with their lengths."""
         found = figures(state, queues)
         lacks = "" if found.is_coordinated else "no coordinator answers"
@@ -108,7 +108,7 @@ class DaemonMetrics:
         self._problems = Gauge("refitd_problems", "Problems that `refitctl status` shows.", registry=r)
         self._queues = Gauge("refitd_queue_length", "What waits in a queue of the process.", ["queue"], registry=r)
 
-    def watch(self, event: Event, instructions: Iterable[Instruction], state: Daemon) -> None:
+    def watch(self, event: Event, instructions: Iterable[Instruction], state: DaemonState) -> None:
         """Count an event that the state has handled, and what it returned."""
         match event:
             case WorkerSaid(message=RunDone() as done):
@@ -132,7 +132,7 @@ class DaemonMetrics:
                 case Log("differs"):
                     self._live_differs.inc()
 
-    def show(self, found: Figures) -> None:
+    def show(self, found: DaemonFigures) -> None:
         """Set the gauges from a snapshot."""
         status = found.status
         for gauge in (self._arenas, self._arena_bytes, self._targets):

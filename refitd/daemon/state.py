@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from refitd.daemon.actions import (
-    ArenaGiven,
     ArenasMade,
     ArenasRefused,
+    CheckGivenArena,
     ClientSaid,
     CoordinatorSaid,
     CoordinatorUnreachable,
@@ -33,7 +33,7 @@ from refitd.events import Busy, Tick
 from refitd.protocol import local, sidecar
 
 
-class Daemon(Parts):
+class DaemonState(Parts):
     """The whole state of one node's daemon. `handle` takes an event and returns instructions."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Daemon(Parts):
                 self.arenas.made(event)
             case ArenasRefused():
                 self.arenas.refused(event)
-            case ArenaGiven(session, arena, nbytes, writable):
+            case CheckGivenArena(session, arena, nbytes, writable):
                 label = f"given back by {self.sessions[session].name or 'client'}"
                 self.arenas.take(arena, nbytes, label, session, write=writable, workers_write=True)
                 self.sessions[session].arenas.add(arena)

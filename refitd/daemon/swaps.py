@@ -18,7 +18,7 @@ from refitd.daemon.bases import source_bases, target_bases
 from refitd.daemon.commits import Commits, Committing
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.finishing import made_in
-from refitd.daemon.jobs import JobTable, Run, Share, shares_of
+from refitd.daemon.jobs import JobTable, Run, WorkerShare, shares_of
 from refitd.daemon.members import LocalMember
 from refitd.daemon.plans import LocalPlans, NodePlan
 from refitd.daemon.target_state import StageBegan, StageFinished, step_of
@@ -144,18 +144,18 @@ class LocalSwaps:
         def destinations() -> dict[int, Places]:
             return {rank: member.destinations() for rank, member in self._targets(plan)}
 
-        def inner() -> list[Share]:
+        def inner() -> list[WorkerShare]:
             copies = address(plan.table, sources(), writes := destinations())
             if plan.fills is not None:
                 fills = fill_copies(plan.fills, writes, plan.constants, len(plan.table))
                 copies = joined([copies, fills])
             return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
 
-        def crossing_shares() -> list[Share]:
+        def crossing_shares() -> list[WorkerShare]:
             assert outer is not None
             epoch, reads, writes = outer.epoch, sources(), destinations()
             return [
-                Share(lane, transfers_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
+                WorkerShare(lane, transfers_of(outer.rows, outer.index, lane, reads, writes), epoch.id)
                 for lane in range(epoch.lanes)
             ]
 
@@ -185,7 +185,7 @@ class LocalSwaps:
             return
         table = plan.onward
 
-        def onward() -> list[Share]:
+        def onward() -> list[WorkerShare]:
             places = {rank: member.destinations() for rank, member in self._targets(plan)}
             copies = address(table, places, places)
             return shares_of(copies, self._workers, self._maps.homes(copies.arenas()))
@@ -206,7 +206,7 @@ class LocalSwaps:
         local_swap.phase = "converting"
         targets = [member for _, member in self._targets(local_swap.plan)]
 
-        def convert() -> list[Share]:
+        def convert() -> list[WorkerShare]:
             made = [
                 one
                 for member in targets

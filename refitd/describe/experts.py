@@ -34,7 +34,7 @@ _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ExpertFinding:
     """What a module tells about one parameter beyond its attributes; None means nothing.
 
     Attributes:
@@ -91,7 +91,7 @@ class Grouped:
         return tuple(found)
 
 
-def findings(module: nn.Module, ep_size: int, expert_tp_size: int, num_experts: int | None) -> dict[str, Finding]:
+def findings(module: nn.Module, ep_size: int, expert_tp_size: int, num_experts: int | None) -> dict[str, ExpertFinding]:
     """Return the findings of a module, by the parameter's name in it.
 
     Args:
@@ -101,21 +101,21 @@ def findings(module: nn.Module, ep_size: int, expert_tp_size: int, num_experts: 
         num_experts: the number of experts in the whole model, if known.
     """
     modules = dict(module.named_modules())
-    found: dict[str, Finding] = {}
+    found: dict[str, ExpertFinding] = {}
     for path, child in modules.items():
         here = f"{path}." if path else ""
         if (grouped := _grouped_mlp(child, modules, path, expert_tp_size)) is not None:
             weight = child._parameters["weight1"]
             is_ep = weight is not None and _is_split_over_experts(path, weight, modules, ep_size, num_experts)
             for name, each in grouped.items():
-                found[f"{here}{name}"] = Finding(is_expert=True, is_ep=is_ep, grouped=each)
+                found[f"{here}{name}"] = ExpertFinding(is_expert=True, is_ep=is_ep, grouped=each)
             continue
         last = path.rpartition(".")[2]
         for name, param in child._parameters.items():
             if param is None:
                 continue
             if name == "softmax_offset" and _is_share_of_heads(path, param, modules):
-                found[f"{here}{name}"] = Finding(dim=0)
+                found[f"{here}{name}"] = ExpertFinding(dim=0)
             is_first = last in _FC1 or (name == "weight1" and last not in _FC2)
             is_second = last in _FC2 or (name == "weight2" and last not in _FC1)
             if is_first or is_second:
@@ -135,7 +135,7 @@ def _linear(
     modules: Mapping[str, nn.Module],
     is_first: bool,
     expert_tp_size: int,
-) -> Finding | None:
+) -> ExpertFinding | None:
     """Return the finding for a parameter of fc1 or fc2; None if there is none."""
     if hasattr(param, "placements"):  # a DTensor describes its own split
         return None
@@ -148,7 +148,7 @@ def _linear(
     is_expert = _EXPERTS.search(f"{path}.") is not None or getattr(param, "allreduce", True) is False
     if kind["kind"] == "bias":
         if not is_first:
-            return Finding(is_expert=is_expert)  # fc2's bias is added once, after the sum over ranks: not split
+            return ExpertFinding(is_expert=is_expert)  # fc2's bias is added once, after the sum over ranks: not split
         split_dim = 0
     if split_dim >= param.dim():
         return None
@@ -158,17 +158,17 @@ def _linear(
     if is_expert and expert_tp_size > 1 and not is_stamped:
         dim = split_dim if _is_share(path, param, modules, split_dim, is_first, gated, expert_tp_size) else None
     if not is_first or getattr(param, "partition_sizes", None) is not None or not (is_stamped or dim is not None):
-        return Finding(is_expert=is_expert, dim=dim)
+        return ExpertFinding(is_expert=is_expert, dim=dim)
     stamped = getattr(param, "partition_stride", 1)
     if not isinstance(stamped, Integral):  # describing the parameter will refuse it
-        return Finding(is_expert=is_expert, dim=dim)
+        return ExpertFinding(is_expert=is_expert, dim=dim)
     split_elsewhere = is_stamped and getattr(param, "partition_dim", 0) != split_dim
     if int(stamped) > 1 or split_elsewhere or _interleaves(path, modules):
-        return Finding(is_expert=is_expert, dim=dim)
+        return ExpertFinding(is_expert=is_expert, dim=dim)
     if gated is None:
         # gate and up are equally large, so an odd size cannot be gated
-        return Finding(is_expert=is_expert, dim=dim, stride_is_known=bool(param.shape[split_dim] % 2))
-    return Finding(is_expert=is_expert, dim=dim, stride=2 if gated else 1)
+        return ExpertFinding(is_expert=is_expert, dim=dim, stride_is_known=bool(param.shape[split_dim] % 2))
+    return ExpertFinding(is_expert=is_expert, dim=dim, stride=2 if gated else 1)
 
 
 def _is_share_of_heads(path: str, param: torch.Tensor, modules: Mapping[str, nn.Module]) -> bool:

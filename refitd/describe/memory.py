@@ -33,7 +33,7 @@ class Extents(NamedTuple):
     end: npt.NDArray[np.uint64]
 
 
-class Mapping(NamedTuple):
+class FileMapping(NamedTuple):
     """A shared mapping of a part of a file in this process's memory."""
 
     start: int
@@ -141,23 +141,23 @@ def overlapping(
     return None
 
 
-def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[Mapping]]:
+def files_mapped_twice(maps: str = "/proc/self/maps") -> list[list[FileMapping]]:
     """Return the shared mappings of each file that this process maps more than once."""
-    found: dict[tuple[str, str], list[Mapping]] = {}
+    found: dict[tuple[str, str], list[FileMapping]] = {}
     for line in Path(maps).read_text().splitlines():
         span, access, begins, device, inode = line.split(None, 5)[:5]
         if access[3] == "s" and inode != "0":
             low, _, high = span.partition("-")
-            found.setdefault((device, inode), []).append(Mapping(int(low, 16), int(high, 16), int(begins, 16)))
+            found.setdefault((device, inode), []).append(FileMapping(int(low, 16), int(high, 16), int(begins, 16)))
     return [mappings for mappings in found.values() if len(mappings) > 1]
 
 
-def lie_in(files: Sequence[Sequence[Mapping]], lie: Extents) -> bool:
+def lie_in(files: Sequence[Sequence[FileMapping]], lie: Extents) -> bool:
     """Return whether any tensor lies in a mapping of these files."""
     return any(_within(mapping, lie).any() for mappings in files for mapping in mappings)
 
 
-def mapped_twice(lie: Extents, files: Sequence[Sequence[Mapping]]) -> tuple[int, int] | None:
+def mapped_twice(lie: Extents, files: Sequence[Sequence[FileMapping]]) -> tuple[int, int] | None:
     """Return two tensors that share a place in a file through two mappings of it, None if none do.
 
     Their addresses differ, but writing one changes the other. `files` is `files_mapped_twice()`.
@@ -180,7 +180,7 @@ def mapped_twice(lie: Extents, files: Sequence[Sequence[Mapping]]) -> tuple[int,
     return None
 
 
-def _within(mapping: Mapping, lie: Extents) -> npt.NDArray[np.bool_]:
+def _within(mapping: FileMapping, lie: Extents) -> npt.NDArray[np.bool_]:
     """Return a mask of the tensors that have bytes in a mapping."""
     here = lie.device == HOST
     found: npt.NDArray[np.bool_] = here & (lie.start < np.uint64(mapping.end)) & (lie.end > np.uint64(mapping.start))

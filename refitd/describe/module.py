@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from refitd.describe.dtensors import describe_dtensor
-from refitd.describe.experts import Finding, Grouped, findings
+from refitd.describe.experts import ExpertFinding, Grouped, findings
 from refitd.describe.layout import layout_problems
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import assign_resolved_name_inplace, layer_prefix_map, resolve_layer_prefix
@@ -139,7 +139,7 @@ def extract_param_metadata(
     layer_module_prefix_map: Mapping[str, str] | None = None,
     rank_offset: int = 0,
     _rank_list_cache: dict[Any, list[int]] | None = None,
-    _finding: Finding | None = None,
+    _finding: ExpertFinding | None = None,
 ) -> ParameterMetadata:
     """Describe one parameter or buffer of this rank.
 
@@ -167,7 +167,7 @@ def extract_param_metadata(
         moved = [rank + rank_offset for rank in group]
         return lists.setdefault(tuple(moved), moved)
 
-    known = _finding or Finding()
+    known = _finding or ExpertFinding()
     is_ep = known.is_ep or getattr(param, "allreduce", True) is False
     is_tp = known.dim is not None or _is_true(
         f"{param_name}: tensor_model_parallel", getattr(param, "tensor_model_parallel", False)

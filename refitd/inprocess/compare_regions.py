@@ -14,7 +14,7 @@ from refitd.errors import PlanError
 from refitd.inprocess.agree import said_of
 from refitd.inprocess.rank_plan import HeldRegion, RankPlan
 from refitd.inprocess.request import RankTensors
-from refitd.inprocess.wire import COMPARED, DIGESTED, NotDescribed, RegionsCompared, RegionsDigested, texts
+from refitd.inprocess.wire import COMPARED, DIGESTED, NotDescribed, RankRegionDigests, RegionsCompared, texts
 from refitd.plan.regions import Digested, differences
 from refitd.protocol.codec import encode
 from refitd.transforms.mxfp8_buffers import is_quantized
@@ -31,7 +31,7 @@ def compare_regions(plan: RankPlan, tensors: RankTensors, peers: Peers, deadline
     try:
         # tensors in MXFP8 are not compared
         regions = [region for region in plan.regions if not is_quantized(tensors.sources[region.local])]
-        frame = encode(0, RegionsDigested(tuple(regions), _digests(regions, tensors)))
+        frame = encode(0, RankRegionDigests(tuple(regions), _digests(regions, tensors)))
     except Exception as exc:  # any failure must be sent to the other ranks, which would wait otherwise
         frame = encode(0, NotDescribed(texts(said_of(exc, peers.rank))))
     lengths = [_LENGTH.unpack(r)[0] for r in peers.all_gather(_LENGTH.pack(len(frame)), deadline, "comparing replicas")]

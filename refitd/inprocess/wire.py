@@ -50,7 +50,7 @@ class RankPart(Message, frozen=True):
     check_replicas: bool = False
 
 
-class RegionsDigested(Message, frozen=True):
+class RankRegionDigests(Message, frozen=True):
     """The digests of one rank's regions: little-endian uint64."""
 
     regions: tuple[WireRegion, ...]
@@ -71,7 +71,7 @@ class NoPlan(Message, frozen=True):
 
 DESCRIPTIONS = Decoder[RankDescribed | NotDescribed](RankDescribed | NotDescribed)
 ANSWERS = Decoder[RankPart | NoPlan](RankPart | NoPlan)
-DIGESTED = Decoder[RegionsDigested | NotDescribed](RegionsDigested | NotDescribed)
+DIGESTED = Decoder[RankRegionDigests | NotDescribed](RankRegionDigests | NotDescribed)
 COMPARED = Decoder[RegionsCompared](RegionsCompared)
 
 

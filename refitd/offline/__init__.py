@@ -13,11 +13,11 @@ from refitd.offline.layouts import position, stage_layers, world_size
 from refitd.offline.rosters import place, rosters_of, side_rosters
 from refitd.offline.shards import shards_of
 from refitd.offline.values import (
+    FusedPart,
     Layout,
     Manifest,
     ModelSpec,
-    Part,
-    Placed,
+    PlacedManifest,
     Position,
     ShardRank,
     ShardRepeat,
@@ -30,11 +30,11 @@ from refitd.offline.values import (
 )
 
 __all__ = [
+    "FusedPart",
     "Layout",
     "Manifest",
     "ModelSpec",
-    "Part",
-    "Placed",
+    "PlacedManifest",
     "Position",
     "ShardRank",
     "ShardRepeat",

@@ -25,7 +25,7 @@ class NodeSpeed(Table, frozen=True):
     receive_gb_s: Rate | None = None
 
 
-class Cluster(Table, frozen=True):
+class ClusterSpeeds(Table, frozen=True):
     """The speeds of a cluster. All rates are GB/s (10**9 bytes per second), in each direction.
 
     Attributes:
@@ -64,7 +64,7 @@ class Cluster(Table, frozen=True):
     nodes: tuple[NodeSpeed, ...] = ()
 
 
-def load_cluster(path: str | Path) -> Cluster:
+def load_cluster(path: str | Path) -> ClusterSpeeds:
     """Read a cluster file, TOML or JSON.
 
     Raises:
@@ -79,13 +79,13 @@ def load_cluster(path: str | Path) -> Cluster:
     names = [node.name for node in nodes]
     problems += [f"nodes: {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
     problems += [f"nodes: {n.name} sets no speed" for n in nodes if n.send_gb_s is None and n.receive_gb_s is None]
-    found = table(Cluster, values, "", problems, nodes=nodes)
+    found = table(ClusterSpeeds, values, "", problems, nodes=nodes)
     if problems or found is None:
         raise refusal(str(path), problems)
     return found
 
 
-def check_nodes(cluster: Cluster, nodes: Iterable[str]) -> None:
+def check_nodes(cluster: ClusterSpeeds, nodes: Iterable[str]) -> None:
     """Raise ConfigError if a cluster speaks of a node that the layouts do not have."""
     known = set(nodes)
     unknown = [node.name for node in cluster.nodes if node.name not in known]

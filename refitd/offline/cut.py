@@ -15,7 +15,7 @@ Box = tuple[int, int, int, int, Repeat | None]  # number of the tensor, first el
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankCut:
     """One kind of rank's part of a tensor, without names: local shape, tiles by number of the canonical tensor."""
 
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Cut:
     strides: tuple[int, ...]
 
 
-def cut_of(spec: TensorSpec, layout: Layout, index: int, place: int, fsdp: int) -> Cut:
+def cut_of(spec: TensorSpec, layout: Layout, index: int, place: int, fsdp: int) -> RankCut:
     """Cut a tensor for position `index` of its group and position `place` among the `fsdp` ranks that share a copy."""
     dim = spec.split.dim if spec.split is not None else 0
     runs: list[Run] = [(0, 0, spec.shape[dim])] if spec.shape else []
@@ -40,7 +40,7 @@ def cut_of(spec: TensorSpec, layout: Layout, index: int, place: int, fsdp: int) 
         shape[dim] = sum(size for _, _, size in runs)
     strides = row_major(shape)
     if 0 in shape:
-        return Cut(tuple(shape), (), strides)
+        return RankCut(tuple(shape), (), strides)
     tiles = []
     for number, start, size, local, repeat in _boxes(runs, dim, strides[dim]) if shape else [(0, 0, 1, 0, None)]:
         offset, sizes = [0] * len(shape), list(shape)
@@ -48,7 +48,7 @@ def cut_of(spec: TensorSpec, layout: Layout, index: int, place: int, fsdp: int) 
             offset[0], sizes[0] = lead[1], lead[2]
             offset[dim], sizes[dim] = start, size
         tiles.append((number, tuple(offset), tuple(sizes), local, repeat))
-    return Cut(tuple(shape), tuple(tiles), strides)
+    return RankCut(tuple(shape), tuple(tiles), strides)
 
 
 def _runs(spec: TensorSpec, split: Split, ways: int, index: int) -> list[Run]:

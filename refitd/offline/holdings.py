@@ -9,7 +9,7 @@ from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.names import expert_range
 from refitd.describe.tiles import Tile
 from refitd.dtypes import ELEMENT_SIZES
-from refitd.offline.cut import Cut, cut_of
+from refitd.offline.cut import RankCut, cut_of
 from refitd.offline.layouts import Kind, expert_fsdp_of, group_of, stage_layers
 from refitd.offline.models import span_of
 from refitd.offline.values import Layout, TensorSpec
@@ -22,7 +22,7 @@ class Describer:
         assert layout.model is not None
         self.layout = layout
         self.model = layout.model
-        self.cuts: dict[tuple[int, int, int], Cut] = {}
+        self.cuts: dict[tuple[int, int, int], RankCut] = {}
 
     def tensors(self, kind: Kind) -> Iterator[ParameterMetadata]:
         """Yield the descriptions of all tensors of a kind of rank."""
@@ -59,7 +59,7 @@ class Describer:
         )
         return range(1) if is_here else range(0)
 
-    def _one(self, spec: TensorSpec, cut: Cut, layer: int, expert: int) -> ParameterMetadata:
+    def _one(self, spec: TensorSpec, cut: RankCut, layer: int, expert: int) -> ParameterMetadata:
         name, names = _filled(spec.name, layer, expert), _canonical(spec, layer, expert)
         dtype = spec.dtype or self.model.dtype
         # the shape alone describes a whole tensor
@@ -78,7 +78,7 @@ class Describer:
             global_shape=None if is_whole or spec.parts is not None else tuple(spec.shape),
         )
 
-    def _fused(self, spec: TensorSpec, cut: Cut, layer: int, experts: range) -> ParameterMetadata:
+    def _fused(self, spec: TensorSpec, cut: RankCut, layer: int, experts: range) -> ParameterMetadata:
         """Describe all experts of a rank as one tensor, one after the other."""
         assert spec.fused is not None
         dtype, each = spec.dtype or self.model.dtype, elements(cut.shape)

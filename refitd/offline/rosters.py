@@ -12,7 +12,7 @@ from refitd.offline.holdings import Describer
 from refitd.offline.layouts import Kind, classes_of, world_size
 from refitd.offline.shards import shard_metadata
 from refitd.offline.tables import refusal
-from refitd.offline.values import Manifest, Placed, Shards
+from refitd.offline.values import Manifest, PlacedManifest, Shards
 
 
 def rosters_of(source: Manifest, targets: Sequence[Manifest], *, collocated: bool = False) -> list[Roster]:
@@ -53,15 +53,15 @@ def rosters_of(source: Manifest, targets: Sequence[Manifest], *, collocated: boo
     return [found[rank] for rank in sorted(found)]
 
 
-def place(manifests: Sequence[Manifest], *, collocated: bool = False) -> list[Placed]:
+def place(manifests: Sequence[Manifest], *, collocated: bool = False) -> list[PlacedManifest]:
     """Give each manifest its first rank and node: as declared, else after the earlier manifests (collocated: 0)."""
-    placed: list[Placed] = []
+    placed: list[PlacedManifest] = []
     rank = node = 0
     for manifest in manifests:
         first = 0 if collocated and manifest.first_rank is None else manifest.first_rank
         if isinstance(manifest, Shards):
             first = rank if first is None else first
-            placed.append(Placed(manifest, first, 0))
+            placed.append(PlacedManifest(manifest, first, 0))
             rank = max([rank, *(first + each.rank + 1 for each in manifest.ranks)])
             numbers = [each.node.removeprefix("node") for each in manifest.ranks if each.node.startswith("node")]
             node = max([node, *(int(n) + 1 for n in numbers if n.isdecimal() and len(n) < 8)])
@@ -70,13 +70,13 @@ def place(manifests: Sequence[Manifest], *, collocated: bool = False) -> list[Pl
         if first_node is None:
             first_node = node if first is None else first // manifest.ranks_per_node
         first = rank if first is None else first
-        placed.append(Placed(manifest, first, first_node))
+        placed.append(PlacedManifest(manifest, first, first_node))
         ranks = world_size(manifest)
         rank, node = max(rank, first + ranks), max(node, first_node + -(-ranks // manifest.ranks_per_node))
     return placed
 
 
-def side_rosters(placed: Placed, side: Literal["source", "destination"]) -> Iterator[Roster]:
+def side_rosters(placed: PlacedManifest, side: Literal["source", "destination"]) -> Iterator[Roster]:
     """Yield the rosters of one manifest, in the order of its ranks; equal ranks share one tuple of descriptions."""
     manifest = placed.manifest
     if isinstance(manifest, Shards):

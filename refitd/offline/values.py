@@ -44,7 +44,7 @@ class Split(Table, frozen=True):
     uneven: bool = False  # as torch.chunk: the last ranks may hold less, or nothing
 
 
-class Part(Table, frozen=True):
+class FusedPart(Table, frozen=True):
     """One canonical tensor inside a fused local one."""
 
     tensor: Name
@@ -63,7 +63,7 @@ class TensorSpec(Table, frozen=True):
     experts: tuple[Experts, Experts] | None = None
     split: Split | None = None
     stage: Stage | tuple[Stage, ...] | None = None  # for a tensor without {layer}
-    parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=1, max_length=64)] | None = None
+    parts: Annotated[tuple[FusedPart, ...], msgspec.Meta(min_length=1, max_length=64)] | None = None
     interleave: Times | None = None  # how many times the parts alternate (query groups)
     fused: Name | None = None  # all experts of a rank are one local tensor of this name, with a leading dimension
 
@@ -180,7 +180,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedManifest:
     """A manifest with its assigned first rank and node."""
 
     manifest: Manifest

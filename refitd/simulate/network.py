@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.offline.clusters import Cluster
+from refitd.offline.clusters import ClusterSpeeds
 from refitd.simulate.fluid import Floats, Flows
 from refitd.simulate.hops import Hops, Ranks
 
@@ -37,7 +37,7 @@ class Coding:
 class Network:
     """Numbers the resources of a cluster: `capacity` [resources] in bytes per second, and their names."""
 
-    def __init__(self, cluster: Cluster, ranks: Ranks) -> None:
+    def __init__(self, cluster: ClusterSpeeds, ranks: Ranks) -> None:
         self._cluster, self._ranks = cluster, ranks
         nodes, count = len(ranks.nodes), len(ranks)
         cards = ranks.count if cluster.nics_per_node is None else np.full(nodes, cluster.nics_per_node, np.int64)

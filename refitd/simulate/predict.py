@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.describe.roster import Roster
-from refitd.offline.clusters import Cluster, check_nodes
+from refitd.offline.clusters import ClusterSpeeds, check_nodes
 from refitd.plan.shared import GlobalPlan
 from refitd.simulate.fluid import Flows, Usage, simulate
 from refitd.simulate.hops import Hops, Ranks, Staging, staging_of
@@ -21,7 +21,7 @@ POSITION_BYTES = 1.1
 DELTA_PASSES = 2.0
 
 
-class Route(enum.Enum):
+class FanOut(enum.Enum):
     """How the bytes get to all replicas."""
 
     DIRECT = "direct"
@@ -32,16 +32,16 @@ class Route(enum.Enum):
     @property
     def is_relayed(self) -> bool:
         """Whether replicas pass on what they get."""
-        return self in (Route.RELAYED, Route.RELAYED_DELTA)
+        return self in (FanOut.RELAYED, FanOut.RELAYED_DELTA)
 
     @property
     def is_delta(self) -> bool:
         """Whether only changed elements travel."""
-        return self in (Route.DELTA, Route.RELAYED_DELTA)
+        return self in (FanOut.DELTA, FanOut.RELAYED_DELTA)
 
 
 @dataclass(frozen=True)
-class Phase:
+class PredictedPhase:
     """A part of the swap, one after the other."""
 
     name: str
@@ -78,8 +78,8 @@ class Prediction:
         rates: of each of these, how it was used over time.
     """
 
-    route: Route
-    phases: tuple[Phase, ...]
+    route: FanOut
+    phases: tuple[PredictedPhase, ...]
     crossing_bytes: int
     sent_bytes: int
     chain: int
@@ -99,13 +99,13 @@ class Simulation:
         ConfigError: the cluster speaks of nodes that no rank is on.
     """
 
-    def __init__(self, plan: GlobalPlan, rosters: Sequence[Roster], cluster: Cluster) -> None:
+    def __init__(self, plan: GlobalPlan, rosters: Sequence[Roster], cluster: ClusterSpeeds) -> None:
         self._plan, self._cluster, self._ranks = plan, cluster, Ranks(rosters)
         check_nodes(cluster, self._ranks.nodes)
         self._network = Network(cluster, self._ranks)
         self._staging: dict[bool, Staging] = {}
 
-    def run(self, route: Route, *, changed: float = 0.01, top: int = 10) -> Prediction:
+    def run(self, route: FanOut, *, changed: float = 0.01, top: int = 10) -> Prediction:
         """Predict a swap.
 
         Args:
@@ -130,12 +130,12 @@ class Simulation:
         with_source = {roster.node or f"rank {roster.rank}" for roster in self._ranks.rosters if roster.source}
         sending = np.array([node in with_source for node in self._ranks.nodes])[self._ranks.node[staging.arriving.src]]
         cables, rates = self._busiest(arriving, flows, capacity, top)
-        phases = [Phase("control", self._cluster.control_s), Phase("arriving", arriving.seconds)]
+        phases = [PredictedPhase("control", self._cluster.control_s), PredictedPhase("arriving", arriving.seconds)]
         if staging.chain > 1:
-            phases.append(Phase("relay hops", self._hops_s(staging)))
+            phases.append(PredictedPhase("relay hops", self._hops_s(staging)))
         if onward.seconds:
-            phases.append(Phase("copied onward", onward.seconds))
-        phases.append(Phase("commit", self._cluster.commit_s))
+            phases.append(PredictedPhase("copied onward", onward.seconds))
+        phases.append(PredictedPhase("commit", self._cluster.commit_s))
         return Prediction(route, tuple(phases), int(wire.sum()), int(wire[sending].sum()), staging.chain, cables, rates)
 
     def _hops_s(self, staging: Staging) -> float:

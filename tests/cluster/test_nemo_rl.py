@@ -12,7 +12,7 @@ import torch
 
 import refitd
 from refitd.adapters.nemo_rl import RefitdTransport
-from refitd.adapters.refit_shares import Share
+from refitd.adapters.refit_shares import PublishedShare
 from refitd.testing import Daemon, eventually, stopped
 from tests.support.nemo_rl import CheckpointEngine, Failed, Job
 from tests.support.nemo_rl_rank import BUCKET, expected
@@ -208,10 +208,10 @@ def test_a_rank_that_holds_nothing_declares_nothing(job: Job, only_daemon: Daemo
 
 def test_tensors_go_to_the_rank_with_the_fewest_bytes():
     weights = [("a", torch.zeros(8)), ("b", torch.zeros(2)), ("c", torch.zeros(2)), ("d", torch.zeros(2))]
-    shares = [Share(rank, 3) for rank in range(3)]
+    shares = [PublishedShare(rank, 3) for rank in range(3)]
     assert [[name for name, _ in share.first(weights)] for share in shares] == [["a"], ["b", "d"], ["c"]]
     assert [[name for name, _ in share.again(reversed(weights))] for share in shares] == [["a"], ["d", "b"], ["c"]]
     with pytest.raises(refitd.RefusedError, match="yields no tensors"):
-        [*Share(0, 1).first([])]
+        [*PublishedShare(0, 1).first([])]
     with pytest.raises(refitd.RefusedError, match="expected \\(name, tensor\\)"):
-        [*Share(0, 1).first([torch.zeros(1)])]  # type: ignore[list-item]
+        [*PublishedShare(0, 1).first([torch.zeros(1)])]  # type: ignore[list-item]

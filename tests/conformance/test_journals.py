@@ -12,11 +12,11 @@ import pytest
 from refitd.coordinator.journals.base import Journal
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.file import FileJournal
-from refitd.coordinator.records import Drain, LiveVersion, Record, Recovered
+from refitd.coordinator.records import Drain, LiveVersion, Recovered, SwapRecord
 from refitd.errors import CommitError
 from tests.support import etcd
 
-DECIDED = Record("s1", "policy", 4, "decided", "plan", "", 1.0, b'{"a":"\xc3\xbc"}', "r")
+DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0, b'{"a":"\xc3\xbc"}', "r")
 
 
 @dataclass
@@ -79,7 +79,7 @@ def test_a_decision_is_found_by_the_next_life(kept: Kept) -> None:
 
 
 def test_an_aborted_swap_was_not_decided(kept: Kept) -> None:
-    kept.life.write(Record("s1", "policy", 4, "aborted", "", "worker died", 1.0))
+    kept.life.write(SwapRecord("s1", "policy", 4, "aborted", "", "worker died", 1.0))
     for journal in kept.both():
         assert journal.decided("s1") is None and journal.decided("unknown") is None
         assert journal.tried("policy") == (4, "") and journal.live("policy") is None
@@ -87,7 +87,7 @@ def test_an_aborted_swap_was_not_decided(kept: Kept) -> None:
 
 def test_recent_swaps_come_newest_first_of_one_model_or_all(kept: Kept) -> None:
     kept.life.write(DECIDED)
-    kept.life.write(Record("s2", "other", 1, "aborted", "", "no", 2.0))
+    kept.life.write(SwapRecord("s2", "other", 1, "aborted", "", "no", 2.0))
     kept.life.write(replace(DECIDED, state="committed", report=b"{}"))
     for journal in kept.both():
         assert [(r.swap, r.state, r.is_decided) for r in journal.recent("", 5)] == [
@@ -103,7 +103,7 @@ def test_several_decisions_are_written_together_or_not_at_all(kept: Kept, monkey
     kept.life.write(*together)
     insert = kept.life._insert
 
-    def refuse_the_last(record: Record) -> None:
+    def refuse_the_last(record: SwapRecord) -> None:
         if record.model == "last":
             raise CommitError("full")
         insert(record)
@@ -119,14 +119,14 @@ def test_several_decisions_are_written_together_or_not_at_all(kept: Kept, monkey
 
 
 def test_what_cannot_be_written_is_written_before_anything_later(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: Record) -> None:
+    def full(_: SwapRecord) -> None:
         raise CommitError("full")
 
     journal = kept.life
     journal.write(DECIDED)
     with monkeypatch.context() as disk:
         disk.setattr(journal, "_insert", full)
-        for ended in (replace(DECIDED, state="committed"), Record("s2", "policy", 5, "aborted", "", "no", 2.0)):
+        for ended in (replace(DECIDED, state="committed"), SwapRecord("s2", "policy", 5, "aborted", "", "no", 2.0)):
             with pytest.raises(CommitError):
                 journal.note(ended)
         with pytest.raises(CommitError):
@@ -140,8 +140,8 @@ def test_what_cannot_be_written_is_written_before_anything_later(kept: Kept, mon
 def test_a_journal_keeps_the_last_swaps_only(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(kept.life), "kept", 3)
     for number in range(12):
-        kept.life.write(Record(f"s{number}", "policy", number, "decided", "", "", 1.0))
-        kept.life.write(Record(f"s{number}", "policy", number, "committed", "", "", 1.0))
+        kept.life.write(SwapRecord(f"s{number}", "policy", number, "decided", "", "", 1.0))
+        kept.life.write(SwapRecord(f"s{number}", "policy", number, "committed", "", "", 1.0))
     for journal in kept.both():
         found = [r.version for r in journal.recent("", 100)]
         assert found[:3] == [11, 10, 9] and len(found) <= 6
@@ -153,12 +153,12 @@ def test_no_number_of_swaps_makes_a_journal_forget_what_is_live_and_what_was(
 ) -> None:
     monkeypatch.setattr(type(kept.life), "kept", 3)
     for number in (3, 4, 3):  # 4 is rolled back
-        kept.life.write(Record(f"v{number}", "policy", number, "decided", "", "", 1.0, run="x"))
+        kept.life.write(SwapRecord(f"v{number}", "policy", number, "decided", "", "", 1.0, run="x"))
     for number in range(15):
         model = "policy" if state == "aborted" else "other"
         if state == "committed":
-            kept.life.write(Record(f"s{number}", model, number, "decided", "", "", 1.0, run="y"))
-        kept.life.note(Record(f"s{number}", model, 9, state, "", "", 1.0, run="x"))
+            kept.life.write(SwapRecord(f"s{number}", model, number, "decided", "", "", 1.0, run="y"))
+        kept.life.note(SwapRecord(f"s{number}", model, 9, state, "", "", 1.0, run="x"))
     journal = kept.next_life()
     assert journal.live("policy") == LiveVersion(3, "x", 3, "v3")
     assert journal.highest("policy") == 4 and journal.before("policy", 4) == LiveVersion(3, "x", 3)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from numpy.testing import assert_array_equal
 
-from refitd.copy_services.delta_codec import NOTE_BYTES, WORDS, Comparison, Delta, Form, Note, apply
+from refitd.copy_services.delta_codec import NOTE_BYTES, WORDS, Comparison, Delta, Encoding, Note, apply
 from refitd.errors import TransportError
 
 
@@ -85,12 +85,12 @@ def test_an_accepted_note_is_of_a_message_no_longer_than_whole(said: bytes, nbyt
         assert "cannot come in form" in str(exc)
         return
     assert 0 <= note.nbytes <= nbytes and 2 * note.changed <= nbytes
-    assert (note.form is Form.WHOLE) == (note.nbytes == nbytes)
+    assert (note.form is Encoding.WHOLE) == (note.nbytes == nbytes)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 60), st.binary(max_size=400), st.sampled_from(list(Form)))
-def test_a_delta_that_leaves_its_message_writes_nothing(width: int, words: int, body: bytes, form: Form) -> None:
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 60), st.binary(max_size=400), st.sampled_from(list(Encoding)))
+def test_a_delta_that_leaves_its_message_writes_nothing(width: int, words: int, body: bytes, form: Encoding) -> None:
     """Whatever arrives in place of a delta either is one of this message, or leaves it as it was."""
     message = np.arange(words * width, dtype=np.uint8)
     before, data = message.copy(), np.frombuffer(body, np.uint8)
@@ -99,7 +99,7 @@ def test_a_delta_that_leaves_its_message_writes_nothing(width: int, words: int, 
             note = Note.from_bytes(Note(form, changed, len(body)).to_bytes(), len(message), width)
         except TransportError:
             continue
-        if note.form is Form.WHOLE:
+        if note.form is Encoding.WHOLE:
             continue
         try:
             apply(note, data, message, width)

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, rule
 from msgspec import structs
 
 from refitd.coordinator import actions as coordinator_act
-from refitd.coordinator.state import Coordinator
+from refitd.coordinator.state import CoordinatorState
 from refitd.daemon import actions as act
 from refitd.errors import ArenaError
 from refitd.protocol import cluster, local
@@ -135,7 +135,7 @@ OF_COORDINATOR = {
 }
 
 
-class WatchedCoordinator(Coordinator):
+class WatchedCoordinator(CoordinatorState):
     """Compares itself before and after every request that it refuses."""
 
     def handle(self, event: coordinator_act.Event, now: float) -> list[coordinator_act.Instruction]:

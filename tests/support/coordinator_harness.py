@@ -9,8 +9,8 @@ from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
-from refitd.coordinator.records import Drained, LiveVersion, Record, Recovered
-from refitd.coordinator.state import Coordinator
+from refitd.coordinator.records import Drained, LiveVersion, Recovered, SwapRecord
+from refitd.coordinator.state import CoordinatorState
 from refitd.errors import RefitdError
 from refitd.events import Log, Tick
 from refitd.protocol import cluster, local, shards
@@ -24,7 +24,7 @@ NO_CATCH_UP = Config(models={"m": ModelConfig(catch_up=False)})
 class Past:
     """What a journal would know that has decided these, in this order, and nothing else."""
 
-    def __init__(self, records: dict[str, Record], journal: str = "j") -> None:
+    def __init__(self, records: dict[str, SwapRecord], journal: str = "j") -> None:
         self.records, self.id, self.recovered = records, journal, {}
 
     @property
@@ -57,7 +57,7 @@ class Harness:
     def __init__(
         self,
         config: Config | None = None,
-        journal: dict[str, Record] | None = None,
+        journal: dict[str, SwapRecord] | None = None,
         *,
         is_beside: bool = True,
         drained: Drained | None = None,
@@ -68,7 +68,7 @@ class Harness:
         runs = itertools.count(1)
         self.journal_error: RefitdError | None = None
         numbers = itertools.count(1)
-        self.state = Coordinator(
+        self.state = CoordinatorState(
             config=config or Config(),
             boot="boot",
             pid=1,

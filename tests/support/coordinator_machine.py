@@ -20,7 +20,7 @@ from refitd.coordinator.journals.file import FileJournal
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.records import Recovered
 from refitd.coordinator.schedule import MAX_QUEUED
-from refitd.coordinator.state import NODE_SILENCE_S, Coordinator
+from refitd.coordinator.state import NODE_SILENCE_S, CoordinatorState
 from refitd.errors import CommitError, RefitdError
 from refitd.events import Log, Tick
 from refitd.protocol import cluster, local
@@ -47,7 +47,7 @@ class Disk(FileJournal):
 class CoordinatorMachine(RuleBasedStateMachine):
     """Feeds a coordinator and performs what it says, remembering what must never be contradicted."""
 
-    coordinator = Coordinator
+    coordinator = CoordinatorState
 
     @initialize(honest=st.booleans())
     def begin(self, honest: bool) -> None:
@@ -79,7 +79,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for _ in range(6):
             self.everything_arrives()
 
-    def fresh(self) -> Coordinator:
+    def fresh(self) -> CoordinatorState:
         self.lives += 1
         return self.coordinator(
             config=Config(),

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import structs
 
 from refitd.daemon import actions as act
-from refitd.daemon.state import Daemon
+from refitd.daemon.state import DaemonState
 from refitd.describe.roster import Roster
 from refitd.errors import ArenaError
 from refitd.plan.build import plan_copies
@@ -26,7 +26,7 @@ class Harness:
     """Drives a daemon; `coordinator` answers Done to everything unless told otherwise."""
 
     def __init__(self, workers: int = 2, max_arena_bytes: int = 1 << 30, keep_targets_s: float = 0.0) -> None:
-        self.daemon = Daemon("n0", "h", 1, workers, max_arena_bytes, keep_targets_s=keep_targets_s)
+        self.daemon = DaemonState("n0", "h", 1, workers, max_arena_bytes, keep_targets_s=keep_targets_s)
         self.now = 0.0
         self.arenas = 0
         self.closed: list[int] = []

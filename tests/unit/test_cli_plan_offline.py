@@ -18,7 +18,7 @@ from refitd.protocol.reports import DescribedMember, ModelDescription
 from refitd.protocol.shards import Shard, WireTensor
 from refitd_cli.group import Commands
 from refitd_cli.heatmap import matrix_of, text_matrix
-from refitd_cli.layouts import Side
+from refitd_cli.layouts import RankNumbers
 from refitd_cli.output import rank_ranges
 from refitd_cli.picture import bars
 from tests.support import cli
@@ -225,7 +225,7 @@ def test_large_matrices_are_grouped_by_node_and_sum_up():
     )
     rosters = rosters_of(source, [target])
     plan = plan_copies(rosters)
-    sides = (Side("from", 0, tuple(range(64))), Side("to", 64, tuple(range(64, 1088))))
+    sides = (RankNumbers("from", 0, tuple(range(64))), RankNumbers("to", 64, tuple(range(64, 1088))))
     matrix = matrix_of(traffic_of(plan), rosters, sides)
     assert [len(group.ranks) for group in matrix.senders] == [8] * 8
     assert len(matrix.receivers) == 12

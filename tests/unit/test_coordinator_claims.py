@@ -6,7 +6,7 @@ import pytest
 
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.live_versions import SETTLE_S
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.protocol import cluster, local
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.reports import NodeStatus, StatusReport
@@ -77,7 +77,7 @@ def test_a_new_journal_is_waited_with_and_one_that_daemons_know_is_not() -> None
     alone.ready()
     assert kinds(alone.say("n0", local.StartSwap("m"), request=9)) == []
     assert "LoadPlan" in kinds(settled(alone))
-    known = Harness(journal={"s1": Record("s1", "m", 1, "committed", "", "", 1.0, run="x")}, is_beside=False)
+    known = Harness(journal={"s1": SwapRecord("s1", "m", 1, "committed", "", "", 1.0, run="x")}, is_beside=False)
     lost(known, version=1, sequence=1, journal="j", swap="s1")
     known.add("src", versions=(1, 2), run="x")
     known.add("a", version=1, run="x")
@@ -85,7 +85,7 @@ def test_a_new_journal_is_waited_with_and_one_that_daemons_know_is_not() -> None
 
 
 def test_an_older_journal_is_brought_up_to_what_daemons_were_told_and_an_exchanged_one_too() -> None:
-    journal = {"s1": Record("s1", "m", 3, "committed", "", "", 1.0, run="x")}
+    journal = {"s1": SwapRecord("s1", "m", 3, "committed", "", "", 1.0, run="x")}
     older = Harness(journal=dict(journal))
     lost(older, version=5, sequence=7, journal="j")
     older.add("a", version=3, run="x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from refitd.config import Config
 from refitd.coordinator.live_versions import SETTLE_S
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.events import Tick
 from refitd.protocol import cluster, local
@@ -13,7 +13,7 @@ from tests.support.coordinator_harness import NO_CATCH_UP, Harness, commit, kind
 
 
 def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_not() -> None:
-    journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0)}
+    journal = {"s1": SwapRecord("s1", "m", 7, "decided", "", "", 1.0)}
     h = Harness(journal=journal).join()
     assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     h.say("n0", cluster.MemberCommitted(swap="s1", member="a", paused_s=0.0))
@@ -25,7 +25,7 @@ def test_a_restarted_coordinator_finishes_what_was_decided_and_undoes_what_was_n
 
 
 def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_in_place() -> None:
-    h = Harness(journal={"s1": Record("s1", "m", 7, "committed", "", "", 1.0, run="x")}).join()
+    h = Harness(journal={"s1": SwapRecord("s1", "m", 7, "committed", "", "", 1.0, run="x")}).join()
     h.add("src", versions=(7, 8), run="x")
     undone = h.add(
         "a", version=7, run="x", staged="s2", pauses=True, in_place=True
@@ -36,7 +36,7 @@ def test_a_restarted_coordinator_catches_up_what_an_undecided_swap_had_written_i
 
 
 def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> None:
-    journal: dict[str, Record] = {}
+    journal: dict[str, SwapRecord] = {}
     h = Harness(journal=journal).ready()
     commit(h, h.until_staging(), "a")
     later = Harness(journal=journal).join()
@@ -49,7 +49,7 @@ def test_a_restarted_coordinator_knows_what_is_live_and_what_was_before() -> Non
 
 
 def test_the_history_of_a_model_that_nobody_knows_is_refused_with_the_known_ones() -> None:
-    journal: dict[str, Record] = {}
+    journal: dict[str, SwapRecord] = {}
     h = Harness(journal=journal).ready()
     (none,) = [m for m in h.say("n0", local.GetHistory("m"), request=4) if isinstance(m, HistoryReport)]
     assert none.swaps == ()  # it is registered, and nothing has become of it yet
@@ -65,7 +65,7 @@ def test_the_history_of_a_model_that_nobody_knows_is_refused_with_the_known_ones
 
 def decided_and_died() -> tuple[Harness, str]:
     """The coordinator that comes after one which died as soon as it had decided about replicas a and b."""
-    journal: dict[str, Record] = {}
+    journal: dict[str, SwapRecord] = {}
     h = Harness(NO_CATCH_UP, journal).ready()
     h.add("b")
     swap = h.until_staging()
@@ -101,7 +101,7 @@ def test_a_coordinator_learns_how_a_swap_ended_that_an_earlier_one_decided() -> 
 
 
 def test_a_report_of_another_version_in_the_journal_does_not_keep_a_coordinator_from_starting() -> None:
-    journal = {"s1": Record("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
+    journal = {"s1": SwapRecord("s1", "m", 7, "decided", "", "", 1.0, b'{"type": "SwapReport", "of": "tomorrow"}')}
     h = Harness(NO_CATCH_UP, journal).join()
     assert h.add("a", staged="s1") == [cluster.CommitStaged(swap="s1", version=7), local.Done()]
     assert (last(h).state, last(h).report) == ("decided", None)

@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 from refitd.copy_services.arena_pieces import ArenaPiece
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.conversions import converted
-from refitd.copy_services.delta_codec import Form, Note
+from refitd.copy_services.delta_codec import Encoding, Note
 from refitd.copy_services.gloo import GlooService
 from refitd.copy_services.pace import Pace
 from refitd.copy_services.pieces import Base
@@ -143,7 +143,7 @@ def test_a_base_that_was_changed_is_found_by_who_holds_it(ends: Ends) -> None:
 class Liar(GlooService):
     """Says of each message that it comes as `note`, with `body`."""
 
-    note = Note(Form.GAPS_8, 1, 3)
+    note = Note(Encoding.GAPS_8, 1, 3)
     body = bytes(3)
 
     def _line(self, stream: Any, move: Any) -> Any:
@@ -165,12 +165,12 @@ class Liar(GlooService):
 @pytest.mark.parametrize(
     ("note", "body", "found"),
     [
-        (Note(Form.GAPS_8, 1, 300_000), b"", "cannot come in form"),
-        (Note(Form.GAPS_8, 1000, 30), b"", "cannot come in form"),
+        (Note(Encoding.GAPS_8, 1, 300_000), b"", "cannot come in form"),
+        (Note(Encoding.GAPS_8, 1000, 30), b"", "cannot come in form"),
         (Note(9, 1, 3), b"", "cannot come in form 9"),  # type: ignore[arg-type]
-        (Note(Form.GAPS_16, 1, 4), b"ab\xf0\xff", "positions, up to 65520, in a message of 1000 words"),
-        (Note(Form.GAPS_8, 2, 6), b"abcd\x01\xff", "a delta of 2 words has 1 positions"),
-        (Note(Form.GAPS_8, 1, 3), b"ab\x01", "read; something else writes"),
+        (Note(Encoding.GAPS_16, 1, 4), b"ab\xf0\xff", "positions, up to 65520, in a message of 1000 words"),
+        (Note(Encoding.GAPS_8, 2, 6), b"abcd\x01\xff", "a delta of 2 words has 1 positions"),
+        (Note(Encoding.GAPS_8, 1, 3), b"ab\x01", "read; something else writes"),
     ],
 )
 def test_a_delta_that_cannot_be_is_refused(note: Note, body: bytes, found: str) -> None:

@@ -13,9 +13,9 @@ import torch
 
 from refitd_cli.demo import data
 from refitd_cli.demo.layout import (
-    Cut,
-    Layout,
-    ModelConfig,
+    RankPosition,
+    Split,
+    TransformerConfig,
     canonical_name,
     canonical_shapes,
     cut_of,
@@ -27,7 +27,7 @@ from refitd_cli.demo.model import DemoModel, initialise, tensors_of
 from refitd_cli.demo.parallel import Comm, Solo
 
 T = TypeVar("T")
-CONFIG = ModelConfig(vocab=64, hidden=48, layers=4, heads=12, kv_heads=4, head_dim=8, ffn=64)
+CONFIG = TransformerConfig(vocab=64, hidden=48, layers=4, heads=12, kv_heads=4, head_dim=8, ffn=64)
 TOKENS = torch.arange(26).remainder(17).view(2, 13) * 3
 DTYPE = torch.float32
 
@@ -74,7 +74,7 @@ def on_every_rank(size: int, job: Callable[[int, Comm], T]) -> list[T]:
     return [results[rank] for rank in range(size)]
 
 
-def build(layout: Layout, comm: Comm) -> DemoModel:
+def build(layout: RankPosition, comm: Comm) -> DemoModel:
     model = DemoModel(CONFIG, layout, comm)
     initialise(model, seed=5)
     if layout.is_last_stage:
@@ -87,7 +87,7 @@ def run_stages(tp: int, pp: int) -> torch.Tensor:
         x = TOKENS
         with torch.no_grad():
             for stage in range(pp):
-                x = build(Layout(rank, tp, stage, pp), comm)(x, dtype=DTYPE)
+                x = build(RankPosition(rank, tp, stage, pp), comm)(x, dtype=DTYPE)
         return x
 
     outputs = on_every_rank(tp, job)
@@ -104,7 +104,7 @@ def test_every_layout_computes_the_whole_models_logits(tp: int, pp: int) -> None
 def test_gradients_of_shards_are_the_whole_models_gradients() -> None:
     def job(tp: int) -> Callable[[int, Comm], dict[str, np.ndarray]]:
         def backward(rank: int, comm: Comm) -> dict[str, np.ndarray]:
-            model = build(Layout(rank, tp), comm).float()
+            model = build(RankPosition(rank, tp), comm).float()
             logits = model(TOKENS[:, :-1], dtype=DTYPE)
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
             grads = {name: weight.grad for name, weight in model.named_parameters()}
@@ -114,14 +114,14 @@ def test_gradients_of_shards_are_the_whole_models_gradients() -> None:
 
     (whole,) = on_every_rank(1, job(1))
     for rank, grads in enumerate(on_every_rank(2, job(2))):
-        assert grads.keys() == whole.keys() == dict(build(Layout(), Solo()).named_parameters()).keys()
+        assert grads.keys() == whole.keys() == dict(build(RankPosition(), Solo()).named_parameters()).keys()
         for name, grad in grads.items():
-            expected = shard(whole[name], cut_of(name, CONFIG), Layout(rank, 2))
+            expected = shard(whole[name], cut_of(name, CONFIG), RankPosition(rank, 2))
             np.testing.assert_allclose(grad, expected, atol=2e-6, rtol=1e-4, err_msg=name)
 
 
 def test_a_cached_sequence_continues_as_if_it_were_computed_at_once() -> None:
-    model = build(Layout(), Solo())
+    model = build(RankPosition(), Solo())
     text = TOKENS[:1]
     with torch.no_grad():
         whole = model(text, dtype=DTYPE)
@@ -133,12 +133,12 @@ def test_a_cached_sequence_continues_as_if_it_were_computed_at_once() -> None:
 
 def test_a_fused_qkv_shard_holds_its_part_of_each_block() -> None:
     # q [0:8], k [8:12], v [12:16] over two ranks
-    assert indices(Cut(0, (8, 4, 4)), 0, 2) == [0, 1, 2, 3, 8, 9, 12, 13]
-    assert indices(Cut(0, (8, 4, 4)), 1, 2) == [4, 5, 6, 7, 10, 11, 14, 15]
+    assert indices(Split(0, (8, 4, 4)), 0, 2) == [0, 1, 2, 3, 8, 9, 12, 13]
+    assert indices(Split(0, (8, 4, 4)), 1, 2) == [4, 5, 6, 7, 10, 11, 14, 15]
 
 
 def test_tensors_carry_the_attributes_that_describe_their_cut() -> None:
-    layout = Layout(1, 4, 1, 2)
+    layout = RankPosition(1, 4, 1, 2)
     model = DemoModel(CONFIG, layout, Threads(1, 4, threading.Barrier(4), []))
     tensors = tensors_of(model)
     for local, tensor in tensors.items():
@@ -161,7 +161,7 @@ def test_tensors_carry_the_attributes_that_describe_their_cut() -> None:
 def test_gathering_every_shard_gives_the_whole_model(tp: int, pp: int) -> None:
     rng = np.random.default_rng(3)
     whole = {name: rng.integers(0, 1000, shape) for name, shape in canonical_shapes(CONFIG).items()}
-    layouts = [Layout.of_rank(rank, tp, pp) for rank in range(tp * pp)]
+    layouts = [RankPosition.of_rank(rank, tp, pp) for rank in range(tp * pp)]
     shards = []
     for layout in layouts:
         names = tensors_of(DemoModel(CONFIG, layout, Threads(layout.tp_rank, tp, threading.Barrier(tp), [])))
@@ -177,7 +177,7 @@ def test_gathering_every_shard_gives_the_whole_model(tp: int, pp: int) -> None:
 
 
 def test_gathering_refuses_replicas_that_differ_and_shards_that_are_missing() -> None:
-    layouts = [Layout(0, 2), Layout(1, 2)]
+    layouts = [RankPosition(0, 2), RankPosition(1, 2)]
     zeros = {name: np.zeros(shape, np.int64) for name, shape in canonical_shapes(CONFIG).items()}
     shards = [{n: shard(v, cut_of(n, CONFIG), layout) for n, v in zeros.items()} for layout in layouts]
     with pytest.raises(ValueError, match="tokens_seen is replicated, but differs on rank 1"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from refitd_cli.demo.layout import ModelConfig, canonical_name, canonical_shapes, cut_of, shard
+from refitd_cli.demo.layout import TransformerConfig, canonical_name, canonical_shapes, cut_of, shard
 from refitd_cli.demo.mxfp8 import is_converted, parts
 from refitd_cli.demo.proof import (
     LOGITS_TOLERANCE,
@@ -19,7 +19,7 @@ from refitd_cli.demo.proof import (
     whole_model,
 )
 
-CONFIG = ModelConfig(vocab=16, hidden=8, layers=2, heads=4, kv_heads=4, head_dim=2, ffn=8)
+CONFIG = TransformerConfig(vocab=16, hidden=8, layers=2, heads=4, kv_heads=4, head_dim=2, ffn=8)
 TRAINER, ENGINE = Party("trainer", tp=2, pp=1), Party("engine", tp=1, pp=2)
 LOGITS = np.random.default_rng(1).standard_normal((2, 50, 16)).astype(np.float32)
 
@@ -87,7 +87,7 @@ def test_logits_beyond_the_tolerance_fail(directory: Path) -> None:
 
 # --- an engine in MXFP8 -----------------------------------------------------------------------------------
 
-WIDE = ModelConfig(vocab=16, hidden=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
+WIDE = TransformerConfig(vocab=16, hidden=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
 CUT = Party("engine", tp=2, pp=1)
 
 

@@ -16,14 +16,14 @@ from refitd.config import EtcdConfig, EtcdPlace
 from refitd.coordinator.journals.etcd import EtcdJournal
 from refitd.coordinator.journals.gateway import Gateway, NotReached, Refused
 from refitd.coordinator.journals.lead import Lead
-from refitd.coordinator.records import Record
+from refitd.coordinator.records import SwapRecord
 from refitd.errors import CommitError
 from refitd.testing import eventually
 from tests.support import etcd
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(etcd.MISSING), reason=etcd.MISSING)]
 
-DECIDED = Record("s1", "policy", 4, "decided", "plan", "", 1.0, b"{}", "r")
+DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0, b"{}", "r")
 
 
 def certificate(folder: Path, name: str, address: str) -> tuple[str, str, str]:
@@ -131,7 +131,7 @@ def test_users_with_a_role_for_the_prefix_alone_suffice(
     journal = opened(server.place("/refitd/a"), known)
     journal.write(DECIDED)
     journal._lead.gateway._token = "run.out"  # as after some minutes
-    journal.write(Record("s2", "policy", 5, "decided", "", "", 2.0))
+    journal.write(SwapRecord("s2", "policy", 5, "decided", "", "", 2.0))
     journal.guard()
     journal.close()
     again = opened(server.place("/refitd/a"), known)

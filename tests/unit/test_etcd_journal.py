@@ -16,14 +16,14 @@ from refitd.coordinator.journals.base import LeadLost
 from refitd.coordinator.journals.etcd import EtcdJournal, check_place
 from refitd.coordinator.journals.gateway import Gateway, Json, NotReached, Refused
 from refitd.coordinator.journals.lead import LEASE_S, Lead, boot_clock
-from refitd.coordinator.records import LiveVersion, Record
+from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.errors import CommitError
 from refitd.testing.cluster import free_port
 from tests.support import etcd
 
 pytestmark = pytest.mark.skipif(bool(etcd.MISSING), reason=etcd.MISSING)
 
-DECIDED = Record("s1", "policy", 4, "decided", "plan", "", 1.0, b"{}", "r")
+DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0, b"{}", "r")
 _numbers = count()
 
 

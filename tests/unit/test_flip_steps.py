@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 
 from refitd.client.steps import PollSteps
-from refitd.coordinator.steps import LOCKSTEP, MISSING_S, PATIENCE_S, ROUNDS, Flip, FlipSteps, Pass, Reached, meeting
+from refitd.coordinator.steps import (
+    LOCKSTEP,
+    MISSING_S,
+    PATIENCE_S,
+    ROUNDS,
+    CommitAtStep,
+    FlipSteps,
+    Pass,
+    Reached,
+    meeting,
+)
 from refitd.errors import RefusedError
 from refitd.protocol.local import CALLERS_STEP
 
@@ -24,8 +34,8 @@ def rank(number: int, world: int = 2, staged: str | None = "s", replica: str = "
     return SimpleNamespace(id=f"{replica}{number}", added=added, staged=staged, version=1)
 
 
-def polls(told: list[Flip | Pass]) -> dict[int, int]:
-    return {one.member.added.rank: one.step for one in told if isinstance(one, Flip)}
+def polls(told: list[CommitAtStep | Pass]) -> dict[int, int]:
+    return {one.member.added.rank: one.step for one in told if isinstance(one, CommitAtStep)}
 
 
 @given(COUNTS)
@@ -54,7 +64,9 @@ def test_ranks_that_one_thread_polls_are_not_held_for_each_other() -> None:
     steps.reached("s", ranks[1], Reached(5, thread=one), now=0.0)
     told = steps.due(ranks, now=0.0)
     assert polls(told) == {0: 400, 1: 6}
-    assert all(isinstance(flip, Flip) and not flip.origin and "rank 0: 400, rank 1: 5" in flip.apart for flip in told)
+    assert all(
+        isinstance(flip, CommitAtStep) and not flip.origin and "rank 0: 400, rank 1: 5" in flip.apart for flip in told
+    )
 
 
 def test_ranks_are_told_once_all_of_their_replica_have_said_where_they_are() -> None:
@@ -63,34 +75,41 @@ def test_ranks_are_told_once_all_of_their_replica_have_said_where_they_are() -> 
     steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
     assert steps.due([*ranks, *other], now=0.1) == []
     steps.reached("s", ranks[1], Reached(42, "before"), now=0.2)
-    assert steps.due([*ranks, *other], now=0.2) == [Flip("s", ranks[0], 43, "s"), Flip("s", ranks[1], 43, "s")]
+    assert steps.due([*ranks, *other], now=0.2) == [
+        CommitAtStep("s", ranks[0], 43, "s"),
+        CommitAtStep("s", ranks[1], 43, "s"),
+    ]
     assert steps.due([*ranks, *other], now=0.2) == []
     steps.reached(
         "s", ranks[1], Reached(43, "before", "poll"), now=0.3
     )  # it had not heard of it, or its daemon has not
-    assert steps.due([*ranks, *other], now=0.3) == [Flip("s", ranks[1], 43, "s")]
+    assert steps.due([*ranks, *other], now=0.3) == [CommitAtStep("s", ranks[1], 43, "s")]
 
 
 def test_a_rank_that_has_left_or_taken_the_version_over_is_not_waited_for_and_does_not_count_with_the_others() -> None:
     steps, ranks = FlipSteps(), [rank(0), rank(1)]
     steps.reached("s", ranks[0], Reached(41), now=0.0)
     ranks[1].staged = None
-    assert steps.due(ranks, now=0.1) == [Flip("s", ranks[0], 42)]
+    assert steps.due(ranks, now=0.1) == [CommitAtStep("s", ranks[0], 42)]
     ranks[0].staged = "t"
     steps.reached("t", ranks[0], Reached(50), now=1.0)
     assert steps.due(ranks[:1], now=1.1) == []  # another coordinator may hear of the second one yet
     assert steps.next_deadline() == 1.0 + MISSING_S
-    assert steps.due(ranks[:1], now=1.1 + MISSING_S) == [Flip("t", ranks[0], 51)]
+    assert steps.due(ranks[:1], now=1.1 + MISSING_S) == [CommitAtStep("t", ranks[0], 51)]
 
 
 def test_a_rank_that_does_not_answer_is_named_and_so_is_one_that_answers_late() -> None:
     steps, ranks = FlipSteps(), [rank(0), rank(1)]
     steps.reached("s", ranks[0], Reached(41, "before"), now=0.0)
     (told,) = steps.due(ranks, now=MISSING_S)
-    assert isinstance(told, Flip) and told.step == 42 and not told.origin and "rank 1 did not say" in told.apart
+    assert isinstance(told, CommitAtStep) and told.step == 42 and not told.origin and "rank 1 did not say" in told.apart
     steps.reached("s", ranks[1], Reached(40, "before"), now=9.0)
     (told,) = steps.due(ranks, now=9.0)
-    assert isinstance(told, Flip) and (told.member, told.step) == (ranks[1], 41) and "after the others" in told.apart
+    assert (
+        isinstance(told, CommitAtStep)
+        and (told.member, told.step) == (ranks[1], 41)
+        and "after the others" in told.apart
+    )
 
 
 def test_ranks_that_never_stand_at_once_are_let_through_a_few_times_and_then_told_apart_by_name() -> None:
@@ -107,14 +126,16 @@ def test_ranks_that_never_stand_at_once_are_let_through_a_few_times_and_then_tol
             break
         passed += 1
     assert passed == ROUNDS - 1 and polls(told) == {0: 45, 1: 4}
-    assert all(isinstance(flip, Flip) and not flip.origin and "rank 1 stood in no poll" in flip.apart for flip in told)
+    assert all(
+        isinstance(flip, CommitAtStep) and not flip.origin and "rank 1 stood in no poll" in flip.apart for flip in told
+    )
 
 
 def test_a_rank_that_waits_is_not_let_through_and_not_held_for_ever() -> None:
     steps, ranks, now = FlipSteps(), [rank(0), rank(1)], 0.0
     steps.reached("s", ranks[0], Reached(0, "before", "wait"), now)
     steps.reached("s", ranks[1], Reached(3), now)
-    told: list[Flip | Pass] = []
+    told: list[CommitAtStep | Pass] = []
     for _ in range(ROUNDS):
         assert told == steps.due(ranks, now) == []
         now = steps.next_deadline() or 0.0
@@ -127,7 +148,7 @@ def test_ranks_of_a_replica_that_serves_nothing_flip_at_once_and_have_no_common_
     ranks[0].version = ranks[1].version = None
     for member, where in zip(ranks, (Reached(7), Reached(0, "", "wait")), strict=True):
         steps.reached("s", member, where, now=0.0)
-    assert steps.due(ranks, now=0.0) == [Flip("s", ranks[0], 8), Flip("s", ranks[1], 0)]
+    assert steps.due(ranks, now=0.0) == [CommitAtStep("s", ranks[0], 8), CommitAtStep("s", ranks[1], 0)]
 
 
 def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
@@ -227,7 +248,7 @@ class Lockstep:
             counter.decided()
             self.to_coordinator[r].append(counter.reached(self.name, ""))
         elif self.is_pending[r]:
-            counter.flip(message.step, message.origin) if isinstance(message, Flip) else counter.passed()
+            counter.flip(message.step, message.origin) if isinstance(message, CommitAtStep) else counter.passed()
             if self.where[r] == "held":
                 self.go_on(r)
 
@@ -245,7 +266,7 @@ class Lockstep:
 
     def tell(self) -> None:
         for told in self.steps.due(self.members, self.now):
-            self.apart |= isinstance(told, Flip) and bool(told.apart)
+            self.apart |= isinstance(told, CommitAtStep) and bool(told.apart)
             self.to_rank[told.member.added.rank].append(told)
 
 

@@ -14,7 +14,7 @@ from refitd import ParameterMetadata, RefusedError
 from refitd.buffers.arena import MappedArena, create
 from refitd.buffers.layout import packed_offsets
 from refitd.client.mxfp8 import SourceTensors, TargetTensors
-from refitd.client.slots import Slots
+from refitd.client.slots import SourceSlots
 from refitd.client.source import Source
 from refitd.describe.digests import digest_of
 from refitd.describe.module import RankGroups
@@ -70,7 +70,7 @@ class Trainer:
         self.daemon = Daemon()
         registered = local.SourceRegistered(member="m", slots=(0,), nbytes=nbytes)
         message = local.RegisterSource(model="policy", rank=0, world_size=1, shard=shard_of(self.tensors.wire))
-        slots = Slots(message, registered, (self.slot,))
+        slots = SourceSlots(message, registered, (self.slot,))
         line: Any = self.daemon
         self.source = Source(line, line, "policy", self.tensors, registered, slots, pull)
 

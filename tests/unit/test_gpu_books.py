@@ -134,7 +134,7 @@ def test_status_says_how_much_of_the_arenas_is_on_gpus() -> None:
 
 def test_doctor_says_on_which_gpus_arenas_can_lie() -> None:
     assert checks.gpu_arenas(lambda: []).state == "ok"
-    assert checks.gpu_arenas(lambda: [("GPU-a", ""), ("GPU-b", "")]) == checks.Finding(
+    assert checks.gpu_arenas(lambda: [("GPU-a", ""), ("GPU-b", "")]) == checks.CheckResult(
         "GPU arenas", "ok", "GPU-a, GPU-b"
     )
     worse = checks.gpu_arenas(lambda: [("GPU-a", ""), ("GPU 1", "GPU 1 has no virtual memory management")])

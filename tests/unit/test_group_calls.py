@@ -9,7 +9,7 @@ import pytest
 
 from refitd.copy_services.packed import WINDOW
 from refitd.copy_services.rounds import MAX_OPERATIONS, rounds
-from refitd.copy_services.slots import Slots, has_arrived, may_put
+from refitd.copy_services.slots import SlotLayout, has_arrived, may_put
 
 Counts = dict[tuple[int, int], int]
 
@@ -91,7 +91,7 @@ def numbered(me: int, calls: list[list[tuple[int, bool]]]) -> list[list[Half]]:
 
 def test_slots_of_all_pairs_lie_apart_and_both_ends_name_the_same() -> None:
     size, limit = 5, 48
-    slots = Slots(size, limit)
+    slots = SlotLayout(size, limit)
     for me in range(size):
         others = [i for i in range(size) if i != me]
         landing = {(s, k): slots.landing(s, me, k) for s in others for k in range(WINDOW)}
@@ -102,7 +102,7 @@ def test_slots_of_all_pairs_lie_apart_and_both_ends_name_the_same() -> None:
         words += [slots.freed(me, t, k) for t in others for k in range(WINDOW)]
         assert sorted(words) == list(range(slots.words))
     assert slots.landing(1, 3, WINDOW) == slots.landing(1, 3, 0), "a slot is used again"
-    assert Slots(1, limit).nbytes == Slots(1, limit).words == 0
+    assert SlotLayout(1, limit).nbytes == SlotLayout(1, limit).words == 0
 
 
 def test_a_message_waits_for_room_and_is_seen_once_it_is_there() -> None:
@@ -113,7 +113,7 @@ def test_a_message_waits_for_room_and_is_seen_once_it_is_there() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_message_is_overwritten_or_lost_in_whatever_order_puts_and_signals_arrive(seed: int) -> None:
     """One pair: puts and credits are delayed and pass each other at random."""
-    rng, slots, total = random.Random(seed), Slots(2, 16), 40
+    rng, slots, total = random.Random(seed), SlotLayout(2, 16), 40
     memory: dict[int, int] = {}
     arrived, freed = [0] * slots.words, [0] * slots.words
     puts: list[tuple[int, int]] = []

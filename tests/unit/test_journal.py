@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from refitd.coordinator.journals.file import FileJournal
-from refitd.coordinator.records import LiveVersion, Record
+from refitd.coordinator.records import LiveVersion, SwapRecord
 from refitd.errors import CommitError
 from tests.support import programs
 
@@ -21,7 +21,7 @@ CONNECT = (
     "import sys; from pathlib import Path; from refitd.coordinator.journals.file import FileJournal as J; "
     "J(Path(sys.argv[1]))"
 )
-DECIDED = Record("s1", "policy", 4, "decided", "plan", "", 1.0)
+DECIDED = SwapRecord("s1", "policy", 4, "decided", "plan", "", 1.0)
 
 
 def ended(journal: FileJournal) -> None:

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from refitd.describe.roster import Roster
 from refitd.errors import ConfigError
 from refitd.offline import read, rosters_of
-from refitd.offline.clusters import Cluster, NodeSpeed, load_cluster
+from refitd.offline.clusters import ClusterSpeeds, NodeSpeed, load_cluster
 from refitd.plan.build import plan_copies
-from refitd.simulate.predict import Prediction, Route, Simulation
+from refitd.simulate.predict import FanOut, Prediction, Simulation
 from refitd.simulate.trace import trace
 from refitd_cli.group import Commands
 from tests.support import cli
@@ -28,7 +28,9 @@ MODEL = {
 }
 W = 1024 * 1000 * 2  # bytes
 # a node's card moves 1 MB/s; everything else is so fast that it does not count
-SLOW = Cluster(name="slow", nic_gb_s=1e-3, rank_gb_s=1e6, memory_gb_s=1e6, control_s=0.0, commit_s=0.0, chunk_bytes=1)
+SLOW = ClusterSpeeds(
+    name="slow", nic_gb_s=1e-3, rank_gb_s=1e6, memory_gb_s=1e6, control_s=0.0, commit_s=0.0, chunk_bytes=1
+)
 
 
 def layout(name: str, **sizes: int) -> dict[str, object]:
@@ -40,7 +42,7 @@ def rosters(source: dict[str, int], target: dict[str, int]) -> list[Roster]:
 
 
 def run(
-    route: Route, source: dict[str, int], target: dict[str, int], cluster: Cluster = SLOW, **how: float
+    route: FanOut, source: dict[str, int], target: dict[str, int], cluster: ClusterSpeeds = SLOW, **how: float
 ) -> Prediction:
     ranks = rosters(source, target)
     return Simulation(plan_copies(ranks), ranks, cluster).run(route, **how)  # type: ignore[arg-type]
@@ -49,8 +51,8 @@ def run(
 @pytest.mark.parametrize("replicas", [1, 2, 7])
 def test_replicas_that_pass_it_on_cost_the_trainers_cable_one_copy(replicas: int) -> None:
     one = {"ranks_per_node": 1}
-    direct = run(Route.DIRECT, one, {"dp": replicas, **one})
-    relayed = run(Route.RELAYED, one, {"dp": replicas, **one})
+    direct = run(FanOut.DIRECT, one, {"dp": replicas, **one})
+    relayed = run(FanOut.RELAYED, one, {"dp": replicas, **one})
 
     assert direct.seconds == pytest.approx(replicas * W / 1e6)
     assert direct.sent_bytes == direct.crossing_bytes == replicas * W
@@ -59,28 +61,28 @@ def test_replicas_that_pass_it_on_cost_the_trainers_cable_one_copy(replicas: int
 
 
 def test_replicas_of_one_node_get_it_once() -> None:
-    found = run(Route.DIRECT, {"ranks_per_node": 1}, {"dp": 4, "ranks_per_node": 4})
+    found = run(FanOut.DIRECT, {"ranks_per_node": 1}, {"dp": 4, "ranks_per_node": 4})
     assert found.crossing_bytes == W
     assert [phase.name for phase in found.phases] == ["control", "arriving", "copied onward", "commit"]
 
 
 def test_chains_go_through_nodes_that_need_the_same() -> None:
     """Engines of two nodes each: the first nodes of all engines form one chain, the second ones another."""
-    found = run(Route.RELAYED, {"ranks_per_node": 2, "tp": 2}, {"tp": 4, "dp": 3, "ranks_per_node": 2})
+    found = run(FanOut.RELAYED, {"ranks_per_node": 2, "tp": 2}, {"tp": 4, "dp": 3, "ranks_per_node": 2})
     assert found.chain == 3 and found.sent_bytes == W and found.crossing_bytes == 3 * W
 
 
 def test_a_delta_is_as_long_as_what_changed_and_never_longer_than_the_whole() -> None:
     one = {"ranks_per_node": 1}
-    whole, few = run(Route.DIRECT, one, one), run(Route.DELTA, one, one, changed=0.01)
+    whole, few = run(FanOut.DIRECT, one, one), run(FanOut.DELTA, one, one, changed=0.01)
     assert few.crossing_bytes == pytest.approx(0.01 * (2 + 1.1) / 2 * W, rel=1e-4)
-    assert run(Route.DELTA, one, one, changed=1.0).crossing_bytes == whole.crossing_bytes == W
-    assert run(Route.DELTA, one, one, changed=0.0).crossing_bytes == 0
+    assert run(FanOut.DELTA, one, one, changed=1.0).crossing_bytes == whole.crossing_bytes == W
+    assert run(FanOut.DELTA, one, one, changed=0.0).crossing_bytes == 0
 
 
 def test_one_slow_node_is_named() -> None:
     slower = replace(SLOW, nodes=(NodeSpeed("node1", receive_gb_s=5e-4),))
-    found = run(Route.DIRECT, {"ranks_per_node": 1}, {"dp": 2, "ranks_per_node": 1}, slower)
+    found = run(FanOut.DIRECT, {"ranks_per_node": 1}, {"dp": 2, "ranks_per_node": 1}, slower)
     assert found.seconds == pytest.approx(2 * W / 1e6)  # both cables of the two directions are full
     assert {"node0 sends", "node1 receives"} <= {cable.name for cable in found.cables if cable.busy > 0.99}
 
@@ -88,15 +90,15 @@ def test_one_slow_node_is_named() -> None:
 def test_uplinks_and_single_streams_limit() -> None:
     one = {"ranks_per_node": 1}
     uplinks = replace(SLOW, leaf_nodes=1, oversubscription=4.0)
-    assert run(Route.DIRECT, one, one, uplinks).seconds == pytest.approx(4 * W / 1e6)
+    assert run(FanOut.DIRECT, one, one, uplinks).seconds == pytest.approx(4 * W / 1e6)
     streams = replace(SLOW, flow_gb_s=5e-4)
-    assert run(Route.DIRECT, one, one, streams).seconds == pytest.approx(2 * W / 1e6)
+    assert run(FanOut.DIRECT, one, one, streams).seconds == pytest.approx(2 * W / 1e6)
     digests = replace(SLOW, digest_gb_s=2e-4)
-    assert run(Route.DIRECT, one, one, digests).seconds == pytest.approx(5 * W / 1e6)
+    assert run(FanOut.DIRECT, one, one, digests).seconds == pytest.approx(5 * W / 1e6)
 
 
 def test_the_trace_is_as_long_as_the_swap() -> None:
-    found = run(Route.DIRECT, {"ranks_per_node": 1}, {"dp": 2, "ranks_per_node": 1})
+    found = run(FanOut.DIRECT, {"ranks_per_node": 1}, {"dp": 2, "ranks_per_node": 1})
     events = [e for e in trace([found])["traceEvents"] if e["ph"] == "X"]
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.seconds * 1e6)
     assert {e["args"].get("GB/s") for e in events if e["tid"]} >= {1e-3}
@@ -125,9 +127,9 @@ def test_a_cluster_that_cannot_be_is_refused(tmp_path: Path, text: str, said: st
 
 def test_a_node_that_no_rank_is_on_is_refused() -> None:
     nodes = (NodeSpeed("node77", send_gb_s=1.0),)
-    elsewhere = Cluster(name="c", nic_gb_s=1.0, rank_gb_s=1.0, memory_gb_s=1.0, nodes=nodes)
+    elsewhere = ClusterSpeeds(name="c", nic_gb_s=1.0, rank_gb_s=1.0, memory_gb_s=1.0, nodes=nodes)
     with pytest.raises(ConfigError, match="no rank of the layouts is on node77; their nodes are node0, node1"):
-        run(Route.DIRECT, {"ranks_per_node": 1}, {"ranks_per_node": 1}, elsewhere)
+        run(FanOut.DIRECT, {"ranks_per_node": 1}, {"ranks_per_node": 1}, elsewhere)
 
 
 def test_the_command_shows_all_routes(tmp_path: Path) -> None:

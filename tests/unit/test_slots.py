@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from refitd.client.slots import Slots
+from refitd.client.slots import SourceSlots
 from refitd.protocol import local
 from refitd.protocol.base import Message
 from refitd.protocol.shards import shard_of
@@ -39,7 +39,7 @@ def test_only_a_slot_that_was_finished_before_the_registration_is_passed_on(is_g
     daemon: Any
     old, daemon = (SimpleNamespace(address=11, nbytes=8), SimpleNamespace(address=12, nbytes=8)), Daemon()
     registered = local.SourceRegistered(member="m", slots=(0, 1), nbytes=8)
-    slots: Any = Slots(MESSAGE, registered, old)
+    slots: Any = SourceSlots(MESSAGE, registered, old)
     slots.offered(1, 0, slots.granted(0, daemon))
     memory = slots.granted(1, daemon)
 
@@ -61,7 +61,7 @@ def test_only_a_slot_that_was_finished_before_the_registration_is_passed_on(is_g
 def test_a_version_that_is_copied_again_is_in_one_slot() -> None:
     daemon: Any = Daemon()
     arenas: Any = (SimpleNamespace(address=11, nbytes=8), SimpleNamespace(address=12, nbytes=8))
-    slots = Slots(MESSAGE, local.SourceRegistered(member="m", slots=(0, 1), nbytes=8), arenas)
+    slots = SourceSlots(MESSAGE, local.SourceRegistered(member="m", slots=(0, 1), nbytes=8), arenas)
     slots.offered(1, 0, arenas[0])
     assert not slots.passed_on(1) and slots.newest is None
     slots.offered(1, 1, arenas[1])

@@ -20,7 +20,7 @@ import pytest
 
 from refitd.buffers import mapping, windows
 from refitd.buffers.arena import MappedArena, create
-from refitd.buffers.windows import Part, WindowedArena, WindowPair, placed
+from refitd.buffers.windows import ArenaPart, WindowedArena, WindowPair, placed
 from refitd.errors import ArenaError, CommitError
 from tests.support.mapped import is_arena
 
@@ -79,11 +79,11 @@ class Memory:
 def test_a_window_keeps_its_place_in_the_page_and_small_parts_are_packed() -> None:
     page, large, small = 4096, 1 << 20, 100
     parts, nbytes = placed([(7 * page + 64, large), (3 * page + 300, small), (40 * page, large)])
-    assert parts[0] == Part(7 * page + 64, large, 64)
-    assert parts[0].window() == Part(8 * page, large - page, page)
+    assert parts[0] == ArenaPart(7 * page + 64, large, 64)
+    assert parts[0].window() == ArenaPart(8 * page, large - page, page)
     # it takes as many pages as it may need anywhere: 1 MiB and one; 300 is 44 beyond a multiple of 64
-    assert parts[1] == Part(3 * page + 300, small, (1 << 20) + page + 44) and parts[1].window() is None
-    assert parts[2] == Part(40 * page, large, (1 << 20) + 2 * page) and nbytes == (2 << 20) + 3 * page
+    assert parts[1] == ArenaPart(3 * page + 300, small, (1 << 20) + page + 44) and parts[1].window() is None
+    assert parts[2] == ArenaPart(40 * page, large, (1 << 20) + 2 * page) and nbytes == (2 << 20) + 3 * page
     elsewhere = placed([(9 * page + 4000, large), (64 + 44, small), (5 * page + 12, large)])
     assert elsewhere[1] == nbytes and [part.offset for part in elsewhere[0]] == [
         4000,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from refitd.coordinator.records import Drain, Drained, LiveVersion, Record, Recovered
+from refitd.coordinator.records import Drain, Drained, LiveVersion, Recovered, SwapRecord
 from refitd.errors import CommitError
 
 SCHEMA_VERSION = 3  # of the schema; 1 had no reports, 2 no runs and no tables but `swaps`
@@ -94,7 +94,7 @@ class Journal(ABC):
     kept = KEPT
 
     def __init__(self) -> None:
-        self._late: list[Record | Recovered] = []
+        self._late: list[SwapRecord | Recovered] = []
 
     @abstractmethod
     def _writing(self) -> contextlib.AbstractContextManager[None]:
@@ -141,7 +141,7 @@ class Journal(ABC):
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def write(self, *records: Record) -> None:
+    def write(self, *records: SwapRecord) -> None:
         """Insert or replace records durably, all or none; a decision also updates what is live.
 
         Raises:
@@ -153,7 +153,7 @@ class Journal(ABC):
             for record in records:
                 self._insert(record)
 
-    def note(self, entry: Record | Recovered) -> None:
+    def note(self, entry: SwapRecord | Recovered) -> None:
         """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
 
         Raises:
@@ -175,7 +175,7 @@ class Journal(ABC):
         """
         while self._late:
             entry = self._late[0]
-            if isinstance(entry, Record):
+            if isinstance(entry, SwapRecord):
                 with self._writing():
                     self._insert(entry)
             else:
@@ -195,7 +195,7 @@ class Journal(ABC):
                 found = (drain.node, json.dumps(sorted(drain.replicas)), at)
                 self._db.execute("INSERT OR REPLACE INTO drained VALUES (?, ?, ?)", found)
 
-    def _insert(self, r: Record) -> None:
+    def _insert(self, r: SwapRecord) -> None:
         self._db.execute(
             f"INSERT OR REPLACE INTO swaps ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (r.swap, r.model, r.version, r.state, r.plan, r.reason, r.at, r.report, r.run),
@@ -246,21 +246,21 @@ class Journal(ABC):
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def decided(self, swap: str) -> Record | None:
+    def decided(self, swap: str) -> SwapRecord | None:
         """Return the record of a swap that was decided to commit, else None.
 
         Raises:
             CommitError: the file cannot be read.
         """
         found = self._select(f"SELECT {_COLUMNS} FROM swaps WHERE swap = ? AND state != 'aborted'", swap)
-        return Record(*found[0]) if found else None
+        return SwapRecord(*found[0]) if found else None
 
-    def recent(self, model: str, limit: int) -> list[Record]:
+    def recent(self, model: str, limit: int) -> list[SwapRecord]:
         """Return a model's last swaps ("": all models'), the newest first; raises CommitError like `decided`."""
         rows = self._select(
             f"SELECT {_COLUMNS} FROM swaps WHERE model = ?1 OR ?1 = '' ORDER BY rowid DESC LIMIT ?2", model, limit
         )
-        return [Record(*row) for row in rows]
+        return [SwapRecord(*row) for row in rows]
 
     def live(self, model: str) -> LiveVersion | None:
         """Return the version decided last, None before the first decision; raises CommitError like `decided`."""
