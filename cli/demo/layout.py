@@ -96,7 +96,7 @@ class RankPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class BlockSplit:
     """How a tensor is split over the TP group: each block of `blocks` rows along `dim` is split separately."""
 
     dim: int
@@ -124,24 +124,24 @@ def canonical_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cut_of(name: str, config: TransformerConfig) -> Split | None:
+def cut_of(name: str, config: TransformerConfig) -> BlockSplit | None:
     """Return how the tensor is split over the TP group; None where every rank holds all of it."""
     match name.split(".")[-2:]:
         case ["linear_qkv", _]:
-            return Split(0, config.qkv_blocks)
+            return BlockSplit(0, config.qkv_blocks)
         case ["linear_fc1", _]:
-            return Split(0, (config.ffn, config.ffn))
+            return BlockSplit(0, (config.ffn, config.ffn))
         case ["linear_proj", _]:
-            return Split(1, (config.qkv_blocks[0],))
+            return BlockSplit(1, (config.qkv_blocks[0],))
         case ["linear_fc2", _]:
-            return Split(1, (config.ffn,))
+            return BlockSplit(1, (config.ffn,))
         case ["word_embeddings" | "output_layer", _]:
-            return Split(0, (config.vocab,))
+            return BlockSplit(0, (config.vocab,))
         case _:
             return None
 
 
-def indices(cut: Split, tp_rank: int, tp_size: int) -> list[int]:
+def indices(cut: BlockSplit, tp_rank: int, tp_size: int) -> list[int]:
     """Return the indices along cut.dim that a rank holds, in the order it holds them."""
     found: list[int] = []
     start = 0
@@ -162,7 +162,7 @@ def canonical_name(local: str, layout: RankPosition, config: TransformerConfig) 
     return ".".join(parts)
 
 
-def shard(full: Array, cut: Split | None, layout: RankPosition) -> Array:
+def shard(full: Array, cut: BlockSplit | None, layout: RankPosition) -> Array:
     """Return what one rank holds of a whole tensor."""
     if cut is None:
         return full

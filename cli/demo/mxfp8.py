@@ -8,7 +8,7 @@ import numpy as np
 
 from refitd.mxfp8 import BLOCK
 from refitd.transforms.mxfp8_format import quantize
-from refitd_cli.demo.layout import Array, RankPosition, Split, indices
+from refitd_cli.demo.layout import Array, BlockSplit, RankPosition, indices
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def parts(whole: Array) -> dict[str, Array]:
     return {"data": data, "scale": scale}
 
 
-def shard_of_part(which: str, part: Array, cut: Split | None, layout: RankPosition) -> Array:
+def shard_of_part(which: str, part: Array, cut: BlockSplit | None, layout: RankPosition) -> Array:
     """Return what one rank holds of the data or the scales of a whole tensor."""
     if cut is None:
         return part

@@ -9,7 +9,7 @@ from refitd.daemon.parts import Parts
 from refitd.daemon.pending import ClientArena, PassedOn, WantedArenas
 from refitd.daemon.registration import PART_OF_TIMEOUT
 from refitd.daemon.retained import is_restoring
-from refitd.daemon.sessions import Session
+from refitd.daemon.sessions import ClientSession
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.protocol import cluster, control, local, sidecar
 from refitd.protocol.roles import check_role
@@ -56,7 +56,7 @@ class ClientRequests:
         parts.arenas.check_room(nbytes)
 
     def said(
-        self, session: Session, request: int, message: local.ClientRequest, prepared: Prepared | None = None
+        self, session: ClientSession, request: int, message: local.ClientRequest, prepared: Prepared | None = None
     ) -> None:
         """Handle a request, or answer with the reason why it is refused."""
         parts = self._parts
@@ -66,7 +66,9 @@ class ClientRequests:
             parts.log("refused", session=session.id, message=type(message).__name__, reason=str(exc))
             parts.fail(session.id, request, exc)
 
-    def _request(self, session: Session, request: int, message: local.ClientRequest, prepared: Prepared | None) -> None:
+    def _request(
+        self, session: ClientSession, request: int, message: local.ClientRequest, prepared: Prepared | None
+    ) -> None:
         parts = self._parts
         check_names(message)
         check_role(message, session.roles, f"the user of pid {session.pid}", "node.roles of this daemon")
@@ -147,7 +149,7 @@ class ClientRequests:
                 raise ProtocolError(f"{type(message).__name__} is not expected in an open session")
 
     def _measure(
-        self, session: Session, request: int, member: LocalMember, spans: tuple[tuple[int, int, int], ...]
+        self, session: ClientSession, request: int, member: LocalMember, spans: tuple[tuple[int, int, int], ...]
     ) -> None:
         nbytes, rows = sum(rows * row for _, rows, row in spans), sum(rows for _, rows, _ in spans)
         if not 0 < nbytes <= MAX_MEASURED_BYTES or rows > MAX_MEASURED_ROWS:
@@ -157,7 +159,7 @@ class ClientRequests:
             )
         self._parts.out.append(TimePull(session.id, request, member.pid, spans))
 
-    def _own(self, session: Session, member_id: str) -> LocalMember:
+    def _own(self, session: ClientSession, member_id: str) -> LocalMember:
         member = self._parts.members.get(member_id)
         if member is None or member.session != session.id:
             raise RefusedError(f"{member_id!r} is not a registration of this session; register again")
@@ -197,12 +199,12 @@ class ClientRequests:
         for arena in sorted(session.arenas):
             parts.arenas.free({arena})
 
-    def _create_arena(self, session: Session, request: int, asked: local.CreateArena) -> None:
+    def _create_arena(self, session: ClientSession, request: int, asked: local.CreateArena) -> None:
         labels = ((asked.nbytes, asked.label or session.name or "client"),)
         within_s = PART_OF_TIMEOUT * asked.timeout_s
         self._parts.arenas.ask(WantedArenas(session.id, request, labels, ClientArena(), asked.device, within_s))
 
-    def _free_arena(self, session: Session, arena: int) -> None:
+    def _free_arena(self, session: ClientSession, arena: int) -> None:
         parts = self._parts
         if arena not in session.arenas:
             raise RefusedError(f"arena {arena} is not one that this client has allocated, or it is free already")

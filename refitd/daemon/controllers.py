@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from refitd.daemon.actions import Instruction, ToClient
 from refitd.daemon.coordinator_link import CoordinatorLink
 from refitd.daemon.pending import ControllerIntroduced
-from refitd.daemon.sessions import Session
+from refitd.daemon.sessions import ClientSession
 from refitd.errors import RefusedError
 from refitd.events import Log
 from refitd.protocol import control, local
@@ -35,7 +35,7 @@ class LocalControllers:
         self._out = out
         self._all: dict[str, LocalController] = {}
 
-    def register(self, session: Session, request: int, asked: control.RegisterController) -> None:
+    def register(self, session: ClientSession, request: int, asked: control.RegisterController) -> None:
         """Announce a controller to the coordinator, then answer the client."""
         self._link.check()
         number = self._link.next_number()
@@ -46,7 +46,9 @@ class LocalControllers:
         session.controllers.add(found.id)
         self._announce(session.id, request, found)
 
-    def introduced(self, session: Session | None, request: int, about: ControllerIntroduced, reply: Message) -> None:
+    def introduced(
+        self, session: ClientSession | None, request: int, about: ControllerIntroduced, reply: Message
+    ) -> None:
         """Handle the coordinator's answer about a controller."""
         if isinstance(reply, local.Failure):
             if not request:
@@ -79,7 +81,7 @@ class LocalControllers:
         """Whether this is the id of a controller of this node."""
         return member in self._all
 
-    def remove(self, session: Session, member: str, reason: str) -> None:
+    def remove(self, session: ClientSession, member: str, reason: str) -> None:
         """End a controller's registration."""
         self._own(session, member)
         del self._all[member]
@@ -93,12 +95,12 @@ class LocalControllers:
             found.busy = "" if message.what == "resume" else message.swap
             self._out(ToClient(found.session, 0, message))
 
-    def said(self, session: Session, message: control.Controlled) -> None:
+    def said(self, session: ClientSession, message: control.Controlled) -> None:
         """Pass on what a controller answers."""
         self._own(session, message.member)
         self._link.say(message)
 
-    def _own(self, session: Session, member: str) -> LocalController:
+    def _own(self, session: ClientSession, member: str) -> LocalController:
         found = self._all.get(member)
         if found is None or found.session != session.id:
             raise RefusedError(f"{member!r} is not a controller of this session; register again")

@@ -33,9 +33,9 @@ from refitd.daemon.permits import Permits
 from refitd.daemon.plans import LocalPlans
 from refitd.daemon.publishing import Publishing
 from refitd.daemon.region_digests import RegionDigests
-from refitd.daemon.registration import Registrations
+from refitd.daemon.registration import LocalRegistrations
 from refitd.daemon.retained import RetainedTargets
-from refitd.daemon.sessions import Session
+from refitd.daemon.sessions import ClientSession
 from refitd.daemon.spares import Spares
 from refitd.daemon.swaps import LocalSwaps
 from refitd.daemon.timeline import Timeline
@@ -66,7 +66,7 @@ class Parts:
         self.node, self.host, self.pid = node, host, pid
         self.worker_pids: dict[int, int] = {}
         self.workers = workers
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, ClientSession] = {}
         self.members: dict[str, LocalMember] = {}
         self.problems: tuple[str, ...] = ()
         self.now = 0.0
@@ -130,7 +130,7 @@ class Parts:
         self.regions = RegionDigests(
             node, workers, self.members, out, self.maps.need, self.maps.homes, numbers, self.replace_worker
         )
-        self.registrations = Registrations(
+        self.registrations = LocalRegistrations(
             node,
             self.sessions,
             self.members,

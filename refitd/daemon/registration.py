@@ -14,7 +14,7 @@ from refitd.daemon.members import LocalMember, Slot, new_member
 from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Readmitted, Returned, Slept, WantedArenas
 from refitd.daemon.permits import Permits
 from refitd.daemon.retained import RetainedTargets, is_restoring
-from refitd.daemon.sessions import Session
+from refitd.daemon.sessions import ClientSession
 from refitd.daemon.target_state import ContentRefused, ContentRestored, Live, Suspended, Woken, WokenEmpty
 from refitd.daemon.verification import Proofs
 from refitd.errors import IllegalTransition, RefitdError, RefusedError
@@ -30,13 +30,13 @@ MAX_NAMED = 3  # differences that an error lists
 MAX_SLOTS = 16  # snapshots of one source rank
 
 
-class Registrations:
+class LocalRegistrations:
     """Registers ranks. Instructions go to `out`; `drop(member, reason, tell, keep)` ends a registration."""
 
     def __init__(
         self,
         node: str,
-        sessions: Mapping[int, Session],
+        sessions: Mapping[int, ClientSession],
         members: dict[str, LocalMember],
         arenas: LocalArenas,
         retained: RetainedTargets,
@@ -76,7 +76,7 @@ class Registrations:
 
     def register(
         self,
-        session: Session,
+        session: ClientSession,
         request: int,
         message: local.RegisterSource | local.RegisterTarget,
         prepared: Prepared | None,
@@ -128,7 +128,7 @@ class Registrations:
             self.arenas_made(wanted, ())
 
     def _given(
-        self, session: Session, message: local.RegisterSource | local.RegisterTarget, nbytes: int
+        self, session: ClientSession, message: local.RegisterSource | local.RegisterTarget, nbytes: int
     ) -> tuple[int, ...]:
         """Return the arenas that a rank has given back, to be its slots or its staging arena.
 
@@ -257,7 +257,7 @@ class Registrations:
 
     # --- a rank that returns ------------------------------------------------------------------------------
 
-    def _return(self, session: Session, request: int, member: LocalMember, nbytes: int, within_s: float) -> None:
+    def _return(self, session: ClientSession, request: int, member: LocalMember, nbytes: int, within_s: float) -> None:
         """Give an engine its predecessor's staging arena; the coordinator is told once the engine has copied it.
 
         An engine that flips could write what it leaves: that is first compared with the digests of its version.
@@ -297,7 +297,7 @@ class Registrations:
         member.proof = None
         self._tell(session, request, member, replace(about, not_restored=reason))
 
-    def restored(self, session: Session, request: int, member: LocalMember) -> None:
+    def restored(self, session: ClientSession, request: int, member: LocalMember) -> None:
         """Announce a returning engine to the coordinator: it has copied what its predecessor held.
 
         Raises:
@@ -324,12 +324,12 @@ class Registrations:
 
     # --- a rank that sleeps -------------------------------------------------------------------------------
 
-    def suspend(self, session: Session, request: int, member: LocalMember) -> None:
+    def suspend(self, session: ClientSession, request: int, member: LocalMember) -> None:
         """Ask the coordinator to leave a target's replica out of swaps."""
         about = Slept(member, Suspended())
         self._link.ask(session.id, request, cluster.MemberSuspended(member=member.id, suspended=True), about)
 
-    def wake(self, session: Session, request: int, member: LocalMember, *, is_lost: bool) -> None:
+    def wake(self, session: ClientSession, request: int, member: LocalMember, *, is_lost: bool) -> None:
         """Tell the coordinator that a target has its tensors again."""
         message = cluster.MemberSuspended(member=member.id, suspended=False, is_lost=is_lost)
         self._link.ask(session.id, request, message, Slept(member, WokenEmpty() if is_lost else Woken()))
@@ -395,7 +395,7 @@ class Registrations:
 
     # --- output -------------------------------------------------------------------------------------------
 
-    def _enter(self, session: Session, member: LocalMember) -> None:
+    def _enter(self, session: ClientSession, member: LocalMember) -> None:
         self._members[member.id] = member
         session.members.add(member.id)
 

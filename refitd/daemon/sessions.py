@@ -29,7 +29,7 @@ _ENDINGS = (
 
 
 @dataclass(slots=True)
-class Session:
+class ClientSession:
     """One connected client."""
 
     id: int

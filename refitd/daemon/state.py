@@ -28,7 +28,7 @@ from refitd.daemon.actions import (
 from refitd.daemon.client_requests import ClientRequests
 from refitd.daemon.coordinator_orders import CoordinatorOrders
 from refitd.daemon.parts import Parts
-from refitd.daemon.sessions import Session
+from refitd.daemon.sessions import ClientSession
 from refitd.events import Busy, Tick
 from refitd.protocol import local, sidecar
 
@@ -87,7 +87,7 @@ class DaemonState(Parts):
             case NotSent(worker, message, reason):
                 self.swaps.not_sent(worker, message, reason)
             case SessionOpened(session, pid, name, roles, uid):
-                self.sessions[session] = Session(session, pid, name, roles, uid)
+                self.sessions[session] = ClientSession(session, pid, name, roles, uid)
                 self.log("session", session=session, pid=pid, name=name)
             case SessionLeaves(session):
                 if session in self.sessions:

@@ -35,7 +35,7 @@ OF_DAEMON = {
     "LocalArenas._tickets": "likewise",
     "Permits._tokens": "likewise: a registration that the coordinator refuses had a permit, of which nobody was told",
     "LocalMember.is_told": "the coordinator was told where targets stand, and knows it though it refuses the request",
-    "Registrations._described": "the coordinator was told of the tensors, and knows them though it refuses the rank",
+    "LocalRegistrations._described": "the coordinator was told of the tensors, though it refuses the rank",
 }
 # A publish that is refused gives its slot back, to whoever waits for one: nothing is written to it any more.
 OF_PUBLISH = {"Slot.writing", "LocalMember.waiting", "LocalMember.may_drop", "LocalMember.lagging"}

@@ -13,8 +13,8 @@ import torch
 
 from refitd_cli.demo import data
 from refitd_cli.demo.layout import (
+    BlockSplit,
     RankPosition,
-    Split,
     TransformerConfig,
     canonical_name,
     canonical_shapes,
@@ -133,8 +133,8 @@ def test_a_cached_sequence_continues_as_if_it_were_computed_at_once() -> None:
 
 def test_a_fused_qkv_shard_holds_its_part_of_each_block() -> None:
     # q [0:8], k [8:12], v [12:16] over two ranks
-    assert indices(Split(0, (8, 4, 4)), 0, 2) == [0, 1, 2, 3, 8, 9, 12, 13]
-    assert indices(Split(0, (8, 4, 4)), 1, 2) == [4, 5, 6, 7, 10, 11, 14, 15]
+    assert indices(BlockSplit(0, (8, 4, 4)), 0, 2) == [0, 1, 2, 3, 8, 9, 12, 13]
+    assert indices(BlockSplit(0, (8, 4, 4)), 1, 2) == [4, 5, 6, 7, 10, 11, 14, 15]
 
 
 def test_tensors_carry_the_attributes_that_describe_their_cut() -> None:
