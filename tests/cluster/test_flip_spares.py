@@ -41,7 +41,7 @@ def test_a_version_that_was_changed_after_it_was_compared_is_found_once_it_is_li
     for number in (1, 2):
         fleet.swap(number)
     eventually(lambda: compared(daemon, 1), "the other arena has been compared")
-    pair = fleet.target._pair
+    pair = fleet.target._take_over.pair
     assert pair is not None
     address, _ = pair.staging
     ctypes.memset(address + 1000, 0x5A, 4)  # as a forked child could, which has the arenas as they were
