@@ -164,10 +164,10 @@ bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every roun
   PP2 and data-parallel experts die in vLLM at their first generation on CPUs: only checksums are compared. MiniLM's
   embeddings are compared before a refit and after one to other weights and one back.
 - Cases may have been run at different times beside other work on the machine: compare within a row.
-- Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`). Rows of llama, qwen2 and moe are
-  of an earlier adapter, which called the engine before a version was staged, and of a trainer that published float32.
-  Since then (called at the decision, `cast="bfloat16"`), medians of interleaved rounds on a busy machine, in seconds:
-  llama TP1 0.18 against 2.5 by disk and 1.9 (least 0.99) by pickled call; TP2 0.25 against 2.1 and 1.6 (least 1.03).
+- Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`), and wake up slowly when idle. Idle
+  engines are driven here, so `blocked` includes waking them; it is 3 ms where they are awake. Rows of PP2, of DP2
+  that follows, of moe DP2 and of AsyncGRPOTrainer are of an earlier adapter, which called engines before a version
+  was staged, and of a trainer that published float32 (`cast="bfloat16"` now).
 
 {table}
 
