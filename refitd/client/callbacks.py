@@ -62,7 +62,7 @@ class Callbacks:
         """Pause when asked, commit what is decided, resume."""
         state = self._state
         while True:
-            with state.changed:
+            with state.lock:
                 state.changed.wait_for(
                     lambda: (
                         state.asked
@@ -86,7 +86,7 @@ class Callbacks:
                 self._stand_still(cause.swap, cause.version, is_asked=asked is not None)
             except BaseException as exc:
                 state.error = _kept(exc, "on_pause")
-            with state.changed:
+            with state.lock:
                 if state.asked is asked:  # another swap may already have asked
                     state.asked = None
             self._resume()
@@ -111,7 +111,7 @@ class Callbacks:
         try:
             self._on_pause(version)
         except BaseException as exc:
-            with state.changed:
+            with state.lock:
                 if state.prepare is not None:  # the version is already decided
                     state.version = state.prepare = None
                 state.changed.notify_all()
@@ -121,7 +121,7 @@ class Callbacks:
         since = time.perf_counter()
         if is_asked:
             state.tell(local.Paused(swap=swap, member=state.member))
-        with state.changed:
+        with state.lock:
             decided = state.changed.wait_for(
                 lambda: (
                     state.prepare
@@ -147,7 +147,7 @@ class Callbacks:
         assert self._on_commit is not None
         state = self._state
         while True:
-            with state.changed:
+            with state.lock:
                 state.changed.wait_for(lambda: state.prepare or state.failure or state.closed)
                 prepare = state.prepare
                 if self._notes_end() and (state.closed or prepare is None):
@@ -160,14 +160,16 @@ class Callbacks:
             except BaseException as exc:
                 state.error = _kept(exc, "on_commit")
                 if self._withdraw(prepare):
-                    failed = local.CommitFailed(swap=prepare.swap, member=state.member, reason=str(state.error))
+                    failed = local.CommitFailed(
+                        prepare.swap, state.member, str(state.error), exchanged=state.flipped == prepare.swap
+                    )
                     with contextlib.suppress(RefitdError):  # the daemon has gone, or the callback closed the target
                         state.connection.tell(failed)
 
     def _withdraw(self, prepare: local.PrepareCommit) -> bool:
         """Withdraw a commit that its callback did not apply; return whether it was still pending."""
         state = self._state
-        with state.changed:
+        with state.lock:
             # wait for a thread of the callback that may be applying it right now
             state.changed.wait_for(lambda: state.taking is not prepare, APPLY_TIMEOUT_S)
             if state.prepare is not prepare:

@@ -29,7 +29,7 @@ class CommitPoints:
     def polled(self, step: int | None, *, begin: bool) -> local.PrepareCommit | None:
         """Count a poll; return the commit due in it, or None."""
         state = self._state
-        with state.changed:
+        with state.lock:
             if step is not None and not begin and state.prepare is None:
                 state.steps.count(max(0, step - 1))  # never `step`: a report must not say that the step has begun
                 return None
@@ -41,10 +41,10 @@ class CommitPoints:
 
     def _counted(self, step: int | None) -> local.PrepareCommit | None:
         state = self._state
-        with state.changed:
+        with state.lock:
             state.steps.count(step)
             prepare = state.prepare
-            if prepare is None or not prepare.lockstep:
+            if prepare is None or not prepare.lockstep or prepare.swap == state.ended:
                 return prepare
             if state.steps.flip_at is None:
                 state.say_where(prepare, "poll")
@@ -74,7 +74,7 @@ class CommitPoints:
             PeerLost: the daemon has ended.
         """
         state = self._state
-        with state.changed:
+        with state.lock:
             while True:
                 live = state.serves()
                 if live is not None and live >= version:
@@ -109,7 +109,8 @@ class CommitPoints:
         state, prepare = self._state, self._state.prepare
         if prepare is None or state.taking is not None or self._is_called_back:
             return None  # with on_pause or on_commit, the thread of the callback commits
-        return prepare if not prepare.lockstep or state.steps.flip_at is not None else None
+        is_known = state.steps.flip_at is not None or prepare.swap == state.ended
+        return prepare if not prepare.lockstep or is_known else None
 
     def _is_told(self) -> bool:
         """Return whether this rank knows the poll to commit in, or has already reported that it waits for it."""

@@ -34,6 +34,7 @@ class CommitState:
         self.connection = connection
         self.member = registered.member
         self.pid = os.getpid()
+        # entered as `lock`: an interrupt while Python code of the condition takes or releases it would leave it locked
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.steps = PollSteps()
@@ -41,6 +42,7 @@ class CommitState:
         self.taking: local.PrepareCommit | None = None  # being committed by a thread now
         self.taker = 0  # that thread's id
         self.taken = ""  # the swap that was committed last
+        self.ended = ""  # the swap whose commit has ended last; while it is pending, only its report is missing
         self.exchanged = False  # whether that exchanged the arenas
         self.last_pause_s = 0.0  # how long that took
         self.flipped = ""  # the swap that exchanged the arenas last, committed or not
@@ -110,7 +112,7 @@ class CommitState:
 
     def registered_again(self, connection: Connection, registered: local.TargetRegistered, permit: Permit) -> None:
         """Go on with the next daemon."""
-        with self.changed:
+        with self.lock:
             self.member, self.connection, self.permit = registered.member, connection, permit
             self.away = self.fenced = self.flipped = ""
             self.applied = None
@@ -118,14 +120,14 @@ class CommitState:
 
     def give_up(self, failure: local.Failure) -> None:
         """Serve nothing any more; polls raise the reason."""
-        with self.changed:
+        with self.lock:
             self.failure, self.version = failure, None
             self.error, self.away = from_code(failure.code, failure.message), ""
             self.changed.notify_all()
 
     def close(self) -> None:
         """Commit and serve nothing any more."""
-        with self.changed:
+        with self.lock:
             self.closed = True
             self.prepare = None
             self.permit = None  # it is no longer renewed, so this rank cannot know whether another version is live
@@ -134,7 +136,7 @@ class CommitState:
 
     def hear(self, message: Message) -> None:
         """Take in what the daemon says."""
-        with self.changed:
+        with self.lock:
             match message:
                 case local.PrepareCommit(swap) if swap == self.taken:
                     # already committed, but the coordinator died before it knew

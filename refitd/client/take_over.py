@@ -103,7 +103,7 @@ class TakeOver:
                 self._to_its_end(prepare, started)
         finally:
             if is_taker:
-                with state.changed:
+                with state.lock:
                     state.taking = None
                     state.changed.notify_all()
         return prepare.version
@@ -131,20 +131,19 @@ class TakeOver:
                 exchanged = self._write(prepare)
                 state.last_pause_s = time.perf_counter() - started
                 state.exchanged = exchanged  # before `taken`: a repeated decision is answered with it
+                state.steps.flipped()
                 state.taken = prepare.swap
         except BaseException as exc:
             if not (is_last or isinstance(exc, Exception)):
                 raise
             reason = str(exc) if isinstance(exc, Exception) else f"it was interrupted twice: {exc!r}"
-            self._failed = prepare.swap, reason
-            self._settle(prepare)  # the tensors may hold parts of two versions, and the old one is no longer live
+            self._failed = prepare.swap, reason  # the tensors may hold parts of two versions: no version is set
             _log.error("swap=%s member=%s version=%s failed: %s", prepare.swap, state.member, prepare.version, reason)
             exchanged = state.flipped == prepare.swap
-            state.tell(local.CommitFailed(prepare.swap, state.member, reason, exchanged=exchanged))
+            self._say(prepare, local.CommitFailed(prepare.swap, state.member, reason, exchanged=exchanged))
             if isinstance(exc, CommitError):
                 raise
             raise CommitError(f"version {prepare.version} could not be taken over: {reason}") from exc
-        state.steps.flipped()
         _log.info(
             "swap=%s member=%s version=%s committed paused_s=%.4f",
             prepare.swap,
@@ -154,11 +153,10 @@ class TakeOver:
         )
         # report before setting the version: a thread that waits for it may end the process as soon as it is live
         state.fenced = ""
-        self._settle(prepare)
         try:
-            state.tell(local.CommitDone(prepare.swap, state.member, state.last_pause_s, state.exchanged))
+            self._say(prepare, local.CommitDone(prepare.swap, state.member, state.last_pause_s, state.exchanged))
         finally:
-            with state.changed:
+            with state.lock:
                 state.version, state.run = prepare.version, prepare.run
                 state.changed.notify_all()
 
@@ -194,7 +192,7 @@ class TakeOver:
             finally:
                 if pair.exchanges != before:
                     state.flipped = swap
-        with state.changed:
+        with state.lock:
             state.is_estranged |= state.is_evicted and state.flipped == swap
         return state.flipped == swap
 
@@ -206,7 +204,7 @@ class TakeOver:
             mine = state.applied is not None and state.applied.swap == prepare.swap
             return mine or state.failure is not None or bool(state.away) or state.closed
 
-        with state.changed:
+        with state.lock:
             done = state.changed.wait_for(is_told, APPLY_TIMEOUT_S)
         if not done:
             raise CommitError(f"the worker did not write the live tensors within {APPLY_TIMEOUT_S:.0f} s")
@@ -218,9 +216,19 @@ class TakeOver:
         if state.applied.reason:
             raise CommitError(state.applied.reason)
 
+    def _say(self, prepare: local.PrepareCommit, outcome: local.CommitDone | local.CommitFailed) -> None:
+        """Report how a commit has ended. If that is interrupted, it stays pending, and the next poll only reports."""
+        self._state.ended = prepare.swap
+        try:
+            self._state.tell(outcome)
+        except Exception:
+            self._settle(prepare)
+            raise
+        self._settle(prepare)
+
     def _settle(self, prepare: local.PrepareCommit) -> None:
         state = self._state
-        with state.changed:
+        with state.lock:
             if state.prepare is prepare:  # the next may be there already
                 state.prepare = None
             state.changed.notify_all()

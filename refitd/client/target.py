@@ -202,7 +202,7 @@ class Target:
         else:
             prepare = state.prepare
             agreed = _agreed(agree(NOTHING_PENDING if prepare is None else prepare.version))
-            if prepare is not None and agreed != prepare.version:
+            if prepare is not None and agreed != prepare.version and prepare.swap != state.ended:
                 prepare = None
         if prepare is None or self._is_called_back:  # the callback's thread commits, and may be doing so
             state.check_connected()
@@ -246,7 +246,7 @@ class Target:
             self._give_up(given_up)
 
     def _give_up(self, given_up: threading.Event) -> None:
-        with self._state.changed:
+        with self._state.lock:
             given_up.set()
             self._state.changed.notify_all()
 
@@ -266,7 +266,7 @@ class Target:
         timeout = seconds("timeout", timeout)
         connection = self._line.steady(timeout)
         state.check_open()
-        with state.changed:
+        with state.lock:
             if state.prepare is not None or state.taking is not None:
                 raise RefusedError(
                     f"{state.who}: version {self.pending} is decided and waits for "
@@ -296,7 +296,7 @@ class Target:
         wake = local.Wake(member=self.member, is_lost=not flag("kept", kept))
         taken = state.taken
         connection.request(wake, local.Done, timeout)
-        with state.changed:
+        with state.lock:
             if not kept and state.taken == taken:  # a callback may have taken the live version over already
                 state.version = None
             self._take_over.checks.suspended = state.suspended = False
@@ -347,7 +347,7 @@ class Target:
             if state.closed or state.is_evicted:
                 return
             given = take_over.give_staging(give)
-            with state.changed:
+            with state.lock:
                 message = structs.replace(
                     self._message,
                     version=state.version,

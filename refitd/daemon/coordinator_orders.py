@@ -32,9 +32,12 @@ class CoordinatorOrders:
                 self._welcomed(boot)
                 parts.clock.heard(request, clock_s, parts.now)
                 parts.permits.answered(request)
-            case local.Failure(code, text) if code == "unknown-node":
+            case local.Failure(code, _) if code == "unknown-node":
                 parts.link.boot = ""
-                parts.link.fail_all(f"the coordinator has restarted: {text}")
+                parts.link.fail_all(
+                    "the coordinator has restarted, and does not know of this request; `refitctl history` says what "
+                    "became of a swap; try again"
+                )
                 self._hello()
             case _ if parts.link.waits_for(request):
                 parts.link.reply(request, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -204,6 +205,75 @@ def test_a_failure_whose_report_is_interrupted_stays_a_failure() -> None:
         engine.target.poll()
     assert {type(one) for one in engine.said()} == {local.CommitFailed}
     assert engine.target.version is None and engine.target.pending is None
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_report_that_is_interrupted_twice_is_sent_by_the_next_poll(lockstep: bool, fails: bool) -> None:
+    engine = Engine()
+    engine.decide(1, lockstep=lockstep)
+    if lockstep:
+        engine.daemon.hears(local.FlipAt("s1", "m", 1, ""))
+    tell, interrupts = engine.daemon.tell, [0, 0]
+
+    def interrupted(message: Message) -> None:
+        if isinstance(message, OUTCOMES) and interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        tell(message)
+
+    engine.daemon.tell = interrupted  # type: ignore[method-assign]
+    if fails:
+        engine.target._tensors.check_unmoved = _moved  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.target.poll()
+    assert not interrupts and not any(isinstance(one, OUTCOMES) for one in engine.said())
+    engine.live.fill_(5.0)  # the next poll writes nothing
+    if fails:
+        with pytest.raises(CommitError, match="it moved"):
+            engine.target.poll(lambda pending: -1)
+    else:
+        assert engine.target.poll(lambda pending: -1) == 1
+    assert [type(one) for one in engine.said()] == [local.CommitFailed if fails else local.CommitDone]
+    assert engine.live[0] == 5.0 and engine.target.pending is None
+    assert engine.target.version == (None if fails else 1) and engine.target.poll() is None
+
+
+def test_an_interrupt_in_a_condition_leaves_its_lock_free() -> None:
+    engine = Engine()
+    state = engine.target._state
+    line = 0
+    while True:
+        line += 1
+        left, where = [line], ""
+
+        def trace(frame: FrameType, event: str, arg: Any, left: list[int] = left) -> Any:
+            nonlocal where
+            if frame.f_locals.get("self") is not state.changed:
+                return trace
+            left[0] -= event == "line"
+            if left[0] == 0 and not where:
+                where = f"threading.py:{frame.f_lineno}"
+                raise KeyboardInterrupt
+            return trace
+
+        engine.decide(line)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            engine.target.poll()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        while engine.target.pending is not None:
+            engine.target.poll()
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(state.lock.acquire, timeout=0.5).result(), where
+            other.submit(state.lock.release).result()
+        if not where:
+            break
+    assert line > 3
 
 
 def _moved(*_: object, **__: object) -> None:
