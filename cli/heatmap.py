@@ -81,10 +81,10 @@ def html_page(title: str, facts: Sequence[str], matrix: Matrix, sides: Sequence[
     """Return an HTML page with the matrix as a heat map; hovering over a cell shows its numbers."""
     shades = "".join(f'<span style="opacity:{_opacity(i / 20)}"></span>' for i in range(21))
     return _PAGE.format(
-        title=html.escape(title),
-        source=html.escape(sides[0].name),
-        targets=html.escape(", ".join(side.name for side in sides[1:])),
-        facts="".join(f"<li>{html.escape(fact)}</li>" for fact in facts),
+        title=_shown(title),
+        source=_shown(sides[0].name),
+        targets=_shown(", ".join(side.name for side in sides[1:])),
+        facts="".join(f"<li>{_shown(fact)}</li>" for fact in facts),
         shades=shades,
         largest=html.escape(size(int(matrix.bytes.max(initial=0)))),
         body=drawing(matrix, title),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -15,6 +17,7 @@ from refitd_cli.chrome_trace import processes
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 PATH = "/v1/traces"
 BATCH = 1000  # spans of one request
@@ -56,8 +59,8 @@ def send(report: TraceReport, url: str) -> int:
     try:
         for at in range(0, len(spans), BATCH):
             try:
-                taken, why = exporter.export(spans[at : at + BATCH]) is SpanExportResult.SUCCESS, ""
-            except OSError as exc:  # older exporters let the error of a refused connection out
+                taken, why = _exported(exporter, spans[at : at + BATCH]) is SpanExportResult.SUCCESS, ""
+            except OSError as exc:  # no answer; older exporters let the error of a refused connection out
                 taken, why = False, str(exc)
             if not taken:
                 why = why or log.last or "the collector gives no reason"
@@ -67,6 +70,23 @@ def send(report: TraceReport, url: str) -> int:
         logger.propagate = propagated
         logger.removeHandler(log)
     return len(spans)
+
+
+def _exported(exporter: SpanExporter, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    """Export spans; raises TimeoutError for a collector that trickles its answer, which the exporter would wait for."""
+    found: Future[SpanExportResult] = Future()
+
+    def export() -> None:
+        try:
+            found.set_result(exporter.export(spans))
+        except BaseException as exc:
+            found.set_exception(exc)
+
+    threading.Thread(target=export, name="otlp", daemon=True).start()
+    try:
+        return found.result(2 * TIMEOUT_S)
+    except TimeoutError as exc:
+        raise TimeoutError(str(exc) or f"no whole answer in {2 * TIMEOUT_S:g} s") from exc
 
 
 def spans_of(report: TraceReport) -> Iterator[ReadableSpan]:

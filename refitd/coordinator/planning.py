@@ -59,17 +59,18 @@ class Planning:
 
     def ask(self, fleet: Model, who: str | Waiter) -> Planned | None:
         """Request a plan for these members; if the result is known at once, return it for `planned`."""
-        pools = fleet.pools()
+        pools, last = fleet.pools(), self._without_base(fleet)
         kept = self._kept.get(pools)
         self._tickets += 1
         self.requests[self._tickets] = PlanRequest(fleet.name, who, fleet)
-        if kept is not None:
+        # its copies stay right, but other nodes may have lost their base since it was made
+        if kept is not None and kept.routed.relays.puts_last(last):
             return Planned(self._tickets, kept)
         try:
             rosters = self.reader.rosters(pools)
         except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
             return Planned(self._tickets, None, exc)
-        self._out(MakePlan(self._tickets, rosters, self._may_relay, self._without_base(fleet)))
+        self._out(MakePlan(self._tickets, rosters, self._may_relay, last))
         return None
 
     def _without_base(self, fleet: Model) -> frozenset[str]:

@@ -46,6 +46,10 @@ class Relays:
     direct_bytes: int = 0
     bytes: int = 0
 
+    def puts_last(self, last: Collection[str]) -> bool:
+        """Return whether, in every path, the nodes of `last` come after all others."""
+        return all(sorted(path.nodes, key=lambda node: node in last) == list(path.nodes) for path in self.paths)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Family:

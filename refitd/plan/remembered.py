@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
@@ -37,7 +38,8 @@ class Remembered:
     """Remembers the last plan's descriptions. Owned by whoever plans again and again.
 
     A rank that joins, leaves or moves and is described like others changes neither layouts nor what is matched, only
-    which ranks are of which class. This holds for descriptions that several ranks share and that name no ranks.
+    which ranks are of which class. This holds for descriptions that several ranks share and that name no ranks, unless
+    a source becomes the second of its class, or the only one: then other cells are held by several.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,8 @@ class Remembered:
                 return None
             sides.append(np.array([classes[each] for each in ids], np.int64))
         layouts = kept.found.layouts
+        if not np.array_equal(_is_repeated(sides[0]), _is_repeated(layouts.source.rank_class)):
+            return None
         return replace(
             kept.found,
             layouts=replace(
@@ -93,6 +97,12 @@ def _ordered(rosters: Sequence[Roster]) -> list[Roster] | None:
         return None
     found = sorted(rosters, key=lambda roster: roster.rank)
     return found if len({roster.rank for roster in found}) == len(found) else None
+
+
+def _is_repeated(rank_class: Ints) -> npt.NDArray[np.bool_]:
+    """Return whether each class has several ranks."""
+    found: npt.NDArray[np.bool_] = np.bincount(rank_class[rank_class >= 0]) > 1
+    return found
 
 
 def _names_no_rank(described: Sequence[ParameterMetadata]) -> bool:

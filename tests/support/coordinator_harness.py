@@ -96,10 +96,10 @@ class Harness:
                         self.sent.append((identity.decode(), request, message))
                     case act.Answer(identity, request, make):
                         self.sent.append((identity.decode(), request, make()))
-                    case act.MakePlan(ticket, rosters):
+                    case act.MakePlan(ticket, rosters, _, last):
                         self.plans_made += 1
                         try:
-                            pending.append(act.Planned(ticket, make_plan(rosters)))
+                            pending.append(act.Planned(ticket, make_plan(rosters, last=last)))
                         except RefitdError as exc:
                             pending.append(act.Planned(ticket, None, exc))
                     case act.Decide(records) as decided:

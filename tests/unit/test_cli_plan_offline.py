@@ -204,10 +204,12 @@ def test_heat_map_is_one_well_formed_file_without_outside_references(sides, tmp_
 
 
 def test_names_in_the_heat_map_are_escaped(sides, tmp_path):
-    (tmp_path / "a.toml").write_text('kind = "layout"\nname = "<script>&"\nmodel = "fused.toml"\ntp = 2\npp = 2\n')
+    (tmp_path / "a.toml").write_text(
+        'kind = "layout"\nname = "<script>&\\u202e"\nmodel = "fused.toml"\ntp = 2\npp = 2\n'
+    )
     page = tmp_path / "map.html"
     assert run("plan", *sides, "--html", str(page)).status == 0
-    assert "<script>" not in page.read_text()
+    assert "<script>" not in page.read_text() and "\u202e" not in page.read_text()
     assert "&lt;script&gt;&amp;" in page.read_text()
 
 

@@ -134,3 +134,33 @@ def test_nodes_whose_replica_does_not_serve_the_live_version_pass_on_last() -> N
     h.state.handle = watched  # type: ignore[method-assign]
     h.say("n0", local.StartSwap("m", queue=True), request=10)
     assert asked and asked[-1].last == {"n1"} and len(asked[-1].rosters) == 3
+
+
+def test_a_kept_plan_is_made_anew_if_a_node_that_passes_on_has_lost_its_base() -> None:
+    h = Harness()
+    large = shards.shard_of([ParameterMetadata("w", (1024, 1024), "bfloat16", 2, resolved_name="w")])
+    for node, member in (("n0", "src"), ("n1", "a"), ("n2", "b")):
+        h.join(node, pid=10 + int(node[1]), workers=(1,))
+        h.say(node, cluster.DescribeShard(digest=digest_of(large), packed=pack(large)))
+        h.add(member, node, digest=digest_of(large))
+    h.say("n0", cluster.ShardPublished(member="src", version=1), request=4)
+    h.say("n0", local.StartSwap("m"), request=9)
+    loads = {to: message for to, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+    for node, load in loads.items():
+        h.say(node, cluster.PlanLoaded(plan=load.plan, epoch=load.epoch.id if load.epoch is not None else ""))
+    swap = h.state.models["m"].running.swap.swap  # type: ignore[union-attr]
+    for node in loads:
+        h.say(node, cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    for node, member in (("n1", "a"), ("n2", "b")):
+        h.say(node, cluster.MemberCommitted(swap, member, 0.0))
+
+    def paths() -> list[tuple[str, ...]]:
+        (report,) = h.say("n0", local.GetPlan("m"), request=5)
+        return [path.nodes for path in report.relays.paths]  # type: ignore[attr-defined]
+
+    assert paths() == [("n1", "n2")]
+    h.say("n1", cluster.RemoveShard(member="a", reason="its process has ended"))
+    h.add("a", "n1", digest=digest_of(large))
+    assert paths() == [("n2", "n1")]
+    made = h.plans_made
+    assert paths() == [("n2", "n1")] and h.plans_made == made

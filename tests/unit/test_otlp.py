@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -80,6 +83,25 @@ def test_a_collector_that_refuses_or_is_away_is_one_error(collector, monkeypatch
     ran = run(FakeClient(), "trace", "policy", "--otlp", "http://127.0.0.1:1", "--json")
     assert ran.status == 1 and "127.0.0.1" in ran.object["error"]["message"]
     assert not caplog.records
+
+
+def test_a_collector_that_trickles_its_answer_is_not_waited_for(monkeypatch):
+    def trickle(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not done.wait(0.02):
+                connection.sendall(b"x")
+
+    monkeypatch.setattr(otlp, "TIMEOUT_S", 0.15)
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threading.Thread(target=trickle, args=(listener,))
+        answering.start()
+        ran = run(FakeClient(), "trace", "policy", "--otlp", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        done.set()
+        answering.join()
+    assert ran.status == 1 and "no whole answer in 0.3 s" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,18 @@ def test_a_plan_is_the_same_whatever_is_remembered(rosters: Rosters, change: str
     assert remembered.again(changed) is not None
 
 
+def test_what_several_sources_hold_is_compared_whatever_is_remembered() -> None:
+    def fleet(sources: int) -> Rosters:
+        return [Roster(i, source=held) for i in range(sources)] + [Roster(9, destination=held)]
+
+    held = (ParameterMetadata("w", (4, 4), "bfloat16", 2),)
+    remembered = Remembered()
+    for sources in (1, 2, 3, 1):
+        found, want = plan_copies(fleet(sources), remembered), plan_copies(fleet(sources))
+        assert found.regions.digest == want.regions.digest
+        assert len(found.regions) == (sources > 1)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
