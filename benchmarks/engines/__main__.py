@@ -165,8 +165,8 @@ bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every roun
   embeddings are compared before a refit and after one to other weights and one back.
 - Cases may have been run at different times beside other work on the machine: compare within a row.
 - Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`), and wake up slowly when idle. Idle
-  engines are driven here, so `blocked` includes waking them (3.5 ms without, with an earlier adapter). Rows of PP2, of DP2
-  that follows, of moe DP2 and of AsyncGRPOTrainer are of an earlier adapter, which called engines before a version
+  engines are driven here, so `blocked` includes waking them (3.5 ms without, with an earlier adapter). Rows of PP2, of
+  DP2 that follows, of moe DP2 and of AsyncGRPOTrainer are of an earlier adapter, which called engines before a version
   was staged, and of a trainer that published float32 (`cast="bfloat16"` now).
 
 {table}
