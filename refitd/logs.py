@@ -22,6 +22,7 @@ _LEVELS = {
     "bad-message": logging.WARNING,
     "bad-plan": logging.WARNING,
     "base-wrong": logging.WARNING,
+    "coordinator-changed": logging.WARNING,
     "coordinator-ended": logging.WARNING,
     "coordinator-killed": logging.WARNING,
     "coordinator-refused": logging.WARNING,

@@ -16,6 +16,7 @@ class CoordinatorOrders:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._live: dict[str, cluster.LiveClaim] = {}  # by model: its latest claims
+        self._boot = ""  # of the one that has welcomed this node last
         self._refusal = ""  # why it does not take this node, as last logged
 
     def said(self, request: int, message: cluster.CoordinatorMessage) -> None:
@@ -112,7 +113,8 @@ class CoordinatorOrders:
         known, parts.link.boot = parts.link.boot, boot
         if known == boot:
             return
-        parts.log("coordinator", boot=boot)
+        parts.log("coordinator" if self._boot in ("", boot) else "coordinator-changed", boot=boot)
+        self._boot = boot
         parts.clock.forget()
         # this coordinator has aborted every undecided swap, but its messages about that may have been lost
         states = [member.state for member in parts.members.values()]

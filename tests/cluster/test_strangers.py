@@ -410,9 +410,11 @@ def run_both(services: Sequence[gloo.GlooService], sent: torch.Tensor) -> tuple[
 
 
 def test_bits_that_somebody_on_the_path_flips_are_found_and_the_next_run_works() -> None:
-    between = Proxies(2 * gloo.MEETINGS)
+    between = Proxies()
     try:
-        services = meet(Board(), 2, 40.0, lambda index, key, value: None if "word" in key else between.instead(value))
+        services = meet(
+            Board(), 2, 40.0, lambda index, key, value: None if "word" in key else between.instead(index, value)
+        )
         assert all(isinstance(service, gloo.GlooService) for service in services), services
         sent = torch.arange(1 << 18)
         for flips in (False, True, False):

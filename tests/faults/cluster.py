@@ -111,6 +111,20 @@ class Cluster(Crew):
         if put_copy:
             self.journal.write_bytes(self._copy)
 
+    # --- what is logged -----------------------------------------------------------------------------------
+
+    def logged(self) -> dict[str, int]:
+        """Return how long the logs of daemons and coordinator are, in bytes."""
+        return {process.name: process.log_path.stat().st_size for process in self.parts()}
+
+    def loud(self, since: dict[str, int]) -> list[str]:
+        """Return the warnings and errors that daemons and coordinator have logged since."""
+        found = []
+        for process in self.parts():
+            new = process.log_path.read_bytes()[since[process.name] :].decode(errors="replace")
+            found += [line for line in new.splitlines() if " level=warning " in line or " level=error " in line]
+        return found
+
     # --- what is held -------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, int]:

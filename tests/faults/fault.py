@@ -23,11 +23,26 @@ def victim_engine(case: Case) -> str:
     return {"engine": ENGINES.get(case.phase, "far"), "flips": "flips"}.get(case.victim, "")
 
 
+def names_of(case: Case, pid: int) -> tuple[str, ...]:
+    """Return what a log may call a case's victim; `pid` is that of the process that breaks."""
+    match case.victim:
+        case "worker":
+            return ("worker",)
+        case "daemon":
+            return ("n1", "n2")  # n2 is behind the cable of n1
+        case "source-daemon":
+            return ("n0",)
+        case "coordinator":
+            return ("coordinator", "journal")
+    return (f"pid={pid}", f"pid {pid}", victim_engine(case) or "source")
+
+
 class Fault:
     """One case's fault, and the processes that are stopped until it has happened."""
 
     def __init__(self, cluster: Cluster, case: Case) -> None:
         self._cluster, self._case = cluster, case
+        self.names = names_of(case, self._process().pid)
         self._held: set[int] = set()
         self._stopped: set[int] = set()
         self._undo: Callable[[], None] = lambda: None

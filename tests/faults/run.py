@@ -213,7 +213,7 @@ class Runner:
         self._served.clear()
         self._reads.clear()
         self._silent.clear()
-        before = self.cluster.journalled()
+        before, logged = self.cluster.journalled(), self.cluster.logged()
         try:
             fault = Fault(self.cluster, case)
             swap = None if case.phase == "idle" else self._hold(case, fault)
@@ -228,6 +228,7 @@ class Runner:
             self._next_swap(result)
             result.recovery_s = time.monotonic() - over
             self._check(case, result, before)
+            self._check_told(case, result, fault.names, logged)
         except (Problem, refitd.RefitdError, AssertionError, OSError) as exc:
             result.problems.append(f"{type(exc).__name__}: {exc}")
         finally:
@@ -330,6 +331,15 @@ class Runner:
         except AssertionError as exc:
             raise Problem(f"hang: whoever asked for the swap was told nothing within {HANG_S:.0f} s") from exc
         result.told += "" if swap.error is None else f": {swap.error}"
+
+    def _check_told(self, case: Case, result: Result, names: tuple[str, ...], since: dict[str, int]) -> None:
+        """Check that a warning or an error names who broke, where a process or a swap did not survive it."""
+        loud = self.cluster.loud(since)
+        if result.outcome == "committed" and case.fault not in ("kill", "lose", "exchange", "remove", "replace"):
+            return
+        if not any(name in line for line in loud for name in names):
+            said = "\n".join(loud) or "none"
+            result.problems.append(f"no warning or error names any of {', '.join(names)}; there are: {said}")
 
     def _check(self, case: Case, result: Result, before: list[tuple[int, str, float]]) -> None:
         cluster = self.cluster

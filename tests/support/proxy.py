@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import struct
 import threading
@@ -12,22 +13,27 @@ _LOCAL = socket.inet_aton("127.0.0.1")
 
 
 class Proxies:
-    """Takes the place of each address that a gloo worker tells the others. All listen before the workers do."""
+    """Takes the place of each address that a gloo worker tells the others.
 
-    def __init__(self, count: int) -> None:
-        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        self._unused = list(self._listeners)
+    Of two workers the one with the higher address connects, and each compares its own with what it is told, ports by
+    their bytes as they lie in memory: the lower byte first. So that both agree, the proxies of one worker have 0 there
+    and those of the other 255.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: list[socket.socket] = []
         self._sockets: list[socket.socket] = []
         self.flips = threading.Event()  # whether a bit of the next large piece is flipped; cleared when that is done
         self.passed = 0  # bytes
 
-    def instead(self, value: bytes) -> bytes:
-        """Return what gloo has told of an address, with a proxy's port in place of the worker's."""
+    def instead(self, index: int, value: bytes) -> bytes:
+        """Return what worker `index` (0 or 1) of gloo has told of its address, with a proxy's port in place of its."""
         at = value.find(_LOCAL)
         if at < 2:
             return value
         (port,) = struct.unpack_from("!H", value, at - 2)
-        listener = self._unused.pop()
+        listener = _listener(255 if index else 0)
+        self._listeners.append(listener)
         threading.Thread(target=self._serve, args=(listener, port), daemon=True).start()
         return value[: at - 2] + struct.pack("!H", listener.getsockname()[1]) + value[at:]
 
@@ -56,3 +62,13 @@ class Proxies:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
+
+
+def _listener(low_byte: int) -> socket.socket:
+    """Return a listener whose port ends in this byte."""
+    ports = [number << 8 | low_byte for number in range(16, 128)]  # below those that systems give out
+    random.shuffle(ports)
+    for port in ports:
+        with contextlib.suppress(OSError):  # somebody listens there
+            return socket.create_server(("127.0.0.1", port))
+    raise OSError(f"no free port of {len(ports)}")
