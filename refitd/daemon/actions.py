@@ -124,7 +124,7 @@ class ArenasMade:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckGivenArena:
+class ArenaHandedBack:
     """A client has given an arena back that it kept while its daemon was restarted (see `DaemonState.check_given`)."""
 
     session: int
@@ -161,7 +161,7 @@ Event = (
     | NotSent
     | Busy
     | ArenasMade
-    | CheckGivenArena
+    | ArenaHandedBack
     | ArenasRefused
     | Due
     | Tick

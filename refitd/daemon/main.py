@@ -358,7 +358,7 @@ class DaemonShell:
         except BaseException:
             os.close(taken)
             raise
-        self._feed(act.CheckGivenArena(session, self._arena_numbers, nbytes, writable))
+        self._feed(act.ArenaHandedBack(session, self._arena_numbers, nbytes, writable))
         return self._arena_numbers
 
     def _feed(self, event: act.Event) -> None:

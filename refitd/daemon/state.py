@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from refitd.daemon.actions import (
+    ArenaHandedBack,
     ArenasMade,
     ArenasRefused,
-    CheckGivenArena,
     ClientSaid,
     CoordinatorSaid,
     CoordinatorUnreachable,
@@ -98,7 +98,7 @@ class DaemonState(Parts):
                 self.arenas.made(event)
             case ArenasRefused():
                 self.arenas.refused(event)
-            case CheckGivenArena(session, arena, nbytes, writable):
+            case ArenaHandedBack(session, arena, nbytes, writable):
                 label = f"given back by {self.sessions[session].name or 'client'}"
                 self.arenas.take(arena, nbytes, label, session, write=writable, workers_write=True)
                 self.sessions[session].arenas.add(arena)

@@ -19,7 +19,7 @@ def nbytes_of() -> int:
 
 def given(h: Harness, *numbers: int, session: int = 1, nbytes: int | None = None, writable: bool = True) -> None:
     for number in numbers:
-        h.feed(act.CheckGivenArena(session, number, nbytes_of() if nbytes is None else nbytes, writable))
+        h.feed(act.ArenaHandedBack(session, number, nbytes_of() if nbytes is None else nbytes, writable))
 
 
 def slots(*pairs: tuple[int, int | None], run: str = "r", newest: int | None = 4) -> local.RegisterSource:
