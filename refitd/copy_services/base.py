@@ -13,17 +13,13 @@ from refitd.errors import TransportError
 
 
 class DigestMismatch(TransportError):
-    """Written bytes differ from the read ones, by comparison or by digests. `copy` is the row of the CopyList.
-
-    `is_base_wrong`: this process built them from a delta and a base, which is not the sender's.
-    """
+    """Written bytes differ from the read ones, by comparison or by digests. `copy` is the row of the CopyList."""
 
     code = "digest"
 
-    def __init__(self, message: str, copy: int = -1, *, is_base_wrong: bool = False) -> None:
+    def __init__(self, message: str, copy: int = -1) -> None:
         super().__init__(message)
         self.copy = copy
-        self.is_base_wrong = is_base_wrong
 
 
 @dataclass(frozen=True, slots=True)

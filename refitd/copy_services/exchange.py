@@ -115,6 +115,7 @@ class ExchangeService(CopyService):
         refuse: str = "",
         finish: Callable[[], object] | None = None,
         on_progress: Callable[[int], None] | None = None,
+        on_wrong_base: Callable[[], object] | None = None,
     ) -> ExchangeResult:
         """Run the given transfers, or else those noted since the last run, which are then forgotten. Collective.
 
@@ -131,6 +132,8 @@ class ExchangeService(CopyService):
             refuse: if not empty, why this rank refuses; then nothing moves and every rank raises it.
             finish: called on this rank once everything has arrived; if it raises, every rank raises.
             on_progress: gets the bytes that have arrived here after each message; if it raises, the run ends.
+            on_wrong_base: called if this rank built wrong bytes from a delta and a base that is not the sender's;
+                no other rank knows yet that the run fails.
 
         Raises:
             RefusedError: a rank refuses, or the ends differ (names the first difference); tensors are unchanged.

@@ -192,6 +192,7 @@ class PackedExchange(ExchangeService):
         refuse: str = "",
         finish: Callable[[], object] | None = None,
         on_progress: Callable[[int], None] | None = None,
+        on_wrong_base: Callable[[], object] | None = None,
     ) -> ExchangeResult:
         """See ExchangeService.run."""
         held = self.hold() if transfers is None else transfers
@@ -211,7 +212,9 @@ class PackedExchange(ExchangeService):
                 meanwhile = partial(self._copy_local, *held.local, verify)
                 move = Move(streams, tally, meanwhile, verify, self._turn(deadline, 1), on_progress)
                 trouble = self._move(move)
-            self._conclude(trouble, finish, deadline, is_base_wrong=tally.is_base_wrong)
+            if tally.is_base_wrong and on_wrong_base is not None:
+                on_wrong_base()
+            self._conclude(trouble, finish, deadline)
         except _Agreed as exc:
             raise exc.error from exc.__cause__
         except BaseException as exc:
@@ -295,9 +298,7 @@ class PackedExchange(ExchangeService):
         earliest = min(_LEFT.unpack(record[: _LEFT.size])[0] for record in offered)
         return Deadline(min(deadline.at, time.monotonic() + earliest), deadline.seconds)
 
-    def _conclude(
-        self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline, *, is_base_wrong: bool
-    ) -> None:
+    def _conclude(self, trouble: str, finish: Callable[[], object] | None, deadline: Deadline) -> None:
         """Call `finish`, and learn whether every rank has done its part."""
         failure: Exception | None = None
         if finish is not None and not trouble:
@@ -310,7 +311,7 @@ class PackedExchange(ExchangeService):
             said = f"f {self.peers.label(self.peers.index)}: {type(failure).__name__}: {failure}"
         found = self.peers.first_trouble(said, deadline, "concluding transfers")
         if found.startswith("d"):
-            raise _Agreed(DigestMismatch(found[1:], is_base_wrong=is_base_wrong))
+            raise _Agreed(DigestMismatch(found[1:]))
         if found:
             raise _Agreed(RefitFailed(f"everything arrived, and could not be finished:{found[1:]}")) from failure
 

@@ -330,6 +330,10 @@ class DaemonShell:
             self._coordinator_said(error.request_id, local.Failure(code=error.code, message=str(error)))
 
     def _coordinator_said(self, request: int, message: cluster.CoordinatorMessage) -> None:
+        if isinstance(message, cluster.Abort):
+            # it replaces workers: what they have said of the swap by now would be lost
+            for worker in self._workers.fds().values():
+                self._from_worker(worker, select.POLLIN)
         try:
             self._feed(act.CoordinatorSaid(request, message))
         except Exception:

@@ -350,10 +350,12 @@ class LocalSwaps:
                 run = self._jobs.end(number)
                 if run is not None:
                     self._run_done(run, message)
-            case sidecar.RunFailed(number, reason, copy, is_base_wrong=is_base_wrong):
-                run = self._jobs.end(number)
-                if run is not None and is_base_wrong:
+            case sidecar.BaseWrong(number):
+                run = self._jobs.run(number)
+                if run is not None:
                     self._distrust(run)
+            case sidecar.RunFailed(number, reason, copy):
+                run = self._jobs.end(number)
                 if run is not None:
                     self._run_failed(run, reason, copy, worker)
             case sidecar.LanePut() | sidecar.EpochJoined() | sidecar.EpochFailed():

@@ -117,7 +117,7 @@ class Workers:
         """Return a worker's messages, or a text that says how it died; it has then been replaced."""
         process = self._processes[worker]
         said: list[sidecar.FromWorker] = []
-        while True:
+        while not process.lost:
             try:
                 data, fds = handoff.receive(process.socket)
                 handoff.close_all(fds)
@@ -126,10 +126,13 @@ class Workers:
             except BlockingIOError:
                 return said
             except RefitdError as exc:
+                if said and isinstance(exc, PeerLost):
+                    return said  # the socket stays readable: its end is reported next time
                 how = self._end(process) if isinstance(exc, PeerLost) else f"said nonsense: {exc}"
                 self._end(process)
                 self._died(worker, how, time.monotonic() - process.started < _QUICK_S)
                 return how
+        return said
 
     def restart(self, worker: int) -> None:
         """Kill, reap and replace a worker. The old one writes nothing after this returns."""

@@ -184,6 +184,14 @@ class BasesDropped(Message, frozen=True):
     run: Count
 
 
+class BaseWrong(Message, frozen=True):
+    """What this worker made of a base and a delta is not what was sent. No other worker knows yet that the run fails:
+    the daemon can read this before any order to abort.
+    """
+
+    run: Count
+
+
 class RunDone(Message, frozen=True):
     """Every copy is written; with `verify`, each was compared with its source and is equal."""
 
@@ -198,16 +206,12 @@ class RunDone(Message, frozen=True):
 
 
 class RunFailed(Message, frozen=True):
-    """The job failed; `copy` is the index of the failed copy, if known.
-
-    `is_base_wrong`: what this worker made of a base and a delta is not what was sent.
-    """
+    """The job failed; `copy` is the index of the failed copy, if known."""
 
     run: Count
     reason: Text
     copy: Count | None = None
     differs: bool = False  # what was written differs from its source
-    is_base_wrong: bool = False
 
 
 class DigestsTaken(Message, frozen=True):
@@ -289,6 +293,7 @@ FromWorker = (
     WorkerReady
     | RunProgress
     | BasesDropped
+    | BaseWrong
     | RunDone
     | RunFailed
     | DigestsTaken

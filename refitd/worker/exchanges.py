@@ -133,20 +133,28 @@ class ExchangeJob(PreparedJob):
         self._rows, self._pieces, self._arenas = rows, pieces, arenas
         self._receives = int((rows.is_send == 0).sum())
         self._ends_comparing: Callable[[], bool] = lambda: False
+        self._on_wrong_base: Callable[[], object] | None = None
         self._held_in: dict[int, int] = {}  # arena -> where its base is held, in the last run
         self._bases: list[Piece | None] = [None] * len(rows)
 
-    def use(self, bases: Sequence[sidecar.HeldBase], ends_comparing: Callable[[], bool]) -> None:
+    def use(
+        self,
+        bases: Sequence[sidecar.HeldBase],
+        *,
+        ends_comparing: Callable[[], bool],
+        on_wrong_base: Callable[[], object],
+    ) -> None:
         """Tell where this end holds an earlier version, for the next run. Arenas on GPUs are not looked at.
 
-        `ends_comparing` is asked during the run whether what is left to send must go whole.
+        `ends_comparing` is asked during the run whether what is left to send must go whole. `on_wrong_base`: see
+        ExchangeService.run.
 
         Raises:
             TransportError: an arena is not mapped here, or is shorter.
         """
         from refitd.copy_services.pieces import Base
 
-        self._ends_comparing = ends_comparing
+        self._ends_comparing, self._on_wrong_base = ends_comparing, on_wrong_base
         of_arena = {base.arena: base for base in bases if {base.arena, base.held_in} <= self._arenas.keys()}
         held_in = {base.arena: base.held_in for base in of_arena.values()}
         if held_in != self._held_in:
@@ -186,7 +194,9 @@ class ExchangeJob(PreparedJob):
                 from refitd.copy_services.device_stream import on_streams
 
                 streams.enter_context(on_streams(self._gpus, timeout, "what crosses between nodes"))
-            result = self._service.run(timeout, self._transfers, verify=verify, on_progress=progress)
+            result = self._service.run(
+                timeout, self._transfers, verify=verify, on_progress=progress, on_wrong_base=self._on_wrong_base
+            )
         return RunResult(
             self._receives,
             result.received_bytes,

@@ -211,7 +211,11 @@ class Worker:
 
         def perform() -> RunResult:
             if isinstance(prepared, ExchangeJob):
-                prepared.use(message.bases, partial(self._ends_comparing, run))
+                prepared.use(
+                    message.bases,
+                    ends_comparing=partial(self._ends_comparing, run),
+                    on_wrong_base=partial(self._daemon.say, sidecar.BaseWrong(run=run)),
+                )
             return prepared.run(verify=message.verify, on_progress=progress, timeout=message.timeout_s or None)
 
         self._perform(run, perform)
@@ -228,8 +232,7 @@ class Worker:
             result = perform()
         except DigestMismatch as exc:
             copy = exc.copy if exc.copy >= 0 else None
-            found = sidecar.RunFailed(run, str(exc), copy, differs=True, is_base_wrong=exc.is_base_wrong)
-            self._daemon.say(found)
+            self._daemon.say(sidecar.RunFailed(run, str(exc), copy, differs=True))
         except RefitdError as exc:
             self._daemon.say(sidecar.RunFailed(run=run, reason=str(exc)))
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ import torch
 
 import refitd
 from refitd import MXFP8Buffer
-from refitd.testing import Daemon, Engine, eventually
+from refitd.testing import Daemon, Engine, RunningSwap, eventually
 from tests.support import shards
 
 Nodes = tuple[Daemon, ...]
@@ -97,6 +99,32 @@ def test_what_changed_crosses_and_a_base_that_is_wrong_goes_live_nowhere(nodes: 
         report = pair.swap(version, publish=publish)
         pair.check()
         assert report.crossing.delta_bytes == 0, "whoever held a wrong base gets versions whole"
+    pair.close()
+
+
+@pytest.mark.slow
+def test_a_wrong_base_is_known_however_late_its_daemon_hears_of_it(nodes: Callable[..., Nodes]) -> None:
+    """The sender's node reports the difference first; the abort and the receiver's report then wait side by side."""
+    pair = Pair(nodes)
+    live = pair.empty(flips=True)
+    pair.add(live, "a", mode="flip")
+    pair.swap(1)
+    live["norm"].view(torch.int16)[900] ^= 1
+    changed(pair.held, 0.01, 2)
+    pair.source.publish(2)
+    (worker,) = pair.n1.workers()
+    os.kill(worker, signal.SIGSTOP)
+    with Engine(*pair.targets):
+        swapping = RunningSwap(pair.n0.connect(), "policy", 2)
+        eventually(lambda: "version=2 phase=stage" in pair.n1.log(), "the worker has been told")
+        os.kill(pair.n1.pid, signal.SIGSTOP)
+        os.kill(worker, signal.SIGCONT)
+        eventually(lambda: "phase=aborted" in pair.n0.log(), "the sender has reported it")
+        os.kill(pair.n1.pid, signal.SIGCONT)
+        with pytest.raises(refitd.SwapFailed, match="is not what"):
+            swapping.result()
+    assert pair.swap(2, publish=False).crossing.delta_bytes == 0
+    pair.check()
     pair.close()
 
 

@@ -117,7 +117,8 @@ def test_a_base_that_was_wrong_is_not_used_again() -> None:
     done(h, stage(h, "s1", 1, base=None))
     h.commit(target, "s1", 1)
     runs = stage(h, "s2", 2, base=1)
-    h.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="differs", is_base_wrong=True)))
+    h.feed(act.WorkerSaid(0, sidecar.BaseWrong(run=runs[0].run)))
+    h.feed(act.WorkerSaid(0, sidecar.RunFailed(run=runs[0].run, reason="differs", differs=True)))
     assert h.said(cluster.StageFailed)
     assert h.daemon.members[target].distrusts_base
     other, kept = crossing("target", 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -130,9 +132,22 @@ def test_a_base_that_was_changed_is_found_by_who_holds_it(ends: Ends) -> None:
     new, held = before.copy(), before.copy()
     new[5], held[70_000] = 1, 2
     place = np.zeros_like(held)
-    given_, taken = ends.exchange([based(new, before)], [based(place, held)])
-    assert isinstance(taken, DigestMismatch) and taken.is_base_wrong
-    assert isinstance(given_, DigestMismatch) and not given_.is_base_wrong
+    ends.services[0].send(0, based(new, before), 1)
+    ends.services[1].receive(0, based(place, held), 0)
+    named: list[int] = []
+
+    def run(rank: int) -> list[int]:
+        def on_wrong_base() -> None:
+            time.sleep(0.05)  # the other rank waits for this
+            named.append(rank)
+
+        with pytest.raises(DigestMismatch):
+            ends.services[rank].run(TIMEOUT_S, on_wrong_base=on_wrong_base)
+        return list(named)
+
+    with ThreadPoolExecutor(2) as threads:
+        known = list(threads.map(run, range(2)))
+    assert known == [[1], [1]], "who holds it says so before any rank knows that the run fails"
     assert held[70_000] == 2, "what is held is only read"
     # the ends can still be used, and whole messages need no base
     plain = ArenaPiece(place, 0, 2)

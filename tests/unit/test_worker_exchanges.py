@@ -98,7 +98,7 @@ class Looking(Noting):
 
     receive = send
 
-    def run(self, timeout: float, transfers: Any, *, verify: bool, on_progress: Any) -> Any:
+    def run(self, timeout: float, transfers: Any, *, verify: bool, on_progress: Any, on_wrong_base: Any) -> Any:
         from refitd.copy_services.exchange import ExchangeResult
 
         for _ in range(3):
@@ -123,17 +123,17 @@ def test_a_job_uses_the_bases_of_a_run_until_it_is_told_that_they_are_wanted() -
     job = exchanges.prepare("e", both.to_bytes())
     bases = (HeldBase(4, 5, "v1"), HeldBase(3, 3, "v1"), HeldBase(9, 9, "v1"))  # the last is in no row
     asked = iter([False, True, False])
-    job.use(bases, lambda: next(asked))
+    job.use(bases, ends_comparing=lambda: next(asked), on_wrong_base=list)
     job.run(verify=True, on_progress=lambda arrived: None)
     assert service.bases == [["v1", "v1"], ["v1", "v1"], [None, "v1"]], "what is received still needs its base"
     sent, received = service.pieces
     assert received.base.piece is received
-    job.use((HeldBase(4, 5, "v2"),), lambda: False)
+    job.use((HeldBase(4, 5, "v2"),), ends_comparing=lambda: False, on_wrong_base=list)
     assert sent.base.version == "v2" and received.base is None
     packed = torch_bytes(10)
     sent.base.piece.pack(0, 10, packed)
     assert packed.tolist() == [5] * 10
-    job.use((), lambda: False)
+    job.use((), ends_comparing=lambda: False, on_wrong_base=list)
     assert sent.base is None
 
 
