@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 from refitd.daemon.actions import Instruction, RestartWorker, ToClient, WriteArena
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.clock import CoordinatorClock
 from refitd.daemon.commits import Commits
 from refitd.daemon.controllers import LocalControllers
 from refitd.daemon.coordinator_link import CoordinatorLink
+from refitd.daemon.digest_work import DigestQueue
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.members import LocalMember
@@ -95,22 +94,11 @@ class Parts:
         self.plans = LocalPlans(node, workers, self.jobs, self.epochs, self.arenas.ask, out)
         self.permits = Permits(self.members, out)
         self.commits = Commits(workers, self.members, self.jobs, self.maps, out, self.replace_worker, self.exchange)
-        numbers = itertools.count(1).__next__  # of digest runs
-        self.proofs = Proofs(
-            node, workers, self.members, out, self.maps.need, self.maps.homes, self.is_swapping, numbers
-        )
-        self.spares = Spares(
-            node,
-            workers,
-            self.members,
-            out,
-            self.maps.need,
-            self.maps.homes,
-            self.is_swapping,
-            numbers,
-            self.commits.fence_behind,
-            lambda: self.link.say(self.update()),
-        )
+        self.digests = DigestQueue(node, workers, out, self.maps.need, self.maps.homes, self.is_swapping)
+        self.proofs = Proofs(self.members, self.digests, out)
+        tell = lambda: self.link.say(self.update())  # noqa: E731
+        self.spares = Spares(self.members, self.digests, out, self.commits.fence_behind, tell)
+        self.regions = RegionDigests(self.members, self.digests, out, self.replace_worker)
         self.swaps = LocalSwaps(
             node,
             workers,
@@ -127,9 +115,6 @@ class Parts:
         )
         self.controllers = LocalControllers(node, self.link, out)
         self.publishing = Publishing(self.swaps, self.link, self.reply)
-        self.regions = RegionDigests(
-            node, workers, self.members, out, self.maps.need, self.maps.homes, numbers, self.replace_worker
-        )
         self.registrations = LocalRegistrations(
             node,
             self.sessions,
@@ -181,6 +166,7 @@ class Parts:
         self.commits.member_left(member)
         self.proofs.left(member, reason)
         self.spares.left(member)
+        self.digests.left(member)
         if tell:
             self.link.say(cluster.RemoveShard(member=member.id, reason=reason))
         if keep:
@@ -219,13 +205,7 @@ class Parts:
         """Replace a worker whose current work is no longer wanted."""
         self.out.append(RestartWorker(worker))
         self.maps.renewed(worker)
-        self.stop_digesting(worker, died=False)
-
-    def stop_digesting(self, worker: int, *, died: bool) -> None:
-        """Requeue the digests of a worker that died or was replaced."""
-        self.proofs.worker_gone(worker, died=died)
-        self.spares.worker_gone(worker, died=died)
-        self.regions.worker_gone(worker, died=died)
+        self.digests.worker_gone(worker, died=False)
 
     def exchange(self, arena: int, other: int) -> None:
         """Note that two arenas have exchanged what they hold; replace workers that have mapped only one."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -11,15 +12,13 @@ import xxhash
 from refitd.addressing.copies import Addresses, region_addresses
 from refitd.addressing.places import PROCESS_MEMORY, Int64
 from refitd.buffers.blocks import DIGEST_BYTES, block_steps
-from refitd.daemon.actions import Instruction, ToCoordinator, ToWorker
+from refitd.daemon.actions import Instruction, ToCoordinator
 from refitd.daemon.blocks import RUN_BYTES, RUN_NUMBERS
+from refitd.daemon.digest_work import Batch, DigestQueue, Priority, QueuedWork
 from refitd.daemon.members import LocalMember
 from refitd.plan.regions import RegionTable
 from refitd.protocol import cluster, sidecar
 from refitd.protocol.base import clipped
-
-# how often a batch is retried after its worker died
-ATTEMPTS = 4
 
 
 class _Spans:
@@ -54,19 +53,9 @@ class _Spans:
         return sidecar.Span(arena, int(self._at.offset[row]), shape, strides, element, first, count, pid)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """Blocks begin:end of a member, digested together by one worker; `home` is that of their GPU, if any."""
-
-    member: int
-    begin: int
-    end: int
-    home: int | None
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request of the coordinator, until it is answered."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _RegionWork(QueuedWork):
+    """A request of the coordinator, until it is answered. The parts of its batches are members."""
 
     swap: str
     version: int
@@ -74,10 +63,19 @@ class _Asked:
     timeout_s: float
     members: list[LocalMember]
     spans: list[_Spans]  # of each member
-    left: list[_Batch]
-    unfinished: int  # batches
-    digests: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by (member, begin of the batch)
-    attempts: dict[_Batch, int] = field(default_factory=dict)
+
+    def request(self, run: int, batch: Batch) -> sidecar.TakeDigests:
+        """See QueuedWork.request."""
+        mine = self.spans[batch.part]
+        return sidecar.TakeDigests(run=run, spans=tuple(mine[block] for block in batch.blocks))
+
+    def row_digests(self) -> bytes:
+        """Return the digest of each region, of those of its blocks: 8 bytes a row, the members' one after another."""
+        taken = self.digests
+        counts = np.concatenate([np.zeros(1, np.int64), *(each.counts for each in self.spans)])
+        ends = (DIGEST_BYTES * np.cumsum(counts)).tolist()
+        rows = [xxhash.xxh3_64_intdigest(taken[a:b]) for a, b in itertools.pairwise(ends)]
+        return np.array(rows, "<u8").tobytes()
 
 
 class RegionDigests:
@@ -88,34 +86,27 @@ class RegionDigests:
 
     def __init__(
         self,
-        node: str,
-        workers: int,
         members: dict[str, LocalMember],
+        queue: DigestQueue,
         out: Callable[[Instruction], None],
-        need: Callable[[int, set[int]], None],
-        homes: Callable[[set[int]], dict[int, int]],
-        numbers: Callable[[], int],
         replace: Callable[[int, str], None],
     ) -> None:
-        self._node = node
-        self._workers = workers
+        """`replace(worker, reason)` ends what a worker does, and starts another."""
         self._members = members
+        self._queue = queue
         self._out = out
-        self._need = need
-        self._homes = homes
-        self._numbers = numbers
         self._replace = replace
-        self._asked: dict[str, _Asked] = {}  # by swap
-        self._runs: dict[int, tuple[_Asked, _Batch, int]] = {}  # run -> (request, batch, worker)
+        self._asked: dict[str, _RegionWork] = {}  # by swap
 
     def begin(self, message: cluster.DigestRegions, now: float) -> None:
         """Start digesting; if something prevents that, answer with the reason."""
+        node = self._queue.node
         members: list[LocalMember] = []
         for rank, name in zip(message.ranks, message.members, strict=False):
             member = self._members.get(name)
             if member is None or member.run != message.run or message.version not in member.held():
-                reason = f"source rank {rank}: version {message.version} is no longer held on node {self._node}"
-                self._out(ToCoordinator(0, cluster.RegionsDigested(swap=message.swap, reason=reason)))
+                reason = f"source rank {rank}: version {message.version} is no longer held on node {node}"
+                self._answer(message.swap, reason=reason)
                 return
             members.append(member)
         try:
@@ -125,36 +116,41 @@ class RegionDigests:
                 mine = table.select(np.flatnonzero(table.holder == holder))
                 spans.append(_Spans(mine, region_addresses(mine, member.source_places(message.version))))
         except (KeyError, ValueError) as exc:
-            reason = f"node {self._node}: the regions do not fit the tensors registered here: {exc}"
-            self._out(ToCoordinator(0, cluster.RegionsDigested(swap=message.swap, reason=clipped(reason))))
+            self._answer(message.swap, reason=f"node {node}: the regions do not fit the tensors registered here: {exc}")
             return
-        batches = [batch for number, each in enumerate(spans) for batch in self._batches(number, each)]
         for member in members:
             readers = member.readers_of(message.version)
             if readers is not None:
                 readers.add(message.swap)
-        limits = now + message.timeout_s, message.timeout_s
-        asked = _Asked(message.swap, message.version, *limits, members, spans, batches, len(batches))
-        self._asked[message.swap] = asked
-        if not batches:
-            self._finish(asked)
+        work = _RegionWork(
+            owner=self,
+            swap=message.swap,
+            version=message.version,
+            deadline=now + message.timeout_s,
+            timeout_s=message.timeout_s,
+            members=members,
+            spans=spans,
+            priority=Priority.SWAP,
+        )
+        batches = [(part, *batch) for part, each in enumerate(spans) for batch in self._batches(each)]
+        work.begin([Batch(number, blocks, home, part) for number, (part, blocks, home) in enumerate(batches)])
+        self._asked[message.swap] = work
+        self._queue.add(work)
 
-    def _batches(self, member: int, spans: _Spans) -> list[_Batch]:
+    def _batches(self, spans: _Spans) -> Iterator[tuple[range, int | None]]:
         """Cut blocks into batches of about RUN_BYTES, each of one home."""
         arenas, number_of = np.unique(spans.arenas, return_inverse=True)
-        homes = self._homes({arena for arena in arenas.tolist() if arena})
+        homes = self._queue.homes({arena for arena in arenas.tolist() if arena})
         home = np.array([homes.get(arena, -1) for arena in arenas.tolist()], np.int64)[number_of]
         moves = np.append(np.flatnonzero(np.diff(home)) + 1, len(home))
         nbytes = np.cumsum(spans.nbytes)
-        most = RUN_NUMBERS // spans.numbers
-        found, begin = [], 0
+        most, begin = RUN_NUMBERS // spans.numbers, 0
         while begin < len(home):
             before = int(nbytes[begin - 1]) if begin else 0
             end = int(np.searchsorted(nbytes, before + RUN_BYTES, side="right"))
             end = min(max(end, begin + 1), begin + most, int(moves[np.searchsorted(moves, begin, side="right")]))
-            found.append(_Batch(member, begin, end, int(home[begin]) if home[begin] >= 0 else None))
+            yield range(begin, end), int(home[begin]) if home[begin] >= 0 else None
             begin = end
-        return found
 
     @property
     def next_deadline(self) -> float | None:
@@ -164,89 +160,52 @@ class RegionDigests:
     def expire(self, now: float) -> None:
         """Fail requests past their deadline and replace the workers that still run them."""
         for asked in [asked for asked in self._asked.values() if now >= asked.deadline]:
-            late = sorted({worker for of, _, worker in self._runs.values() if of is asked})
+            late = self._queue.workers_of(asked)
             who = f"; workers {late} are replaced" if late else ""
-            reason = f"node {self._node} has not read its sources within {asked.timeout_s:.1f} s{who}"
-            self._end(asked, reason=f"{reason} (allow more time, or set check_replicas = false)")
+            reason = f"node {self._queue.node} has not read its sources within {asked.timeout_s:.1f} s{who}"
+            self._queue.drop(asked)
+            self.failed(asked, f"{reason} (allow more time, or set check_replicas = false)")
             for worker in late:
                 self._replace(worker, f"it has not read sources for swap {asked.swap} in time")
 
-    def dispatch(self) -> None:
-        """Give each idle worker its next batch."""
-        busy = {worker for _, _, worker in self._runs.values()}
-        for worker in (w for w in range(self._workers) if w not in busy):
-            for asked in self._asked.values():
-                at = next((i for i, b in enumerate(asked.left) if b.home in (None, worker)), None)
-                if at is not None:
-                    self._send(asked, asked.left.pop(at), worker)
-                    break
-
-    def _send(self, asked: _Asked, batch: _Batch, worker: int) -> None:
-        number, mine = self._numbers(), asked.spans[batch.member]
-        spans = tuple(mine[at] for at in range(batch.begin, batch.end))
-        self._runs[number] = asked, batch, worker
-        self._need(worker, {span.arena for span in spans if not span.pid})
-        self._out(ToWorker(worker, sidecar.TakeDigests(run=number, spans=spans)))
-
-    def worker_said(self, message: sidecar.DigestsTaken) -> bool:
-        """Handle a worker's digests; return False if they were not requested here."""
-        found = self._runs.pop(message.run, None)
-        if found is None:
-            return False
-        asked, batch, worker = found
-        if self._asked.get(asked.swap) is not asked:
-            return True
-        count = batch.end - batch.begin
-        if message.reason or len(message.digests) != DIGEST_BYTES * count:
-            reason = message.reason or f"{len(message.digests)} bytes of digests for {count} spans"
-            self._end(asked, reason=f"worker {worker} of node {self._node}: {reason}")
-            return True
-        asked.digests[batch.member, batch.begin] = message.digests
-        asked.unfinished -= 1
-        if not asked.unfinished:
-            self._finish(asked)
-        return True
-
-    def worker_gone(self, worker: int, *, died: bool) -> None:
-        """Requeue the batches of a worker that died or was replaced."""
-        for number, (asked, batch, whose) in list(self._runs.items()):
-            if whose != worker:
-                continue
-            del self._runs[number]
-            if self._asked.get(asked.swap) is not asked:
-                continue
-            attempts = asked.attempts[batch] = asked.attempts.get(batch, 0) + died
-            if attempts < ATTEMPTS:
-                asked.left.append(batch)
-            else:
-                self._end(
-                    asked, reason=f"workers of node {self._node} died {ATTEMPTS} times while they read its sources"
-                )
-
     def forget(self, swap: str) -> None:
         """Forget the request of a swap that has ended."""
-        self._asked.pop(swap, None)
+        asked = self._asked.pop(swap, None)
+        if asked is not None:
+            self._queue.drop(asked)
 
     def stop(self) -> None:
         """Forget all requests: a new coordinator does not know them."""
-        self._asked.clear()
+        for swap in list(self._asked):
+            self.forget(swap)
 
-    def _finish(self, asked: _Asked) -> None:
-        for member in asked.members:
-            if self._members.get(member.id) is not member or asked.version not in member.held():
-                self._end(asked, reason=f"{member.id}: version {asked.version} was taken back while it was compared")
-                return
-        taken = b"".join(digests for _, digests in sorted(asked.digests.items()))
-        ends = DIGEST_BYTES * np.cumsum(np.concatenate([np.zeros(1, np.int64), *(each.counts for each in asked.spans)]))
-        rows = [
-            xxhash.xxh3_64_intdigest(taken[a:b]) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-        ]
-        self._end(asked, np.array(rows, "<u8").tobytes())
+    # --- what the queue asks and tells (WorkOwner) --------------------------------------------------------
 
-    def _end(self, asked: _Asked, digests: bytes = b"", reason: str = "") -> None:
-        del self._asked[asked.swap]
-        answer = cluster.RegionsDigested(swap=asked.swap, digests=digests, reason=clipped(reason))
-        self._out(ToCoordinator(0, answer))
+    def is_wanted(self, work: _RegionWork) -> bool:
+        """Whether all sources still hold the version that is compared."""
+        return not self._lost(work)
+
+    def unwanted(self, work: _RegionWork) -> None:
+        """Name the source that holds it no longer."""
+        lost = self._lost(work)
+        self.failed(work, f"{lost}: version {work.version} was taken back while it was compared")
+
+    def done(self, work: _RegionWork) -> None:
+        """Answer with the digests."""
+        del self._asked[work.swap]
+        self._answer(work.swap, work.row_digests())
+
+    def failed(self, work: _RegionWork, reason: str) -> None:
+        """Answer with the reason."""
+        del self._asked[work.swap]
+        self._answer(work.swap, reason=reason)
+
+    def _lost(self, work: _RegionWork) -> str:
+        held = (m.id for m in work.members if self._members.get(m.id) is not m or work.version not in m.held())
+        return next(held, "")
+
+    def _answer(self, swap: str, digests: bytes = b"", reason: str = "") -> None:
+        self._out(ToCoordinator(0, cluster.RegionsDigested(swap=swap, digests=digests, reason=clipped(reason))))
 
 
 def _flattened(sizes: list[int], strides: list[int], element: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

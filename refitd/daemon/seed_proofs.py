@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from refitd.daemon.blocks import Blocks
-from refitd.daemon.digest_work import DigestQueue, DigestWork
+from refitd.daemon.digest_work import BlockWork, DigestQueue, Priority, WorkOwner
 from refitd.daemon.members import LocalMember
 
 
@@ -16,10 +15,11 @@ class SeedProofs:
         self,
         members: dict[str, LocalMember],
         queue: DigestQueue,
-        blocks_of: Callable[[LocalMember], Blocks],
+        owner: WorkOwner[BlockWork],
         log: Callable[..., None],
     ) -> None:
-        self._members, self._queue, self._blocks_of, self._log = members, queue, blocks_of, log
+        """`owner` passes on what the queue says of work on seeds."""
+        self._members, self._queue, self._owner, self._log = members, queue, owner, log
         # (member, tensors, whom to tell) of seeds whose first digests are being taken
         self._unproven: list[tuple[str, Collection[str], Callable[[str], None]]] = []
 
@@ -31,27 +31,36 @@ class SeedProofs:
         """
         version = member.state.version
         if member.proof is None:
-            begun = [w for w in self._queue.work if w.member == member.id and w.what == "stored"]
+            begun = self._queue.begun(member.id, "stored")
             for work in begun:
-                work.is_urgent = True
+                work.priority = Priority.SWAP
             if begun:
                 self._unproven.append((member.id, tensors, then))
             else:
                 then(f"the digest of version {version} could not be taken when it went live" * member.is_proven_live)
             return
-        blocks = self._blocks_of(member)
-        work = DigestWork(member.id, "seed", member.proof.version, blocks, member.decided_places(), True)
-        work.chosen, work.then = blocks.of(tensors), then
-        self._queue.add(work)
+        blocks = self._queue.blocks_of(member)
+        work = BlockWork(
+            owner=self._owner,
+            member=member.id,
+            what="seed",
+            version=member.proof.version,
+            blocks=blocks,
+            places=member.decided_places(),
+            chosen=blocks.of(tensors),
+            then=then,
+            priority=Priority.SWAP,
+        )
+        self._queue.add_blocks(work)
 
-    def read(self, work: DigestWork, member: LocalMember, digests: bytes) -> None:
+    def read(self, work: BlockWork, member: LocalMember) -> None:
         """Compare a seed's digests, which have been taken now, with the known ones."""
         known = member.proof
         if known is None or known.version != work.version:
             work.then(f"it serves version {work.version} no longer")
             return
         assert work.chosen is not None
-        different = work.blocks.differing(digests, known.digests, work.chosen)
+        different = work.blocks.differing(work.digests, known.digests, work.chosen)
         if not different:
             work.then("")
             return

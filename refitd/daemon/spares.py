@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from refitd.daemon.actions import Instruction, ToCoordinator
-from refitd.daemon.blocks import Blocks
-from refitd.daemon.digest_work import DigestQueue, DigestWork
+from refitd.daemon.digest_work import BlockWork, DigestQueue, Priority
 from refitd.daemon.members import LocalMember, Proof
 from refitd.daemon.target_state import SpareStaged, step_of
 from refitd.errors import IllegalTransition, RefusedError
 from refitd.events import Log
-from refitd.protocol import cluster, sidecar
+from refitd.protocol import cluster
 from refitd.protocol.base import clipped
 
 
@@ -27,14 +26,9 @@ class Spares:
 
     def __init__(
         self,
-        node: str,
-        workers: int,
         members: dict[str, LocalMember],
+        queue: DigestQueue,
         out: Callable[[Instruction], None],
-        need: Callable[[int, set[int]], None],
-        homes: Callable[[set[int]], dict[int, int]],
-        is_swapping: Callable[[], bool],
-        numbers: Callable[[], int],
         fence: Callable[[LocalMember, str], None],
         update: Callable[[], None],
     ) -> None:
@@ -42,14 +36,12 @@ class Spares:
 
         `update()` tells the coordinator of members that it has not been told of: it goes back in other ways then.
         """
-        self._node = node
         self._members = members
+        self._queue = queue
         self._out = out
         self._fence = fence
         self._update = update
-        self._queue = DigestQueue(node, workers, out, need, homes, is_swapping, numbers, self._done, self._failed)
         self._staging: dict[str, tuple[cluster.StageSpare, list[LocalMember]]] = {}  # by swap
-        self._blocks: dict[str, Blocks] = {}  # by member; they take long to make for very many tensors
         self._later: set[str] = set()  # members whose other arena is to be read from the next tick on
 
     # --- a rollback ---------------------------------------------------------------------------------------
@@ -62,7 +54,7 @@ class Spares:
         self._staging[message.swap] = message, members
         for member in members:
             if member.verifies and member.spare_found is None:
-                self._compare(member, "spare", is_urgent=True)
+                self._compare(member, "spare", Priority.SWAP)
         self._go_on()
 
     def abort(self, swap: str) -> None:
@@ -80,10 +72,10 @@ class Spares:
         try:
             for member_id, member in members:
                 if member is None:
-                    raise RefusedError(f"{member_id} is no longer registered on node {self._node}")
+                    raise RefusedError(f"{member_id} is no longer registered on node {self._queue.node}")
                 step_of(member.state, event)  # all of them first: a refusal changes nothing
         except (RefusedError, IllegalTransition) as exc:
-            self._stage_failed(message.swap, f"node {self._node}", clipped(str(exc)))
+            self._stage_failed(message.swap, f"node {self._queue.node}", clipped(str(exc)))
             return None
         return [member for _, member in members if member is not None]
 
@@ -116,66 +108,59 @@ class Spares:
 
     def exchanged(self, member: LocalMember) -> None:
         """The member has exchanged its arenas. `proof` is there already if it has gone back."""
-        self._queue.drop(lambda work: work.member == member.id)
+        self._queue.drop_blocks(member.id, "spare", "returned")
         if member.verifies and member.state.spare is not None:
             self._later.add(member.id)
         if member.proof is not None:
-            self._compare(member, "live", is_urgent=True)
+            self._compare(member, "returned", Priority.ASKED)
 
     def left(self, member: LocalMember) -> None:
-        """Drop the work of a member that has gone."""
-        self._queue.drop(lambda work: work.member == member.id)
+        """Forget a member that has gone."""
         self._later.discard(member.id)
-        self._blocks.pop(member.id, None)
 
     def tick(self) -> None:
         """Let work in the background begin."""
         for member in [self._members[name] for name in sorted(self._later) if name in self._members]:
-            begun = any(work.member == member.id and work.what == "spare" for work in self._queue.work)
-            if member.state.spare is not None and member.spare_found is None and not begun:
-                self._compare(member, "spare", is_urgent=False)
+            if member.state.spare is not None and member.spare_found is None:
+                self._compare(member, "spare", Priority.BACKGROUND)
         self._later.clear()
-        for work in self._queue.work:
-            work.is_due = True
 
-    def dispatch(self) -> None:
-        """Give idle workers their next batch."""
-        self._queue.drop(lambda work: not self._is_wanted(work))
-        self._queue.dispatch()
-
-    def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
-        """Handle a worker's results."""
-        self._queue.worker_said(message)
-
-    def worker_gone(self, worker: int, *, died: bool) -> None:
-        """Requeue the batches of a worker that died or was replaced."""
-        self._queue.worker_gone(worker, died=died)
-
-    def _compare(self, member: LocalMember, what: Literal["spare", "live"], *, is_urgent: bool) -> None:
-        begun = [work for work in self._queue.work if work.member == member.id and work.what == what]
+    def _compare(self, member: LocalMember, what: Literal["spare", "returned"], priority: Priority) -> None:
+        begun = self._queue.begun(member.id, what)
         for work in begun:
-            work.is_urgent |= is_urgent
+            work.priority = max(work.priority, priority)
         if begun:
             return
         places, version = member.live, member.state.version
         if what == "spare":
             places, version = member.held_places(), member.state.spare
         assert version is not None
-        blocks = self._blocks.get(member.id)
-        if blocks is None:
-            blocks = self._blocks[member.id] = Blocks(member)
-        self._queue.add(DigestWork(member.id, what, version, blocks, places, is_urgent))
+        blocks = self._queue.blocks_of(member)
+        work = BlockWork(
+            owner=self,
+            member=member.id,
+            what=what,
+            version=version,
+            blocks=blocks,
+            places=places,
+            priority=priority,
+        )
+        self._queue.add_blocks(work)
 
-    def _is_wanted(self, work: DigestWork) -> bool:
+    # --- what the queue asks and tells (WorkOwner) -------------------------------------------------------
+
+    def is_wanted(self, work: BlockWork) -> bool:
+        """Whether the arena still holds this version."""
         state = self._members[work.member].state
         return (state.spare if work.what == "spare" else state.version) == work.version
 
-    def _done(self, work: DigestWork) -> None:
-        member = self._members.get(work.member)
-        if member is None or not self._is_wanted(work):
-            return
+    def unwanted(self, work: BlockWork) -> None:
+        """Nobody waits for it: a rollback to that version has been refused."""
+
+    def done(self, work: BlockWork) -> None:
+        """Compare the digests with those of when the version was live."""
+        member, digests = self._members[work.member], work.digests
         known = member.spare_proof if work.what == "spare" else member.proof
-        digests = b"".join(found for _, found in sorted(work.results.items()) if isinstance(found, bytes))
         if work.what == "spare" and (known is None or known.version != work.version):
             # it was replaced before its digest could be taken: it is held to what it is now
             known = member.spare_proof = Proof(work.version, digests)
@@ -191,7 +176,8 @@ class Spares:
         elif wrong:
             self._fence(member, wrong)
 
-    def _failed(self, work: DigestWork, reason: str) -> None:
+    def failed(self, work: BlockWork, reason: str) -> None:
+        """Have no rollback take what cannot be read."""
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
         member = self._members.get(work.member)
         if member is not None and work.what == "spare":

@@ -70,10 +70,7 @@ class DaemonState(Parts):
                 if isinstance(message, sidecar.WorkerReady):
                     self.worker_pids[worker] = message.pid
                 elif isinstance(message, sidecar.DigestsTaken | sidecar.SpansCompared):
-                    is_mine = isinstance(message, sidecar.DigestsTaken) and self.regions.worker_said(message)
-                    if not is_mine:
-                        self.proofs.worker_said(message)
-                        self.spares.worker_said(message)
+                    self.digests.worker_said(message)
                 else:
                     self.swaps.worker_said(worker, message)
             case WorkerDied(worker, how):
@@ -81,7 +78,7 @@ class DaemonState(Parts):
             case WorkerStarted(worker):
                 self.log("worker-started", worker=worker)
                 self.maps.renewed(worker)
-                self.stop_digesting(worker, died=False)
+                self.digests.worker_gone(worker, died=False)
             case Problems(texts):
                 self.problems = texts
             case NotSent(worker, message, reason):
@@ -107,9 +104,7 @@ class DaemonState(Parts):
                 self.regions.expire(now)
             case Tick():
                 self._tick()
-        self.regions.dispatch()
-        self.proofs.dispatch()
-        self.spares.dispatch()
+        self.digests.dispatch()
         done = self.out[:]
         self.out.clear()
         self.timeline.watch(event, done, now)
@@ -146,7 +141,7 @@ class DaemonState(Parts):
         pid = self.worker_pids.pop(worker, 0)
         self.log("worker-died", worker=worker, pid=pid, how=how)
         self.maps.renewed(worker)
-        self.stop_digesting(worker, died=True)
+        self.digests.worker_gone(worker, died=True)
         who = f"worker {worker} (pid {pid})" if pid else f"worker {worker}"  # no pid if it died early
         self.swaps.worker_died(worker, f"{who} on node {self.node} (host {self.host})", how)
 
@@ -157,6 +152,7 @@ class DaemonState(Parts):
         self.proofs.expire(self.now)
         self.proofs.tick()
         self.spares.tick()
+        self.digests.tick()
         self.regions.expire(self.now)
         self.arenas.expire(self.now)
         self.publishing.expire(self.members.values(), self.now)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import xxhash
 
+from refitd.addressing.places import Places
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
-from refitd.daemon.blocks import Blocks
-from refitd.daemon.digest_work import DigestQueue, DigestWork
+from refitd.daemon.digest_work import BlockWork, DigestQueue, Priority
 from refitd.daemon.members import LocalMember, Proof
 from refitd.daemon.seed_proofs import SeedProofs
 from refitd.daemon.target_state import Live, Step
 from refitd.events import Log
-from refitd.protocol import cluster, local, sidecar
+from refitd.protocol import cluster, local
 from refitd.protocol.base import clipped
 from refitd.protocol.reports import Difference
 from refitd.states import ProofState
@@ -62,26 +63,18 @@ class Proofs:
 
     def __init__(
         self,
-        node: str,
-        workers: int,
         members: dict[str, LocalMember],
+        queue: DigestQueue,
         out: Callable[[Instruction], None],
-        need: Callable[[int, set[int]], None],
-        homes: Callable[[set[int]], dict[int, int]],
-        is_swapping: Callable[[], bool],
-        numbers: Callable[[], int],
     ) -> None:
-        self._node = node
         self._members = members
+        self._queue = queue
         self._out = out
-        self._next = numbers
-        self._queue = DigestQueue(node, workers, out, need, homes, is_swapping, numbers, self._done, self._failed)
+        self._next = itertools.count(1).__next__
         self._checks: dict[str, _MemberCheck] = {}
         self._asked: list[_RequestedCheck] = []
-        # by member; cached since they never change, and take long to build for very many tensors
-        self._blocks: dict[str, Blocks] = {}
         self._later: set[str] = set()  # members whose digests are due at the next tick
-        self.seeds = SeedProofs(members, self._queue, self._blocks_of, self._log)
+        self.seeds = SeedProofs(members, queue, self, self._log)
 
     # --- what happens to members --------------------------------------------------------------------------
 
@@ -89,12 +82,12 @@ class Proofs:
         """The member has committed its staging arena: schedule its digests, and restart a check under way."""
         if not member.flips or member.proof is None or member.proof.version != member.state.version:
             member.proof = None  # a version that goes live again by an exchange keeps its first digests
-        self._drop_work(member.id)
+        self._queue.drop_blocks(member.id)
         if member.proof is not None:
             pass
         elif member.verifies and member.is_proven_live:
             # the engine may change tensors that were written in place: digest them at once
-            self._take_stored(member, is_urgent=True)
+            self._take_stored(member, Priority.ASKED)
         elif member.verifies:
             self._later.add(member.id)  # for very many tensors this takes long, and must not delay the end of the swap
         check = self._checks.get(member.id)
@@ -108,9 +101,7 @@ class Proofs:
 
     def left(self, member: LocalMember, reason: str) -> None:
         """Drop the work of a member that has gone, and answer its checks."""
-        self._drop_work(member.id)
         self.seeds.left(member)
-        self._blocks.pop(member.id, None)
         check = self._checks.pop(member.id, None)
         if check is not None:
             for asked in [*check.asked, *check.later]:
@@ -128,13 +119,13 @@ class Proofs:
 
         asked = _RequestedCheck(now + message.timeout_s, message.timeout_s, set(message.members), tell)
         if len(self._asked) >= MAX_ASKED:
-            self._expire(asked, f"node {self._node} has {MAX_ASKED} checks under way already")
+            self._expire(asked, f"node {self._queue.node} has {MAX_ASKED} checks under way already")
             return
         self._asked.append(asked)
         for member_id in sorted(asked.left):
             member = self._members.get(member_id)
             if member is None or member.is_source:
-                gone = f"it is not registered on node {self._node} any more"
+                gone = f"it is not registered on node {self._queue.node} any more"
                 self._tell(asked, cluster.MemberChecked(member=member_id, state=ProofState.UNKNOWN, reason=gone))
             elif (check := self._checks.get(member_id)) is not None:
                 check.later.append(asked)
@@ -153,7 +144,7 @@ class Proofs:
         places = member.held_places()
         if member.content:
             places = places.at_offsets(member.content)
-        self._queue.add(DigestWork(member.id, "live", check.version, self._blocks_of(member), places, True))
+        self._read(member, "live", check.version, places)
 
     def is_checking(self, member: LocalMember) -> bool:
         """Whether a check of this member is under way."""
@@ -165,7 +156,7 @@ class Proofs:
             return True
         if member.state.step is Step.RESTORING:
             return self.is_checking(member)  # until that has ended its process cannot write it
-        return any(work.member == member.id and work.what == "stored" for work in self._queue.work)
+        return bool(self._queue.begun(member.id, "stored"))
 
     @property
     def next_deadline(self) -> float | None:
@@ -183,12 +174,10 @@ class Proofs:
         """Let background work begin: it waits for a tick."""
         for member_id in sorted(self._later):
             member = self._members.get(member_id)
-            begun = any(w.member == member_id and w.what == "stored" for w in self._queue.work)
+            begun = self._queue.begun(member_id, "stored")
             if member is not None and not begun and member.proof is None and member.state.holds == member.state.version:
-                self._take_stored(member, is_urgent=False)
+                self._take_stored(member, Priority.BACKGROUND)
         self._later.clear()
-        for work in self._queue.work:
-            work.is_due = True
 
     def _expire(self, asked: _RequestedCheck, reason: str = "") -> None:
         for member_id in sorted(asked.left):
@@ -206,11 +195,12 @@ class Proofs:
         within = f"within {timeout_s:.1f} s"
         if check is not None and member is not None and check.phase != "stored" and not member.is_read_by_workers:
             return (
-                f"its process (pid {member.pid} on node {self._node}) has not read its tensors {within}: it is "
+                f"its process (pid {member.pid} on node {self._queue.node}) has not read its tensors {within}: it is "
                 "stopped, or too busy; look at it"
             )
         what = "its staging arena" if check is None or check.phase == "stored" else "its live tensors"
-        return f"the workers of node {self._node} have not read {what} {within}; they are stopped, or busy with a swap"
+        who = f"the workers of node {self._queue.node}"
+        return f"{who} have not read {what} {within}; they are stopped, or busy with a swap"
 
     def _begin(self, member: LocalMember, asked: list[_RequestedCheck]) -> None:
         check = _MemberCheck(member.id, self._next(), -1, asked)
@@ -227,11 +217,11 @@ class Proofs:
             self._read_live(check, member)
             return
         check.phase = "stored"
-        begun = [w for w in self._queue.work if w.member == member.id and w.what == "stored"]
+        begun = self._queue.begun(member.id, "stored")
         for work in begun:
-            work.is_urgent = True
+            work.priority = max(work.priority, Priority.ASKED)
         if not begun and not member.is_proven_live:
-            self._take_stored(member, is_urgent=True)
+            self._take_stored(member, Priority.ASKED)
         elif not begun:
             # its live tensors may have changed since; their digest would prove nothing
             reason = f"the digest of version {member.state.version} could not be taken after it was written; swap again"
@@ -262,7 +252,7 @@ class Proofs:
         check.attempts += 1
         check.number = self._next()
         check.differing = []
-        self._queue.drop(lambda work: work.member == check.member and work.what in ("live", "compare"))
+        self._queue.drop_blocks(check.member, "live", "compare")
         member = self._members.get(check.member)
         if member is None or check.attempts > ATTEMPTS:
             reason = f"versions were staged or taken over {check.attempts - 1} times while it was read; ask again"
@@ -272,19 +262,42 @@ class Proofs:
 
     # --- steps of a check ---------------------------------------------------------------------------------
 
-    def _take_stored(self, member: LocalMember, *, is_urgent: bool) -> None:
-        if member.state.holds is None:
-            return
-        blocks, places = self._blocks_of(member), member.decided_places()
-        self._queue.add(DigestWork(member.id, "stored", member.state.holds, blocks, places, is_urgent))
+    def _take_stored(self, member: LocalMember, priority: Priority) -> None:
+        if member.state.holds is not None:
+            self._read(member, "stored", member.state.holds, member.decided_places(), priority)
+
+    def _read(
+        self,
+        member: LocalMember,
+        what: Literal["stored", "live", "compare"],
+        version: int,
+        places: Places,
+        priority: Priority = Priority.ASKED,
+        *,
+        others: Places | None = None,
+        chosen: Sequence[int] | None = None,
+    ) -> None:
+        work = BlockWork(
+            owner=self,
+            member=member.id,
+            what=what,
+            version=version,
+            blocks=self._queue.blocks_of(member),
+            places=places,
+            others=others,
+            chosen=chosen,
+            priority=priority,
+        )
+        self._queue.add_blocks(work)
 
     def _read_live(self, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "live"
-        blocks = self._blocks_of(member)
         if member.is_read_by_workers:
-            self._queue.add(DigestWork(member.id, "live", check.version, blocks, member.live, True))
+            self._read(member, "live", check.version, member.live)
         elif member.session is not None:
-            message = local.DigestLive(member=member.id, check=check.number, steps=tuple(blocks.steps.tolist()))
+            message = local.DigestLive(
+                member=member.id, check=check.number, steps=tuple(self._queue.blocks_of(member).steps.tolist())
+            )
             self._out(ToClient(member.session, 0, message))
 
     def _live_read(self, check: _MemberCheck, digests: bytes) -> None:
@@ -300,7 +313,7 @@ class Proofs:
         if len(digests) != len(proof.digests):
             self._end(check, ProofState.UNKNOWN, f"{len(digests)} bytes of digests came, expected {len(proof.digests)}")
             return
-        blocks = self._blocks_of(member)
+        blocks = self._queue.blocks_of(member)
         check.differing = blocks.differing(digests, proof.digests, range(len(blocks)))
         if not check.differing:
             self._end(check, ProofState.PROVEN)
@@ -315,12 +328,11 @@ class Proofs:
 
     def _locate(self, check: _MemberCheck, member: LocalMember) -> None:
         check.phase = "compare"
-        blocks, located = self._blocks_of(member), check.differing[:MAX_DIFFERENCES]
+        located = check.differing[:MAX_DIFFERENCES]
         if member.live:
-            work = DigestWork(member.id, "compare", check.version, blocks, member.live, True, member.held_places())
-            work.chosen = located
-            self._queue.add(work)
+            self._read(member, "compare", check.version, member.live, others=member.held_places(), chosen=located)
         elif member.session is not None:
+            blocks = self._queue.blocks_of(member)
             columns = (column[located].tolist() for column in (blocks.tensor, blocks.first, blocks.count))
             wanted = tuple(zip(*columns, strict=True))
             message = local.CompareLive(member=member.id, check=check.number, blocks=wanted)
@@ -334,7 +346,7 @@ class Proofs:
         self._differs(check, found if valid else [])
 
     def _differs(self, check: _MemberCheck, found: list[tuple[int, int, int]]) -> None:
-        blocks = self._blocks_of(self._members[check.member])
+        blocks = self._queue.blocks_of(self._members[check.member])
         differences = tuple(
             blocks.difference(block, found[i] if i < len(found) else None)
             for i, block in enumerate(check.differing[:MAX_DIFFERENCES])
@@ -359,7 +371,7 @@ class Proofs:
             state=state,
             version=check.version if state != ProofState.UNKNOWN else serves,
             reason=clipped(reason),
-            bytes=self._blocks_of(member).nbytes if member is not None and known else 0,
+            bytes=self._queue.blocks_of(member).nbytes if member is not None and known else 0,
             digest=xxhash.xxh3_128_hexdigest(member.proof.digests) if member and member.proof and known else "",
             form=member.form if member is not None else "",
             blocks=len(check.differing) if state == ProofState.DIFFERS else 0,
@@ -397,91 +409,60 @@ class Proofs:
             case _:
                 pass
 
-    # --- workers ------------------------------------------------------------------------------------------
+    # --- what the queue asks and tells (WorkOwner) -------------------------------------------------------
 
-    def dispatch(self) -> None:
-        """Give idle workers their next batch."""
-        for work in [work for work in self._queue.work if not self._is_wanted(work)]:
-            self._unwanted(work)
-        self._queue.dispatch()
-
-    def worker_said(self, message: sidecar.DigestsTaken | sidecar.SpansCompared) -> None:
-        """Handle a worker's results."""
-        self._queue.worker_said(message)
-
-    def worker_gone(self, worker: int, *, died: bool) -> None:
-        """Requeue the batches of a worker that died or was replaced."""
-        self._queue.worker_gone(worker, died=died)
-
-    def _is_wanted(self, work: DigestWork) -> bool:
+    def is_wanted(self, work: BlockWork) -> bool:
+        """Whether the tensors to be read still hold this version."""
         member = self._members.get(work.member)
         return member is not None and (work.what == "live" or member.state.holds == work.version)
 
-    def _unwanted(self, work: DigestWork) -> None:
-        """Drop work whose version the staging arena no longer holds, and end or restart its check."""
-        self._queue.drop(lambda other: other is work)
+    def unwanted(self, work: BlockWork) -> None:
+        """End or restart the check of a version that the staging arena no longer holds."""
         if work.what == "seed":
             work.then(f"it serves version {work.version} no longer")
         elif work.what == "stored":
             self.seeds.taken(work.member)
-        check = self._checks.get(work.member)
-        if check is None or check.phase != work.what:
-            return
-        if work.what == "compare":
+        check = self._check_of(work)
+        if check is not None and work.what == "compare":
             self._differs(check, [])
-        else:
+        elif check is not None:
             self._again(check)
 
-    def _done(self, work: DigestWork) -> None:
-        member = self._members.get(work.member)
-        if member is None or not self._is_wanted(work):
-            self._unwanted(work)
-            return
-        check = self._checks.get(work.member)
-        if check is not None and check.phase != work.what:
-            check = None
-        results = [found for _, found in sorted(work.results.items())]
-        if work.what == "compare":
-            if check is not None:
-                self._located(check, [found for each in results if isinstance(each, tuple) for found in each])
-            return
-        digests = b"".join(found for found in results if isinstance(found, bytes))
-        if work.what == "seed":
-            self.seeds.read(work, member, digests)
-            return
-        if work.what == "live":
-            if check is not None:
-                self._live_read(check, digests)
-            return
-        member.proof = Proof(work.version, digests)
-        self._log("digests", member=member.id, version=work.version, blocks=work.total)
-        self.seeds.taken(member.id)
-        if check is not None:
-            self._start(check, member)
+    def done(self, work: BlockWork) -> None:
+        """Go on with what waited for this."""
+        member, check = self._members[work.member], self._check_of(work)
+        match work.what:
+            case "seed":
+                self.seeds.read(work, member)
+            case "stored":
+                member.proof = Proof(work.version, work.digests)
+                self._log("digests", member=member.id, version=work.version, blocks=len(work.blocks))
+                self.seeds.taken(member.id)
+                if check is not None:
+                    self._start(check, member)
+            case "live" if check is not None:
+                self._live_read(check, work.digests)
+            case "compare" if check is not None:
+                self._located(check, [found for each in work.found if isinstance(each, tuple) for found in each])
 
-    def _failed(self, work: DigestWork, reason: str) -> None:
+    def failed(self, work: BlockWork, reason: str) -> None:
+        """Tell who waited for this that it cannot be known."""
         self._log("digests-failed", member=work.member, what=work.what, reason=reason)
         if work.what == "seed":
             work.then(reason)
         elif work.what == "stored":
             self.seeds.taken(work.member)
-        check = self._checks.get(work.member)
-        if check is not None and check.phase == work.what:
-            if work.what == "compare":
-                self._differs(check, [])
-            else:
-                self._end(check, ProofState.UNKNOWN, reason)
+        check = self._check_of(work)
+        if check is not None and work.what == "compare":
+            self._differs(check, [])
+        elif check is not None:
+            self._end(check, ProofState.UNKNOWN, reason)
 
-    def _drop_work(self, member: str) -> None:
-        self._queue.drop(lambda work: work.member == member)
+    def _check_of(self, work: BlockWork) -> _MemberCheck | None:
+        check = self._checks.get(work.member)
+        return check if check is not None and check.phase == work.what else None
 
     # --- details ------------------------------------------------------------------------------------------
-
-    def _blocks_of(self, member: LocalMember) -> Blocks:
-        blocks = self._blocks.get(member.id)
-        if blocks is None:
-            blocks = self._blocks[member.id] = Blocks(member)
-        return blocks
 
     def _log(self, event: str, **fields: object) -> None:
         self._out(Log(event, fields))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
 from math import prod
@@ -17,6 +16,7 @@ from refitd.buffers.layout import packed_offsets, row_major_strides
 from refitd.client.checks import LiveChecks
 from refitd.client.tensors import TensorSet
 from refitd.daemon import actions as act
+from refitd.daemon.digest_work import DigestQueue
 from refitd.daemon.members import Arena, LocalMember, new_member
 from refitd.daemon.target_state import Live
 from refitd.daemon.verification import Proofs
@@ -82,16 +82,15 @@ class Node:
         self.said: list[Message] = []
         self.is_swapping = False
         self.gpus: dict[int, int] = {}  # arena -> worker
-        self.proofs = Proofs(
+        self.digests = DigestQueue(
             "n0",
             2,
-            {self.member.id: self.member},
             self.out.append,
             lambda *_: None,
             lambda arenas: {a: w for a, w in self.gpus.items() if a in arenas},
             lambda: self.is_swapping,
-            itertools.count(1).__next__,
         )
+        self.proofs = Proofs({self.member.id: self.member}, self.digests, self.out.append)
         for i in range(len(shapes)):
             self.write(i, self.staged(i))
         if way == "in-place":  # its digest can be taken at that time only
@@ -118,14 +117,14 @@ class Node:
 
     def run(self) -> None:
         """Perform what the daemon says until it has nothing more to say."""
-        self.proofs.dispatch()
+        self.digests.dispatch()
         while self.out:
             done = self.out.pop(0)
             match done:
                 case act.ToWorker(_, sidecar.TakeDigests() as message):
-                    self.proofs.worker_said(digests.taken(message, self.arenas))
+                    self.digests.worker_said(digests.taken(message, self.arenas))
                 case act.ToWorker(_, sidecar.CompareSpans() as message):
-                    self.proofs.worker_said(digests.compared(message, self.arenas))
+                    self.digests.worker_said(digests.compared(message, self.arenas))
                 case act.ToClient(_, _, (local.DigestLive() | local.CompareLive()) as message):
                     self.client._answer(message)
                     for reply in self.said:
@@ -136,7 +135,12 @@ class Node:
                     self.answers.append(message)
                 case _:
                     pass
-            self.proofs.dispatch()
+            self.digests.dispatch()
+
+    def tick(self) -> None:
+        """What the daemon does every second."""
+        self.proofs.tick()
+        self.digests.tick()
 
     def ask(self, check: str = "c", now: float = 0.0) -> None:
         self.proofs.check(cluster.CheckMembers(check=check, members=(self.member.id,), timeout_s=10.0), now)

@@ -11,7 +11,7 @@ from refitd.buffers.blocks import DIGEST_BYTES
 from refitd.config import Config, ModelConfig
 from refitd.coordinator.state import NODE_SILENCE_S
 from refitd.daemon import actions as act
-from refitd.daemon.region_digests import ATTEMPTS
+from refitd.daemon.digest_work import ATTEMPTS
 from refitd.events import Tick
 from refitd.plan.regions import RegionTable
 from refitd.protocol import cluster, local, sidecar

@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sent(node: Node) -> list[tuple[int, object]]:
     """What workers are told, and has not been answered."""
-    node.proofs.dispatch()
+    node.digests.dispatch()
     found = [(do.worker, do.message) for do in node.out if isinstance(do, act.ToWorker)]
     node.out.clear()
     return found
@@ -55,13 +55,13 @@ def test_digests_are_taken_by_one_worker_at_a_time_and_not_while_a_swap_runs() -
     assert sent(node) == []
     node.is_swapping = False
     assert sent(node) == []  # the next swap may be about to begin
-    node.proofs.tick()
+    node.tick()
     ((worker, message),) = sent(node)
     assert worker == 0 and isinstance(message, sidecar.TakeDigests)
     assert sum(span.count for span in message.spans) <= 64 * KIB
     assert sent(node) == []  # it has not answered
     node.is_swapping = True  # a swap that begins waits for that run and no other
-    node.proofs.worker_said(digests.taken(message, node.arenas))
+    node.digests.worker_said(digests.taken(message, node.arenas))
     assert sent(node) == []
     node.is_swapping = False
     node.run()
@@ -79,11 +79,11 @@ def test_what_is_asked_for_is_done_by_all_workers_and_while_a_swap_runs() -> Non
 def test_a_staging_that_begins_throws_unfinished_digests_away() -> None:
     node = large()
     node.proofs.committed(node.member)
-    node.proofs.tick()
+    node.tick()
     ((_, message),) = sent(node)
     node.becomes(holds=None)  # what staging does
     assert isinstance(message, sidecar.TakeDigests)
-    node.proofs.worker_said(digests.taken(message, node.arenas))
+    node.digests.worker_said(digests.taken(message, node.arenas))
     node.run()
     assert node.member.proof is None
     found = node.check()
@@ -95,10 +95,10 @@ def test_what_a_dead_worker_had_is_done_again_and_given_up_after_some_times() ->
     node.ask()
     for _ in range(3):
         ((worker, _),) = sent(node)
-        node.proofs.worker_gone(worker, died=True)
+        node.digests.worker_gone(worker, died=True)
     ((worker, message),) = sent(node)
     assert isinstance(message, sidecar.TakeDigests)
-    node.proofs.worker_said(digests.taken(message, node.arenas))
+    node.digests.worker_said(digests.taken(message, node.arenas))
     node.run()
     assert node.answers.pop().members[0].state == "proven"
 
@@ -106,7 +106,7 @@ def test_what_a_dead_worker_had_is_done_again_and_given_up_after_some_times() ->
     node.ask()
     for _ in range(4):
         ((worker, _),) = sent(node)
-        node.proofs.worker_gone(worker, died=True)
+        node.digests.worker_gone(worker, died=True)
     node.run()
     found = node.answers.pop().members[0]
     assert found.state == "unknown" and "died 4 times" in found.reason
@@ -232,7 +232,7 @@ def test_what_is_written_in_place_during_a_check_is_unknown() -> None:
     node.live[0].zero_()
     node.becomes(holds=None, live=Live.WRITTEN, swap="s8", step=Step.STAGING)
     assert isinstance(message, sidecar.TakeDigests)
-    node.proofs.worker_said(digests.taken(message, node.arenas))
+    node.digests.worker_said(digests.taken(message, node.arenas))
     node.run()
     (found,) = node.answers.pop().members
     assert found.state == "unknown" and "swap s8 is writing it in place" in found.reason
@@ -266,7 +266,7 @@ def test_arenas_on_a_gpu_are_read_by_its_worker_alone(arena: int, way: str) -> N
             assert isinstance(message, sidecar.TakeDigests)
             if arena in {span.arena for span in message.spans}:
                 readers.append(worker)
-            node.proofs.worker_said(digests.taken(message, node.arenas))
+            node.digests.worker_said(digests.taken(message, node.arenas))
     assert readers and set(readers) == {1}
 
 

@@ -25,7 +25,7 @@ def proven(node: Node, *tensors: str) -> list[str]:
 def test_what_changed_is_told_of_the_tensors_that_were_read(way: str) -> None:
     node = Node(SHAPES, way, 1)
     node.proofs.committed(node.member)
-    node.proofs.tick()
+    node.tick()
     node.run()
     assert node.member.seeds and proven(node, *node.names) == [""]
     # in place the live tensors are what is read, otherwise the staging arena
@@ -57,7 +57,7 @@ def test_live_tensors_without_digests_seed_nobody_and_digests_under_way_are_wait
 def test_a_version_that_is_staged_over_or_cannot_be_read_is_told() -> None:
     node = Node(SHAPES, "packed", 1)
     node.proofs.committed(node.member)
-    node.proofs.tick()
+    node.tick()
     node.run()
     told: list[str] = []
     node.proofs.seeds.prove(node.member, node.names, told.append)
@@ -67,7 +67,7 @@ def test_a_version_that_is_staged_over_or_cannot_be_read_is_told() -> None:
     assert told == ["it serves version 7 no longer"]
     node = Node(SHAPES, "packed", 1)
     node.proofs.committed(node.member)
-    node.proofs.tick()
+    node.tick()
     node.run()
     del node.arenas[STAGING]
     assert "arena 1 is not mapped" in proven(node, "t0")[0]
@@ -78,11 +78,11 @@ def test_a_seed_is_proven_while_a_swap_runs_by_all_workers(monkeypatch: pytest.M
     monkeypatch.setattr("refitd.daemon.blocks.RUN_BYTES", 64 << 10)
     node = Node([((60 << 10,), torch.uint8)] * 3, "packed", 1)
     node.proofs.committed(node.member)
-    node.proofs.tick()
+    node.tick()
     node.run()
     node.is_swapping = True
     node.proofs.seeds.prove(node.member, node.names, lambda wrong: None)
-    node.proofs.dispatch()
+    node.digests.dispatch()
     asked = [do for do in node.out if isinstance(do, act.ToWorker) and isinstance(do.message, sidecar.TakeDigests)]
     assert [do.worker for do in asked] == [0, 1]
     assert LIVE not in node.arenas
