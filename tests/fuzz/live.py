@@ -219,4 +219,4 @@ class Live:
 _LAST = 1 << 60
 _DIGEST = digest_of(SHARD)
 # What would rightly change the fleet that swaps beside it: operators may abort, anybody may be asked to join.
-_THE_FLEETS = ("AbortSwap", "Evict", "StartSwap")
+_THE_FLEETS = ("AbortSwap", "DrainNode", "Evict", "Forget", "StartSwap", "StartSwaps")
