@@ -7,4 +7,11 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    from refitd.errors import needing_torch
+
+    with needing_torch(f"refitd.{name}"):
+        return _load(name)

@@ -19,7 +19,8 @@ A message names the subject, what was found, what was expected and what to do ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from refitd.text import printable
 
@@ -133,3 +134,19 @@ def _all_errors() -> list[type[RefitdError]]:
     for cls in found:
         found.extend(cls.__subclasses__())
     return found
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Have an import of torch that fails say `what` needs it, and which extra brings it.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        lacks = f"{what} needs torch, which is not installed here; `pip install 'refitd[torch]'` brings it"
+        raise ModuleNotFoundError(lacks, name="torch") from exc

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from refitd_cli.completion import model_names
-from refitd_cli.output import print_json, say
+from refitd_cli.output import print_json, say, to_json
+from refitd_cli.printed import SwapAborted
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -28,6 +29,6 @@ def abort(session: Session, model: str, reason: str, address: str | None, as_jso
     with session.client(address) as client:
         client.abort(model, reason)
     if as_json:
-        print_json({"model": model, "aborted": True, "reason": reason})
+        print_json(to_json(SwapAborted(model, aborted=True, reason=reason)))
     else:
         say(f"{model}: swap aborted ({reason})")

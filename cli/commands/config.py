@@ -17,7 +17,8 @@ from refitd.protocol.directory import check_runtime_dir
 from refitd.security import coordinator_keys, daemon_keys, node_users
 from refitd_cli import settings
 from refitd_cli.group import EXIT_USAGE, Listed
-from refitd_cli.output import print_json, print_table, say
+from refitd_cli.output import print_json, print_table, say, to_json
+from refitd_cli.printed import Check, ConfigChecked, ConfigShown
 from refitd_cli.session import json_option
 
 HIDDEN = "(not shown)"
@@ -42,13 +43,13 @@ def check(
     Reads the file, the environment and the keys, as the user that runs it: be the daemon's user. Starts nothing.
     """
     found, _ = settings.read(path, node__runtime_dir=runtime_dir, log__level=log_level)
-    results = list(_checks(found, alone))
-    valid = all(state != "fail" for _, state, _ in results)
+    results = tuple(_checks(found, alone))
+    valid = all(result.state != "fail" for result in results)
     if as_json:
-        rows = [{"name": name, "state": state, "found": text} for name, state, text in results]
-        print_json({"valid": valid, "checks": rows})
+        print_json(to_json(ConfigChecked(valid, results)))
     else:
-        print_table("", ("check", "state", "found"), [("values", "ok", path or "defaults and environment"), *results])
+        rows = [("values", "ok", path or "defaults and environment"), *map(msgspec.structs.astuple, results)]
+        print_table("", ("check", "state", "found"), rows)
     ctx.exit(0 if valid else EXIT_USAGE)
 
 
@@ -66,7 +67,7 @@ def show(path: str | None, runtime_dir: str | None, log_level: str | None, as_js
         if not getattr(getattr(found, key.partition(".")[0]), key.partition(".")[2]):
             origins.pop(key, None)
     if as_json:
-        print_json({"configuration": tables, "from": origins})
+        print_json(to_json(ConfigShown(tables, origins)))
         return
     for line in as_toml(tables, origins):
         say(line)
@@ -105,8 +106,8 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # text, numbers, booleans and lists are the same in both
 
 
-def _checks(found: Config, alone: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield (check, state, found), state "ok" or "fail"; `alone`: for a coordinator without a daemon."""
+def _checks(found: Config, alone: bool) -> Iterator[Check]:
+    """Yield what was checked; `alone`: for a coordinator without a daemon."""
     asked = [("directory", _directory), ("users", _users), ("coordinator", _endpoint)]
     if not alone:
         asked.append(("transport", _service))
@@ -120,9 +121,9 @@ def _checks(found: Config, alone: bool) -> Iterator[tuple[str, str, str]]:
         asked.append(("journal", _journal))
     for name, ask in asked:
         try:
-            yield name, "ok", ask(found)
+            yield Check(name, "ok", ask(found))
         except RefitdError as exc:
-            yield name, "fail", str(exc)
+            yield Check(name, "fail", str(exc))
 
 
 def _directory(found: Config) -> str:

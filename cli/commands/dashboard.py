@@ -14,7 +14,8 @@ from refitd.protocol.reports import StatusReport
 from refitd_cli.dashboard import Pages, Shown
 from refitd_cli.numbers import Number
 from refitd_cli.opened import Opened
-from refitd_cli.output import print_json, say
+from refitd_cli.output import print_json, say, to_json
+from refitd_cli.printed import DashboardServed
 from refitd_cli.session import ControlClient, Session, address_option, json_option
 
 SWAPS = 50
@@ -50,7 +51,7 @@ def dashboard(session: Session, port: int, interval: float, address: str | None,
     with closing(latest), closing(server), suppress(KeyboardInterrupt):
         url = f"http://{LOOPBACK}:{server.address[1]}/"
         if as_json:
-            print_json({"url": url})
+            print_json(to_json(DashboardServed(url)))
         else:
             say(f"{url} shows the cluster; Ctrl-C ends")
         while True:

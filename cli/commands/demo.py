@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import click
 
 from refitd_cli.session import json_option
@@ -17,6 +19,8 @@ def demo(ctx: click.Context, mxfp8: bool, as_json: bool) -> None:
     Starts a daemon of its own in a temporary directory and stops it afterwards. Exit 0 only if every weight
     of every engine equals the trainer's at the end.
     """
+    if find_spec("torch") is None:  # importing it takes seconds, and its trainer and engines do that
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     from refitd_cli.demo.run import main
 
     ctx.exit(main(as_json, mxfp8=mxfp8))

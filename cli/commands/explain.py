@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from refitd.errors import ConfigError, PlanError
 from refitd_cli.group import EXIT_FAILED, error_object
 from refitd_cli.layouts import manifest_options, read_manifests
-from refitd_cli.output import print_json, rank_ranges, say, size
+from refitd_cli.output import print_json, rank_ranges, say, size, to_json
+from refitd_cli.printed import BoxSent, Explained, HeldBoxes, TensorExplained
 from refitd_cli.session import json_option
 
 if TYPE_CHECKING:
     from refitd.describe.roster import Roster
     from refitd.plan.shared import GlobalPlan
-    from refitd_cli.picture import Holding, Picture, SentBox
+    from refitd_cli.picture import Picture, SentBox
 
 SIDE_LINES = 40
 PLANNERS = {
@@ -67,7 +68,7 @@ def explain(
     except PlanError as error:
         refusal = error
     if as_json:
-        shown: dict[str, Any] = {"tensors": [_object(picture, plan) for picture in found]}
+        shown = to_json(Explained(tuple(_object(picture, plan) for picture in found)))
         print_json(shown | (error_object(refusal) if refusal else {}))
     else:
         for picture in found:
@@ -135,25 +136,16 @@ def _show_refusal(refusal: PlanError, tensors: Sequence[str]) -> None:
         say(f"  {others} reasons that are not about this parameter; refitctl plan shows them", err=True)
 
 
-def _object(picture: Picture, plan: GlobalPlan | None) -> dict[str, Any]:
-    return {
-        "name": picture.tensor,
-        "shape": list(picture.shape),
-        "dtype": picture.dtype,
-        "source": _holdings(picture.source),
-        "destination": _holdings(picture.destination),
-        "planned_by": _planner(picture, plan),
-        "transfers": [
-            {"source": p.src, "target": p.dst, "box": [list(span) for span in p.box], "bytes": p.bytes}
-            for p in _pieces(picture, plan)
-        ],
-    }
-
-
-def _holdings(holdings: Iterable[Holding]) -> list[dict[str, Any]]:
-    return [
-        {"rank": h.rank, "local": h.local, "boxes": [[list(span) for span in box] for box in h.boxes]} for h in holdings
-    ]
+def _object(picture: Picture, plan: GlobalPlan | None) -> TensorExplained:
+    return TensorExplained(
+        name=picture.tensor,
+        shape=tuple(picture.shape),
+        dtype=picture.dtype,
+        source=tuple(HeldBoxes(h.rank, h.local, h.boxes) for h in picture.source),
+        destination=tuple(HeldBoxes(h.rank, h.local, h.boxes) for h in picture.destination),
+        planned_by=_planner(picture, plan),
+        transfers=tuple(BoxSent(p.src, p.dst, p.box, p.bytes) for p in _pieces(picture, plan)),
+    )
 
 
 def _unknown(param: str, rosters: Sequence[Roster]) -> str:

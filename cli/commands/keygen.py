@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from refitd.protocol import keys
-from refitd_cli.output import print_json, say
+from refitd_cli.output import print_json, say, to_json
+from refitd_cli.printed import KeyMade
 from refitd_cli.session import json_option
 
 
@@ -25,9 +26,7 @@ def keygen(name: str, directory: str, replace: bool, as_json: bool) -> None:
     pair = keys.generate(name)
     key_file, public_file = keys.write(pair, Path(directory).resolve(), replace=replace)
     if as_json:
-        print_json(
-            {"name": pair.name, "public": pair.public, "key_file": str(key_file), "public_file": str(public_file)}
-        )
+        print_json(to_json(KeyMade(pair.name, pair.public, str(key_file), str(public_file))))
         return
     for line in _advice(pair, key_file, public_file):
         say(line)

@@ -16,6 +16,7 @@ from refitd.protocol.reports import ModelDescription
 from refitd.protocol.shards import metadata_of
 from refitd_cli.completion import model_names, replica_names
 from refitd_cli.output import json_on_terminal, print_json, say
+from refitd_cli.printed import ManifestWritten
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -62,7 +63,7 @@ def manifest(
         except OSError as error:
             raise ConfigError(f"{output}: cannot be written: {error.strerror}; choose another --output FILE") from error
         if as_json:
-            print_json({"file": output, "ranks": len(found.ranks), "shards": len(found.shards)})
+            print_json(msgspec.to_builtins(ManifestWritten(output, len(found.ranks), len(found.shards))))
         else:
             say(f"{output}: {len(found.ranks)} ranks, {len(found.shards)} different shards")
     elif as_json:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +14,7 @@ from refitd_cli.completion import model_names
 from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
 from refitd_cli.numbers import Number
 from refitd_cli.output import duration, print_json, print_table, say, size, to_json
+from refitd_cli.printed import LeastTime, ManifestPlanned, ParameterSent, RankMemory, RankPair, Senders
 from refitd_cli.session import Session, address_option, json_option
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _offline(found: ManifestPlan, top: int, html_file: str | None, speeds: tuple
     if html_file is not None:
         _write_heat_map(html_file, found, traffic, facts)
     if as_json:
-        print_json(_object(found, traffic, balance, memory, least))
+        print_json(to_json(_object(found, traffic, balance, memory, least)))
         return
     from refitd_cli.heatmap import matrix_of, text_matrix
 
@@ -219,26 +219,28 @@ def _own(sides: Sequence[RankNumbers], ranks: Sequence[int]) -> str:
 
 def _object(
     found: ManifestPlan, traffic: Traffic, balance: Balance, memory: Sequence[Memory], least: Estimate | None
-) -> dict[str, Any]:
+) -> ManifestPlanned:
     pairs = zip(
         traffic.src.tolist(), traffic.dst.tolist(), traffic.bytes.tolist(), traffic.copies.tolist(), strict=True
     )
-    return {
-        "source": found.source.name,
-        "targets": [target.name for target in found.targets],
-        "ranks": len(found.rosters),
-        "bytes": traffic.total_bytes,
-        "local_bytes": traffic.local_bytes,
-        "copies": traffic.total_copies,
-        "plan_s": found.plan_s,
-        "digest": found.plan.digest,
-        "senders": dataclasses.asdict(balance) | {"max_over_mean": balance.ratio},
-        "estimate": None if least is None else dataclasses.asdict(least),
-        "memory": [dataclasses.asdict(each) for each in memory],
-        "pairs": [{"source": s, "target": d, "bytes": b, "copies": c} for s, d, b, c in pairs],
-        "parameters": [{"name": n, "bytes": b, "copies": c} for n, b, c in traffic.largest_tensors()],
-        "unused_sources": list(found.plan.unused_sources),
-    }
+    return ManifestPlanned(
+        source=found.source.name,
+        targets=tuple(target.name for target in found.targets),
+        ranks=len(found.rosters),
+        bytes=traffic.total_bytes,
+        local_bytes=traffic.local_bytes,
+        copies=traffic.total_copies,
+        plan_s=found.plan_s,
+        digest=found.plan.digest,
+        senders=Senders(balance.senders, balance.mean_bytes, balance.max_bytes, balance.max_rank, balance.ratio),
+        estimate=None
+        if least is None
+        else LeastTime(least.seconds, least.rank, least.link, least.direction, least.bytes),
+        memory=tuple(RankMemory(each.rank, each.source_bytes, each.staging_bytes) for each in memory),
+        pairs=tuple(RankPair(*pair) for pair in pairs),
+        parameters=tuple(ParameterSent(*row) for row in traffic.largest_tensors()),
+        unused_sources=tuple(found.plan.unused_sources),
+    )
 
 
 def _write_heat_map(path: str, found: ManifestPlan, traffic: Traffic, facts: Sequence[str]) -> None:

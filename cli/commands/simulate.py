@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from refitd.errors import ConfigError
 from refitd_cli.layouts import manifest_options, planned
 from refitd_cli.numbers import Number
-from refitd_cli.output import duration, print_json, print_table, rank_ranges, say, size
+from refitd_cli.output import duration, print_json, print_table, rank_ranges, say, size, to_json
+from refitd_cli.printed import Simulated, SimulatedCable, SimulatedPhase, SimulatedRoute
 from refitd_cli.session import json_option
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def simulate(
     if trace_file is not None:
         _write_trace(trace_file, predictions)
     if as_json:
-        print_json(_object(found, cluster, changed, predictions))
+        print_json(to_json(_object(found, cluster, changed, predictions)))
     else:
         _show(found, cluster, changed, predictions)
         if trace_file is not None:
@@ -128,25 +129,17 @@ def _show(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictio
         say(f"assumed: {cluster.note}")
 
 
-def _object(
-    found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]
-) -> dict[str, Any]:
-    return {
-        "cluster": cluster.name,
-        "note": cluster.note,
-        "digest": found.plan.digest,
-        "ranks": len(found.rosters),
-        "changed": changed,
-        "routes": [
-            {
-                "route": p.route.value,
-                "seconds": p.seconds,
-                "phases": [{"name": phase.name, "seconds": phase.seconds} for phase in p.phases],
-                "crossing_bytes": p.crossing_bytes,
-                "sent_bytes": p.sent_bytes,
-                "chain": p.chain,
-                "cables": [{"name": c.name, "bytes": c.nbytes, "gb_s": c.gb_s, "busy": c.busy} for c in p.cables],
-            }
-            for p in predictions
-        ],
-    }
+def _object(found: ManifestPlan, cluster: ClusterSpeeds, changed: float, predictions: list[Prediction]) -> Simulated:
+    routes = tuple(
+        SimulatedRoute(
+            route=p.route.value,
+            seconds=p.seconds,
+            phases=tuple(SimulatedPhase(phase.name, phase.seconds) for phase in p.phases),
+            crossing_bytes=p.crossing_bytes,
+            sent_bytes=p.sent_bytes,
+            chain=p.chain,
+            cables=tuple(SimulatedCable(c.name, c.nbytes, c.gb_s, c.busy) for c in p.cables),
+        )
+        for p in predictions
+    )
+    return Simulated(cluster.name, cluster.note, found.plan.digest, len(found.rosters), changed, routes)

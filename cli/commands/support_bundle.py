@@ -6,7 +6,8 @@ import click
 
 from refitd_cli import settings
 from refitd_cli.bundle import collected, write
-from refitd_cli.output import print_json, print_table, say, size
+from refitd_cli.output import print_json, print_table, say, size, to_json
+from refitd_cli.printed import BundleItem, BundleWritten
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -34,10 +35,9 @@ def support_bundle(
     """
     items = collected(lambda: session.factory(address), lambda: settings.read(config_file), address, logs, unit)
     path = write(items, output)
-    sizes = [(item.name, len(item.content), item.note) for item in items]
+    rows = tuple(BundleItem(item.name, len(item.content), item.note) for item in items)
     if as_json:
-        rows = [{"name": name, "bytes": nbytes, "note": note} for name, nbytes, note in sizes]
-        print_json({"file": str(path), "items": rows})
+        print_json(to_json(BundleWritten(str(path), rows)))
         return
-    print_table("", ("item", ">bytes", "what it is"), ((name, size(n), note) for name, n, note in sizes))
+    print_table("", ("item", ">bytes", "what it is"), ((row.name, size(row.bytes), row.note) for row in rows))
     say(f"{path}: look through it before you pass it on; it names hosts, users, models and paths")

@@ -11,7 +11,8 @@ from refitd.errors import ConfigError
 from refitd_cli.chrome_trace import chrome_trace
 from refitd_cli.completion import model_names
 from refitd_cli.otlp import endpoint_of, send
-from refitd_cli.output import counted, duration, print_json, say
+from refitd_cli.output import counted, duration, print_json, say, to_json
+from refitd_cli.printed import TraceWritten
 from refitd_cli.session import Session, address_option, json_option
 
 
@@ -52,7 +53,7 @@ def trace(
         send(report, otlp)
     errors = [node.error_s for node in report.nodes if node.error_s is not None]
     if as_json:
-        print_json({"file": output or None, "otlp": otlp or None, **made["otherData"]})
+        print_json(to_json(TraceWritten(file=output or None, otlp=otlp or None, **made["otherData"])))
         return
     where = " and ".join(filter(None, (f"in {output}" if output else "", f"sent to {otlp}" if otlp else "")))
     spans = len(report.phases) + sum(len(node.spans) for node in report.nodes)

@@ -80,7 +80,8 @@ class Crew:
         try:
             return self.daemon.start(timeout_s)
         except ProcessFailed as exc:
-            raise DemoFailed(f"refitd ended before it was ready: {exc}") from None
+            how = str(exc).partition(":\n")[0].removeprefix(f"{self.daemon.name} ")
+            raise DemoFailed(f"refitd {how}; its log is above") from None
 
     def start(self, name: str, module: str, *arguments: object, niceness: int = 0) -> None:
         """Start a trainer or engine process, which talks newline-separated JSON on its pipes."""

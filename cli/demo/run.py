@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -24,7 +23,7 @@ from refitd_cli.demo.crew import Crew, DemoFailed
 from refitd_cli.demo.layout import TransformerConfig
 from refitd_cli.demo.proof import Party, Verdict, compare, logits_path, state_path, whole_model
 from refitd_cli.demo.show import Progress, ShownChange, SwapRow, as_object, pauses, sample, tables
-from refitd_cli.output import duration, rate, size
+from refitd_cli.output import duration, print_json, rate, size, to_json
 
 TRAINER = Party("trainer", tp=2, pp=1)
 REPLICAS = {Party("engine-a", tp=4, pp=1): "private", Party("engine-b", tp=1, pp=2): "arena"}
@@ -258,7 +257,7 @@ def main(json_output: bool, *, mxfp8: bool = False) -> int:
     good = all(verdict.holds for verdict in verdicts) and all(row.places_unchanged for row in demo.rows)
     progress.say("every engine holds the trainer's weights" if good else "the engines differ from the trainer")
     if json_output:
-        print(json.dumps(as_object(demo.rows, verdicts, layouts, demo.arriving, progress.seconds)))
+        print_json(to_json(as_object(demo.rows, verdicts, layouts, demo.arriving, progress.seconds)))
     return 0 if good else 1
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,6 +17,7 @@ from refitd.text import printable
 from refitd_cli.demo.data import PROMPT
 from refitd_cli.demo.proof import LOGITS_TOLERANCE, Verdict
 from refitd_cli.output import duration, rate, size
+from refitd_cli.printed import DemoRan, MXFP8Saved
 
 PIPED_WIDTH = 160
 
@@ -233,42 +233,42 @@ def as_object(
     layouts: Mapping[str, str],
     arriving: Mapping[str, int],
     seconds: float,
-) -> dict[str, Any]:
+) -> DemoRan:
     """Return the result for programs."""
     exact = [verdict for verdict in verdicts if not verdict.is_mxfp8]
     mxfp8 = {
-        verdict.replica: {
-            "bfloat16_bytes": verdict.bfloat16_bytes,
-            "arriving_bytes": arriving[verdict.replica],
-            "held_bytes": verdict.bytes,
-            "equal_to_whole_converted_once": not verdict.differing,
-            "logits_max_abs_diff": verdict.logits_max_abs_diff,
-            "argmax_agreement": verdict.argmax_agreement,
-        }
+        verdict.replica: MXFP8Saved(
+            bfloat16_bytes=verdict.bfloat16_bytes,
+            arriving_bytes=arriving[verdict.replica],
+            held_bytes=verdict.bytes,
+            equal_to_whole_converted_once=not verdict.differing,
+            logits_max_abs_diff=verdict.logits_max_abs_diff,
+            argmax_agreement=verdict.argmax_agreement,
+        )
         for verdict in verdicts
         if verdict.is_mxfp8
     }
-    return {
-        **({"mxfp8": mxfp8} if mxfp8 else {}),
-        "swaps": len(rows),
-        "versions": [row.version for row in rows],
-        "bytes_per_swap": int(median(row.bytes for row in rows)),
-        "seconds_per_swap": median(row.total_s for row in rows),
-        "stage_seconds": [row.stage_s for row in rows],
-        "total_seconds": [row.total_s for row in rows],
-        "publish_seconds": [row.publish_s for row in rows],
-        "paused_seconds": {replica: [row.flips[replica].paused_s for row in rows] for replica in rows[0].flips},
-        "commit_ways": {replica: flip.way for replica, flip in rows[0].flips.items()},
-        "digests_verified": sum(row.digests for row in rows),
-        "losses": [row.loss for row in rows],
-        "replicas": len(verdicts),
-        "layouts": dict(layouts),
-        "weights_equal": not any(verdict.differing for verdict in verdicts),
-        "tensors_compared": sum(verdict.tensors for verdict in verdicts),
-        "bytes_compared": sum(verdict.bytes for verdict in verdicts),
-        "logits_max_abs_diff": max(verdict.logits_max_abs_diff for verdict in exact),
-        "logits_tolerance": LOGITS_TOLERANCE,
-        "argmax_agreement": min(verdict.argmax_agreement for verdict in exact),
-        "data_ptrs_unchanged": all(row.places_unchanged for row in rows),
-        "seconds": seconds,
-    }
+    return DemoRan(
+        swaps=len(rows),
+        versions=tuple(row.version for row in rows),
+        bytes_per_swap=int(median(row.bytes for row in rows)),
+        seconds_per_swap=median(row.total_s for row in rows),
+        stage_seconds=tuple(row.stage_s for row in rows),
+        total_seconds=tuple(row.total_s for row in rows),
+        publish_seconds=tuple(row.publish_s for row in rows),
+        paused_seconds={name: tuple(row.flips[name].paused_s for row in rows) for name in rows[0].flips},
+        commit_ways={replica: flip.way for replica, flip in rows[0].flips.items()},
+        digests_verified=sum(row.digests for row in rows),
+        losses=tuple(row.loss for row in rows),
+        replicas=len(verdicts),
+        layouts=dict(layouts),
+        weights_equal=not any(verdict.differing for verdict in verdicts),
+        tensors_compared=sum(verdict.tensors for verdict in verdicts),
+        bytes_compared=sum(verdict.bytes for verdict in verdicts),
+        logits_max_abs_diff=max(verdict.logits_max_abs_diff for verdict in exact),
+        logits_tolerance=LOGITS_TOLERANCE,
+        argmax_agreement=min(verdict.argmax_agreement for verdict in exact),
+        data_ptrs_unchanged=all(row.places_unchanged for row in rows),
+        seconds=seconds,
+        mxfp8=mxfp8,
+    )

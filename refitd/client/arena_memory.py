@@ -10,7 +10,7 @@ from refitd.buffers.arena import MappedArena
 from refitd.buffers.cuda import name_of
 from refitd.buffers.windows import WindowedArena
 from refitd.client.arguments import flag, seconds, text, whole
-from refitd.errors import RefitdError, RefusedError
+from refitd.errors import RefitdError, RefusedError, needing_torch
 from refitd.protocol import local
 from refitd.protocol.shards import Place
 from refitd.text import shown
@@ -44,6 +44,7 @@ class ArenaMemory:
         self._estranged: set[int] = set()  # arenas that show another file here than in the daemon
         self._registered: list[Source | StreamedSource | Target | ReplicaController] = []
 
+    @needing_torch("Client.allocate")
     def allocate(
         self,
         wanted: Mapping[str, tuple[Sequence[int], torch.dtype]],
@@ -93,6 +94,7 @@ class ArenaMemory:
             raise
         self._arenas[number] = arena
 
+    @needing_torch("Client.adopt")
     def adopt(
         self,
         module: torch.nn.Module | Sequence[torch.nn.Module],

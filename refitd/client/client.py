@@ -20,7 +20,7 @@ from refitd.client.connection import Connection, close_all
 from refitd.client.operations import Operations
 from refitd.client.reconnect import REGISTER_S, Give, Line
 from refitd.config import default_runtime_dir
-from refitd.errors import ConfigError, RefitdError, RefusedError, TransportError
+from refitd.errors import ConfigError, RefitdError, RefusedError, TransportError, needing_torch
 from refitd.logs import Escaped
 from refitd.protocol import control, local
 from refitd.protocol.shards import shard_of
@@ -63,6 +63,7 @@ class Client(ArenaMemory, Operations):
         """The daemon's node."""
         return self._connection.current.welcome.node
 
+    @needing_torch("Client.register_source")
     def register_source(
         self,
         model: str,
@@ -148,6 +149,7 @@ class Client(ArenaMemory, Operations):
         self._add(source, connection)
         return source
 
+    @needing_torch("Client.declare_source")
     def declare_source(
         self,
         model: str,
@@ -215,6 +217,7 @@ class Client(ArenaMemory, Operations):
             mapped = tuple(connection.map_arena(arena, write=True) for arena in registered.slots)
         return registered, SourceSlots(message, registered, mapped)
 
+    @needing_torch("Client.register_target")
     def register_target(
         self,
         model: str,

@@ -70,7 +70,7 @@ class Member:
     def describe(self) -> str:
         """Return its name for people."""
         kind = self.added.replica if self.added.role == "target" else "source"
-        return f"{kind} rank {self.added.rank} (host {self.host}, pid {self.added.pid})"
+        return f"{kind} rank {self.added.rank} (node {self.node}, host {self.host}, pid {self.added.pid})"
 
 
 class ControlStep(enum.Enum):
@@ -108,7 +108,7 @@ class Controller:
 
     def describe(self) -> str:
         """Return its name for people."""
-        return f"controller of {self.added.replica} (host {self.host}, pid {self.added.pid})"
+        return f"controller of {self.added.replica} (node {self.node}, host {self.host}, pid {self.added.pid})"
 
 
 def poison(member: Member, swap: str, reason: str) -> None:

@@ -107,7 +107,7 @@ class Unfinished:
             for m in swap.report.members
         )
         short = [
-            f"{m.replica} rank {m.rank} (host {m.host}, pid {m.pid})"
+            f"{m.replica} rank {m.rank} (node {m.node}, host {m.host}, pid {m.pid})"
             for m in members
             if m.state != MemberState.COMMITTED
         ]

@@ -84,7 +84,9 @@ def test_a_client_that_dies_while_staging_aborts_the_swap_and_is_named(fleet: Fl
             running = RunningSwap(fleet.daemon.connect(), "policy", 2)
             running.wait_phase("stage")
             process.kill()
-            with pytest.raises(refitd.RefitFailed, match=rf"victim rank 0 \(host \S+, pid {process.pid}\)") as failure:
+            with pytest.raises(
+                refitd.RefitFailed, match=rf"victim rank 0 \(node n0, .+ pid {process.pid}\)"
+            ) as failure:
                 running.result()
         assert failure.value.report is not None and failure.value.report.outcome == "aborted"
     assert fleet.serves_first()
@@ -99,7 +101,7 @@ def test_an_engine_that_its_supervisor_restarts_in_the_middle_of_a_swap_is_back_
         running.wait_phase("stage")
         process.kill()
         with victim(fleet.daemon, VICTIM_TARGET) as successor:  # at once, under the same name
-            with pytest.raises(refitd.RefitFailed, match=rf"victim rank 0 \(host \S+, pid {process.pid}\)"):
+            with pytest.raises(refitd.RefitFailed, match=rf"victim rank 0 \(node n0, .+ pid {process.pid}\)"):
                 running.result()
 
             def shown() -> tuple[int | None, list[tuple[int, int | None]]]:

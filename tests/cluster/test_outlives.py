@@ -301,7 +301,7 @@ def test_an_engine_that_hangs_can_be_evicted_and_must_register_again(start_daemo
             ran = refitctl(daemon, *evict, "0")
             assert (
                 ran.returncode == 0
-                and f"evicted hung rank 0 (host {os.uname().nodename}, pid {hung.pid})" in ran.stdout
+                and f"evicted hung rank 0 (node n0, host {os.uname().nodename}, pid {hung.pid})" in ran.stdout
             )
             here.publish()
             here.swap()

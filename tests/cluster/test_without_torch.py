@@ -52,10 +52,19 @@ def test_commands_without_a_daemon_need_no_torch_or_name_the_extra(tmp_path: Pat
         f"config check --coordinator --config {ROOT / 'configs/coordinator.toml'}",
         f"keygen n0 --directory {tmp_path}",
     ]
-    *done, doctor = said([*works, "doctor --json --address /nowhere"])
+    *done, doctor, demo = said([*works, "doctor --json --address /nowhere", "demo"])
     for command, (status, text) in zip(works, done, strict=True):
         assert status == 0, f"{command}: {text}"
     assert "torch is not installed; `pip install 'refitd[torch]'` brings it" in doctor[1]
+    assert demo == (1, "refitctl: torch is not installed; `pip install 'refitd[torch]'` brings it\n")
+
+
+def test_what_needs_torch_says_so_and_how_to_install_it() -> None:
+    asked = "\n".join(["import refitd", "try: refitd.Source", "except ModuleNotFoundError as exc: print(exc)"])
+    asked += "\ntry: refitd.Client.register_source(None, 'm', {})\nexcept ImportError as exc: print(exc.name, exc)"
+    ran = run([sys.executable, "-c", asked], env={**os.environ, "PYTHONPATH": PATH})
+    lacks = "needs torch, which is not installed here; `pip install 'refitd[torch]'` brings it"
+    assert ran.stdout.splitlines() == [f"refitd.Source {lacks}", f"torch Client.register_source {lacks}"], ran.stderr
 
 
 class Bare(Cluster):

@@ -27,13 +27,15 @@ def names_of(case: Case, pid: int) -> tuple[str, ...]:
     """Return what a log may call a case's victim; `pid` is that of the process that breaks."""
     match case.victim:
         case "worker":
-            return ("worker",)
+            return ("worker", ENGINES[case.phase]) if case.phase == "decided" else ("worker",)
         case "daemon":
             return ("n1", "n2")  # n2 is behind the cable of n1
         case "source-daemon":
             return ("n0",)
         case "coordinator":
             return ("coordinator", "journal")
+        case "trainer" if case.phase == "decided":  # nobody needs it: the engine that holds the swap is late
+            return ("source", ENGINES[case.phase])
     return (f"pid={pid}", f"pid {pid}", victim_engine(case) or "source")
 
 

@@ -31,6 +31,7 @@ from refitd.protocol.reports import (
 from refitd.protocol.traces import NodeTrace, TraceReport, TraceSpan
 from refitd_cli.control import main as refitctl
 from refitd_cli.session import Session
+from tests.support.json_schema import check_printed
 
 
 def member(replica: str, rank: int, state: str, **changed) -> MemberReport:
@@ -231,8 +232,8 @@ class Ran(NamedTuple):
         return json.loads(line)
 
 
-def run(client: object, *arguments: str, command: click.Group = refitctl) -> Ran:
-    """Run a command that finds this client, or this error."""
+def run(client: object, *arguments: str, command: click.Group = refitctl, is_real: bool = True) -> Ran:
+    """Run a command that finds this client, or this error; `is_real`: what it prints as JSON fits its schema."""
 
     def factory(address: str | None) -> object:
         if isinstance(client, FakeClient):
@@ -242,4 +243,6 @@ def run(client: object, *arguments: str, command: click.Group = refitctl) -> Ran
     result = CliRunner().invoke(command, arguments, obj=Session(factory), prog_name="refitctl")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    if "--json" in arguments and is_real:
+        check_printed(arguments, result.stdout)
     return Ran(result.exit_code, result.stdout, result.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from refitd.testing import Daemon
+from tests.support.json_schema import check_printed
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,11 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def refitctl(daemon: Daemon, command: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "refitd_cli.control", command, "--address", str(daemon.directory), *words])
+    """Run refitctl on this daemon; what it prints with --json fits the schema of the command."""
+    ran = run([sys.executable, "-m", "refitd_cli.control", command, "--address", str(daemon.directory), *words])
+    if "--json" in words:
+        check_printed((command, *words), ran.stdout)
+    return ran
 
 
 def python(daemon: Daemon, code: str, *words: str) -> list[str]:

@@ -7,16 +7,21 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 from msgspec import inspect
 
+from refitd.checkpoints.publish import Published
+from refitd.checkpoints.save import Saved
 from refitd.config import Config
+from refitd.offline import Shards
 from refitd.protocol import reports
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.versions import shown as shown_version
-from refitd_cli import control, daemon
+from refitd_cli import control, daemon, printed
+from refitd_cli.commands.doctor import DoctorFound
 from tests.support.api_reference import api
 
 ROOT = Path(__file__).parents[2]
@@ -130,21 +135,37 @@ def toml(field: inspect.Field) -> str:
     return str(value)
 
 
-# What `--json` prints, by command.
-REPORTS: dict[str, type[msgspec.Struct]] = {
+# What `--json` prints, by command; words in capitals stand for any, options tell what else the command can print.
+REPORTS: dict[str, type] = {
     "swap": reports.SwapReport,
     "rollback": reports.SwapReport,
+    "publish --from DIR": Published,
+    "save": Saved,
     "history": reports.HistoryReport,
     "status": reports.StatusReport,
     "watch": reports.StatusReport,
+    "models": reports.ModelStatus,
+    "trace": printed.TraceWritten,
     "plan MODEL": reports.PlanReport,
+    "plan --source FILE --target FILE": printed.ManifestPlanned,
+    "explain": printed.Explained,
+    "simulate": printed.Simulated,
+    "manifest": Shards,
+    "manifest --output FILE": printed.ManifestWritten,
     "verify": reports.VerifyReport,
+    "abort": printed.SwapAborted,
     "evict": reports.EvictReport,
     "forget": reports.ForgetReport,
     "drain": reports.DrainReport,
     "resume": reports.ResumeReport,
     "reload": reports.ReloadReport,
-    "models": reports.ModelStatus,
+    "keygen": printed.KeyMade,
+    "config check": printed.ConfigChecked,
+    "config show": printed.ConfigShown,
+    "doctor": DoctorFound,
+    "support-bundle": printed.BundleWritten,
+    "dashboard": printed.DashboardServed,
+    "demo": printed.DemoRan,
 }
 SCHEMA = "refitctl.schema.json"
 ERROR = {
@@ -160,9 +181,15 @@ ERROR = {
 
 def schema() -> str:
     """Return the JSON Schema of what the commands print."""
-    _, components = msgspec.json.schema_components([*REPORTS.values()], ref_template="#/$defs/{name}")
-    commands = {command: {"$ref": f"#/$defs/{report.__name__}"} for command, report in REPORTS.items()}
+    _, components = msgspec.json.schema_components([*REPORTS.values(), Config], ref_template="#/$defs/{name}")
+    commands: dict[str, Any] = {command: {"$ref": f"#/$defs/{report.__name__}"} for command, report in REPORTS.items()}
     commands["models"] = {"type": "object", "properties": {"models": {"type": "array", "items": commands["models"]}}}
+    together = {"models": {"type": "array", "items": commands["swap"]}}
+    commands["swap --with MODEL"] = {"type": "object", "properties": together}
+    swapped = components["SwapReport"]
+    commands["publish --from DIR --swap"] = swapped | {
+        "properties": swapped["properties"] | {"published": commands["publish --from DIR"]}
+    }
     made = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:refitd:refitctl:{shown_version(PROTOCOL_VERSION)}",
@@ -186,13 +213,14 @@ def json_page() -> str:
         f"the protocol, {shown_version(PROTOCOL_VERSION)}. Within a major version fields are added and never removed, "
         "renamed or retyped: ignore those that you do not know. A command that fails prints "
         '`{"error": {"code", "message", "causes"}}` (`Error`) and exits with 1, or 2 where the command line or the '
-        "configuration is at fault; `swap` and `rollback` add `error` to the report. `swap --with` and `models` print "
-        "their reports as the list `models`.\n\n"
+        "configuration is at fault; `swap`, `rollback` and `explain` add `error` to what they print. `models` and "
+        "`swap --with` print their reports as the list `models`, `publish --swap` prints the swap's with what was "
+        "`published`. `watch` prints an object each time that it asks.\n\n"
         f"| command | report | what it says |\n| --- | --- | --- |\n{rows}\n"
     )
 
 
-def _first_sentence(report: type[msgspec.Struct]) -> str:
+def _first_sentence(report: type) -> str:
     return (report.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 

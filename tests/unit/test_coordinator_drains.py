@@ -111,7 +111,7 @@ def test_a_source_cannot_be_left_out_so_swaps_that_read_it_are_refused():
     assert ([s.rank for s in answer.sources], answer.replicas) == ([0], (ReplicaName("m", "a"),))
     (refused,) = h.say("n1", local.StartSwap("m"), request=9)
     assert isinstance(refused, local.Failure)
-    assert "source rank 0 (host h, pid 5) is on drained node 'n0'" in refused.message
+    assert "source rank 0 (node n0, host h, pid 5) is on drained node 'n0'" in refused.message
     assert "refitctl resume n0" in refused.message
     assert h.say("n0", cluster.ShardPublished(member="src", version=2), request=4) == [local.Done()], "it may publish"
 

@@ -195,5 +195,5 @@ def test_an_evicted_rank_ends_the_swap_that_waits_for_it_and_its_node_is_told_af
     assert evicted.member == "a"
     assert said.index(report) < said.index(evicted)
     (answer,) = [m for m in said if isinstance(m, EvictReport)]
-    assert answer.members == ("a rank 0 (host h, pid 5)",)
+    assert answer.members == ("a rank 0 (node n0, host h, pid 5)",)
     assert kinds(h.add("a")) == ["Done", "LoadPlan"]  # it may register again, and is brought up to date

@@ -17,6 +17,7 @@ from refitd.protocol import keys
 from refitd.protocol.roles import ALL_ROLES, Allowed
 from refitd.security import coordinator_keys, daemon_keys
 from refitd_cli.control import main as refitctl
+from tests.support.json_schema import check_printed
 
 
 @pytest.fixture
@@ -212,7 +213,11 @@ def test_local_endpoint_needs_no_keys(endpoint):
 
 
 def keygen(*arguments: object):
-    return CliRunner().invoke(refitctl, ["keygen", *map(str, arguments)])
+    words = ("keygen", *map(str, arguments))
+    result = CliRunner().invoke(refitctl, words)
+    if "--json" in words:
+        check_printed(words, result.stdout)
+    return result
 
 
 def test_keygen_writes_both_files_and_says_what_goes_where(tmp_path):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
+import click
 import pytest
 
 from refitd.errors import RefusedError
+from refitd_cli import control
+from refitd_cli.output import to_json
 from tests.support import cli
+from tests.support.json_schema import fits, schema
 from tests.support.programs import run
+from tests.support.references import REPORTS, commands
 from tests.support.site import ROOT, build
-
-SCHEMA = json.loads((ROOT / "docs/refitctl.schema.json").read_text())
-NOT_FAKED = ("evict", "forget", "drain", "resume", "reload")  # of which tests.support.cli has no client
 
 
 def test_references_are_what_the_code_says() -> None:
@@ -25,35 +27,34 @@ def test_references_are_what_the_code_says() -> None:
     assert found.returncode == 0, found.stderr
 
 
-def fits(value: Any, schema: dict[str, Any], where: str = "") -> None:
-    """Check a value against a JSON Schema, as far as ours go: references, types, properties, items, alternatives."""
-    if "$ref" in schema:
-        return fits(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], where)
-    if "anyOf" in schema:
-        return fits(
-            value, next(one for one in schema["anyOf"] if (one.get("type") == "null") == (value is None)), where
-        )
-    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-    if (expected := schema.get("type")) is not None:
-        assert kinds.get(type(value), "null") in (expected, "integer" if expected == "number" else expected), where
-    if "properties" in schema:
-        assert {*schema.get("required", ())} <= value.keys() <= schema["properties"].keys(), where
-        for key, one in value.items():
-            fits(one, schema["properties"][key], f"{where}.{key}")
-    for one in value if isinstance(value, list) else ():
-        fits(one, schema.get("items") or {}, f"{where}[]")
-    return None
+def test_every_command_that_prints_json_has_a_schema() -> None:
+    prints = set()
+    for context in commands(control.main, click.Context(control.main, info_name="refitctl")):
+        if any("--json" in option.opts for option in context.command.params):
+            prints.add(" ".join(context.command_path.split()[1:]))
+    named = {" ".join(takewhile(lambda word: word[0] not in "-" and not word.isupper(), c.split())) for c in REPORTS}
+    assert named == prints
 
 
-@pytest.mark.parametrize("command", [command for command in SCHEMA["properties"] if command not in NOT_FAKED])
-def test_what_commands_print_fits_the_schema(command: str) -> None:
-    words = command.replace("MODEL", "").split()
-    asked = [] if words[0] in ("status", "history", "models", "watch") else ["policy"]
-    asked += ["--count", "1"] if words[0] == "watch" else []
-    ran = cli.run(cli.FakeClient(), *words, *asked, "--json")
-    fits(ran.object, SCHEMA["properties"][command])
-    failed = cli.run(RefusedError("no"), *words, *asked, "--json")
-    fits(failed.object["error"], SCHEMA["$defs"]["Error"])
+@pytest.mark.parametrize("words", ["status", "history", "models", "watch --count 1", "swap m", "rollback m", "plan m"])
+def test_what_commands_print_fits_the_schema(words: str) -> None:
+    assert cli.run(cli.FakeClient(), *words.split(), "--json").object  # which compares
+    assert cli.run(RefusedError("no"), *words.split(), "--json").object["error"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"version": "7"}, "status.version: string, not integer or null"),
+        ({"more": 1}, "status: \\['more'\\]"),
+        ({"state": "gone"}, "status.state"),
+    ],
+)
+def test_what_does_not_fit_a_schema_is_found(changed: dict[str, object], said: str) -> None:
+    status = json.loads(json.dumps(to_json(cli.TARGET)))
+    fits(status, schema()["$defs"]["TargetStatus"], "status")
+    with pytest.raises(AssertionError, match=said):
+        fits(status | changed, schema()["$defs"]["TargetStatus"], "status")
 
 
 def test_the_site_has_every_page_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
