@@ -80,13 +80,20 @@ def trace_loader(
     except PlanError:
         raise
     except Exception as exc:
-        at = f" at {tracer.last!r}" if tracer.last else ""
-        raise RefusedError(f"the loader raised{at}: {type(exc).__name__}: {exc}") from exc
+        raise RefusedError(f"the loader raised{_at(tracer.last, shapes)}: {type(exc).__name__}: {exc}") from exc
     finally:
         replaced = tracer.put_back(params)
     if replaced:
         raise PlanError(f"{', '.join(replaced[:5])}: the loader gives {len(replaced)} tensors other memory; put back")
     return _result(tracer, owner_rank)
+
+
+def _at(name: str, shapes: Mapping[str, tuple[Shape, torch.dtype]]) -> str:
+    """Return what a loader was given last: many refuse a wrong shape by an assertion without a word."""
+    if not name:
+        return ""
+    shape, dtype = shapes[name]
+    return f" at {name!r}, which is offered as {list(shape)} of {dtype_name(dtype)}"
 
 
 # --- from what was written to a description ---------------------------------------------------------------

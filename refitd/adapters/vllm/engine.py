@@ -29,9 +29,11 @@ log = logging.getLogger("refitd.vllm")
 
 Offered = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-# How long an engine that follows by itself waits between two tries to find its trainer, and to find an idle moment; and
-# how often it looks whether its daemon is there.
+# How long an engine that follows by itself waits between two tries to find its trainer, after a refusal (another
+# trainer may come, and the engine that has its name may go), and to find an idle moment; and how often it looks whether
+# its daemon is there.
 TRY_AGAIN_S = 2.0
+REFUSED_AGAIN_S = 10.0
 IDLE_S = 0.005
 LOOK_S = 1.0
 
@@ -181,7 +183,9 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def _run(self, info: RefitdInitInfo) -> None:
         """Register once there is a trainer, and commit while no forward pass comes by."""
+        refused = ""
         while not self._stopped.is_set():
+            pause_s = TRY_AGAIN_S
             try:
                 if self._target is None:
                     self._bind(info)
@@ -195,9 +199,12 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
                 log.error("refitd: %s", exc)
                 self._torn = str(exc)  # until a version has been taken over whole
             except refitd.RefitdError as exc:
-                log.error("refitd: this engine is not refitted: %s", exc)
-                return
-            self._stopped.wait(TRY_AGAIN_S)
+                if str(exc) != refused:
+                    log.error("refitd: this engine is not refitted: %s; it serves what it has, and tries again", exc)
+                refused, pause_s = str(exc), REFUSED_AGAIN_S
+                if self._target is not None:
+                    self._let_go()  # evicted, say: it has to register anew
+            self._stopped.wait(pause_s)
 
     def _commit_when_idle(self) -> None:
         """Return when the registration has ended."""
@@ -344,6 +351,20 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
             raise refitd.RefusedError(
                 f"nothing that the trainer offers goes to {len(untouched)} weights of the engine: "
                 f"{', '.join(untouched[:5])}; it offers {', '.join(trace.unused[:5]) or 'no other tensors'}"
+            )
+        is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        if is_tied and (heads := [name for name in trace.unused if name.endswith("lm_head.weight")]):
+            raise refitd.RefusedError(
+                f"the trainer offers {heads[0]}, and this engine's output layer is tied to its embeddings "
+                "(tie_word_embeddings): serve a checkpoint whose config unties them; if the trainer's are tied, "
+                "too, register the module itself, which offers them once"
+            )
+        p = self.parallel_config
+        if trace.unused and not (p.pipeline_parallel_size > 1 or p.enable_expert_parallel):  # there others load them
+            log.warning(
+                "refitd: this engine takes nothing of %d tensors that the trainer offers: %s",
+                len(trace.unused),
+                ", ".join(trace.unused[:5]),
             )
 
     def _check_held(self, held: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,106 @@
+"""What a vLLM engine takes and refuses, with stand-ins for vLLM; scripts/try-engines runs it with vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+
+import refitd
+
+Init, Update = TypeVar("Init"), TypeVar("Update")
+
+
+class Base(Generic[Init, Update]):
+    """As vLLM's WeightTransferEngine."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        self.vllm_config, self.model = vllm_config, model
+        self.model_config, self.parallel_config = vllm_config.model_config, vllm_config.parallel_config
+
+
+class Info:
+    """As vLLM's dataclasses of settings."""
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    held: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.config": {"VllmConfig": Info, "set_current_vllm_config": contextlib.nullcontext},
+        "vllm.config.weight_transfer": {"WeightTransferConfig": Info},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": Base,
+            "WeightTransferInitInfo": Info,
+            "WeightTransferUpdateInfo": Info,
+        },
+    }
+    for name, values in held.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "refitd.adapters.vllm.engine", raising=False)
+    module = importlib.import_module("refitd.adapters.vllm.engine")
+    yield module
+    sys.modules.pop("refitd.adapters.vllm.engine", None)
+
+
+def made(engine: Any, *, tied: bool = False, stages: int = 1, experts: bool = False) -> Any:
+    config = SimpleNamespace(
+        additional_config={"refitd": {}},
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(tie_word_embeddings=tied), quantization=None, dtype=torch.bfloat16
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, enable_expert_parallel=experts),
+    )
+    return engine.RefitdEngine(None, config, torch.device("cpu"), torch.nn.Module())
+
+
+def trace(*unused: str) -> refitd.LoaderTrace:
+    return refitd.LoaderTrace(metadata={}, computed={}, untouched=(), unused=unused)
+
+
+def test_an_output_layer_that_a_tied_engine_would_drop_is_refused(engine: Any) -> None:
+    with pytest.raises(refitd.RefusedError, match=r"offers lm_head\.weight, and this engine's .* tied .* register the"):
+        made(engine, tied=True)._check(trace("lm_head.weight"), {})
+    made(engine)._check(trace("lm_head.weight"), {})
+
+
+def test_tensors_that_an_engine_takes_nothing_of_are_said(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for settings in ({"stages": 2}, {"experts": True}):  # other ranks take them
+            made(engine, **settings)._check(trace("layers.1.w"), {})
+        assert not caplog.records
+        made(engine)._check(trace("model.layers.61.eh_proj.weight"), {})
+    assert "takes nothing of 1 tensors that the trainer offers: model.layers.61.eh_proj.weight" in caplog.text
+
+
+def test_an_engine_that_is_refused_tries_again(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine that has its name may go, and a trainer with other tensors may come."""
+    monkeypatch.setattr(engine, "REFUSED_AGAIN_S", 0.0)
+    one, tries, registered = made(engine), [], threading.Event()
+
+    def bind(info: Any) -> None:
+        tries.append(info)
+        if len(tries) < 4:
+            raise refitd.RefusedError("replica 'a' is taken")
+        one._stopped.set()
+        registered.set()
+
+    monkeypatch.setattr(one, "_bind", bind)
+    monkeypatch.setattr(one, "_commit_when_idle", lambda: None)
+    one._run(None)
+    assert registered.is_set() and len(tries) == 4
+    said = [record.getMessage() for record in caplog.records if "not refitted" in record.getMessage()]
+    assert said == ["refitd: this engine is not refitted: replica 'a' is taken; it serves what it has, and tries again"]
