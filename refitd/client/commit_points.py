@@ -78,6 +78,7 @@ class CommitPoints:
             while True:
                 live = state.serves()
                 if live is not None and live >= version:
+                    self._leave()
                     return live
                 state.check_open()
                 if state.taking is not None and state.taker == threading.get_ident():
@@ -87,8 +88,7 @@ class CommitPoints:
                     )
                 left = 0.0 if given_up.is_set() else deadline - time.monotonic()
                 if left <= 0:
-                    if state.steps.stands and state.prepare is not None:
-                        state.say_where(state.prepare)  # this rank no longer waits
+                    self._leave()
                     why = state.obstacle() or state.away
                     raise DeadlineExceeded(
                         f"{state.who}: version {version} is not live after {timeout:.1f} s "
@@ -100,9 +100,27 @@ class CommitPoints:
                     # bounded: a signal handler on this thread may have polled just before, and the renewal of a permit
                     # sends no notification
                     is_held = state.version is not None and not state.fenced
-                    state.changed.wait(min(left, PERMIT_WAIT_S if is_held else WAKE_S))
+                    self._stand(min(left, PERMIT_WAIT_S if is_held else WAKE_S))
                 if (found := self._takes()) is not None:
                     return found
+
+    def _stand(self, seconds: float) -> None:
+        """Wait for a change; a version that is decided meanwhile is answered with that, without this thread."""
+        state = self._state
+        state.waiting += not self._is_called_back
+        try:
+            state.changed.wait(seconds)
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            state.waiting -= not self._is_called_back
+
+    def _leave(self) -> None:
+        """Say that this rank no longer waits, if it has said that it does."""
+        state = self._state
+        if state.steps.stands and state.prepare is not None:
+            state.say_where(state.prepare)
 
     def _takes(self) -> local.PrepareCommit | None:
         """Return what a rank in `wait`, which computes nothing, may commit now."""

@@ -38,6 +38,7 @@ class CommitState:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.steps = PollSteps()
+        self.waiting = 0  # threads in `wait`, which commit at once; nothing is computed meanwhile
         self.prepare: local.PrepareCommit | None = None  # decided and not yet committed
         self.taking: local.PrepareCommit | None = None  # being committed by a thread now
         self.taker = 0  # that thread's id
@@ -147,7 +148,7 @@ class CommitState:
                         self.prepare = message
                         self.steps.decided()
                     if message.lockstep or message.controlled:
-                        self.say_where(message, self.steps.stands)
+                        self.say_where(message, self.steps.stands or ("wait" if self.waiting else ""))
                 case local.FlipAt(swap, _, step, origin):
                     if self.prepare is not None and self.prepare.swap == swap:
                         self.steps.flip(step, origin)

@@ -83,7 +83,7 @@ class Operations:
         queue, within = flag("queue", queue), _on_the_wire(timeout)
         if wait:
             self._wait_for_all(model, version, seconds("wait", wait))
-        message = local.StartSwap(model=model, version=version, timeout_s=within, queue=queue)
+        message = local.StartSwap(model, version, within, queue, progress=on_progress is not None)
         return self._swap(message, timeout, on_progress)
 
     def swap_together(
@@ -115,6 +115,7 @@ class Operations:
         message = local.StartSwaps(
             swaps=tuple(local.ModelVersion(model, version) for model, version, _ in found.values()),
             timeout_s=_on_the_wire(within),
+            progress=on_progress is not None,
         )
         waits = SWAP_S if within is None else within + MARGIN_S
         reports = self._connection.request(message, SwapReports, waits, on_progress).reports
@@ -151,7 +152,8 @@ class Operations:
             RefusedError, SwapFailed, DeadlineExceeded: as in `swap`.
         """
         model, version, timeout = _swapped(model, version, timeout, on_progress)
-        message = local.StartSwap(model=model, version=version, timeout_s=_on_the_wire(timeout), rollback=True)
+        within, is_watched = _on_the_wire(timeout), on_progress is not None
+        message = local.StartSwap(model, version, within, rollback=True, progress=is_watched)
         return self._swap(message, timeout, on_progress)
 
     def _swap(

@@ -60,6 +60,7 @@ class Running:
     apart: dict[tuple[str, int], str] = field(default_factory=dict)  # ranks that may have flipped apart
     gives_way: bool = False  # an undecided catch-up that was ended in favour of a requested swap
     crossing: Crossing = field(default_factory=Crossing)  # what has come from other nodes so far
+    is_watched: bool = False  # `waiters` are sent its progress
 
     def base(self) -> tuple[int, str] | None:
         """Return the version (number, run) that most targets serve, unless it is this swap's own."""

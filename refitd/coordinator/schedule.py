@@ -41,6 +41,7 @@ class DueSwap:
     fleet: Model
     timeout_s: float = 0.0  # 0: only the phases have deadlines
     waiters: tuple[Waiter, ...] = ()
+    is_watched: bool = False  # the waiters are sent its progress
     flips_back: bool = False  # every target holds the version in its other arena; nothing moves
 
 
@@ -58,12 +59,12 @@ def asked_for(state: ModelState, asked: local.StartSwap, waiter: Waiter, past: P
         raise RefusedError(f"model {state.fleet.name!r}: {left_out}")
     timeout_s = max(SHORTEST_S, asked.timeout_s - waited_s) if asked.timeout_s else 0.0
     if asked.rollback and version is not None and (run := spare_run(fleet, version)) is not None:
-        return DueSwap(kind, version, run, fleet, timeout_s, (waiter,), flips_back=True)
+        return DueSwap(kind, version, run, fleet, timeout_s, (waiter,), asked.progress, flips_back=True)
     version = version_to_swap(fleet, version, may_be_older=asked.rollback)
     run = state.fleet.run() or ""
     if text := used_up(state, version, run):
         raise RefusedError(f"model {state.fleet.name!r}: {text}")
-    return DueSwap(kind, version, run, fleet, timeout_s, (waiter,))
+    return DueSwap(kind, version, run, fleet, timeout_s, (waiter,), asked.progress)
 
 
 def _version_before(state: ModelState, past: Past) -> int:

@@ -78,7 +78,12 @@ class SwapQueue:
         if not self._lives.is_settled(now):
             raise RefusedError("the coordinator has just started and waits for daemons; try again in some seconds")
         dues = [
-            asked_for(state, local.StartSwap(one.model, one.version, asked.timeout_s), waiter, self._lives.past)
+            asked_for(
+                state,
+                local.StartSwap(one.model, one.version, asked.timeout_s, progress=asked.progress),
+                waiter,
+                self._lives.past,
+            )
             for state, one in zip(states, asked.swaps, strict=True)
         ]
         party = Together(tuple(one.model for one in asked.swaps), waiter)
@@ -151,7 +156,7 @@ class SwapQueue:
             state.tried = max(tried, due.version) if run == due.run else due.version, due.run
         phase = swap.phase.value
         self._log("swap", swap=swap.swap, model=swap.model, version=swap.version, phase=phase, kind=due.kind)
-        state.running.flips_back = due.flips_back
+        state.running.flips_back, state.running.is_watched = due.flips_back, due.is_watched
         self._prepare(state, now)
 
     def tick(self, state: ModelState, now: float) -> None:

@@ -197,12 +197,13 @@ class Swaps:
         if running.swap.phase is not before:
             s = running.swap
             self._log("swap", swap=s.swap, model=s.model, version=s.version, phase=s.phase.value, reason=s.reason)
-        progress = swap_progress(running.swap)
-        if progress is not None:
-            for waiter in running.waiters:
-                self._send(*waiter, progress)
+        stepped = running.swap
         for instruction in instructions:
             self._perform(state, running, instruction, now)
+        # after the instructions, which it would delay; one of them may have led to a later step, which has been told
+        if running.is_watched and running.swap is stepped and (progress := swap_progress(stepped)) is not None:
+            for waiter in running.waiters:
+                self._send(*waiter, progress)
 
     def _tell_staged(self, ranks: Iterable[Member], swap: str, version: int, run: str) -> None:
         """Tell ranks that the version they have staged is decided; a controller calls those that it controls."""

@@ -267,13 +267,14 @@ class LiveCompared(Message, frozen=True):
 
 
 class StartSwap(Message, frozen=True):
-    """Make a version live everywhere. Replies: SwapProgress repeatedly, then SwapReport or Failure."""
+    """Make a version live everywhere. Replies: SwapProgress repeatedly if asked for, then SwapReport or Failure."""
 
     model: Name
     version: Count | None = None
     timeout_s: Seconds = 0.0  # 0: only the configured deadlines
     queue: bool = False  # if a swap of the model is running, wait for it instead of being refused
     rollback: bool = False  # the version may be older than the served one; None: the previous one
+    progress: bool = True  # whether progress is to be sent
 
 
 class ModelVersion(Value, frozen=True):
@@ -284,10 +285,11 @@ class ModelVersion(Value, frozen=True):
 
 
 class StartSwaps(Message, frozen=True):
-    """Make versions of several models live by one decision. Replies: SwapProgress repeatedly, then SwapReports."""
+    """Make versions of several models live by one decision. Replies as to StartSwap, with SwapReports at the end."""
 
     swaps: tuple[ModelVersion, ...]
     timeout_s: Seconds = 0.0  # as in StartSwap
+    progress: bool = True  # as in StartSwap
 
 
 class AbortSwap(Message, frozen=True):

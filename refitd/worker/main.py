@@ -25,6 +25,9 @@ from refitd.worker import digests
 from refitd.worker.devices import Devices
 from refitd.worker.exchanges import ExchangeJob, Exchanges
 
+# How often the daemon hears how far a run has come; one that takes less time says nothing before its end.
+PROGRESS_S = 0.01
+
 
 class DaemonLink:
     """The worker's end of the socket pair. Messages that arrive while another one is awaited are kept in order."""
@@ -206,8 +209,13 @@ class Worker:
             self._daemon.say(sidecar.RunFailed(run=run, reason=prepared))
             return
 
+        told = time.monotonic()
+
         def progress(bytes_done: int) -> None:
-            self._daemon.say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
+            nonlocal told
+            if (now := time.monotonic()) >= told + PROGRESS_S:
+                told = now
+                self._daemon.say(sidecar.RunProgress(run=run, bytes_done=bytes_done))
 
         def perform() -> RunResult:
             if isinstance(prepared, ExchangeJob):

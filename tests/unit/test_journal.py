@@ -155,31 +155,25 @@ def test_nothing_is_decided_with_a_file_that_is_not_as_it_was_left(
 
 @pytest.mark.parametrize("damage", [truncated, halved, garbled])
 def test_what_others_change_before_a_checkpoint_is_not_covered_up_by_it(
-    tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     journal = FileJournal(tmp_path / "j")
     journal.write(DECIDED)
-    flush = journal.flush
-
-    def flushed_then_damaged() -> None:
-        flush()
-        damage(tmp_path / "j")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(journal, "flush", flushed_then_damaged)
-        journal.note(replace(DECIDED, state="committed"))
+    damage(tmp_path / "j")
+    journal.flush()
     with pytest.raises(CommitError, match="recovers what is live"):
         journal.write(replace(DECIDED, swap="s2", version=5))
     journal.close()
 
 
 @pytest.mark.parametrize("damage", [wal_garbled, wal_truncated, wal_removed])
-def test_what_was_live_before_the_last_swap_ended_does_not_hang_on_the_wal(
+def test_what_is_live_does_not_hang_on_the_wal_for_longer_than_a_second(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     journal = FileJournal(tmp_path / "j")
     journal.write(DECIDED)
     journal.note(replace(DECIDED, state="committed"))
+    journal.flush()
     kept = (tmp_path / "j-wal").read_bytes()
     journal._unlock()
     (tmp_path / "j-wal").write_bytes(kept)
@@ -220,3 +214,27 @@ def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path: Path) -> None:
     path.write_bytes(pages)
     with pytest.raises(CommitError, match=r"journal .*j: "):
         FileJournal(path)
+
+
+def test_a_decision_is_synced_when_it_is_written_and_the_end_of_a_swap_with_the_next_one(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path / "j")
+    said: list[str] = []
+    journal._db.set_trace_callback(said.append)
+
+    def is_synced() -> bool:
+        settings = [statement for statement in said if statement.startswith("PRAGMA synchronous")]
+        assert said[-1] == "COMMIT"
+        return settings[-1] == "PRAGMA synchronous=FULL"
+
+    journal.note(replace(DECIDED, state="committed"))
+    assert not is_synced()
+    journal.write(replace(DECIDED, swap="s2", version=5))
+    assert is_synced()
+    journal.note(replace(DECIDED, swap="s2", version=5, state="committed"))
+    assert not is_synced()
+    journal.flush()
+    assert is_synced()
+    said.clear()
+    journal.flush()
+    assert said == []
+    journal.close()

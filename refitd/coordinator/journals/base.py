@@ -79,8 +79,8 @@ class LeadLost(Exception):
 class Journal(ABC):
     """Decisions and what is live, in sqlite tables that one process writes.
 
-    What a call has written is durable when it returns. A kind of journal opens `_db` and implements `_writing`; reads
-    never leave this process.
+    What a call has written is durable when it returns, but for `note`. A kind of journal opens `_db` and implements
+    `_writing`; reads never leave this process.
 
     Attributes:
         id: which journal this is.
@@ -97,8 +97,10 @@ class Journal(ABC):
         self._late: list[SwapRecord | Recovered] = []
 
     @abstractmethod
-    def _writing(self) -> contextlib.AbstractContextManager[None]:
+    def _writing(self, *, durable: bool = True) -> contextlib.AbstractContextManager[None]:
         """Make one change of the tables durable, all of it or nothing.
+
+        Without `durable` it may become so with the next durable change, or the next `_tidy`.
 
         Raises:
             CommitError: it was not written.
@@ -106,7 +108,7 @@ class Journal(ABC):
         """
 
     def _tidy(self) -> None:  # noqa: B027 - most kinds need none
-        """Prepare the next write; called where time matters less than at a decision."""
+        """Make everything durable, and prepare the next write."""
 
     def guard(self) -> None:  # noqa: B027
         """Keep the right to write; called by the coordinator's loop each second, and after it was stopped.
@@ -148,7 +150,7 @@ class Journal(ABC):
             CommitError: the disk is full, or the file was removed or changed by others; do not act on the decision
                 then.
         """
-        self.flush()
+        self._write_late()
         with self._writing():
             for record in records:
                 self._insert(record)
@@ -156,27 +158,31 @@ class Journal(ABC):
     def note(self, entry: SwapRecord | Recovered) -> None:
         """Write how a swap ended, or a recovered live version. On failure keep the entry and write it first next time.
 
+        How a swap ended is durable with the next `write` or `flush`: one whose end a power failure has taken was
+        decided, and is finished again.
+
         Raises:
             CommitError: as in `write`; the entry is kept.
         """
-        # Before the entry, not after it: the first write after a checkpoint syncs twice, and should be no decision. An
-        # entry that is lost with the -wal leaves its swap decided, which is finished again.
-        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
-            self._tidy()
         self._late.append(entry)
         del self._late[:-KEPT]
-        self.flush()
+        self._write_late()
 
     def flush(self) -> None:
-        """Write the entries that `note` could not write.
+        """Write the entries that `note` could not write, and make all durable; called each second.
 
         Raises:
             CommitError: they still cannot be written.
         """
+        self._write_late()
+        with contextlib.suppress(sqlite3.Error, CommitError):  # the next write reports the problem
+            self._tidy()
+
+    def _write_late(self) -> None:
         while self._late:
             entry = self._late[0]
             if isinstance(entry, SwapRecord):
-                with self._writing():
+                with self._writing(durable=False):
                     self._insert(entry)
             else:
                 self._recover(entry)

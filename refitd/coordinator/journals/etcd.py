@@ -170,7 +170,7 @@ class EtcdJournal(Journal):
                 )
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, *, durable: bool = True) -> Iterator[None]:
         with self._transaction():
             yield
             changes = [self._changed(table, json.loads(key)) for table, key in self._changes()]

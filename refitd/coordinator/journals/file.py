@@ -19,7 +19,7 @@ _LOCKED_S = 2.0
 
 
 class FileJournal(Journal):
-    """A sqlite file with one writer. Every write is on disk (fsync) when the call returns.
+    """A sqlite file with one writer. A durable write is on disk (fsync) when the call returns, and all before it.
 
     No other process can open it meanwhile. If it is removed, replaced or changed by others, every later write fails.
     """
@@ -37,6 +37,7 @@ class FileJournal(Journal):
         self._wal = path.with_name(path.name + "-wal")
         self._lock = -1
         self._place = self._wal_place = _GONE
+        self._is_tidy = self._syncs = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -82,7 +83,8 @@ class FileJournal(Journal):
                 "the daemons hold"
             )
         db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
+        db.execute("PRAGMA wal_autocheckpoint=0")  # `_tidy` does it, not a decision
+        self._sync(True)
         # a write at every start: a coordinator that cannot write decisions must not begin a swap
         with self._transaction():
             if schema == 1:
@@ -98,11 +100,19 @@ class FileJournal(Journal):
         self._remember_place()
         self._tidy()
 
+    def _sync(self, syncs: bool) -> None:
+        """Have each change synced to disk, or only written: the next one that is synced takes those before it along."""
+        if syncs != self._syncs:
+            self._db.execute(f"PRAGMA synchronous={'FULL' if syncs else 'NORMAL'}")
+            self._syncs = syncs
+
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Make one durable change, after checking that the file is the opened one and unchanged by others."""
+    def _writing(self, *, durable: bool = True) -> Iterator[None]:
+        """Make one change, after checking that the file is the opened one and unchanged by others."""
         self._check_place()
+        self._is_tidy = False
         try:
+            self._sync(durable)
             with self._transaction():
                 yield
         except (OSError, sqlite3.Error) as exc:
@@ -112,14 +122,23 @@ class FileJournal(Journal):
             self._remember_place()
 
     def _tidy(self) -> None:
-        """Move the -wal's content into the file, so that losing the -wal loses nothing.
+        """Move the -wal's content into the file, so that losing the -wal loses nothing, if there is any.
 
         Raises:
             CommitError: others have changed the files; a checkpoint would hide that.
         """
+        if self._is_tidy:
+            return
         self._check_place()
         try:
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            # the first write after a checkpoint syncs twice, and should be no decision; a write that changes nothing is
+            # none for sqlite
+            self._sync(True)
+            with self._transaction():
+                self._db.execute("UPDATE journal SET sequence = sequence + 1")
+                self._db.execute("UPDATE journal SET sequence = sequence - 1")
+            self._is_tidy = True
         finally:
             self._remember_place()
 
@@ -127,7 +146,6 @@ class FileJournal(Journal):
 
     def _check_place(self) -> None:
         """Raise CommitError if the files were moved, resized or changed by others."""
-        self._check_head()
         for path, left in ((self._path, self._place), (self._wal, self._wal_place)):
             found = self._stat(path)
             if found == left:
@@ -144,15 +162,8 @@ class FileJournal(Journal):
                 f"journal {path}: {what}; nothing can be decided with it. Put it back as it was, or start the "
                 "coordinator again: it recovers what is live from what the daemons hold"
             )
-
-    def _check_head(self) -> None:
-        """Raise CommitError if the file has no database header: an emptied file may have grown again."""
-        try:
-            with self._path.open("rb") as file:
-                head = file.read(len(_HEAD))
-        except OSError:
-            return  # removed or unreadable: the caller or the write itself reports that
-        if head != _HEAD:
+        # an emptied file may have grown again. By the descriptor: closing another would drop sqlite's locks
+        if (head := os.pread(self._lock, len(_HEAD), 0)) != _HEAD:
             raise CommitError(
                 f"journal {self._path}: somebody else has changed it: it begins with {head!r}, expected {_HEAD!r}; "
                 "nothing can be decided with it. Start the coordinator again: it recovers what is live from what the "
