@@ -1,4 +1,4 @@
-"""Two processes' ends of a gloo group (here: two threads) exchange what has changed; whatever is wrong is found."""
+"""Two processes' ends (here: two threads) exchange what has changed, over gloo or NIXL; whatever is wrong is found."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from refitd.copy_services.arena_pieces import ArenaPiece
 from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.conversions import converted
 from refitd.copy_services.delta_codec import Encoding, Note
-from refitd.copy_services.gloo import GlooService
 from refitd.copy_services.pace import Pace
 from refitd.copy_services.pieces import Base
+from refitd.copy_services.windows import WindowExchange
 from refitd.errors import TransportError
-from tests.support.gloo_threads import TIMEOUT_S, GlooThreads
+from tests.support.service_threads import SERVICES, TIMEOUT_S, ServiceThreads
 
 Words = np.ndarray
 MESSAGE_BYTES = 64 << 10
 FLOAT32_TO_BFLOAT16 = 1
 
 
-class Ends(GlooThreads):
-    """A sender and a receiver."""
+class Ends(ServiceThreads):
+    """A sender, which may inherit from another class first, and a receiver."""
 
-    def __init__(self, sender: type[GlooService] = GlooService) -> None:
-        super().__init__(("sender", "receiver"), MESSAGE_BYTES, (sender, GlooService))
+    def __init__(self, service: str, sender: type[WindowExchange] | None = None) -> None:
+        super().__init__(service, ("sender", "receiver"), MESSAGE_BYTES, {} if sender is None else {0: sender})
 
     def exchange(
         self, sent: list[ArenaPiece], received: list[ArenaPiece], *, verify: bool = True, timeout: float = TIMEOUT_S
@@ -45,9 +45,9 @@ class Ends(GlooThreads):
         return self.run(timeout=timeout, verify=verify)
 
 
-@pytest.fixture(scope="module")
-def ends() -> Iterator[Ends]:
-    found = Ends()
+@pytest.fixture(scope="module", params=SERVICES)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    found = Ends(request.param)
     yield found
     found.close()
 
@@ -155,7 +155,7 @@ def test_a_base_that_was_changed_is_found_by_who_holds_it(ends: Ends) -> None:
     assert_array_equal(place, new)
 
 
-class Liar(GlooService):
+class Liar(WindowExchange):
     """Says of each message that it comes as `note`, with `body`."""
 
     note = Note(Encoding.GAPS_8, 1, 3)
@@ -177,6 +177,7 @@ class Liar(GlooService):
         return line
 
 
+@pytest.mark.parametrize("service", SERVICES)
 @pytest.mark.parametrize(
     ("note", "body", "found"),
     [
@@ -188,9 +189,8 @@ class Liar(GlooService):
         (Note(Encoding.GAPS_8, 1, 3), b"ab\x01", "read; something else writes"),
     ],
 )
-def test_a_delta_that_cannot_be_is_refused(note: Note, body: bytes, found: str) -> None:
-    kind = type("Told", (Liar,), {"note": note, "body": body})
-    ends = Ends(kind)
+def test_a_delta_that_cannot_be_is_refused(service: str, note: Note, body: bytes, found: str) -> None:
+    ends = Ends(service, type("Told", (Liar,), {"note": note, "body": body}))
     try:
         before = np.arange(1000, dtype=np.uint16)
         live = before.copy()

@@ -11,6 +11,7 @@ import pytest
 
 from refitd.copy_services import nixl
 from refitd.copy_services.epoch import Epoch, Mailbox
+from refitd.copy_services.nixl_peers import LEAST_PART_BYTES, PARTS, part_bytes
 from refitd.errors import ConfigError, TransportError
 
 
@@ -19,6 +20,13 @@ class Said(Mailbox):
 
     def put(self, key: str, value: bytes) -> None:
         pass
+
+    def get(self, key: str, timeout: float) -> bytes:
+        return b'{"name": "other", "metadata": "AAAA", "form": 2}'
+
+
+class Before(Said):
+    """Another worker has already said who it is, in the form before."""
 
     def get(self, key: str, timeout: float) -> bytes:
         return b'{"name": "other", "metadata": "AAAA"}'
@@ -62,18 +70,23 @@ def test_nixl_of_another_version_there(methods: dict[str, Any]) -> None:
         nixl.join(EPOCH)
 
 
+def test_nixl_of_a_refitd_that_says_other_things(methods: dict[str, Any]) -> None:
+    methods |= {"register_memory": lambda *_: 1, "get_agent_metadata": lambda: b"x"}
+    said = "worker 0 on b exchanges in form 1, worker 0 on a in form 2; use one version of refitd on all nodes"
+    with pytest.raises(TransportError, match=said):
+        nixl.join(replace(EPOCH, mailbox=Before()))
+
+
 def test_more_workers_than_there_is_memory_for_are_refused_and_what_would_do_is_said() -> None:
     many = replace(EPOCH, labels=tuple(f"worker 0 on n{i}" for i in range(3000)), staging_bytes=32 << 20)
-    with pytest.raises(ConfigError, match=r"3000 workers .* staging_bytes is 33554432; set it to at least") as failed:
+    with pytest.raises(ConfigError, match=r"3000 workers .* have 16777216; set it to at least") as failed:
         nixl.join(many)
-    enough = int(str(failed.value).partition("at least ")[2].partition("at least ")[2].partition(",")[0])
-    limit, count = nixl._buffers(3000, enough)
-    assert limit * count <= enough < 2 * limit * count
+    enough = int(str(failed.value).partition("at least ")[2].partition(",")[0])
+    assert part_bytes(3000, enough // 2) == LEAST_PART_BYTES
     with pytest.raises(ConfigError):
-        nixl._buffers(3000, enough - 1)
+        part_bytes(3000, enough // 2 - 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 130, 500, 2000])
-def test_the_slab_stays_within_staging_bytes(size: int) -> None:
-    limit, count = nixl._buffers(size, 32 << 20)
-    assert limit * count <= 32 << 20 and limit % 4096 == 0
+@pytest.mark.parametrize("size", [1, 2, 8, 130, 500, 1000])
+def test_the_slab_stays_within_half_of_staging_bytes(size: int) -> None:
+    assert 2 * PARTS * (size - 1) * part_bytes(size, 16 << 20) <= 16 << 20

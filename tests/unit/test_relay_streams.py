@@ -1,4 +1,4 @@
-"""Ranks of a gloo group (here: threads) pass on what they receive; what a relay alters is found at the end."""
+"""Ranks of a group (here: threads) pass on what they receive, over gloo or NIXL; what a relay alters is found."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from refitd.copy_services.base import DigestMismatch
 from refitd.copy_services.exchange import Route
 from refitd.copy_services.pieces import Base
 from refitd.errors import RefusedError
-from tests.support.gloo_threads import GlooThreads
+from tests.support.service_threads import SERVICES, ServiceThreads
 
 Words = np.ndarray
 SIZE = 4
 MESSAGE_BYTES = 16 << 10
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[GlooThreads]:
-    found = GlooThreads([f"rank {n}" for n in range(SIZE)], MESSAGE_BYTES)
+@pytest.fixture(scope="module", params=SERVICES)
+def ranks(request: pytest.FixtureRequest) -> Iterator[ServiceThreads]:
+    found = ServiceThreads(request.param, [f"rank {n}" for n in range(SIZE)], MESSAGE_BYTES)
     yield found
     found.close()
 
@@ -33,7 +33,7 @@ def ranks() -> Iterator[GlooThreads]:
 class OnItsWay:
     """Tensors that travel from the first of some ranks over the others, noted at all of them."""
 
-    def __init__(self, ranks: GlooThreads, path: int, over: Sequence[int], new: Sequence[Words]) -> None:
+    def __init__(self, ranks: ServiceThreads, path: int, over: Sequence[int], new: Sequence[Words]) -> None:
         self.over, self.new = over, new
         self.held = {rank: [np.zeros_like(words) for words in new] for rank in over[1:]}
         for hop, (src, dst) in enumerate(itertools.pairwise(over)):
@@ -92,7 +92,9 @@ def journeys(draw: st.DrawFn) -> list[tuple[list[int], list[Words], list[Words],
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(journeys(), st.booleans())
-def test_everybody_on_every_path_gets_what_its_first_rank_sends(ranks: GlooThreads, cases: Any, verify: bool) -> None:
+def test_everybody_on_every_path_gets_what_its_first_rank_sends(
+    ranks: ServiceThreads, cases: Any, verify: bool
+) -> None:
     """Over paths in any order, also in circles and over the same ranks; whole or as deltas, whoever holds a base."""
     ways = [
         WithBases(ranks, path, over, new, before=before, bases=bases, in_place=in_place)
@@ -110,7 +112,7 @@ def test_everybody_on_every_path_gets_what_its_first_rank_sends(ranks: GlooThrea
     assert all(words.tobytes() == beside.tobytes() for words in there)
 
 
-def test_deltas_are_passed_on_as_they_came(ranks: GlooThreads) -> None:
+def test_deltas_are_passed_on_as_they_came(ranks: ServiceThreads) -> None:
     before = np.arange(2_000_000, dtype=np.uint16)
     new = before.copy()
     new[::100] ^= 7
@@ -122,7 +124,7 @@ def test_deltas_are_passed_on_as_they_came(ranks: GlooThreads) -> None:
         assert results[rank].crossed_bytes <= 0.017 * 4_000_000
 
 
-def test_what_a_relay_alters_fails_everybody(ranks: GlooThreads) -> None:
+def test_what_a_relay_alters_fails_everybody(ranks: ServiceThreads) -> None:
     """Its own memory is read back before it is altered, so that only the first sender's digest can tell."""
     way = OnItsWay(ranks, 1, [0, 1, 2], [np.arange(300_000, dtype=np.uint32)])
     liar = ranks.services[1]
@@ -145,7 +147,7 @@ def test_what_a_relay_alters_fails_everybody(ranks: GlooThreads) -> None:
 
 
 @pytest.mark.parametrize("old", ["of this run", "of the last run"])
-def test_a_relay_that_passes_on_an_old_message_fails_everybody(ranks: GlooThreads, old: str) -> None:
+def test_a_relay_that_passes_on_an_old_message_fails_everybody(ranks: ServiceThreads, old: str) -> None:
     """Both are genuine: the first sender has sent them, in another place or at another time."""
     words = np.arange(300_000, dtype=np.uint32)
     OnItsWay(ranks, 1, [0, 1, 2], [words])
@@ -170,7 +172,7 @@ def test_a_relay_that_passes_on_an_old_message_fails_everybody(ranks: GlooThread
     assert all(isinstance(each, DigestMismatch) for each in results), results
 
 
-def test_a_relay_that_does_not_receive_what_it_passes_on_is_refused(ranks: GlooThreads) -> None:
+def test_a_relay_that_does_not_receive_what_it_passes_on_is_refused(ranks: ServiceThreads) -> None:
     words = np.arange(1000, dtype=np.uint32)
     OnItsWay(ranks, 1, [0, 1], [words])
     here, there = ArenaPiece(words[:500].copy(), 0, 4), ArenaPiece(words[:500].copy(), 0, 4)
