@@ -220,10 +220,10 @@ def _forecast(families: list[_Family], most: int, nodes: _Nodes) -> _Forecast:
 def _chained(family: _Family, count: int, sent: Ints, least: float, nodes: _Nodes) -> _Chains:
     mine = family.nodes
     takes = np.maximum((sent[mine] + family.nbytes) / nodes.send[mine], least)
-    at = np.arange(len(mine))
+    others, ends = mine[: len(mine) - count], mine[len(mine) - count :]
     if takes.max() > least:
         at = np.lexsort((takes, nodes.is_last[mine]))
-    ends, others = mine[at[len(at) - count :]], mine[np.sort(at[: len(at) - count])]
+        others, ends = mine[np.sort(at[: len(at) - count])], mine[at[len(at) - count :]]
     length, longer = divmod(len(others), count)
     start = np.append(0, np.cumsum(np.full(count, length) + (np.arange(count) < longer)))
     return _Chains(np.insert(others, start[1:], ends), start + np.arange(count + 1))
