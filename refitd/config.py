@@ -89,6 +89,8 @@ class TransportConfig(Section, frozen=True):
     staging_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 34)] = 32 << 20  # buffers of each worker
     relays: bool = True  # nodes pass on to others what they have received, where that is faster (gloo)
     deltas: bool = True  # send what has changed since the version that the engines serve, where that is shorter
+    # a cluster file (refitd/offline/clusters.py) with the speeds of the nodes' cables; "": all are equally fast
+    cables: Annotated[str, msgspec.Meta(max_length=2000)] = ""
 
 
 class Deadlines(Section, frozen=True):

@@ -38,6 +38,7 @@ _LEVELS = {
     "internal-error": logging.ERROR,
     "journal-failed": logging.ERROR,
     "keys-not-read": logging.WARNING,
+    "cables-not-read": logging.WARNING,
     "lead-lost": logging.WARNING,
     "live-outranked": logging.WARNING,
     "live-recovered": logging.WARNING,

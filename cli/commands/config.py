@@ -113,6 +113,8 @@ def _checks(found: Config, alone: bool) -> Iterator[Check]:
         asked.append(("transport", _service))
     if found.metrics.address is not None:
         asked.append(("metrics", _metrics))
+    if found.transport.cables:
+        asked.append(("cables", _cables))
     if found.uses_keys and found.security.server_key and not alone:
         asked.append(("as a daemon", _daemon))
     if found.uses_keys and found.security.allowed:
@@ -146,6 +148,14 @@ def _metrics(found: Config) -> str:
         (host, 0), f"metrics.endpoint {found.metrics.endpoint}"
     ).close()  # any port: a daemon that runs may have this one
     return f"{host}, port {port or 'any'}"
+
+
+def _cables(found: Config) -> str:
+    from refitd.coordinator.cables import read_cluster
+
+    cluster = read_cluster(found)
+    assert cluster is not None
+    return f"{cluster.name}, with {len(cluster.nodes)} nodes of their own speed"
 
 
 def _users(found: Config) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from refitd.errors import ConfigError
-from refitd.protocol.reports import PairTraffic, ParameterTraffic, PlanReport, Relaying
+from refitd.protocol.reports import CableTraffic, PairTraffic, ParameterTraffic, PlanReport, Relaying
 from refitd_cli.completion import model_names
 from refitd_cli.layouts import ManifestPlan, RankNumbers, manifest_options, planned
 from refitd_cli.numbers import Number
@@ -92,6 +92,7 @@ def _show(report: PlanReport, top: int) -> None:
             ("from", "to", ">crosses", ">needed there"),
             ((link.source, link.target, size(link.bytes), size(link.needed_bytes)) for link in report.links),
         )
+    _show_cables(report.cables, top)
     _show_relays(report.relays, top)
     parameters: Sequence[ParameterTraffic] = sorted(report.parameters, key=lambda parameter: -parameter.bytes)
     _show_parameters([(p.name, p.bytes, p.copies) for p in parameters], top)
@@ -100,6 +101,8 @@ def _show(report: PlanReport, top: int) -> None:
         f"{report.model}: {size(report.bytes)} in {report.copies} copies over {len(pairs)} rank pairs, "
         f"{len(parameters)} parameters; planned in {duration(report.plan_s)}; digest {report.digest}"
     )
+    if report.speeds:
+        say(f"cables as {report.speeds} says (transport.cables)")
     if report.kept:
         names = [kept.name for kept in report.kept[: top or None]]
         more = f" and {len(report.kept) - len(names)} more" if len(report.kept) > len(names) else ""
@@ -118,8 +121,24 @@ def _show_relays(relays: Relaying, top: int) -> None:
         say(f"and over {len(relays.paths) - top} more paths; --top 0 shows all")
     if relays.paths:
         say(f"the busiest cable carries {size(relays.bytes)} one way; without relays {size(relays.direct_bytes)}")
-    elif relays.direct_bytes:
+    elif relays.direct_bytes and not relays.direct_seconds:
         say(f"no relays: the busiest cable carries {size(relays.direct_bytes)}, with relays hardly less")
+    if relays.paths and relays.direct_seconds:
+        say(f"predicted, with relays: {duration(relays.seconds)}; without: {duration(relays.direct_seconds)}")
+    elif relays.direct_seconds:
+        say(f"no relays: predicted without them {duration(relays.direct_seconds)}, with them hardly less")
+
+
+def _show_cables(cables: Sequence[CableTraffic], top: int) -> None:
+    if cables:
+        print_table(
+            _title("cables", min(top or len(cables), len(cables)), len(cables)),
+            ("node", "", ">carries", ">per second", ">takes"),
+            (
+                (c.node, "sends" if c.is_send else "receives", size(c.bytes), size(c.speed), duration(c.seconds))
+                for c in cables[: top or None]
+            ),
+        )
 
 
 def _show_parameters(parameters: Sequence[tuple[str, int, int]], top: int) -> None:

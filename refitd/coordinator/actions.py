@@ -12,6 +12,7 @@ from refitd.coordinator.rosters import ShardRead
 from refitd.describe.roster import Roster
 from refitd.errors import RefitdError
 from refitd.events import Busy, Log, Tick
+from refitd.offline.clusters import ClusterSpeeds
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 from refitd.protocol.roles import ANYONE, Allowed
@@ -45,11 +46,15 @@ class JournalWritten(Struct, frozen=True):
     error: RefitdError | None = None
 
 
-class KeysRead(Struct, frozen=True):
-    """The list of admitted keys was read again; None: this coordinator uses no keys. `waiter` asked for it, if any."""
+class FilesRead(Struct, frozen=True):
+    """The list of admitted keys and the cluster file were read again. `waiter` asked for it, if any.
+
+    Each is None if this coordinator uses none.
+    """
 
     allowed: Mapping[str, Allowed] | None
     waiter: tuple[bytes, int] | None = None
+    cluster: ClusterSpeeds | None = None
 
 
 class DrainWritten(Struct, frozen=True):
@@ -59,7 +64,7 @@ class DrainWritten(Struct, frozen=True):
     waiter: tuple[bytes, int] | None = None
 
 
-Event = FromNode | Planned | JournalWritten | KeysRead | DrainWritten | Busy | Tick
+Event = FromNode | Planned | JournalWritten | FilesRead | DrainWritten | Busy | Tick
 
 
 # --- instructions -----------------------------------------------------------------------------------------
@@ -84,13 +89,15 @@ class Answer(Struct, frozen=True):
 class MakePlan(Struct, frozen=True):
     """Make the plan, then feed Planned.
 
-    With `may_relay`, nodes may pass on to others what they have received, those of `last` after all others.
+    With `may_relay`, nodes may pass on to others what they have received, those of `last` after all others. `cluster`
+    says how fast their cables are; None: equally.
     """
 
     ticket: int
     rosters: list[Roster]
     may_relay: bool = True
     last: frozenset[str] = frozenset()
+    cluster: ClusterSpeeds | None = None
 
 
 class Decide(Struct, frozen=True):
@@ -117,10 +124,10 @@ class WriteDrain(Struct, frozen=True):
     waiter: tuple[bytes, int] | None = None
 
 
-class ReadKeys(Struct, frozen=True):
-    """Read the list of admitted keys again, then feed KeysRead; if it cannot be used, only answer that."""
+class ReadFiles(Struct, frozen=True):
+    """Read admitted keys and the cluster file again, then feed FilesRead; if one cannot be used, only answer that."""
 
     waiter: tuple[bytes, int]
 
 
-Instruction = ReadKeys | WriteDrain | Send | Answer | MakePlan | Decide | Remember | Log
+Instruction = ReadFiles | WriteDrain | Send | Answer | MakePlan | Decide | Remember | Log

@@ -21,6 +21,7 @@ from refitd.buffers.arena import die_with_parent
 from refitd.buffers.capacity import SERVER_DESCRIPTORS, raise_descriptor_limit, require_descriptors
 from refitd.config import Config, EtcdPlace
 from refitd.coordinator import actions as act
+from refitd.coordinator.cables import cables_for, read_cluster
 from refitd.coordinator.descriptions import unpack_shard
 from refitd.coordinator.journals.base import Journal, LeadLost
 from refitd.coordinator.journals.etcd import EtcdJournal
@@ -116,6 +117,7 @@ class CoordinatorShell:
             drained=journal.drained(),
             is_beside=is_beside,
             host=socket.gethostname(),
+            speeds=read_cluster(config),
         )
 
     def _told(self) -> None:
@@ -145,7 +147,7 @@ class CoordinatorShell:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
                 reloads.clear()
-                self.read_keys()
+                self.read_files()
             self._collect()
             for fields in self._router.turned_away():
                 if self._turned_away.allows(str(fields), time.monotonic()):
@@ -275,19 +277,22 @@ class CoordinatorShell:
             text = f"the coordinator made a mistake over {type(message).__name__}: {exc!r}; its log has the details"
             self._router.send(identity, request, Failure(code="internal", message=text))
 
-    def read_keys(self, waiter: tuple[bytes, int] | None = None) -> None:
-        """Read the list of admitted keys again, for whoever waits for the answer; an unusable one changes nothing."""
+    def read_files(self, waiter: tuple[bytes, int] | None = None) -> None:
+        """Read admitted keys and the cluster file again, for whoever waits; an unusable one changes nothing."""
+        event = "keys-not-read"
         try:
             keys = coordinator_keys(self._config)
+            event = "cables-not-read"
+            speeds = read_cluster(self._config)
         except RefitdError as exc:
-            self._log("keys-not-read", reason=str(exc))
+            self._log(event, reason=str(exc))
             if waiter is not None:
                 self._router.send(*waiter, Failure(code=exc.code, message=str(exc)))
             return
         if keys is not None:
             self._allowed = keys.allowed
             self._router.admit(keys.allowed)
-        self._feed(act.KeysRead(None if keys is None else keys.allowed, waiter))
+        self._feed(act.FilesRead(None if keys is None else keys.allowed, waiter, speeds))
 
     def _feed(self, event: act.Event) -> None:
         pending = [event]
@@ -307,9 +312,9 @@ class CoordinatorShell:
     def _plan(self, asked: act.MakePlan) -> act.Planned:
         ticket = asked.ticket
         try:
-            return act.Planned(
-                ticket, make_plan(asked.rosters, self._remembered, may_relay=asked.may_relay, last=asked.last)
-            )
+            cables = cables_for(asked.cluster, (roster.node for roster in asked.rosters))
+            plan = make_plan(asked.rosters, self._remembered, may_relay=asked.may_relay, last=asked.last, cables=cables)
+            return act.Planned(ticket, plan)
         except RefitdError as exc:
             return act.Planned(ticket, None, exc)
         except Exception as exc:  # an unexpected description must fail only its own swap
@@ -320,8 +325,8 @@ class CoordinatorShell:
         match instruction:
             case act.Send(identity, request, message):
                 self._router.send(identity, request, message)
-            case act.ReadKeys(waiter):
-                self.read_keys(waiter)
+            case act.ReadFiles(waiter):
+                self.read_files(waiter)
             case act.Answer(identity, request, make):
                 self._answers.submit((identity, request), lambda: framed(request, make()))
             case act.MakePlan(ticket) as asked:
@@ -402,6 +407,7 @@ def run(config: Config, *, with_parent: bool = False) -> int:
     require_descriptors(SERVER_DESCRIPTORS, "a coordinator")
     _check_single(config, with_parent)
     keys = coordinator_keys(config)
+    read_cluster(config)  # a standby should not find out when it leads
     make_runtime_dir(config.runtime_dir, opened=bool(config.node.allowed_uids))
     stop: list[int] = []
     reloads: list[int] = []

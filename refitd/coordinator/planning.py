@@ -12,6 +12,7 @@ from refitd.coordinator.models import Models, ModelState, Waiter
 from refitd.coordinator.plans import LoadedPlan, PlanCache, plan_report
 from refitd.coordinator.rosters import ShardReader
 from refitd.errors import PlanError, RefitdError
+from refitd.offline.clusters import ClusterSpeeds
 from refitd.protocol import local
 
 
@@ -22,6 +23,7 @@ class PlanRequest:
     model: str
     who: str | Waiter  # a swap, or an operator
     fleet: Model
+    speeds: ClusterSpeeds | None = None
 
 
 class Planning:
@@ -30,6 +32,7 @@ class Planning:
     Attributes:
         requests: the unanswered requests, by ticket.
         reader: the descriptions read so far.
+        speeds: of the nodes' cables; None: all are equally fast.
     """
 
     def __init__(self, models: Models, out: Callable[[Instruction], None], *, may_relay: bool) -> None:
@@ -40,6 +43,7 @@ class Planning:
         self._kept = PlanCache()
         self._tickets = 0
         self.requests: dict[int, PlanRequest] = {}
+        self.speeds: ClusterSpeeds | None = None
         self.reader = ShardReader()
 
     def show(self, state: ModelState, viewer: Waiter) -> None:
@@ -60,9 +64,9 @@ class Planning:
     def ask(self, fleet: Model, who: str | Waiter) -> Planned | None:
         """Request a plan for these members; if the result is known at once, return it for `planned`."""
         pools, last = fleet.pools(), self._without_base(fleet)
-        kept = self._kept.get(pools)
+        kept = self._kept.get(pools, self.speeds)
         self._tickets += 1
-        self.requests[self._tickets] = PlanRequest(fleet.name, who, fleet)
+        self.requests[self._tickets] = PlanRequest(fleet.name, who, fleet, self.speeds)
         # its copies stay right, but other nodes may have lost their base since it was made
         if kept is not None and kept.routed.relays.puts_last(last):
             return Planned(self._tickets, kept)
@@ -70,7 +74,7 @@ class Planning:
             rosters = self.reader.rosters(pools)
         except RefitdError as exc:  # an unreadable description: end the swap now, not at its deadline
             return Planned(self._tickets, None, exc)
-        self._out(MakePlan(self._tickets, rosters, self._may_relay, last))
+        self._out(MakePlan(self._tickets, rosters, self._may_relay, last, self.speeds))
         return None
 
     def _without_base(self, fleet: Model) -> frozenset[str]:
@@ -90,10 +94,10 @@ class Planning:
         who, fleet, plan = asked.who, asked.fleet, event.plan
         state = self._models.get(asked.model)
         if plan is not None and state is not None:
-            self._kept.put(fleet.pools(), plan)
+            self._kept.put(fleet.pools(), asked.speeds, plan)
             plan.members = fleet.ranks()
             plan.belongs_to(fleet.name)
-            if fleet.ranks() == state.fleet.ranks() and not fleet.seeds:
+            if fleet.ranks() == state.fleet.ranks() and not fleet.seeds and asked.speeds == self.speeds:
                 state.plan = plan
         error = str(event.error) if event.error else ""  # one reason per line
         if not isinstance(who, str):

@@ -14,7 +14,9 @@ from refitd.caches import BoundedCache
 from refitd.coordinator.membership import Model
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
+from refitd.offline.clusters import ClusterSpeeds
 from refitd.plan.build import plan_copies
+from refitd.plan.cables import EQUAL, Cables, loads_of
 from refitd.plan.columns import Ints, distinct
 from refitd.plan.fills import FillTable
 from refitd.plan.onward import source_boxes, split
@@ -25,6 +27,7 @@ from refitd.plan.shared import GlobalPlan
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import (
+    CableTraffic,
     KeptTraffic,
     LinkTraffic,
     PairTraffic,
@@ -49,6 +52,7 @@ class Routed:
         onward: rows that copy, within a node, what has crossed (refitd.plan.onward).
         relays: how relaying was decided.
         links: bytes that cross between nodes in one swap, by (source node, target node).
+        cables: the speeds that decided.
     """
 
     node_of: dict[int, str]
@@ -57,6 +61,7 @@ class Routed:
     onward: CopyTable
     relays: Relays
     links: dict[tuple[str, str], int]
+    cables: Cables
     _rows: dict[str, tuple[Ints, Ints, Ints]]  # node -> its rows of each table
 
     def at(self, node: str) -> tuple[CopyTable, CrossingTable, CopyTable]:
@@ -65,7 +70,14 @@ class Routed:
         return self.inner.select(inner), self.crossing.select(crossing), self.onward.select(onward)
 
 
-def routed(plan: GlobalPlan, node_of: dict[int, str], *, may_relay: bool, last: Collection[str] = ()) -> Routed:
+def routed(
+    plan: GlobalPlan,
+    node_of: dict[int, str],
+    *,
+    may_relay: bool,
+    last: Collection[str] = (),
+    cables: Cables = EQUAL,
+) -> Routed:
     """Return a plan's copies by where they run.
 
     With `may_relay`, nodes may pass on what they have received, those of `last` after all others.
@@ -80,14 +92,14 @@ def routed(plan: GlobalPlan, node_of: dict[int, str], *, may_relay: bool, last: 
     direct, first, onward = split(table.select(crosses), box[crosses], node_of)
     crossing, relays = CrossingTable.of(direct), Relays()
     if may_relay:
-        crossing, relays = relayed(direct, box[crosses][first], node_of, last=last)
+        crossing, relays = relayed(direct, box[crosses][first], node_of, last=last, cables=cables)
     rows = [_by_node(len(names), at[each.src_rank], at[each.dst_rank]) for each in (inner, crossing, onward)]
     links: dict[tuple[str, str], int] = {}
     for src, dst, moved, _ in _pairs(crossing):
         link = node_of[src], node_of[dst]
         links[link] = links.get(link, 0) + moved
     parts = {name: (rows[0][i], rows[1][i], rows[2][i]) for i, name in enumerate(names)}
-    return Routed(node_of, inner, crossing, onward, relays, links, parts)
+    return Routed(node_of, inner, crossing, onward, relays, links, cables, parts)
 
 
 def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
@@ -152,7 +164,7 @@ class LoadedPlan:
 
 
 class PlanCache:
-    """Recent plans, keyed by every rank, its node and its description.
+    """Recent plans, keyed by every rank, its node and its description, and by the speeds of cables.
 
     A changed layout changes a description, so it never finds an old plan. Owned by the coordinator.
     """
@@ -160,21 +172,21 @@ class PlanCache:
     def __init__(self, capacity: int = 16) -> None:
         self._plans: BoundedCache[str, LoadedPlan] = BoundedCache(capacity)
 
-    def get(self, pools: Sequence[Sequence[Registered]]) -> LoadedPlan | None:
+    def get(self, pools: Sequence[Sequence[Registered]], speeds: ClusterSpeeds | None) -> LoadedPlan | None:
         """Return a kept plan of these pools, not yet loaded on any node; None if none is kept."""
-        plan = self._plans.get(self._key(pools))
+        plan = self._plans.get(self._key(pools, speeds))
         if plan is None:
             return None
         return replace(plan, members={}, loaded_on=set(), plan_s=0.0, epoch=None, crossing_s={})
 
-    def put(self, pools: Sequence[Sequence[Registered]], plan: LoadedPlan) -> None:
+    def put(self, pools: Sequence[Sequence[Registered]], speeds: ClusterSpeeds | None, plan: LoadedPlan) -> None:
         """Keep a plan; evict the least recently used one."""
-        self._plans.put(self._key(pools), plan)
+        self._plans.put(self._key(pools, speeds), plan)
 
     @staticmethod
-    def _key(pools: Sequence[Sequence[Registered]]) -> str:
+    def _key(pools: Sequence[Sequence[Registered]], speeds: ClusterSpeeds | None) -> str:
         content = [(r.rank, r.node, r.is_source, r.as_held, r.digest) for pool in pools for r in pool]
-        return xxhash.xxh3_128_hexdigest(repr(sorted(content)).encode())
+        return xxhash.xxh3_128_hexdigest(repr((sorted(content), speeds)).encode())
 
 
 def make_plan(
@@ -183,6 +195,7 @@ def make_plan(
     *,
     may_relay: bool = True,
     last: Collection[str] = (),
+    cables: Cables = EQUAL,
 ) -> LoadedPlan:
     """Plan these rosters. With `may_relay`, nodes may pass on what they have received, those of `last` after others.
 
@@ -190,8 +203,9 @@ def make_plan(
         PlanError: names every problem found.
     """
     started = time.perf_counter()
-    plan = plan_copies(rosters, remembered)
-    found = routed(plan, {roster.rank: roster.node for roster in rosters}, may_relay=may_relay, last=last)
+    plan = plan_copies(rosters, remembered, cables)
+    node_of = {roster.rank: roster.node for roster in rosters}
+    found = routed(plan, node_of, may_relay=may_relay, last=last, cables=cables)
     return LoadedPlan(
         plan.digest,
         plan.table,
@@ -242,7 +256,9 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         unused_sources=plan.unused_sources,
         kept=_kept(fleet),
         links=_links(plan),
-        relays=_relaying(plan.routed.relays),
+        relays=_relaying(plan.routed.relays, plan.routed.cables),
+        cables=_cable_loads(plan.routed),
+        speeds=plan.routed.cables.name,
     )
     return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
 
@@ -258,9 +274,27 @@ def _links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
     return tuple(LinkTraffic(*link, moved.get(link, 0), needed.get(link, 0)) for link in between)
 
 
-def _relaying(relays: Relays) -> Relaying:
+def _relaying(relays: Relays, cables: Cables) -> Relaying:
     paths = tuple(RelayPath(path.source, path.nodes, path.nbytes) for path in relays.paths)
-    return Relaying(paths, relays.bytes, relays.direct_bytes)
+    if not cables.are_known:
+        return Relaying(paths, relays.bytes, relays.direct_bytes)
+    return Relaying(paths, relays.bytes, relays.direct_bytes, _sent(relays.seconds), _sent(relays.direct_seconds))
+
+
+def _sent(seconds: float) -> float:
+    """Return seconds as far as messages take them (protocol.base.Seconds)."""
+    return min(seconds, 1e9)
+
+
+def _cable_loads(routed: Routed) -> tuple[CableTraffic, ...]:
+    """Return what each cable carries, the one that takes longest first."""
+    if not routed.cables.are_known:
+        return ()
+    links = ((*link, nbytes) for link, nbytes in routed.links.items() if link[0] != link[1])
+    return tuple(
+        CableTraffic(load.node, load.is_send, load.nbytes, round(load.speed), _sent(load.seconds))
+        for load in loads_of(links, routed.cables)
+    )
 
 
 def _kept(fleet: Model) -> tuple[KeptTraffic, ...]:

@@ -15,6 +15,7 @@ from refitd.coordinator.models import Models, ModelState, Running
 from refitd.coordinator.planning import Planning
 from refitd.coordinator.plans import RELAYING_SERVICES, LoadedPlan
 from refitd.coordinator.seeding import no_plan, without_unread
+from refitd.offline.clusters import ClusterSpeeds
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 from refitd.states import SwapCause
@@ -78,6 +79,13 @@ class Preparation:
                 self._epochs.relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
             case cluster.RegionsDigested():
                 self._digested(name, message, now)
+
+    def use_speeds(self, speeds: ClusterSpeeds | None) -> None:
+        """Plan anew, from the next swap on, for cables of these speeds; None: all are equally fast."""
+        if speeds != self.planning.speeds:
+            self.planning.speeds = speeds
+            for state in self._models.values():
+                self.members_changed(state)
 
     def tick(self, state: ModelState, running: Running, now: float) -> None:
         """Abort a swap whose sources have not been compared in time."""

@@ -12,16 +12,17 @@ from refitd.coordinator.actions import (
     Answer,
     DrainWritten,
     Event,
+    FilesRead,
     FromNode,
     Instruction,
     JournalWritten,
-    KeysRead,
     Planned,
-    ReadKeys,
+    ReadFiles,
     Remember,
     Send,
 )
 from refitd.coordinator.admission import check_hello, check_message
+from refitd.coordinator.cables import with_speeds
 from refitd.coordinator.descriptions import Descriptions, unpack_shard
 from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
@@ -39,9 +40,10 @@ from refitd.coordinator.traces import Traces
 from refitd.coordinator.verification import Checks
 from refitd.errors import ProtocolError, RefitdError, RefusedError
 from refitd.events import Busy, Log, Tick
+from refitd.offline.clusters import ClusterSpeeds
 from refitd.protocol import cluster, control, local, versions
 from refitd.protocol.base import PROTOCOL_VERSION, Message
-from refitd.protocol.reports import VerifyReport
+from refitd.protocol.reports import ReloadReport, VerifyReport
 from refitd.protocol.traces import GetTrace, NodeTrace, TraceReport
 
 # Daemons send a heartbeat every second. After this long without one a node's members count as lost.
@@ -74,10 +76,13 @@ class CoordinatorState:
         new_run: Callable[[], str] = lambda: secrets.token_hex(4),
         host: str = "",
         drained: Drained | None = None,
+        speeds: ClusterSpeeds | None = None,
     ) -> None:
         """Start empty. `decided`, `recent` and `past` read the journal, also entries of earlier coordinators.
 
         `drained` are the nodes that the journal knows as drained; the coordinator keeps them up to date there.
+
+        `speeds` are those of the nodes' cables; None: all are equally fast.
 
         `is_beside` says that a standalone daemon started this process. `new_run` returns a new run id.
         """
@@ -115,6 +120,7 @@ class CoordinatorState:
             self.traces,
             self._out.append,
         )
+        self.swaps.preparation.planning.speeds = speeds
         self._drains = Drains(
             {} if drained is None else drained,
             self.nodes,
@@ -159,11 +165,12 @@ class CoordinatorState:
                     self._settling.begin(now)
             case Planned():
                 self.swaps.preparation.planned(event, now)
-            case KeysRead(allowed, waiter):
+            case FilesRead(allowed, waiter, speeds):
+                self.swaps.preparation.use_speeds(speeds)
 
-                def tell(report: Message) -> None:
+                def tell(report: ReloadReport) -> None:
                     if waiter is not None:
-                        self._send(*waiter, report)
+                        self._send(*waiter, with_speeds(report, speeds, self.nodes))
 
                 self._removals.keys_read(allowed, tell, now)
             case DrainWritten():
@@ -307,7 +314,7 @@ class CoordinatorState:
                 self._check_known(model)
                 reply = self._removals.forget(model, now)
             case local.Reload():
-                self._out.append(ReadKeys((node.identity, request)))
+                self._out.append(ReadFiles((node.identity, request)))
             case local.DrainNode(name):
                 self._drains.drain(name, (node.identity, request))
             case local.ResumeNode(name):

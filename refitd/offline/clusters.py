@@ -1,4 +1,4 @@
-"""Cluster files: how fast the nodes of a simulated refit send, receive and copy."""
+"""Cluster files: how fast the nodes of a cluster send, receive and copy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from refitd.errors import ConfigError
 from refitd.offline.files import read_file
 from refitd.offline.tables import each, refusal, shown, table, tables
 from refitd.offline.values import Degree, Name, Table
+from refitd.plan.cables import Cables
+
+GB = 1e9
 
 Rate = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]  # GB/s: 10**9 bytes per second
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
@@ -33,8 +36,8 @@ class ClusterSpeeds(Table, frozen=True):
         note: where the figures come from, and what is assumed.
         nic_gb_s: one network card.
         nics_per_node: a node's cards, shared evenly by its ranks; None: one for each rank.
-        rank_gb_s: a rank to and from others of its node (NVLink, or shared memory).
-        memory_gb_s: a rank copies this fast within its own memory (reading and writing count once).
+        rank_gb_s: a rank to and from others of its node (NVLink, or shared memory); None: no limit.
+        memory_gb_s: a rank copies this fast within its own memory (reading and writing count once); None: no limit.
         digest_gb_s: a rank packs and digests, or receives and digests, this fast what crosses between nodes; None: as
             fast as it comes.
         flow_gb_s: the most that one pair of ranks moves between nodes (one TCP stream); None: no such limit.
@@ -49,8 +52,8 @@ class ClusterSpeeds(Table, frozen=True):
 
     name: Name
     nic_gb_s: Rate
-    rank_gb_s: Rate
-    memory_gb_s: Rate
+    rank_gb_s: Rate | None = None
+    memory_gb_s: Rate | None = None
     note: str = ""
     nics_per_node: Degree | None = None
     digest_gb_s: Rate | None = None
@@ -85,10 +88,36 @@ def load_cluster(path: str | Path) -> ClusterSpeeds:
     return found
 
 
+def cables_of(cluster: ClusterSpeeds, ranks: Iterable[str]) -> Cables:
+    """Return how fast the cables of these ranks' nodes are, all cards of a node together.
+
+    Args:
+        cluster: the speeds.
+        ranks: the node of each rank.
+    """
+    count: dict[str, int] = {}
+    for there in ranks:
+        count[there] = count.get(there, 0) + 1
+    own = {node.name: node for node in cluster.nodes}
+    send, receive = {}, {}
+    for name, number in count.items():
+        cards = number if cluster.nics_per_node is None else cluster.nics_per_node
+        node = own.get(name, NodeSpeed(name))
+        send[name] = cards * GB * (node.send_gb_s or cluster.nic_gb_s)
+        receive[name] = cards * GB * (node.receive_gb_s or cluster.nic_gb_s)
+    return Cables(cluster.name, (cluster.nics_per_node or 1) * GB * cluster.nic_gb_s, send, receive)
+
+
+def unknown_nodes(cluster: ClusterSpeeds, nodes: Iterable[str]) -> list[str]:
+    """Return the nodes that a cluster speaks of and that are not among `nodes`."""
+    known = set(nodes)
+    return [node.name for node in cluster.nodes if node.name not in known]
+
+
 def check_nodes(cluster: ClusterSpeeds, nodes: Iterable[str]) -> None:
     """Raise ConfigError if a cluster speaks of a node that the layouts do not have."""
     known = set(nodes)
-    unknown = [node.name for node in cluster.nodes if node.name not in known]
+    unknown = unknown_nodes(cluster, known)
     if unknown:
         there = sorted(known)
         more = f" and {len(there) - 8} more" if len(there) > 8 else ""

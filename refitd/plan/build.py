@@ -19,6 +19,7 @@ import numpy as np
 
 from refitd.describe.roster import Roster
 from refitd.errors import PlanError
+from refitd.plan.cables import EQUAL, Cables, Floats
 from refitd.plan.coalesce import Rows, coalesced
 from refitd.plan.columns import Ints, find, hashed, mixed, numbered, offsets_of, ranges
 from refitd.plan.fills import shared_fills
@@ -36,16 +37,16 @@ from refitd.plan.views import reshard_plans
 __all__ = ["GlobalPlan", "plan_copies", "plan_reshard"]
 
 
-def plan_copies(rosters: Sequence[Roster], remembered: Remembered | None = None) -> GlobalPlan:
+def plan_copies(rosters: Sequence[Roster], remembered: Remembered | None = None, cables: Cables = EQUAL) -> GlobalPlan:
     """Plan the copies that write every destination element exactly once, each from one chosen source.
 
-    The result depends only on the rosters' content, never on their order. What is `remembered` of earlier plans is not
-    found again.
+    The result depends only on the rosters' content and the cables' speeds, never on the rosters' order. What is
+    `remembered` of earlier plans is not found again; the speeds have no part in that.
 
     Raises:
         PlanError: lists every problem; there are no partial plans.
     """
-    return _planned(rosters, remembered or Remembered())[0]
+    return _planned(rosters, remembered or Remembered(), cables)[0]
 
 
 def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
@@ -54,17 +55,17 @@ def plan_reshard(rosters: Sequence[Roster]) -> dict[int, ReshardPlan]:
     Raises:
         PlanError: lists every problem.
     """
-    plan, layouts = _planned(rosters, Remembered())
+    plan, layouts = _planned(rosters, Remembered(), EQUAL)
     return reshard_plans(plan.shared, layouts)
 
 
-def _planned(rosters: Sequence[Roster], remembered: Remembered) -> tuple[GlobalPlan, Layouts]:
+def _planned(rosters: Sequence[Roster], remembered: Remembered, cables: Cables) -> tuple[GlobalPlan, Layouts]:
     known = remembered.again(rosters)
     if known is None:
         known = _found(rosters)
         remembered.keep(rosters, known)
     layouts, found = known.layouts, known.match
-    shared = _shared_plan(layouts, found, _shares(layouts, found))
+    shared = _shared_plan(layouts, found, _shares(layouts, found, _speeds(rosters, cables)))
     if wrong := shared_violations(shared, layouts):
         raise PlanError(wrong)
     return GlobalPlan(shared, found.unused, found.is_lcm, shared.digest(), regions_of(layouts, known.held)), layouts
@@ -89,7 +90,21 @@ class _Allotted:
     high: Ints
 
 
-def _shares(layouts: Layouts, found: Match) -> _Allotted:
+def _speeds(rosters: Sequence[Roster], cables: Cables) -> Floats | None:
+    """Return what each rank can send to other nodes: source ranks of one node share its cable. None if unknown."""
+    if not cables.are_known:
+        return None
+    ordered = sorted(rosters, key=lambda roster: roster.rank)
+    sharing: dict[str, int] = {}
+    for roster in ordered:
+        if roster.source and roster.node:
+            sharing[roster.node] = sharing.get(roster.node, 0) + 1
+    shared_by = np.array([sharing.get(roster.node, 1) for roster in ordered])
+    speeds: Floats = cables.sends([roster.node for roster in ordered]) / shared_by
+    return speeds
+
+
+def _shares(layouts: Layouts, found: Match, speed: Floats | None) -> _Allotted:
     """Choose a holder for every piece of every destination rank."""
     pieces, sets = found.pieces, max(1, len(found.set_start) - 1)
     # a bundle is all pieces that one destination class needs from one set
@@ -110,6 +125,7 @@ def _shares(layouts: Layouts, found: Match) -> _Allotted:
         layouts.nodes,
         np.append(bundle_start, len(pieces.spot)),
         np.prod(pieces.size, axis=1) * pieces.element_size,
+        speed,
     )
     return _Allotted(shares.holder, demands.rank[shares.demand], shares.low, shares.high)
 

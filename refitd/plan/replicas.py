@@ -10,6 +10,9 @@ this order of preference, to
 Turns follow the order of ranks, so that an appended destination takes the next turn and changes no other. If the loads
 are then uneven (three destinations for eight holders, sets that overlap), whole pieces of demands move from overloaded
 senders to others until the bytes are even. Only ranks and bytes decide, so the choice does not depend on roster order.
+
+If the holders' cables are known to differ in speed, whatever anyone could send comes from holders chosen by that
+(origins.py).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
 from refitd.plan.columns import Ints, find, numbered, offsets_of, ranges
+from refitd.plan.origins import origins_by_speed
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,6 +66,10 @@ class _Turns:
     turn: Ints  # [demands] -1 for a local copy
     position: Ints  # [demands] index of the chosen candidate
 
+    def candidates(self) -> list[Ints]:
+        """Return the candidates of each turn."""
+        return [self.holders[s : s + c] for s, c in zip(self.start.tolist(), self.count.tolist(), strict=True)]
+
 
 def choose_sources(
     demands: Demands,
@@ -70,6 +78,7 @@ def choose_sources(
     nodes: Ints,
     bundle_start: Ints,
     piece_bytes: Ints,
+    speed: Floats | None = None,
 ) -> Shares:
     """Choose the holders that serve each demand.
 
@@ -80,6 +89,7 @@ def choose_sources(
         nodes: [ranks] number of each rank's node, -1 if unknown.
         bundle_start: [bundles + 1] into `piece_bytes`.
         piece_bytes: bytes of each piece.
+        speed: [ranks] bytes per second that each can send to other nodes; None: all the same.
     """
     turns = _take_turns(demands, set_of, holder_of, nodes)
     low, high = bundle_start[demands.bundle], bundle_start[demands.bundle + 1]
@@ -87,6 +97,8 @@ def choose_sources(
     at = turns.start[turns.turn] + turns.position if len(turns.start) else turns.position
     holder = np.where(local, demands.rank, turns.holders[at] if len(turns.holders) else demands.rank)
     shares = Shares(np.arange(len(holder)), low, high, holder)
+    if speed is not None and len(turns.holders) and np.ptp(speed[turns.holders]):
+        return _by_speed(shares, demands, turns, nodes, bundle_start, piece_bytes, speed)
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(piece_bytes)])
     load = np.zeros(len(nodes), np.int64)
     sent = total[high] - total[low]
@@ -94,6 +106,27 @@ def choose_sources(
     if not _uneven(turns, load):
         return shares
     return _even_out(shares, turns, sent, load, total)
+
+
+def _by_speed(
+    shares: Shares,
+    demands: Demands,
+    turns: _Turns,
+    nodes: Ints,
+    bundle_start: Ints,
+    piece_bytes: Ints,
+    speed: Floats,
+) -> Shares:
+    """Return the shares with other holders for what comes from other nodes."""
+    far = (turns.turn >= 0) & ((nodes[demands.rank] < 0) | (nodes[demands.rank] != nodes[shares.holder]))
+    which, rest = np.flatnonzero(far), np.flatnonzero(~far)
+    if not len(which):
+        return shares
+    demand, low, high, holder = origins_by_speed(
+        turns.turn[which], demands.bundle[which], turns.candidates(), bundle_start, piece_bytes, speed
+    )
+    kept = [rest, shares.low[rest], shares.high[rest], shares.holder[rest]]
+    return Shares(*np.concatenate([kept, [which[demand], low, high, holder]], axis=1))
 
 
 def _take_turns(demands: Demands, set_of: Ints, holder_of: Ints, nodes: Ints) -> _Turns:
@@ -146,7 +179,7 @@ def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints
     First compute target loads in bytes: repeatedly redistribute each turn over its candidates up to one level, on top
     of their load from other turns. This converges to the most even distribution. Then move pieces to meet the targets.
     """
-    candidates = [turns.holders[s : s + c] for s, c in zip(turns.start.tolist(), turns.count.tolist(), strict=True)]
+    candidates = turns.candidates()
     by_turn = np.argsort(turns.turn, kind="stable")
     begin = np.searchsorted(turns.turn[by_turn], np.arange(len(candidates) + 1))
     current: list[Floats] = []

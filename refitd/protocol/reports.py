@@ -144,11 +144,13 @@ class ForgetReport(Message, frozen=True):
 
 
 class ReloadReport(Message, frozen=True):
-    """The names of the keys that are admitted now, and the nodes that were removed. Without keys, nothing is read."""
+    """The names of the keys that are admitted now, the nodes that were removed, and what says how fast cables are."""
 
-    uses_keys: bool
+    uses_keys: bool  # False: no keys are read
     admitted: tuple[Label, ...] = ()
     removed: tuple[Label, ...] = ()  # nodes whose key was taken off the list, or may not be theirs any more
+    cables: Text = ""  # the name of the cluster file's cluster; "": there is no file, and all cables are alike
+    absent: tuple[Text, ...] = ()  # nodes of that file that are not here
 
 
 class SwapProgress(Message, frozen=True):
@@ -433,6 +435,16 @@ class RelayPath(Value, frozen=True):
     bytes: Count
 
 
+class CableTraffic(Value, frozen=True):
+    """What one node's cable carries in one direction, and the seconds that takes at its speed."""
+
+    node: Label
+    is_send: bool
+    bytes: Count
+    speed: Count  # bytes per second
+    seconds: Seconds
+
+
 class Relaying(Value, frozen=True):
     """Over which nodes a plan passes on what several need. Bytes go through the busiest cable, in one direction.
 
@@ -442,6 +454,8 @@ class Relaying(Value, frozen=True):
     paths: tuple[RelayPath, ...] = ()
     bytes: Count = 0
     direct_bytes: Count = 0
+    seconds: Seconds = 0.0  # predicted, of all cables; 0 if their speeds are not known
+    direct_seconds: Seconds = 0.0  # the same without relays
 
 
 class PlanReport(Message, frozen=True):
@@ -461,6 +475,8 @@ class PlanReport(Message, frozen=True):
     kept: tuple[KeptTraffic, ...] = ()  # what targets keep of their own, largest first
     links: tuple[LinkTraffic, ...] = ()
     relays: Relaying = Relaying()
+    cables: tuple[CableTraffic, ...] = ()  # the one that takes longest first; () if no speeds are known
+    speeds: Text = ""  # the cluster whose speeds the plan goes by; "": all cables count as equally fast
 
 
 class DescribedMember(Value, frozen=True):

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refitd.offline.clusters import ClusterSpeeds
+from refitd.offline.clusters import GB, ClusterSpeeds
 from refitd.simulate.fluid import Floats, Flows
 from refitd.simulate.hops import Hops, Ranks
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class Network:
         self.capacity: Floats = np.full(int(starts[-1]), np.inf)
         self._fill("sends", self._speeds("send_gb_s"))
         self._fill("receives", self._speeds("receive_gb_s"))
-        self._fill("gives", np.full(count, cluster.rank_gb_s * GB))
-        self._fill("takes", np.full(count, cluster.rank_gb_s * GB))
-        self._fill("copies", np.full(count, cluster.memory_gb_s * GB))
+        self._fill("gives", np.full(count, (cluster.rank_gb_s or np.inf) * GB))
+        self._fill("takes", np.full(count, (cluster.rank_gb_s or np.inf) * GB))
+        self._fill("copies", np.full(count, (cluster.memory_gb_s or np.inf) * GB))
         uplink = np.zeros(leaves)
         np.add.at(uplink, self._leaf, cards * cluster.nic_gb_s * GB / cluster.oversubscription)
         self._fill("up", uplink)

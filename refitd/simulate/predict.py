@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.describe.roster import Roster
-from refitd.offline.clusters import ClusterSpeeds, check_nodes
+from refitd.offline.clusters import GB, ClusterSpeeds, check_nodes
 from refitd.plan.shared import GlobalPlan
 from refitd.simulate.fluid import Flows, Usage, simulate
 from refitd.simulate.hops import Hops, Ranks, Staging, staging_of
-from refitd.simulate.network import GB, Coding, Network
+from refitd.simulate.network import Coding, Network
 
 # Bytes that code the position of a changed element where about 1 % have changed: the distance to the one before it.
 POSITION_BYTES = 1.1

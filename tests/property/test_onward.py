@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from refitd.describe.metadata import ParameterMetadata
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
+from refitd.plan.cables import EQUAL, Cables
 from refitd.plan.onward import source_boxes, split
 from refitd.plan.relays import Relays, relayed
 from refitd.plan.table import CopyTable, CrossingTable
@@ -40,20 +41,27 @@ def held(rank: int, group: list[int], dims: dict[str, int | None]) -> list[Param
     return found
 
 
+SPEEDS = st.sampled_from([1e8, 2.5e7, 3e9])
+
+
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[list[Roster], dict[int, str]]:
-    """Sources and some replicas, each split by a number of its own, over a few nodes."""
+def fleets(draw: st.DrawFn) -> tuple[list[Roster], dict[int, str], Cables]:
+    """Sources and replicas, each split by a number of its own, over nodes with cables of their own."""
     dims: dict[str, int | None] = {"a": draw(st.sampled_from([0, 1, None])), "b": 0, "c": draw(st.sampled_from([1, 2]))}
     rosters: list[Roster] = []
     sizes = [draw(st.sampled_from([1, 2])), *draw(st.lists(st.sampled_from([1, 2, 2]), min_size=1, max_size=6))]
+    sources, nodes = draw(st.integers(1, min(3, len(sizes) - 1))), draw(st.integers(1, 6))
     for number, size in enumerate(sizes):
         group = list(range(len(rosters), len(rosters) + size))
         for rank in group:
-            metas = held(rank, group, dims)
-            rosters.append(Roster(rank, source=metas) if number == 0 else Roster(rank, destination=metas))
-    nodes = draw(st.integers(1, 6))
-    node_of = {roster.rank: f"n{draw(st.integers(0, nodes - 1))}" for roster in rosters}
-    return rosters, node_of
+            metas, node = held(rank, group, dims), f"n{draw(st.integers(0, nodes - 1))}"
+            is_source = number < sources
+            rosters.append(
+                Roster(rank, source=metas, node=node) if is_source else Roster(rank, destination=metas, node=node)
+            )
+    ways = [draw(st.dictionaries(st.sampled_from([f"n{i}" for i in range(nodes)]), SPEEDS)) for _ in range(2)]
+    cables = draw(st.sampled_from([EQUAL, Cables("drawn", 1e8, *ways)]))
+    return rosters, {roster.rank: roster.node for roster in rosters}, cables
 
 
 def perform(
@@ -90,19 +98,21 @@ def check_paths(rows: CrossingTable, relays: Relays, crossing: CopyTable, node_o
             through[node_of[src], "out"] += int(nbytes)
             through[node_of[dst], "in"] += int(nbytes)
         assert max(through.values()) == busiest
-    assert relays.bytes <= relays.direct_bytes
 
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
-def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str]]) -> None:
-    rosters, node_of = fleet
-    table = plan_copies(rosters).table
+def test_every_rank_gets_its_slices(fleet: tuple[list[Roster], dict[int, str], Cables]) -> None:
+    rosters, node_of, cables = fleet
+    plan = plan_copies(rosters, cables=cables)
+    assert plan.digest == plan_copies(rosters[::-1], cables=cables).digest
+    table = plan.table
     crosses = np.array([node_of[s] != node_of[d] for s, d in zip(table.src_rank, table.dst_rank, strict=True)], bool)
     box = source_boxes(table)[crosses]
     crossing, first, onward = split(table.select(crosses), box, node_of)
-    rows, relays = relayed(crossing, box[first], node_of, least_bytes=0)
+    rows, relays = relayed(crossing, box[first], node_of, least_bytes=0, cables=cables)
     check_paths(rows, relays, crossing, node_of)
+    assert relays.seconds <= relays.direct_seconds
     rows = CrossingTable.from_wire(rows.with_own_names().to_wire())
     assert len(crossing) + len(onward) == crosses.sum()
     boxes = [

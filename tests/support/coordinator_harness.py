@@ -8,6 +8,7 @@ from typing import Self
 from refitd import ParameterMetadata
 from refitd.config import Config, ModelConfig
 from refitd.coordinator import actions as act
+from refitd.coordinator.cables import cables_for
 from refitd.coordinator.plans import make_plan
 from refitd.coordinator.records import Drained, LiveVersion, Recovered, SwapRecord
 from refitd.coordinator.state import CoordinatorState
@@ -96,10 +97,11 @@ class Harness:
                         self.sent.append((identity.decode(), request, message))
                     case act.Answer(identity, request, make):
                         self.sent.append((identity.decode(), request, make()))
-                    case act.MakePlan(ticket, rosters, _, last):
+                    case act.MakePlan(ticket, rosters, _, last, speeds):
                         self.plans_made += 1
+                        cables = cables_for(speeds, (roster.node for roster in rosters))
                         try:
-                            pending.append(act.Planned(ticket, make_plan(rosters, last=last)))
+                            pending.append(act.Planned(ticket, make_plan(rosters, last=last, cables=cables)))
                         except RefitdError as exc:
                             pending.append(act.Planned(ticket, None, exc))
                     case act.Decide(records) as decided:

@@ -9,8 +9,10 @@ import pytest
 from refitd import ParameterMetadata
 from refitd.coordinator import actions as act
 from refitd.coordinator.plans import make_plan
+from refitd.offline.clusters import ClusterSpeeds, NodeSpeed
 from refitd.protocol import cluster, local, shards
 from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.reports import PlanReport, ReloadReport
 from tests.support.coordinator_harness import Harness, commit, kinds, reports
 
 
@@ -56,6 +58,32 @@ def test_a_membership_that_comes_back_finds_its_plan_and_a_changed_one_never_doe
     h.add("a", digest=digest_of(other))
     h.say("n0", local.GetPlan("m"), request=4)
     assert h.plans_made == 3
+
+
+def test_plans_are_made_anew_when_the_speeds_of_cables_change() -> None:
+    h = Harness().ready()
+    slow = ClusterSpeeds(name="measured", nic_gb_s=1.0, nodes=(NodeSpeed("n9", send_gb_s=0.1),))
+    h.say("n0", local.GetPlan("m"), request=1)
+    h.feed(act.FilesRead(None, (b"n0", 7), slow))
+    (told,) = [message for _, _, message in h.sent if isinstance(message, ReloadReport)]
+    assert (told.cables, told.absent) == ("measured", ("n9",))
+    (report,) = h.say("n0", local.GetPlan("m"), request=2)
+    assert h.plans_made == 2 and report.speeds == "measured"
+    h.feed(act.FilesRead(None, None, ClusterSpeeds(name="measured", nic_gb_s=1.0, nodes=slow.nodes)))
+    h.say("n0", local.GetPlan("m"), request=3)
+    assert h.plans_made == 2, "nothing has changed"
+    h.feed(act.FilesRead(None))
+    (report,) = h.say("n0", local.GetPlan("m"), request=4)
+    assert h.plans_made == 2 and not report.speeds, "the plan for cables that are alike is kept"
+
+
+def test_a_plan_that_was_asked_for_before_the_speeds_changed_is_used_once() -> None:
+    h = Harness().ready()
+    finish = planned_later(h, lambda: h.say("n0", local.GetPlan("m"), request=1))
+    h.feed(act.FilesRead(None, None, ClusterSpeeds(name="measured", nic_gb_s=1.0)))
+    assert any(isinstance(message, PlanReport) for message in finish())
+    (report,) = h.say("n0", local.GetPlan("m"), request=2)
+    assert report.speeds == "measured"
 
 
 def planned_later(h: Harness, say: Callable[[], object]) -> Callable[[], list[object]]:

@@ -93,7 +93,7 @@ def test_keys_that_are_read_again_remove_nodes_and_change_roles():
         say(h, key, hello(allowed.name), key, allowed)
     less = {"K1": Allowed("a", node="a", roles=ENGINE), "K3": Allowed("c", node="other")}
     h.sent.clear()
-    h.feed(act.KeysRead(less, (b"K1", 5)))
+    h.feed(act.FilesRead(less, (b"K1", 5)))
     (report,) = [m for _, _, m in h.sent if isinstance(m, ReloadReport)]
     assert (report.admitted, report.removed) == (("a", "c"), ("b", "c"))
     assert {identity: m.message for identity, _, m in h.sent if isinstance(m, local.Failure)} == {
@@ -104,7 +104,7 @@ def test_keys_that_are_read_again_remove_nodes_and_change_roles():
     assert "needs the role" in failure(say(h, "K1", local.StartSwap(model="m"), "K1", less["K1"]))
     assert "say NodeHello first" in failure(say(h, "K2", local.GetStatus(), "K2"))
     h.sent.clear()
-    h.feed(act.KeysRead(None, (b"K1", 6)))  # a coordinator without keys
+    h.feed(act.FilesRead(None, (b"K1", 6)))  # a coordinator without keys
     assert [m.uses_keys for _, _, m in h.sent if isinstance(m, ReloadReport)] == [False]
 
 
