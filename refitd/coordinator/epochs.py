@@ -50,15 +50,15 @@ class Epochs:
             key=Secret(secrets.token_bytes(32)),
         )
 
-    def using(self, plan: str, epoch: str) -> list[tuple[ModelState, LoadedPlan]]:
-        """Return the models whose running swap uses this plan in this epoch."""
+    def using(self, plan: str, epoch: str, node: str) -> list[tuple[ModelState, LoadedPlan]]:
+        """Return the models whose running swap uses this plan, in the epoch that this node says it has it for."""
         return [
             (state, used)
             for state in self._models.values()
             if (running := state.running) is not None
             and (used := running.plan) is not None
             and used.id == plan
-            and (used.epoch.id if used.epoch is not None else "") == epoch
+            and used.epoch_of(node) == epoch
         ]
 
     def relay(self, origin: str, message: cluster.EpochValue) -> None:

@@ -138,6 +138,10 @@ class LoadedPlan:
         """The digest of the rosters that the plan was made from."""
         return self.id.partition(".")[0]
 
+    def epoch_of(self, node: str) -> str:
+        """Return the epoch that a node forms for its part of the plan; "" if it only copies between its own ranks."""
+        return self.epoch.id if self.epoch is not None and node in self.epoch.nodes else ""
+
     def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
         """Return the part of the plan that `node` executes: what its targets receive and its sources send."""
         node_of = self.routed.node_of
@@ -146,7 +150,7 @@ class LoadedPlan:
         fills = self.fills.select(np.isin(self.fills.rank, here))
         involved = {*here, *distinct(crossing.src_rank).tolist(), *distinct(crossing.dst_rank).tolist()}
         ranks = {rank: member for member, rank in self.members.items() if rank in involved}
-        epoch = self.epoch if self.epoch is not None and node in self.epoch.nodes else None
+        epoch = self.epoch if self.epoch_of(node) else None
         position = {name: i for i, name in enumerate(epoch.nodes)} if epoch is not None else {}
         return LoadPlan(
             plan=self.id,

@@ -70,7 +70,7 @@ class Preparation:
         """Handle a node's message about plans, epochs and comparisons."""
         match message:
             case cluster.PlanLoaded(plan, epoch):
-                for state, used in self._epochs.using(plan, epoch):
+                for state, used in self._epochs.using(plan, epoch, name):
                     used.loaded_on.add(name)
                     self._step(state, decision.NodeLoaded(name), now)
             case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
@@ -161,7 +161,7 @@ class Preparation:
     def _lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
         """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
         self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
-        for state, _ in self._epochs.using(plan, epoch):
+        for state, _ in self._epochs.using(plan, epoch, node):
             self._step(state, decision.PlanLost(node, where, reason), now)
         for state in self._models.values():
             kept = state.plan

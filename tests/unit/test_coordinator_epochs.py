@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from refitd import ParameterMetadata
 from refitd.protocol import cluster, local
+from refitd.protocol.codec import digest_of, pack
+from refitd.protocol.shards import shard_of
 from tests.support.coordinator_harness import Harness, kinds, reports
 
 
@@ -94,3 +99,30 @@ def test_a_node_that_cannot_use_the_plan_ends_the_swap_with_its_words() -> None:
     refused = cluster.PlanRefused(plan=plan.plan, epoch=plan.epoch.id, where="worker 0 on node n1", reason="no route")
     (report,) = reports(h.say("n1", refused))
     assert (report.phase, report.reason) == ("plan", "worker 0 on node n1: no route")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_node_that_only_copies_between_its_own_ranks_needs_no_epoch(refuses: bool) -> None:
+    """Pipeline stages: stage 0 crosses from n0 to n1, stage 1 stays on n2."""
+    h = Harness()
+    for number in range(3):
+        h.join(f"n{number}", pid=10 + number)
+    for stage, (source_node, target_node) in enumerate((("n0", "n1"), ("n2", "n2"))):
+        shard = shard_of([ParameterMetadata(f"w{stage}", (4, 4), "bfloat16", 2, resolved_name=f"w{stage}")])
+        for member, node, replica in ((f"src{stage}", source_node, ""), (f"a{stage}", target_node, "a")):
+            h.say(node, cluster.DescribeShard(digest=digest_of(shard), packed=pack(shard)))
+            h.add(member, node, digest=digest_of(shard), rank=stage, world_size=2, replica=replica)
+        h.say(source_node, cluster.ShardPublished(member=f"src{stage}", version=1))
+    h.say("n0", local.StartSwap("m"), request=2)
+    loads = {node: message for node, _, message in h.sent if isinstance(message, cluster.LoadPlan)}
+    assert {node: load.epoch is not None for node, load in loads.items()} == {"n0": True, "n1": True, "n2": False}
+    for node in ("n0", "n1"):
+        epoch = loads[node].epoch
+        assert epoch is not None
+        assert kinds(h.say(node, cluster.PlanLoaded(plan=loads[node].plan, epoch=epoch.id))) == []
+    if refuses:
+        refused = cluster.PlanRefused(plan=loads["n2"].plan, epoch="", where="node n2", reason="no memory")
+        (report,) = reports(h.say("n2", refused))
+        assert (report.phase, report.reason) == ("plan", "node n2: no memory")
+        return
+    assert kinds(h.say("n2", cluster.PlanLoaded(plan=loads["n2"].plan))) == ["Stage"] * 3
