@@ -170,6 +170,15 @@ class CoordinatorShell:
             if (took_s := time.monotonic() - began) > _SLOW_TURN_S:
                 self._log("slow-turn", seconds=took_s)
 
+    def say_goodbye(self) -> None:
+        """Tell all daemons that this coordinator ends, so that they look for the next one at once."""
+        text = (
+            f"the coordinator on {socket.gethostname()} (pid {os.getpid()}) was stopped; `refitctl history` says what "
+            "became of a swap; try again when the next one runs"
+        )
+        for node in self._state.nodes.values():
+            self._router.send(node.identity, 0, Failure(code=cluster.LEAVES, message=text))
+
     def close(self) -> None:
         """End the threads, once they have done what they are doing."""
         for thread in (self._reader, self._planner, self._answers):
@@ -466,6 +475,7 @@ def _lead(
 ) -> None:
     """Listen and decide until `stop` holds a signal number; see CoordinatorShell.serve."""
     place = config.journal_place
+    sending_s = 0.0
     router = Router(context, config.coordinator_endpoint, keys, uids=coordinator_uids(config))
     try:
         if isinstance(place, EtcdPlace):
@@ -480,8 +490,10 @@ def _lead(
             manager.ready()
         try:
             shell.serve(stop, reloads, wakeup)
-            journal.close()
+            journal.close()  # another coordinator may lead from now on
+            shell.say_goodbye()
+            sending_s = cluster.LAST_WORDS_S
         finally:
             shell.close()
     finally:
-        router.close()
+        router.close(sending_s=sending_s)

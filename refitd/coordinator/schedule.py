@@ -113,6 +113,36 @@ def must_wait(state: ModelState, asked: local.StartSwap) -> bool:
     return True
 
 
+# What a phase waits for its nodes or ranks to do.
+_AWAITED = {
+    Phase.PLANNED: "load its plan",
+    Phase.HALTING: "stand still",
+    Phase.STAGING: "stage it",
+    Phase.PAUSING: "stand still",
+    Phase.COMMITTING: "take it over (poll() or wait(), or its controller's call)",
+}
+
+
+def no_turn(state: ModelState, waited_s: float) -> str:
+    """Return why a queued swap has not begun: the swap before it, whom that waits for, and what ends it."""
+    name, running = state.fleet.name, state.running
+    late = f"model {name!r}: its turn did not come within {waited_s:.1f} s"
+    if running is None:
+        return f"{late}: the coordinator has just started and waits for daemons; try again in some seconds"
+    r = running.swap
+    late += f": swap {r.swap} to version {r.version} ({running.kind}, phase {r.phase.value}) runs"
+    if not r.waiting or r.phase not in _AWAITED:
+        return f"{late}; see `refitctl status`"
+    who = ", ".join(r.names.get(one, f"node {one}") for one in sorted(r.waiting))
+    late += f" and waits for {who} to {_AWAITED[r.phase]}"
+    stuck = [running.members[one].added for one in sorted(r.waiting) if one in running.members]
+    if not stuck:
+        return f"{late}; look at that node, or stop the swap: `refitctl abort {name}`"
+    if r.phase is not Phase.COMMITTING:
+        return f"{late}; stop the swap: `refitctl abort {name}`"
+    return f"{late}; if it hangs: `refitctl evict {name} --replica {stuck[0].replica} --rank {stuck[0].rank}`"
+
+
 def gives_way(running: Running) -> bool:
     """Return whether a running swap yields to a requested one: an undecided catch-up does."""
     return running.kind == "catch-up" and running.swap.phase not in (Phase.STAGED, Phase.COMMITTING)

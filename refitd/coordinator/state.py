@@ -245,7 +245,7 @@ class CoordinatorState:
         repeats = old is not None and same and old.identity == identity
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             said = f"its daemon has {'introduced itself' if same else 'started'} again"
-            self._forget_node(name, said, now, is_back=same)
+            self._forget_node(name, said, now, event="node-again" if same else "node-lost")
         self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol)
         protocol = versions.shown(message.protocol)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
@@ -273,6 +273,9 @@ class CoordinatorState:
                         member.step, member.events = one.step, one.events
                         member.spare = None if one.spare_lost else member.spare
                 reply = cluster.HeartbeatAnswer(now)
+            case cluster.NodeLeaves():
+                self._forget_node(node.status.node, "its daemon was stopped", now, event="node-left")
+                return
             case cluster.DescribeShard(digest, packed):
                 used = {member.added.digest for member in self._members.values()}
                 self._descriptions.take(digest, event.read or unpack_shard(packed, digest), used)
@@ -380,11 +383,11 @@ class CoordinatorState:
         for (identity, request), report in reports:
             self._out.append(Answer(identity, request, partial(_same, report)))
 
-    def _forget_node(self, name: str, reason: str, now: float, *, is_back: bool = False) -> None:
+    def _forget_node(self, name: str, reason: str, now: float, *, event: str = "node-lost") -> None:
         node = self.nodes.pop(name)
         self._answer_checks(self._checks.lost(name, reason, now))
         self._answer_traces(self.traces.lost(name))
-        self._log("node-again" if is_back else "node-lost", node=name, pid=node.status.pid, reason=reason)
+        self._log(event, node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
             self._registrations.remove(member.id, f"node {name}: {reason}", now)

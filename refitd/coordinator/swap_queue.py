@@ -19,11 +19,12 @@ from refitd.coordinator.schedule import (
     lagging,
     must_wait,
     newer,
+    no_turn,
     try_again,
 )
 from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
-from refitd.protocol.base import Message
+from refitd.protocol.base import Message, clipped
 from refitd.states import SwapCause
 
 
@@ -167,5 +168,5 @@ class SwapQueue:
             self.next(state, now)
         for queued in [q for q in state.queue if now >= q.deadline]:
             state.queue.remove(queued)
-            late = f"model {state.fleet.name!r}: a swap before it runs for too long; see `refitctl status`"
-            self._send(*queued.waiter, local.Failure(code=DeadlineExceeded.code, message=late))
+            late = local.Failure(code=DeadlineExceeded.code, message=clipped(no_turn(state, now - queued.since)))
+            self._send(*queued.waiter, late)

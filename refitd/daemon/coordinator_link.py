@@ -32,13 +32,19 @@ class CoordinatorLink:
         self._waiting: dict[int, Waiting] = {}
         self._heard = -1e9
         self._unreachable = ""  # the reason, if known
+        self._has_left = False  # it said that it ends
         self.now = 0.0
         self.boot = ""  # id of the coordinator's incarnation; "" until it welcomes this node
 
     @property
     def is_up(self) -> bool:
         """Whether a coordinator has been heard lately."""
-        return bool(self.boot) and self.now - self._heard < COORDINATOR_SILENCE_S
+        return bool(self.boot) and not self._has_left and not self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no coordinator has said anything for so long that it counts as gone."""
+        return self.now - self._heard >= COORDINATOR_SILENCE_S
 
     @property
     def unheard_s(self) -> float:
@@ -47,7 +53,12 @@ class CoordinatorLink:
 
     def heard(self) -> None:
         """Note that the coordinator sent something."""
-        self._heard, self._unreachable = self.now, ""
+        self._heard, self._unreachable, self._has_left = self.now, "", False
+
+    def left(self, reason: str) -> None:
+        """Note that the coordinator ends: its successor is looked for at once, and it counts as silent from now on."""
+        self._unreachable, self._has_left = reason, True
+        self.fail_all(reason)
 
     def was_busy(self, seconds: float) -> None:
         """Do not count time in which this process was busy as silence of the coordinator."""

@@ -40,6 +40,9 @@ class CoordinatorOrders:
                     "became of a swap; try again"
                 )
                 self._hello()
+            case local.Failure(code, text) if code == cluster.LEAVES:
+                parts.log("coordinator-left", reason=text)
+                parts.link.left(text)
             case _ if parts.link.waits_for(request):
                 parts.link.reply(request, message)
             case local.Failure(_, text):
@@ -156,7 +159,7 @@ class CoordinatorOrders:
             self._beat(parts.update())
         else:
             self._hello()
-        if parts.link.boot and not parts.link.is_up:
+        if parts.link.boot and parts.link.is_silent:
             parts.log("coordinator-silent", seconds=parts.link.unheard_s)
             parts.link.boot = ""
             parts.commits.fence("the coordinator is out of reach, and may have decided")

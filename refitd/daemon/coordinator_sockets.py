@@ -96,7 +96,7 @@ class CoordinatorSockets:
         for dealer in self._dealers:
             dealer.retry()
 
-    def close(self) -> None:
-        """Close the sockets."""
+    def close(self, *, sending_s: float = 0.0) -> None:
+        """Close the sockets; what waits is sent for so long."""
         for dealer in self._dealers:
-            dealer.close()
+            dealer.close(sending_s=sending_s)

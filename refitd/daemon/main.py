@@ -477,14 +477,16 @@ class DaemonShell:
         elif fd in self._poller:
             self._poller.unregister(fd)
 
-    def close(self) -> None:
-        """End the workers, close every socket and free the memory."""
+    def close(self, *, goodbye: bool) -> None:
+        """End the workers, close every socket and free the memory; `goodbye`: free this node's name, too."""
         if self._monitor is not None:
             self._monitor.close()
         self._workers.close()
+        if goodbye:
+            self._dealer.send(0, cluster.NodeLeaves())
         self._gate.close()
         self._router.close()
-        self._dealer.close()
+        self._dealer.close(sending_s=cluster.LAST_WORDS_S if goodbye else 0.0)
         for fd in self._arena_fds.values():
             os.close(fd)
 
@@ -552,7 +554,7 @@ def run(config: Config, beside: CoordinatorProcess | None, ready_fd: int | None)
             shell.serve(stop, wakeup_r, beside, ready_fd)
         finally:
             manager.stopping()
-            shell.close()
+            shell.close(goodbye=bool(stop))
     finally:
         context.destroy(linger=0)
     log("stopped", signal=stop[0])

@@ -217,8 +217,10 @@ class Router:
         if self._doorkeeper is not None:
             self._doorkeeper.close()
 
-    def close(self) -> None:
-        """Close the sockets and remove the socket file, which ZeroMQ leaves behind."""
+    def close(self, *, sending_s: float = 0.0) -> None:
+        """Close the sockets and remove the socket file, which ZeroMQ leaves behind; what waits is sent for so long."""
+        if not self.socket.closed:
+            self.socket.setsockopt(zmq.LINGER, int(1000 * sending_s))
         self._close_sockets()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
@@ -318,8 +320,10 @@ class Dealer:
             return False
         return True
 
-    def close(self) -> None:
-        """Close the sockets."""
+    def close(self, *, sending_s: float = 0.0) -> None:
+        """Close the sockets; what waits is sent for so long."""
         if self._handshakes is not None:
             self._handshakes.close()
+        if not self.socket.closed:
+            self.socket.setsockopt(zmq.LINGER, int(1000 * sending_s))
         self.socket.close()

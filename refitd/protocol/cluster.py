@@ -46,6 +46,12 @@ from refitd.protocol.reports import (
 from refitd.protocol.traces import CollectTrace, GetTrace, Moment, NodeTrace, TraceReport
 from refitd.states import ProofState, TransferMode
 
+# The code of the Failure that is a coordinator's last word: it was told to end, and another one may lead at once.
+LEAVES = "coordinator-leaves"
+
+# How long the last words of a process are sent, at most.
+LAST_WORDS_S = 0.2
+
 # --- daemon to coordinator --------------------------------------------------------------------------------
 
 
@@ -86,6 +92,10 @@ class NodeUpdate(Message, frozen=True):
 
     status: NodeStatus
     moved: tuple[TargetMoved, ...] = ()
+
+
+class NodeLeaves(Message, frozen=True):
+    """The last word of a daemon that was told to end: its workers have ended, and its name is free."""
 
 
 class DescribeShard(Message, frozen=True):
@@ -539,6 +549,7 @@ class EndSwap(Message, frozen=True):
 NodeMessage = (
     NodeHello
     | NodeUpdate
+    | NodeLeaves
     | DescribeShard
     | AddShard
     | RemoveShard

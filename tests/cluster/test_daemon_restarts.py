@@ -316,6 +316,9 @@ def test_one_node_of_two_is_restarted_while_the_coordinator_and_the_other_node_s
             fleet.restart(how)
             fleet.back()
             fleet.swap()
+        said = cluster.coordinator.log()
+        assert said.count("event=node-left node=n1") == (2 if how == "stop" else 0), "one that is stopped says goodbye"
+        assert how == "kill" or ("is in use by the daemon" not in said and "event=node-lost" not in said)
         fleet.close()
 
 

@@ -85,6 +85,9 @@ def test_a_standby_lives_and_is_not_ready_and_says_so_once(server: etcd.Etcd) ->
         assert led.leader() is first and standby.log().count("event=standby") == 1
         first.stop()
         eventually(lambda: Led.leads(standby), "the standby leads")
+        daemon = led.daemons["n0"]
+        eventually(lambda: "event=follows" in daemon.log().partition("event=coordinator-left")[2], "it is followed")
+        assert "event=coordinator-silent" not in daemon.log(), "nobody has waited for silence"
         eventually(lambda: page(ends[1], "/readyz") == (200, "ok\n"), "it is ready")
         assert "level=warning" not in standby.log()
         Process.start(first)

@@ -90,6 +90,20 @@ def test_a_node_name_in_use_is_refused_and_a_restarted_daemon_is_not() -> None:
     assert not h.state.models, "the old daemon's members went with it"
 
 
+def test_a_node_that_says_goodbye_frees_its_name_at_once_and_aborts_its_swap_by_name() -> None:
+    h = Harness().ready()
+    swap = h.until_staging()
+    (report,) = reports(h.say("n0", cluster.NodeLeaves()))
+    assert report.swap == swap and "node n0: its daemon was stopped" in report.reason
+    assert not h.state.nodes and not h.state.models
+    status = NodeStatus(node="n0", host="h", pid=99, workers=(), clients=0, arenas=0, arena_bytes=0)
+    (welcome,) = h.say("another", cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status))
+    assert isinstance(welcome, cluster.NodeWelcome)
+    (unknown,) = h.say("n0", cluster.NodeLeaves())  # said twice
+    assert isinstance(unknown, local.Failure) and unknown.code == "unknown-node"
+    assert h.state.nodes["n0"].status.pid == 99
+
+
 def test_a_coordinator_that_was_busy_calls_nobody_silent_for_it() -> None:
     h = Harness().ready()
     h.now = 30.0  # nothing was heard for so long, because it did not listen

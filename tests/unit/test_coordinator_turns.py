@@ -35,6 +35,26 @@ def test_a_queued_swap_waits_no_longer_than_asked_and_is_refused_if_it_cannot_be
     assert h.state.models["m"].running is None
 
 
+def test_a_swap_that_waits_in_vain_is_told_for_whom_and_what_to_do() -> None:
+    h = Harness().ready()
+    h.until_staging()
+    swap = h.state.models["m"].running.swap.swap
+
+    def late(at: float) -> str:
+        h.say("n0", local.StartSwap("m", queue=True, timeout_s=1.0), request=11)
+        h.now = at
+        (failure,) = [m for m in h.tick() if isinstance(m, local.Failure)]
+        return failure.message.removeprefix(f"model 'm': its turn did not come within 1.5 s: swap {swap} to version 1 ")
+
+    awaited = "(asked, phase stage) runs and waits for node n0 to stage it; look at that node, or stop the swap: "
+    assert late(1.5) == f"{awaited}`refitctl abort m`"
+    h.say("n0", cluster.StageDone(swap=swap, copies=1, bytes=32, seconds=0.1))
+    awaited = "(asked, phase commit) runs and waits for a rank 0 (node n0, host h, pid 5) to take it over (poll() or "
+    assert (
+        late(3.0) == f"{awaited}wait(), or its controller's call); if it hangs: `refitctl evict m --replica a --rank 0`"
+    )
+
+
 def test_the_time_that_a_swap_waits_for_its_turn_is_its_own() -> None:
     h = Harness().ready()
     first = h.until_staging()

@@ -57,6 +57,30 @@ def test_a_coordinator_that_falls_silent_fails_what_waits_for_it() -> None:
     assert isinstance(h.to_coordinator[-1], cluster.NodeUpdate | cluster.NodeHello)
 
 
+def test_a_coordinator_that_says_goodbye_fails_requests_at_once_and_fences_only_once_it_has_been_silent() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    h.done(h.stage())
+    assert h.ask(local.StartSwap(model="m")) is None
+    h.to_client.clear()
+    h.feed(act.CoordinatorSaid(0, local.Failure(code=cluster.LEAVES, message="it was stopped")))
+    (failure,) = [m for _, _, m in h.to_client if isinstance(m, local.Failure)]
+    assert failure.message == "it was stopped" and not h.daemon.is_coordinated
+    refused = h.ask(local.GetStatus())
+    assert isinstance(refused, local.Failure) and "no coordinator at present; it was stopped" in refused.message
+
+    def fences() -> list[str]:
+        h.to_client.clear()
+        h.feed(Tick())
+        return [m.member for _, _, m in h.to_client if isinstance(m, local.Fence)]
+
+    assert fences() == []
+    h.now += 6.0
+    assert fences() == [target]
+    h.feed(act.CoordinatorSaid(0, cluster.NodeWelcome(protocol=PROTOCOL_VERSION, boot="another")))
+    assert h.daemon.is_coordinated
+
+
 def test_a_new_coordinator_is_told_of_every_member_and_what_it_holds() -> None:
     h = Harness()
     source, target = h.fleet()
