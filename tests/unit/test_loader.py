@@ -230,6 +230,16 @@ def test_what_cannot_be_followed_is_refused_by_name(load: Callable[..., object],
     assert params["w"].data_ptr() == place and torch.equal(params["w"], empty(4, 4))
 
 
+def test_an_assertion_without_a_word_says_what_was_offered() -> None:
+    def load(weights: Weights) -> None:
+        for _, w in weights:
+            assert w.shape == (4, 4)
+
+    shapes = {"a": ((4, 4), torch.float32), "b": ((5, 4), torch.bfloat16)}
+    with pytest.raises(refitd.RefusedError, match=r"at 'b', which is offered as \[5, 4\] of bfloat16: AssertionError"):
+        trace_loader({"w": empty(4, 4)}, load, shapes)
+
+
 @pytest.mark.parametrize(
     "load",
     [
