@@ -12,6 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -28,6 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 TENSORS = 64
 MIB = 1 << 20
 UNIT = 256 * MIB  # what the unit copies at a time
+CALLS = 100_000  # of poll, and reads of version
 MOST_BACK = 20  # rounds that also roll back, each of which waits about a second
 # model bytes, ways, rounds
 WAYS = "flip", "kept", "copy"
@@ -47,7 +49,7 @@ def run(json_output: bool, quick: bool = False, gib: Sequence[int] = ()) -> dict
         for nbytes, (way,), _ in cases:
             needs, left = _needed(nbytes, way) / 2**30, available_bytes() / 2**30
             print(f"{nbytes >> 30} GiB, {way}: needs {needs:.1f} GiB, {left:.1f} are available", flush=True)
-    results: dict[str, Any] = {"machine": machine.describe(), "cases": [], "poll_us": _poll_us()}
+    results: dict[str, Any] = {"machine": machine.describe(), "cases": [], **_idle_us()}
     for nbytes, ways, rounds in cases:
         for way in ways:
             results["cases"].append(_measure(nbytes, way, rounds))
@@ -157,17 +159,27 @@ def _measure(nbytes: int, way: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def _poll_us() -> float:
-    """Return the microseconds of a poll with nothing pending, the least of five times 100,000."""
+def _idle_us() -> dict[str, float]:
+    """Return the microseconds of a poll with nothing pending and of reading what is live: the least of five runs."""
+    poll_us = version_us = float("inf")
     with Daemon() as daemon, daemon.connect() as client:
         target = client.register_target("bench", {"w": torch.zeros(4)}, replica="engine")
-        least = float("inf")
-        for first in range(0, 500_000, 100_000):
+        client.register_source("bench", {"w": torch.ones(4)}).publish(1)
+        with ThreadPoolExecutor(1) as other:
+            swapped = other.submit(client.swap, "bench")
+            target.wait(1)
+            swapped.result()
+        for first in range(0, 5 * CALLS, CALLS):
             started = time.perf_counter()
-            for step in range(first, first + 100_000):
+            for step in range(first, first + CALLS):
                 target.poll(step=step)
-            least = min(least, time.perf_counter() - started)
-    return least * 10
+            polled = time.perf_counter()
+            for _ in range(CALLS):
+                assert target.version == 1
+            ended = time.perf_counter()
+            poll_us = min(poll_us, (polled - started) / CALLS * 1e6)
+            version_us = min(version_us, (ended - polled) / CALLS * 1e6)
+    return {"poll_us": poll_us, "version_us": version_us}
 
 
 def _row(case: dict[str, Any]) -> str:
@@ -203,7 +215,8 @@ def _markdown(results: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
         *map(_row, results["cases"]),
         "",
-        f"A poll with nothing pending takes {results['poll_us']:.2f} us (the least of five times 100,000).",
+        f"A poll with nothing pending takes {results['poll_us']:.2f} us, and reading `version` of a rank that serves",
+        f"{results['version_us']:.2f} us (the least of five times {CALLS:,}).",
         "",
     ]
     return "\n".join(lines)

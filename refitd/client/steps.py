@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 
 from refitd.errors import RefusedError
-from refitd.protocol.local import CALLERS_STEP, StepReached
+from refitd.lockstep import CALLERS_STEP
+from refitd.protocol.local import StepReached
 
 
 class PollSteps:
-    """The poll counter of one target, guarded by the target's lock. See `refitd.coordinator.steps` for its purpose."""
+    """The poll counter of one target, guarded by the target's lock. See `refitd.lockstep` for its purpose."""
 
     def __init__(self) -> None:
         self.flip_at: int | None = None  # the poll in which the pending version is committed; None until known

@@ -140,7 +140,7 @@ class CoordinatorShell:
         self._publish()
         while not stop:
             deadline = min(next_tick, self._state.next_deadline() or next_tick)
-            poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1))
+            ready = dict(poller.poll(max(0, int((deadline - time.monotonic()) * 1000) + 1)))
             began = time.monotonic()
             self._journal.guard()  # before anything is said: this process may have been stopped
             if reloads:
@@ -148,7 +148,8 @@ class CoordinatorShell:
                     os.read(wakeup, 4096)
                 reloads.clear()
                 self.read_files()
-            self._collect()
+            if self._told_r in ready:
+                self._collect()
             for fields in self._router.turned_away():
                 if self._turned_away.allows(str(fields), time.monotonic()):
                     self._log.write("turned-away", fields)

@@ -1,17 +1,8 @@
-"""Chooses the commit point at which all ranks of a replica flip: between the same two tokens.
+"""Chooses the commit point at which all ranks of a replica flip, where its daemon cannot: between the same two tokens.
 
-Each rank answers a decision with its poll count, and holds at its next poll until it is told where to flip. Two things
-identify one point on all ranks of a lockstep replica:
-
-*A count from a common origin*: the caller's own step, or the version that all ranks last committed together. The ranks
-flip in the first poll that no rank has passed:
-
-    rank 0 has polled 41 times, rank 1 42 times  ->  both flip in their poll 43
-
-*All ranks standing in a poll at once.* A new replica has no common origin, nor has a rank that returned alone; counts
-that lie far apart do not count the same steps. But no rank can end a step that another has not begun. So if all ranks
-stand in a poll, they stand before the same step: they flip there, and count from there. A rank that was told inside a
-step cannot flip yet: the ranks that stand are let through one poll, and all meet in the next.
+`refitd.lockstep` says what identifies that point. Daemons choose it for replicas on one node whose ranks have one
+(`refitd.daemon.lockstep`); the ranks of all others, and those that have none yet, are heard here. A rank that was told
+inside a step cannot flip yet: the ranks that stand are let through one poll, and all meet in the next.
 
     rank 0 stands in poll 7, rank 1 is in the step after it  ->  rank 0 passes  ->  both stand before the next step
 
@@ -21,15 +12,11 @@ never meet (not in lockstep, or several polled by one thread) do the same, and t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from refitd.coordinator.members import Member
-from refitd.protocol.local import CALLERS_STEP
-
-# Poll counts further apart do not count the same steps: pipelines have fewer steps in flight.
-LOCKSTEP = 16
+from refitd.lockstep import Reached, in_turn, meeting
 
 # How long ranks wait for one that has not answered: a new coordinator may not have heard of it yet.
 MISSING_S = 3.0
@@ -37,21 +24,6 @@ MISSING_S = 3.0
 # How long standing ranks wait for the others; doubled in each round.
 PATIENCE_S = 0.1
 ROUNDS = 5  # 3.1 s in all
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """How far a rank has polled."""
-
-    step: int  # the number of its last poll
-    origin: str = ""  # what it counts from
-    stands: str = ""  # "poll": held in poll `step`; "wait": blocked in wait(), computes nothing
-    thread: tuple[str, int, int] | None = None  # the (node, process, thread) that polls it
-
-    @property
-    def earliest(self) -> int:
-        """The first poll in which the rank can flip."""
-        return self.step if self.stands else self.step + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +85,7 @@ class FlipSteps:
             said = {id_: where for id_, where in waiting.said.items() if id_ in concerned}
             waiting.due_at = None
             if not said:  # they have left, or have committed
-                if now >= waiting.since + MISSING_S:
+                if waiting.flips is not None or now >= waiting.since + MISSING_S:
                     del self._waiting[(swap, replica)]
             elif waiting.flips is not None:
                 found += self._again(swap, waiting, concerned, said)
@@ -180,23 +152,6 @@ class FlipSteps:
             waiting.flips[id_] = CommitAtStep(swap, concerned[id_], said[id_].earliest, apart=late)
             found.append(waiting.flips[id_])
         return found
-
-
-def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
-    """Return the poll in which each rank flips, the same point for all; None if no such point is known yet."""
-    polls = {who: where.earliest for who, where in said.items()}
-    steps = [where.step for where in said.values()]
-    origins = {where.origin for where in said.values()}
-    is_counted = len(origins) == 1 and ("" not in origins or in_turn(said))
-    if len(said) == 1 or (is_counted and (CALLERS_STEP in origins or max(steps) - min(steps) <= LOCKSTEP)):
-        return dict.fromkeys(said, max(polls.values()))
-    return polls if all(where.stands for where in said.values()) else None
-
-
-def in_turn(said: Mapping[str, Reached]) -> bool:
-    """Whether one thread polls several ranks, so that they can never all stand in a poll at once."""
-    threads = Counter(where.thread for where in said.values() if where.thread is not None)
-    return any(count > 1 for count in threads.values())
 
 
 def _named(members: Iterable[Member]) -> str:

@@ -29,11 +29,12 @@ from refitd.coordinator.report import (
     written_report,
 )
 from refitd.coordinator.schedule import left_behind, used_up
-from refitd.coordinator.steps import CommitAtStep, Reached
+from refitd.coordinator.steps import CommitAtStep
 from refitd.coordinator.swap_queue import SwapQueue
 from refitd.coordinator.traces import Traces
 from refitd.errors import IllegalTransition, RefitdError, RefusedError
 from refitd.events import Log
+from refitd.lockstep import Reached
 from refitd.protocol import cluster, control
 from refitd.protocol.base import Message
 from refitd.protocol.reports import SwapReport

@@ -11,6 +11,7 @@ from refitd.addressing.copies import whole_tensors
 from refitd.daemon.actions import Instruction, ToClient, ToCoordinator
 from refitd.daemon.finishing import held_of
 from refitd.daemon.jobs import JobTable, WorkerShare, shares_of
+from refitd.daemon.lockstep import LocalSteps
 from refitd.daemon.members import LocalMember
 from refitd.daemon.target_state import (
     Aborted,
@@ -74,6 +75,7 @@ class Commits:
         self._maps = maps
         self._out = out
         self._attempts: dict[str, Committing] = {}  # latest commit copy, by member
+        self._steps = LocalSteps(members, self._tell, self._say_step)
 
     # --- before the decision, and in doubt ----------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class Commits:
                 continue
             if member.state.step is Step.APPLYING:
                 continue  # it was told earlier; its live tensors are being written
+            member.controlled = swap if member.id in controlled else ""
             prepare = local.PrepareCommit(
                 swap=swap,
                 member=member.id,
@@ -173,15 +176,30 @@ class Commits:
             self._out(ToClient(member.session, 0, prepare))
 
     def step_reached(self, member: LocalMember, said: local.StepReached) -> None:
-        """Report a member's poll count to the coordinator, which knows those of the other ranks in the replica."""
-        if member.state.swap == said.swap and member.state.step.is_decided:
-            self._say(cluster.MemberStep(said.swap, member.id, said.step, said.origin, said.stands, said.thread))
+        """A member says how far it has polled: what its replica's ranks, or its controller, wait for."""
+        if member.state.swap != said.swap or not member.state.step.is_decided:
+            return
+        if member.controlled == said.swap:
+            self._say_step(member, said)
+        else:
+            self._steps.reached(member, said)
+
+    def _say_step(self, member: LocalMember, said: local.StepReached) -> None:
+        self._say(cluster.MemberStep(said.swap, member.id, said.step, said.origin, said.stands, said.thread))
 
     def in_step(self, member_id: str, message: local.FlipAt | local.PassPoll) -> None:
         """Tell a member in which poll to commit, or to skip the current one."""
         member = self._members.get(member_id)
-        if member is not None and member.session is not None and member.state.swap == message.swap:
+        if member is not None and member.state.swap == message.swap:
+            self._tell(member, message)
+
+    def _tell(self, member: LocalMember, message: Message) -> None:
+        if member.session is not None:
             self._out(ToClient(member.session, 0, message))
+
+    def tick(self) -> None:
+        """Leave to the coordinator what the ranks here have not settled among themselves."""
+        self._steps.tick()
 
     def quiet(self, swap: str, member: LocalMember) -> None:
         """The member stands still; workers may write its live tensors."""

@@ -123,6 +123,7 @@ class LocalMember:
     suspended: bool = False  # target: its process has put the tensors away
     content: tuple[int, ...] = ()  # target: where in its staging arena a predecessor left each tensor, if elsewhere
     exchanged: str = ""  # target: the last swap that exchanged its arenas
+    controlled: str = ""  # target: the last swap for which a controller calls it to its commit point
     seeding: set[str] = field(default_factory=set)  # target: catch-ups of other replicas that read what it holds
     verifies: bool = True  # whether staging is compared with the source, and digests are taken
     distrusts_base: bool = False  # target: what it held was not what it should have been, so it gets versions whole

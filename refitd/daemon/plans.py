@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.ma  # np.unique loads it at its first call, which may be when no file can be opened
@@ -22,9 +23,9 @@ from refitd.protocol import cluster
 from refitd.protocol.base import Message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NodePlan:
-    """One node's part of a plan."""
+    """One node's part of a plan. What each swap asks of it is counted once."""
 
     id: str
     members: dict[int, str]  # plan-wide rank -> member
@@ -35,9 +36,17 @@ class NodePlan:
     onward: CopyTable | None = None  # copies between targets, once everything has arrived
     seeds: frozenset[int] = frozenset()  # ranks of targets that are read, not written
 
-    def read_ranks(self) -> set[int]:
-        """Return the ranks of this node that are read."""
-        return {*np.unique(self.table.src_rank).tolist(), *(self.outer.sent_ranks() if self.outer else ())}
+    @cached_property
+    def read_ranks(self) -> frozenset[int]:
+        """The ranks of this node that are read."""
+        sent = self.outer.sent_ranks() if self.outer else ()
+        return frozenset({*np.unique(self.table.src_rank).tolist(), *sent})
+
+    @cached_property
+    def written_ranks(self) -> frozenset[int]:
+        """The ranks of this node that are written, but for those that only get from others here what has arrived."""
+        received = self.outer.received_ranks() if self.outer else ()
+        return frozenset({*np.unique(self.table.dst_rank).tolist(), *received})
 
     def tensors_read(self, rank: int) -> set[str]:
         """Return the names of the local tensors that are read of a rank of this node."""

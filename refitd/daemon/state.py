@@ -148,6 +148,7 @@ class DaemonState(Parts):
     def _tick(self) -> None:
         self._coordinator.tick()
         self.swaps.tick()
+        self.commits.tick()
         self.arenas.free(self.plans.unneeded())
         self.proofs.expire(self.now)
         self.proofs.tick()

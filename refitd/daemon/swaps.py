@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from refitd.addressing.between_nodes import transfers_of
 from refitd.addressing.conversions import pieces_of
 from refitd.addressing.copies import address, fill_copies, joined
@@ -104,7 +102,7 @@ class LocalSwaps:
         places_key: list[Hashable] = []
         read: dict[int, LocalMember] = {}
         outer = plan.outer
-        for rank in sorted(plan.read_ranks()):
+        for rank in sorted(plan.read_ranks):
             member_id = plan.members.get(rank, "")
             member = self._members.get(member_id)
             if member is None or not member.offers(version, run):
@@ -113,7 +111,7 @@ class LocalSwaps:
                 return
             read[rank] = member
             places_key.append(member.where(version))
-        for rank in sorted({*np.unique(plan.table.dst_rank).tolist(), *(outer.received_ranks() if outer else ())}):
+        for rank in sorted(plan.written_ranks):
             member = self._members.get(plan.members.get(rank, ""))
             if member is None:
                 self._stage_failed(swap, f"target rank {rank}", f"it is no longer registered on node {self._node}")
@@ -227,7 +225,7 @@ class LocalSwaps:
         """Nothing is read any more: see that the seeds of this node still hold what they did when it went live."""
         local_swap.phase = "proving"
         plan = local_swap.plan
-        seeds = {plan.members[rank]: plan.tensors_read(rank) for rank in plan.read_ranks() & plan.seeds}
+        seeds = {plan.members[rank]: plan.tensors_read(rank) for rank in plan.read_ranks & plan.seeds}
         if not (local_swap.verify and seeds):
             self._staged(local_swap)
             return

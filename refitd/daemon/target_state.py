@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from refitd.errors import IllegalTransition
 
@@ -214,8 +217,7 @@ Event: TypeAlias = ContentRestored | ContentRefused | OfSwap | Doubted | FellBeh
 # --- state ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TargetState:
+class TargetState(Struct, frozen=True):
     """The state of one target rank. Made by `fresh` or `restoring`, changed only by `step_of`."""
 
     in_place: bool = False

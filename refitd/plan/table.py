@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -39,7 +40,7 @@ class PlanTable(Columns):
         nbytes: Int64 = np.prod(self.size, axis=1, dtype=np.int64) * self.element_size
         return nbytes
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes written by all rows together."""
         return int(self.row_bytes.sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -171,11 +171,11 @@ class Router:
             self.socket.recv(copy=False)
         if first is None:
             return Received(head.bytes, b"", "", "")
-        found = Received(head.bytes, b"", _property(first, "User-Id"), _property(first, "Peer-Address"))
-        size = len(first.buffer)
-        if limit is not None and size > limit(found):
-            return replace(found, too_large=size)
-        return found if several else replace(found, frame=first.bytes)
+        who, key, address = head.bytes, _property(first, "User-Id"), _property(first, "Peer-Address")
+        empty, size = Received(who, b"", key, address), len(first.buffer)
+        if limit is not None and size > limit(empty):
+            return Received(who, b"", key, address, size)
+        return empty if several else Received(who, first.bytes, key, address)
 
     def send(self, identity: bytes, request: int, message: Message) -> bool:
         """Queue a message; False if the peer is gone or its queue is full. A too large one becomes a Failure."""

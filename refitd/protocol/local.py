@@ -192,16 +192,12 @@ class Paused(Message, frozen=True):
     member: Name
 
 
-# The origin of a rank whose caller passes its own step.
-CALLERS_STEP = "caller"
-
-
 class StepReached(Message, frozen=True):
     """How far this rank has polled: the answer to PrepareCommit, repeated while it waits in a poll.
 
     `step` numbers its last poll; it goes no further before FlipAt or PassPoll. `origin` is what it counts from: "" its
-    registration, CALLERS_STEP, or the last swap that all ranks of the replica committed in the same poll. `stands`:
-    "poll", it is held in that poll; "wait", it computes nothing. `thread` is the thread that polls it.
+    registration, `lockstep.CALLERS_STEP`, or the last swap that all ranks of the replica committed in the same poll.
+    `stands`: "poll", it is held in that poll; "wait", it computes nothing. `thread` is the thread that polls it.
     """
 
     swap: Name

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from refitd.buffers import arena as memory
 from refitd.buffers.arena import MappedArena

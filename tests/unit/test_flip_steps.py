@@ -12,19 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from refitd.client.steps import PollSteps
-from refitd.coordinator.steps import (
-    LOCKSTEP,
-    MISSING_S,
-    PATIENCE_S,
-    ROUNDS,
-    CommitAtStep,
-    FlipSteps,
-    Pass,
-    Reached,
-    meeting,
-)
+from refitd.coordinator.steps import MISSING_S, PATIENCE_S, ROUNDS, CommitAtStep, FlipSteps, Pass
 from refitd.errors import RefusedError
-from refitd.protocol.local import CALLERS_STEP
+from refitd.lockstep import CALLERS_STEP, LOCKSTEP, Reached, meeting
 
 COUNTS = st.dictionaries(st.text(max_size=3), st.integers(0, 1 << 40), min_size=2, max_size=8)
 

@@ -1,0 +1,58 @@
+"""The poll in which the ranks of a replica flip, from how far each has polled: before the same step on all of them.
+
+Each rank answers a decision with its poll count, and holds at its next poll until it is told where to flip. Two things
+identify one point on all ranks of a lockstep replica:
+
+*A count from a common origin*: the caller's own step, or the version that all ranks last committed together. The ranks
+flip in the first poll that no rank has passed:
+
+    rank 0 has polled 41 times, rank 1 42 times  ->  both flip in their poll 43
+
+*All ranks standing in a poll at once.* A new replica has no common origin, nor has a rank that returned alone; counts
+that lie far apart do not count the same steps. But no rank can end a step that another has not begun. So if all ranks
+stand in a poll, they stand before the same step: they flip there, and count from there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# The origin of polls that are counted by the caller: all ranks have the same numbers.
+CALLERS_STEP = "caller"
+
+# Poll counts further apart do not count the same steps: pipelines have fewer steps in flight.
+LOCKSTEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a rank has polled."""
+
+    step: int  # the number of its last poll
+    origin: str = ""  # what it counts from
+    stands: str = ""  # "poll": held in poll `step`; "wait": blocked in wait(), computes nothing
+    thread: tuple[str, int, int] | None = None  # the (node, process, thread) that polls it
+
+    @property
+    def earliest(self) -> int:
+        """The first poll in which the rank can flip."""
+        return self.step if self.stands else self.step + 1
+
+
+def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
+    """Return the poll in which each rank flips, the same point for all; None if no such point is known yet."""
+    polls = {who: where.earliest for who, where in said.items()}
+    steps = [where.step for where in said.values()]
+    origins = {where.origin for where in said.values()}
+    is_counted = len(origins) == 1 and ("" not in origins or in_turn(said))
+    if len(said) == 1 or (is_counted and (CALLERS_STEP in origins or max(steps) - min(steps) <= LOCKSTEP)):
+        return dict.fromkeys(said, max(polls.values()))
+    return polls if all(where.stands for where in said.values()) else None
+
+
+def in_turn(said: Mapping[str, Reached]) -> bool:
+    """Whether one thread polls several ranks, so that they can never all stand in a poll at once."""
+    threads = Counter(where.thread for where in said.values() if where.thread is not None)
+    return any(count > 1 for count in threads.values())
