@@ -87,7 +87,7 @@ class TransportConfig(Section, frozen=True):
     service: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "gloo"
     lanes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # workers of each node that take part; 0: all
     staging_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 34)] = 32 << 20  # buffers of each worker
-    relays: bool = True  # nodes pass on to others what they have received, where that is faster (gloo)
+    relays: bool = True  # nodes pass on to others what they have received, where that is faster (gloo, NIXL)
     deltas: bool = True  # send what has changed since the version that the engines serve, where that is shorter
     # a cluster file (refitd/offline/clusters.py) with the speeds of the nodes' cables; "": all are equally fast
     cables: Annotated[str, msgspec.Meta(max_length=2000)] = ""

@@ -38,7 +38,7 @@ from refitd.protocol.reports import (
 )
 
 # services whose ranks may pass on what they receive (copy_services/windows.py)
-RELAYING_SERVICES = frozenset({"gloo"})
+RELAYING_SERVICES = frozenset({"gloo", "nixl"})
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""Two nodes over NIXL. Needs the package: `pip install 'refitd[nixl]'`; the conformance suite then tries it, too."""
+"""Nodes over NIXL. Needs the package: `pip install 'refitd[nixl]'`; the conformance suite then tries it, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 from collections.abc import Callable
 
 import pytest
+import torch
 
+import refitd
 from refitd.testing import Daemon, Engine, eventually
 from tests.support import shards
 
@@ -35,3 +37,65 @@ def test_bytes_cross_over_nixl_and_again_after_a_worker_died(nodes: Callable[...
                     eventually(lambda: victim not in n1.workers() and len(n1.workers()) == 2, "another worker is there")
         assert {link.service for link in c0.status().links} == {"nixl"}
         assert c0.verify("policy").outcome == "proven"
+
+
+class Fleet:
+    """A trainer on node n0, and a replica on each node."""
+
+    def __init__(self, nodes: Callable[..., Nodes], count: int) -> None:
+        self.clients = [node.connect() for node in nodes(count, config=CONFIG)]
+        self.held = {"wide": torch.randn(700, 960).bfloat16(), "norm": torch.randn(961).bfloat16()}
+        self.source = self.clients[0].register_source("policy", self.held)
+        self.live = [{name: torch.zeros_like(tensor) for name, tensor in self.held.items()} for _ in self.clients]
+        self.targets = [
+            client.register_target("policy", live, replica=f"r{number}")
+            for number, (client, live) in enumerate(zip(self.clients, self.live, strict=True))
+        ]
+
+    def swap(self, version: int) -> refitd.SwapReport:
+        """Change one element in a hundred, publish that, and swap to it."""
+        for tensor in self.held.values():
+            tensor.view(-1)[version::100] += 1.0
+        self.source.publish(version)
+        with Engine(*self.targets):
+            report = self.clients[0].swap("policy", version, timeout=60)
+        assert all(shards.equal(live, self.held) for live in self.live)
+        return report
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def test_relays_pass_on_what_has_changed(nodes: Callable[..., Nodes]) -> None:
+    fleet = Fleet(nodes, 4)
+    whole = sum(tensor.nbytes for tensor in fleet.held.values())
+    first, second = (fleet.swap(version) for version in (1, 2))
+    assert (first.crossing.bytes, first.crossing.delta_bytes) == (3 * whole, 0)
+    assert second.crossing.delta_bytes == 3 * whole
+    assert second.crossing.crossed_bytes < 0.03 * 3 * whole
+    plan = fleet.clients[0].plan("policy")
+    assert [(path.source, path.nodes) for path in plan.relays.paths] == [("n0", ("n1", "n2", "n3"))]
+    assert fleet.clients[0].verify("policy").outcome == "proven"
+    fleet.close()
+
+
+def test_a_base_that_was_changed_goes_live_nowhere(nodes: Callable[..., Nodes]) -> None:
+    """The last node of a path has written to what it serves."""
+    fleet = Fleet(nodes, 3)
+    for target in fleet.targets[1:]:
+        target.close()
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in fleet.held.items()}
+    for number in (1, 2):
+        fleet.live[number] = fleet.clients[number].allocate(shapes)
+        fleet.targets[number] = fleet.clients[number].register_target(
+            "policy", fleet.live[number], replica=f"r{number}", mode="flip"
+        )
+    for version in (1, 2):
+        fleet.swap(version)
+    fleet.live[2]["norm"].view(torch.int16)[900] ^= 1
+    with pytest.raises(refitd.SwapFailed, match="is not what"):
+        fleet.swap(3)
+    assert [target.version for target in fleet.targets] == [2, 2, 2]
+    assert fleet.swap(4).version == 4
+    fleet.close()
