@@ -6,6 +6,7 @@ import itertools
 
 from refitd.daemon.actions import Instruction, RestartWorker, ToClient, WriteArena
 from refitd.daemon.arenas import LocalArenas
+from refitd.daemon.cable_tests import LocalCableTests
 from refitd.daemon.clock import CoordinatorClock
 from refitd.daemon.commits import Commits
 from refitd.daemon.controllers import LocalControllers
@@ -93,6 +94,7 @@ class Parts:
         )
         self.epochs = LocalEpochs(node, address, out, self._epoch_formed)
         self.plans = LocalPlans(node, workers, self.jobs, self.epochs, self.arenas.ask, out)
+        self.cable_tests = LocalCableTests(node, workers, self.epochs, out, self.link.say)
         self.permits = Permits(self.members, out)
         self.commits = Commits(workers, self.members, self.jobs, self.maps, out, self.replace_worker, self.exchange)
         numbers = itertools.count(1).__next__  # of digest runs
@@ -274,4 +276,5 @@ class Parts:
         self.registrations.ask_first(wanted, purpose)
 
     def _epoch_formed(self, plan: str, epoch: str) -> None:
-        self.plans.epoch_formed(plan, epoch)
+        if not self.cable_tests.epoch_formed(plan):
+            self.plans.epoch_formed(plan, epoch)

@@ -74,6 +74,8 @@ class DaemonState(Parts):
                     if not is_mine:
                         self.proofs.worker_said(message)
                         self.spares.worker_said(message)
+                elif isinstance(message, sidecar.CableMeasured):
+                    self.cable_tests.worker_said(worker, message)
                 else:
                     self.swaps.worker_said(worker, message)
             case WorkerDied(worker, how):
