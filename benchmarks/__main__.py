@@ -24,6 +24,7 @@ BENCHMARKS = {
     "simulate": "benchmarks.simulate",
     "delta": "benchmarks.delta",
     "fanout": "benchmarks.fanout",
+    "cables": "benchmarks.cables",
 }
 
 

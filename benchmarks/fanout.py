@@ -33,13 +33,18 @@ _CONFIG = "[deadlines]\nlease_s = 60.0\nconnect_s = 60.0\n[transport]\ndeltas = 
 
 
 class Cluster:
-    """A trainer's node, and others."""
+    """Nodes of trainer ranks that hold the same, and others."""
 
-    def __init__(self, hosts: SwitchedHosts, clients: list[refitd.Client], shapes: dict[str, tuple[int, int]]) -> None:
-        self._hosts, self.clients = hosts, clients
+    def __init__(
+        self, hosts: SwitchedHosts, clients: list[refitd.Client], shapes: dict[str, tuple[int, int]], trainers: int = 1
+    ) -> None:
+        self.hosts, self.clients = hosts, clients
         self.tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
         self.nbytes = sum(2 * tensor.numel() for tensor in self.tensors.values())
-        self.source: refitd.Source | None = clients[0].register_source("bench", self.tensors)
+        self.sources = [
+            client.register_source("bench", self.tensors, rank=rank, world_size=trainers)
+            for rank, client in enumerate(clients[:trainers])
+        ]
         self.targets: dict[int, refitd.Target] = {}
         self.held: dict[int, dict[str, torch.Tensor]] = {}
         self._version = 0
@@ -51,16 +56,16 @@ class Cluster:
 
     def swap(self) -> dict[str, float]:
         """Publish and swap once."""
-        assert self.source is not None
         self._version += 1
         for tensor in self.tensors.values():
             tensor.view(torch.int16).add_(1)
-        self.source.publish(self._version)
-        before = self._hosts.sent(0)
+        for source in self.sources:
+            source.publish(self._version)
+        before = self.hosts.sent(0)
         with Engine(*self.targets.values()):
             report = self.clients[0].swap("bench", self._version, timeout=300)
         self.check()
-        return {"stage": report.stage_s, "copies": (self._hosts.sent(0) - before) / self.nbytes}
+        return {"stage": report.stage_s, "copies": (self.hosts.sent(0) - before) / self.nbytes}
 
     def check(self) -> None:
         for held in self.held.values():
@@ -68,19 +73,22 @@ class Cluster:
 
     def join(self, nodes: list[int]) -> dict[str, float]:
         """Register replicas on these nodes; return the seconds until they serve what others serve."""
-        before, started = self._hosts.sent(0), time.perf_counter()
+        before, started = self.hosts.sent(0), time.perf_counter()
         for node in nodes:
             self.add(node)
         with Engine(*(self.targets[node] for node in nodes)):
             eventually(lambda: all(self.targets[node].version == self._version for node in nodes), "joined", 300)
         took = time.perf_counter() - started
         self.check()
-        return {"seconds": took, "copies": (self._hosts.sent(0) - before) / self.nbytes}
+        return {"seconds": took, "copies": (self.hosts.sent(0) - before) / self.nbytes}
 
 
 def run(json_output: bool, quick: bool = False) -> dict[str, Any]:
     """Run all cases and return the figures; they are kept in benchmarks/results unless it was quick."""
     results: dict[str, Any] = {"machine": machine.describe(), "mbit": MBIT, "cases": [], "slow": [], "joins": []}
+    kept = json.loads((RESULTS / "fanout.json").read_text())
+    if kept["machine"] == results["machine"]:
+        results["uneven"] = kept.get("uneven", {})
     if reason := why_not():
         print(f"left out: {reason}", file=sys.stderr)
         return {**results, "left_out": reason}
@@ -106,7 +114,7 @@ def _fanned_out(
     nodes: int, relays: bool, shapes: dict[str, tuple[int, int]], rounds: int, mbit: int = MBIT
 ) -> dict[str, Any]:
     print(f"  {nodes} nodes, {'relays' if relays else 'direct'}, {mbit} Mbit/s", file=sys.stderr, flush=True)
-    with _cluster(nodes + 1, relays, shapes, mbit) as cluster:
+    with cluster_of(nodes + 1, relays, shapes, mbit) as cluster:
         for node in range(1, nodes + 1):
             cluster.add(node)
         cluster.swap()  # plans, connects and touches pages
@@ -117,14 +125,17 @@ def _fanned_out(
 
 def _joined(joining: int, shapes: dict[str, tuple[int, int]]) -> dict[str, Any]:
     print(f"  {joining} joining", file=sys.stderr, flush=True)
-    with _cluster(joining + 2, True, shapes) as cluster:
+    with cluster_of(joining + 2, True, shapes) as cluster:
         cluster.add(1)
         cluster.swap()
         return {"joining": joining, "bytes": cluster.nbytes, **cluster.join(list(range(2, joining + 2)))}
 
 
 @contextlib.contextmanager
-def _cluster(count: int, relays: bool, shapes: dict[str, tuple[int, int]], mbit: int = MBIT) -> Iterator[Cluster]:
+def cluster_of(
+    count: int, relays: bool, shapes: dict[str, tuple[int, int]], mbit: int = MBIT, more: str = "", trainers: int = 1
+) -> Iterator[Cluster]:
+    """Start a daemon on each of `count` nodes; `more` is for their [transport]."""
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         hosts = SwitchedHosts(count, mbit)
@@ -132,10 +143,10 @@ def _cluster(count: int, relays: bool, shapes: dict[str, tuple[int, int]], mbit:
         keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rfb")))
 
         def start(config: str, **options: Any) -> Daemon:
-            return stack.enter_context(daemon(config + _CONFIG.format(str(relays).lower()), **options))
+            return stack.enter_context(daemon(config + _CONFIG.format(str(relays).lower()) + more, **options))
 
         daemons = start_daemons(hosts, PORT, keys, start)
-        yield Cluster(hosts, [stack.enter_context(one.connect()) for one in daemons], shapes)
+        yield Cluster(hosts, [stack.enter_context(one.connect()) for one in daemons], shapes, trainers)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -164,4 +175,26 @@ def markdown(results: dict[str, Any]) -> str:
     lines += ["", f"At {results['mbit']} Mbit/s, given by the one replica that serves:", ""]
     lines += ["| replicas that join at once | s | copies over the trainer's cable |", "| --- | --- | --- |"]
     lines += [f"| {join['joining']} | {join['seconds']:.2f} | {join['copies']:.2f} |" for join in results["joins"]]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + "".join(f"\n{line}" for line in uneven_lines(results.get("uneven", {})))
+
+
+def uneven_lines(results: dict[str, Any]) -> list[str]:
+    """Return the section on cables of different speed (benchmarks/cables.py)."""
+    if not results:
+        return []
+    head = ("case", "staging s, cables taken for equal", "with their speeds", "predicted", "measured / predicted")
+    lines = [
+        "## Cables of different speed",
+        "",
+        f"All cables {results['mbit']} Mbit/s but one of {results['slow']}, {results['bytes'] / 1e6:.0f} MB, medians.",
+        "The speeds are those that `refitctl doctor --links` has measured. Written by `scripts/bench cables`.",
+        "",
+        f"| {' | '.join(head)} | paths |",
+        f"|{' --- |' * (len(head) + 1)}",
+    ]
+    for case in results["cases"]:
+        ratio = case["after"] / case["predicted"]
+        paths = "; ".join(case["paths"]) or "direct"
+        figures = (f"{case['before']:.2f}", f"{case['after']:.2f}", f"{case['predicted']:.2f}", f"{ratio:.2f}", paths)
+        lines.append(f"| {' | '.join((case['name'], *figures))} |")
+    return [*lines, ""]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from refitd.protocol.reports import (
+    CablesMeasured,
     DrainReport,
     EvictReport,
     ForgetReport,
@@ -104,6 +105,10 @@ class ControlClient(Protocol):
 
     def reload(self) -> ReloadReport:
         """Have the coordinator read its list of admitted keys again."""
+        ...
+
+    def measure_cables(self, pairs: Iterable[tuple[str, str]], *, duration: float = 2.0) -> CablesMeasured:
+        """Measure how fast nodes send to each other."""
         ...
 
     def drain(

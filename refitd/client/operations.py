@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from refitd.client.aio import awaitable
@@ -13,6 +13,7 @@ from refitd.errors import DeadlineExceeded, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import MAX_TEXT_BYTES
 from refitd.protocol.reports import (
+    CablesMeasured,
     DrainReport,
     EvictReport,
     ForgetReport,
@@ -294,6 +295,32 @@ class Operations:
             ConfigError: the list cannot be used.
         """
         return self._connection.request(local.Reload(), ReloadReport, REQUEST_S)
+
+    def measure_cables(self, pairs: Iterable[tuple[str, str]], *, duration: float = 2.0) -> CablesMeasured:
+        """Measure how fast nodes send to each other, over the copy service that moves weights between them.
+
+        All pairs send at once. Swaps that begin meanwhile wait.
+
+        Args:
+            pairs: (node that sends, node that receives); each node is in one pair.
+            duration: how long to send, from 0.1 to 10 seconds.
+
+        Returns:
+            What each receiving node got per second.
+
+        Raises:
+            ValueError: there is no pair, or the duration is out of bounds.
+            RefusedError: a node is not connected or is in several pairs, or a swap or another measurement is running.
+            TransportError: the nodes' workers cannot reach each other, or do not answer.
+        """
+        asked = tuple(local.CablePair(text("node", source), text("node", target)) for source, target in pairs)
+        duration = seconds("duration", duration)
+        if not 0 < len(asked) <= 1024 or not 0.1 <= duration <= 10:
+            raise ValueError(
+                f"{len(asked)} pairs of nodes for {duration:g} s; measure 1 to 1024 pairs for 0.1 to 10 seconds"
+            )
+        message = local.MeasureCables(pairs=asked, seconds=duration)
+        return self._connection.request(message, CablesMeasured, REQUEST_S + duration)
 
     def drain(
         self,

@@ -30,6 +30,7 @@ class Epochs:
         self._models = models
         self._to_node = to_node
         self._numbers = 0
+        self.measuring: cluster.EpochPlan | None = None  # an epoch for no plan (measuring.py)
 
     def new(self, names: set[str]) -> cluster.EpochPlan:
         """Return a new epoch of these nodes; it is formed while the plan is loaded."""
@@ -65,7 +66,8 @@ class Epochs:
         """Pass a worker's value on to its peers."""
         states = self._models.values()
         plans = [s.plan for s in states] + [s.running.plan for s in states if s.running]
-        epoch = next((p.epoch for p in plans if p is not None and p.epoch and p.epoch.id == message.epoch), None)
+        known = [p.epoch for p in plans if p is not None and p.epoch] + [self.measuring]
+        epoch = next((epoch for epoch in known if epoch is not None and epoch.id == message.epoch), None)
         if epoch is not None and origin in epoch.nodes and message.lane < epoch.lanes:
             for node in epoch.nodes:
                 if node != origin:

@@ -10,6 +10,7 @@ from refitd.coordinator.actions import Instruction, Planned
 from refitd.coordinator.comparisons import Comparisons
 from refitd.coordinator.decision import Phase
 from refitd.coordinator.epochs import Epochs
+from refitd.coordinator.measuring import CableTests
 from refitd.coordinator.members import Node
 from refitd.coordinator.models import Models, ModelState, Running
 from refitd.coordinator.planning import Planning
@@ -41,6 +42,7 @@ class Preparation:
         self.planning = Planning(models, out, may_relay=may_relay)
         self._comparisons = Comparisons(to_node, log)
         self._epochs = Epochs(boot, config, nodes, models, to_node)
+        self.cable_tests = CableTests(self._epochs, config, nodes, models, to_node, log)
 
     def begin(self, state: ModelState, now: float) -> None:
         """Prepare the swap of a model that has just begun."""
@@ -160,6 +162,8 @@ class Preparation:
 
     def _lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
         """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""
+        if self.cable_tests.lost(plan, f"{where}: {reason}"):
+            return
         self._log("plan-lost", plan=plan, epoch=epoch, node=node, where=where, reason=reason)
         for state, _ in self._epochs.using(plan, epoch, node):
             self._step(state, decision.PlanLost(node, where, reason), now)

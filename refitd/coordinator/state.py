@@ -121,6 +121,7 @@ class CoordinatorState:
             self._out.append,
         )
         self.swaps.preparation.planning.speeds = speeds
+        self.swaps.preparation.cable_tests.answer = lambda waiter, message: self._send(*waiter, message)
         self._drains = Drains(
             {} if drained is None else drained,
             self.nodes,
@@ -318,6 +319,10 @@ class CoordinatorState:
                 reply = self._removals.forget(model, now)
             case local.Reload():
                 self._out.append(ReadFiles((node.identity, request)))
+            case local.MeasureCables():
+                self.swaps.preparation.cable_tests.begin(message, (node.identity, request), now)
+            case cluster.CableMeasured():
+                self.swaps.preparation.cable_tests.measured(node.status.node, message)
             case local.DrainNode(name):
                 self._drains.drain(name, (node.identity, request))
             case local.ResumeNode(name):
@@ -387,6 +392,7 @@ class CoordinatorState:
         node = self.nodes.pop(name)
         self._answer_checks(self._checks.lost(name, reason, now))
         self._answer_traces(self.traces.lost(name))
+        self.swaps.preparation.cable_tests.node_lost(name, reason)
         self._log(event, node=name, pid=node.status.pid, reason=reason)
         for member in [m for m in self._members.values() if m.node == name]:
             self._absent.lost(member, node.last_heard + self._config.deadlines.lease_s)
@@ -399,6 +405,7 @@ class CoordinatorState:
     def _tick(self, now: float) -> None:
         self._answer_checks(self._checks.tick(now))
         self._answer_traces(self.traces.tick(now))
+        self.swaps.preparation.cable_tests.tick(now)
         self._settling.begin(now)
         for name, node in list(self.nodes.items()):
             if now - node.last_heard > NODE_SILENCE_S:

@@ -132,6 +132,7 @@ class ClientRequests:
                 | local.Evict()
                 | local.Forget()
                 | local.Reload()
+                | local.MeasureCables()
                 | local.DrainNode()
                 | local.ResumeNode()
                 | local.Verify()

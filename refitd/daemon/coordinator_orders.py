@@ -54,6 +54,9 @@ class CoordinatorOrders:
                 parts.plans.load(message)
             case cluster.DropPlan(plan):
                 parts.arenas.free(parts.plans.drop(plan))
+                parts.cable_tests.drop(plan)
+            case cluster.MeasureCable():
+                parts.cable_tests.begin(message)
             case cluster.EpochValue():
                 parts.epochs.value(message)
             case cluster.LiveIs(live):
@@ -130,6 +133,7 @@ class CoordinatorOrders:
         for swap in sorted({swap for member in parts.members.values() for swap in member.read_by()}):
             parts.publishing.release(parts.members.values(), swap)
         parts.arenas.free(parts.plans.drop_all())
+        parts.cable_tests.drop_all()
         parts.registrations.readmit()
         parts.controllers.readmit()
 

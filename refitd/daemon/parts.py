@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from refitd.daemon.actions import Instruction, RestartWorker, ToClient, WriteArena
 from refitd.daemon.arenas import LocalArenas
+from refitd.daemon.cable_tests import LocalCableTests
 from refitd.daemon.clock import CoordinatorClock
 from refitd.daemon.commits import Commits
 from refitd.daemon.controllers import LocalControllers
@@ -92,6 +93,7 @@ class Parts:
         )
         self.epochs = LocalEpochs(node, address, out, self._epoch_formed)
         self.plans = LocalPlans(node, workers, self.jobs, self.epochs, self.arenas.ask, out)
+        self.cable_tests = LocalCableTests(node, workers, self.epochs, out, self.link.say)
         self.permits = Permits(self.members, out)
         self.commits = Commits(workers, self.members, self.jobs, self.maps, out, self.replace_worker, self.exchange)
         self.digests = DigestQueue(node, workers, out, self.maps.need, self.maps.homes, self.is_swapping)
@@ -254,4 +256,5 @@ class Parts:
         self.registrations.ask_first(wanted, purpose)
 
     def _epoch_formed(self, plan: str, epoch: str) -> None:
-        self.plans.epoch_formed(plan, epoch)
+        if not self.cable_tests.epoch_formed(plan):
+            self.plans.epoch_formed(plan, epoch)

@@ -71,6 +71,8 @@ class DaemonState(Parts):
                     self.worker_pids[worker] = message.pid
                 elif isinstance(message, sidecar.DigestsTaken | sidecar.SpansCompared):
                     self.digests.worker_said(message)
+                elif isinstance(message, sidecar.CableMeasured):
+                    self.cable_tests.worker_said(worker, message)
                 else:
                     self.swaps.worker_said(worker, message)
             case WorkerDied(worker, how):

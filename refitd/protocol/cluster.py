@@ -19,6 +19,7 @@ from refitd.protocol.local import (
     GetHistory,
     GetPlan,
     GetStatus,
+    MeasureCables,
     Reload,
     ResumeNode,
     StartSwap,
@@ -26,6 +27,7 @@ from refitd.protocol.local import (
     Verify,
 )
 from refitd.protocol.reports import (
+    CablesMeasured,
     Crossing,
     Difference,
     DrainReport,
@@ -245,6 +247,15 @@ class RegionsDigested(Message, frozen=True):
     reason: Text = ""
 
 
+class CableMeasured(Message, frozen=True):
+    """What this node's workers have received in a MeasureCable, or why they have not; who sends only says that."""
+
+    test: Name
+    bytes: Count = 0
+    speed: Count = 0  # bytes per second
+    reason: Text = ""
+
+
 class StageProgress(Message, frozen=True):
     """Bytes written so far on this node."""
 
@@ -425,6 +436,19 @@ class EpochValue(Message, frozen=True):
     value: bytes
 
 
+class MeasureCable(Message, frozen=True):
+    """Join this epoch, and send to, or receive from, the node `peer` for so long. Reply: CableMeasured, or PlanRefused.
+
+    `test` is in the place of a plan: DropPlan ends it.
+    """
+
+    test: Name
+    epoch: EpochPlan
+    peer: Name
+    sends: bool
+    seconds: Seconds
+
+
 class DropPlan(Message, frozen=True):
     """The plan will not be used again."""
 
@@ -571,6 +595,7 @@ NodeMessage = (
     | MemberCommitFailed
     | MembersChecked
     | RegionsDigested
+    | CableMeasured
     | AddController
     | RemoveController
     | Controlled
@@ -580,6 +605,7 @@ NodeMessage = (
     | Evict
     | Forget
     | Reload
+    | MeasureCables
     | DrainNode
     | ResumeNode
     | Verify
@@ -602,6 +628,7 @@ CoordinatorMessage = (
     | LoadPlan
     | EpochValue
     | DropPlan
+    | MeasureCable
     | FenceMember
     | Pause
     | Stage
@@ -620,6 +647,7 @@ CoordinatorMessage = (
     | EvictReport
     | ForgetReport
     | ReloadReport
+    | CablesMeasured
     | DrainReport
     | ResumeReport
     | SwapProgress

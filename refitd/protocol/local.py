@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from refitd.protocol.base import Count, Label, Message, Name, Seconds, Small, Text, Value, clipped
 from refitd.protocol.control import Control, Controlled, ControllerRegistered, RegisterController
 from refitd.protocol.reports import (
+    CablesMeasured,
     DrainReport,
     EvictReport,
     ForgetReport,
@@ -317,6 +320,23 @@ class Reload(Message, frozen=True):
     """Read the list of admitted keys again. Reply: ReloadReport."""
 
 
+class CablePair(Value, frozen=True):
+    """Nodes of which one sends to the other."""
+
+    source: Name
+    target: Name
+
+
+class MeasureCables(Message, frozen=True):
+    """Measure how fast these nodes send to each other, all at once, for so long. Reply: CablesMeasured.
+
+    Each node is in one pair.
+    """
+
+    pairs: Annotated[tuple[CablePair, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    seconds: Annotated[float, msgspec.Meta(ge=0.1, le=10.0)] = 2.0
+
+
 class DrainNode(Message, frozen=True):
     """Leave this node out of all swaps that have not begun, until ResumeNode. Reply: DrainReport."""
 
@@ -573,6 +593,7 @@ ClientRequest = (
     | Evict
     | Forget
     | Reload
+    | MeasureCables
     | DrainNode
     | ResumeNode
     | Verify
@@ -611,6 +632,7 @@ ClientReply = (
     | EvictReport
     | ForgetReport
     | ReloadReport
+    | CablesMeasured
     | DrainReport
     | ResumeReport
     | SwapProgress

@@ -30,6 +30,7 @@ _NEEDED: dict[type[Message], frozenset[str]] = {
     local.Evict: _SWAPS,
     local.Forget: _SWAPS,
     local.Reload: frozenset({OPERATOR}),
+    local.MeasureCables: frozenset({OPERATOR}),
     local.DrainNode: frozenset({OPERATOR}),
     local.ResumeNode: frozenset({OPERATOR}),
     local.Verify: _SWAPS,  # it reads every byte of every replica

@@ -88,6 +88,16 @@ class HeldBase(Value, frozen=True):
     version: Name
 
 
+class MeasureCable(Message, frozen=True):
+    """Send to, or receive from, the worker at position `peer` of an epoch for so long. Reply: CableMeasured."""
+
+    run: Count
+    epoch: Name
+    peer: Small
+    sends: bool
+    seconds: Seconds
+
+
 class RunJob(Message, frozen=True):
     """Run a loaded job once; a job of an epoch must end within `timeout_s`, and may use `bases`."""
 
@@ -205,6 +215,16 @@ class RunDone(Message, frozen=True):
     changed_bytes: Count = 0  # of these, what had changed
 
 
+class CableMeasured(Message, frozen=True):
+    """What a MeasureCable has received here between two times of this host's monotonic clock, or why it failed."""
+
+    run: Count
+    bytes: Count = 0
+    began_s: Seconds = 0.0
+    ended_s: Seconds = 0.0
+    reason: Text = ""
+
+
 class RunFailed(Message, frozen=True):
     """The job failed; `copy` is the index of the failed copy, if known."""
 
@@ -287,6 +307,7 @@ ToWorker = (
     | JoinEpoch
     | LaneValue
     | LeaveEpoch
+    | MeasureCable
     | WarmUp
 )
 FromWorker = (
@@ -295,6 +316,7 @@ FromWorker = (
     | BasesDropped
     | BaseWrong
     | RunDone
+    | CableMeasured
     | RunFailed
     | DigestsTaken
     | SpansCompared

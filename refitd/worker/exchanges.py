@@ -88,6 +88,19 @@ class Exchanges:
         if service is not None:
             service.close()
 
+    def measure(self, asked: sidecar.MeasureCable) -> sidecar.CableMeasured:
+        """Measure a cable of an epoch, which is of no more use then."""
+        from refitd.worker.cables import measure
+
+        service = self._services.get(asked.epoch)
+        if service is None:
+            return sidecar.CableMeasured(asked.run, reason=f"this worker is not in epoch {asked.epoch}")
+        try:
+            return measure(service, asked)
+        finally:
+            del service
+            self.leave(asked.epoch)  # its connections end, and the peer's wait with them
+
     def prepare(self, epoch: str, block: bytes) -> PreparedJob:
         """Build a job for these transfers.
 

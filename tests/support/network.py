@@ -117,10 +117,19 @@ class SwitchedHosts:
             self.close()
             raise
 
+    def _own(self, host: int) -> str:
+        return f"{self.names[host].removeprefix('rf').rpartition('n')[0]}{host}"
+
     def cable(self, host: int, *, up: bool) -> None:
         """Pull a host's cable, or plug it in."""
-        cable = f"v{self.names[host].removeprefix('rf').rpartition('n')[0]}{host}"
-        _must("ip", "-n", self.names[host], "link", "set", cable, "up" if up else "down")
+        _must("ip", "-n", self.names[host], "link", "set", f"v{self._own(host)}", "up" if up else "down")
+
+    def limit(self, host: int, *, send: int | None = None, receive: int | None = None) -> None:
+        """Let a host's cable carry this many Mbit/s from now on, in the given directions."""
+        if send is not None:
+            _limit(self.names[host], f"v{self._own(host)}", send)
+        if receive is not None:
+            _limit(self._switch, f"w{self._own(host)}", receive)
 
     def lose_way(self, host: int, to: int, *, lost: bool) -> None:
         """Have all that one host sends to another vanish, or arrive again."""

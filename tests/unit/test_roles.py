@@ -42,6 +42,7 @@ def test_configuration_knows_the_same_roles():
         (local.Evict(model="m", replica="r"), TRAINER | OPERATOR),
         (local.Forget(model="m"), TRAINER | OPERATOR),
         (local.Reload(), OPERATOR),
+        (local.MeasureCables(pairs=(local.CablePair("a", "b"),)), OPERATOR),
         (cluster.ShardPublished(member="m", version=1), TRAINER),
         (local.GetStatus(), ALL_ROLES),
         (local.GetPlan(model="m"), ALL_ROLES),
