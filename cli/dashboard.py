@@ -52,7 +52,7 @@ details { margin: .3rem 0; } summary { cursor: pointer; overflow-wrap: anywhere;
   thead { display: none; } tr { display: block; border-bottom: 1px solid var(--line); padding: .4rem 0; }
   td { display: flex; gap: 1rem; justify-content: space-between; border: 0; padding: .1rem 0; text-align: right; }
   .rows { grid-template-columns: 1fr; } .what { margin-top: .2rem; }
-  .none { display: none; } td::before { content: attr(data-label); font-weight: 600; text-align: left; }
+  .none { display: none; } td::before { content: attr(data-label); flex: none; font-weight: 600; text-align: left; }
 }
 """
 

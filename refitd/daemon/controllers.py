@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from refitd.daemon.actions import Instruction, ToClient
 from refitd.daemon.coordinator_link import CoordinatorLink
+from refitd.daemon.members import member_id
 from refitd.daemon.pending import ControllerIntroduced
 from refitd.daemon.sessions import ClientSession
 from refitd.errors import RefusedError
@@ -39,9 +40,8 @@ class LocalControllers:
         """Announce a controller to the coordinator, then answer the client."""
         self._link.check()
         number = self._link.next_number()
-        found = LocalController(
-            f"{asked.model}/{asked.replica}:controller@{self._node}#{number}", session.id, session.pid, asked
-        )
+        name = member_id(asked.model, f"{asked.replica}:controller", self._node, number)
+        found = LocalController(name, session.id, session.pid, asked)
         self._all[found.id] = found
         session.controllers.add(found.id)
         self._announce(session.id, request, found)

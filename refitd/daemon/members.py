@@ -34,6 +34,9 @@ MAX_EVENTS = 16
 # A rank's shard cannot be larger; a description that claims more is a mistake or an attack.
 MAX_SHARD_BYTES = 1 << 46
 
+# Characters of a registration's id: a name of the protocol, with room for the names of its arenas.
+MAX_ID = 480
+
 
 @dataclass(slots=True)
 class Arena:
@@ -274,6 +277,21 @@ class LocalMember:
         if self.registration.world_size > 1:
             free = [i for i in free if (v := self.slots[i].version) is None or v in self.may_drop]
         return min(free, key=lambda i: -1 if (v := self.slots[i].version) is None else v, default=None)
+
+
+def member_id(model: str, who: str, node: str, number: int) -> str:
+    """Return a registration's id, which no other one has.
+
+    Raises:
+        RefusedError: the names in it are too long to travel.
+    """
+    found = f"{model}/{who}@{node}#{number}"
+    if len(found) > MAX_ID:
+        raise RefusedError(
+            f"model {brief(model)!r}: the names of model, replica and node have {len(found)} characters together, at "
+            f"most {MAX_ID} can be; choose shorter ones"
+        )
+    return found
 
 
 def new_member(

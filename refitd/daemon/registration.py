@@ -10,7 +10,7 @@ from msgspec import structs
 from refitd.daemon.actions import Instruction, Prepared, ToClient
 from refitd.daemon.arenas import LocalArenas
 from refitd.daemon.coordinator_link import CoordinatorLink
-from refitd.daemon.members import LocalMember, Slot, new_member
+from refitd.daemon.members import LocalMember, Slot, member_id, new_member
 from refitd.daemon.pending import Asked, Described, Introduced, MemberArenas, Readmitted, Returned, Slept, WantedArenas
 from refitd.daemon.permits import Permits
 from refitd.daemon.retained import RetainedTargets, is_restoring
@@ -103,10 +103,10 @@ class LocalRegistrations:
             if member.landing_bytes:
                 sizes["landing0"] = member.landing_bytes
             self._permits.check_free()
+        member.id = member_id(message.model, f"{who}:{message.rank}", self._node, self._link.next_number())
         given = self._given(session, message, nbytes)
         for what in list(sizes)[: len(given)]:
             del sizes[what]
-        member.id = f"{message.model}/{who}:{message.rank}@{self._node}#{self._link.next_number()}"
         returns = isinstance(message, local.RegisterTarget) and message.returns
         retained = None if returns else self._retained.fitting(member, session.uid)
         if retained is not None and (not member.flips or self._arenas[retained.member.staging].nbytes == nbytes):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
+import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -19,6 +24,7 @@ import pytest
 import torch
 from msgspec import structs
 
+import refitd
 from refitd.metrics.http import HttpServer, Page
 from refitd.protocol.reports import PairTraffic
 from refitd.testing import Daemon, Engine, eventually
@@ -61,6 +67,52 @@ def test_the_page_of_a_daemon_is_served_until_ctrl_c(shared_daemon: Daemon) -> N
             assert process.wait(10) in (0, 130)
         target.close()
         source.close()
+
+
+@pytest.mark.slow
+def test_names_that_are_markup_or_obeyed_by_terminals_are_shown_as_text(start_daemon: Callable[..., Daemon]) -> None:
+    evil = HOSTILE + "\x1b[31m\x1b]0;owned\x07\u202e"
+    names = ("policy", evil, "m" * 100 + evil)
+    daemon = start_daemon(environment={"REFITD_NODE__NAME": "n<b>&'\"" * 8})
+    with daemon.connect("trainer") as trainer, daemon.connect("engine") as engine:
+        for model in names:
+            source = trainer.register_source(model, {"w": torch.ones(8)})
+            targets = [engine.register_target(model, {"w": torch.zeros(8)}, replica=replica) for replica in names]
+            source.publish(1)
+            with Engine(*targets):
+                trainer.swap(model, timeout=30)
+        with pytest.raises(refitd.RefusedError, match="together, at most 480"):
+            trainer.register_target("m" * 300, {"w": torch.zeros(8)}, replica="r" * 200)
+        for columns in (80, 60):
+            shown = on_terminal(daemon, columns, "watch", "--count", "2", "--interval", "0.2")
+            assert not re.search("\x1b\\]|\x07|\u202e|\x1b\\[31mowned", shown)
+            lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", re.sub(r"\x1b\[\d*A", "\n", shown)).splitlines()
+            assert max(map(len, lines)) <= columns and sum("serving" in line for line in lines) >= 9
+        command = [sys.executable, "-m", "refitd_cli.control", "dashboard", "--port", "0", "--address"]
+        with ended(subprocess.Popen([*command, str(daemon.directory)], stdout=subprocess.PIPE, text=True)) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            text, _ = got(url)
+            assert "<b>" not in text and "<img" not in text and text.count("<script") == 1 and "\x1b" not in text
+            if CHROMIUM is not None:
+                found = chromium(url, "--dump-dom")
+                assert "<title>refitd</title>" in found and "<img" not in found
+
+
+def on_terminal(daemon: Daemon, columns: int, *words: str) -> str:
+    """What a command writes to a terminal of 24 lines."""
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        command = [sys.executable, "-m", "refitd_cli.control", *words, "--address", str(daemon.directory)]
+        environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+        with ended(subprocess.Popen(command, stdout=theirs, stdin=theirs, env={**environment, "TERM": "xterm"})):
+            os.close(theirs)
+            found = b""
+            with contextlib.suppress(OSError):  # the other end is closed
+                while more := terminal.read(1 << 16):
+                    found += more
+    return found.decode()
 
 
 def got(url: str) -> tuple[str, str]:

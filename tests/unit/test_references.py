@@ -13,9 +13,11 @@ import pytest
 
 from refitd.errors import RefusedError
 from refitd_cli import control
+from refitd_cli.demo.proof import Verdict
+from refitd_cli.demo.show import ShownChange, SwapRow, as_object
 from refitd_cli.output import to_json
 from tests.support import cli
-from tests.support.json_schema import fits, schema
+from tests.support.json_schema import check_printed, fits, schema
 from tests.support.programs import run
 from tests.support.references import REPORTS, commands
 from tests.support.site import ROOT, build
@@ -40,6 +42,16 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
 def test_what_commands_print_fits_the_schema(words: str) -> None:
     assert cli.run(cli.FakeClient(), *words.split(), "--json").object  # which compares
     assert cli.run(RefusedError("no"), *words.split(), "--json").object["error"]
+
+
+def test_what_the_demo_prints_fits_the_schema() -> None:
+    change = ShownChange("flip", 0.001, 7, places_unchanged=True, before="a")
+    row = SwapRow(1, "client.swap", 5, 3.2, 0.1, 100, 0.2, 0.1, 0.4, 9, {"a": change, "b": change})
+    verdicts = [Verdict("a", 3, 100, (), 0.0, 1.0), Verdict("b", 3, 60, (), 0.5, 0.9, bfloat16_bytes=100)]
+    for some in (verdicts, verdicts[:1]):
+        found = to_json(as_object([row], some, {"a": "TP4", "b": "TP1"}, {"a": 100, "b": 60}, 9.0))
+        check_printed(("demo",), json.dumps(found))
+        assert ("mxfp8" in found) == (some is verdicts)
 
 
 @pytest.mark.parametrize(
