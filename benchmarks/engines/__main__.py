@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,18 @@ COLUMNS = (
     ("verify", "verified"),
     ("bind s", "bind_s"),
     ("refitd s", "refitd_s"),
+    ("wake s", "wake_s"),
     ("blocked s", "refitd_blocked_s"),
+    ("empty call s", "empty_call_s"),
     ("commit s", "commit_s"),
+    ("gloo s", "gloo_s"),
     ("disk s", "disk_s"),
     ("blocked s", "disk_blocked_s"),
     ("pickled call s", "pickled_s"),
+    ("refitd, of the fastest native way", "of_native"),
+    ("load", "load"),
 )
+NATIVE = ("gloo_s", "disk_s", "pickled_s")
 
 
 def main() -> int:
@@ -70,7 +77,7 @@ def main() -> int:
             failed.append(name)
             print("\n".join((ran.stdout + ran.stderr).splitlines()[-40:]), file=sys.stderr)
             continue
-        found.append(json.loads(lines[-1]))
+        found.append({**json.loads(lines[-1]), "load": f"{os.getloadavg()[1]:.0f}"})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     learned = _shapes(failed) if options.only == "*" and not options.quick else []
     wrong = [row["engine"] for row in found if not row["equal"] or row["verified"] != "proven"]
@@ -127,10 +134,16 @@ def _shapes(failed: list[str]) -> list[dict[str, Any]]:
 
 
 def _table(found: list[dict[str, Any]]) -> str:
-    rows = [[_shown({**row, "bytes": f"{row['bytes'] / 1e6:.3g}"}.get(key)) for _, key in COLUMNS] for row in found]
+    rows = [[_shown(_filled(row).get(key)) for _, key in COLUMNS] for row in found]
     head = [title for title, _ in COLUMNS]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _filled(row: dict[str, Any]) -> dict[str, Any]:
+    native = [row[way] for way in NATIVE if way in row]
+    ratio = {"of_native": f"{row['refitd_s'] / min(native):.2f}"} if len(native) == len(NATIVE) else {}
+    return {**row, **ratio, "bytes": f"{row['bytes'] / 1e6:.3g}"}
 
 
 def _shown(value: Any) -> str:
@@ -152,22 +165,27 @@ def _page(table: str, found: list[dict[str, Any]], learned: list[dict[str, Any]]
 
 `scripts/try-engines` on {machine["cpu"]}, {machine["cores"]} cores, kernel {machine["kernel"]}; vLLM {first["vllm"]}
 on the CPU, torch {machine["packages"].get("torch")}. The trainer is FSDP2 on two ranks in float32, the engine holds
-bfloat16. Medians of {first["rounds"]} rounds; the ways take turns in every round, with the same new weights.
+bfloat16. Medians of {first["rounds"]} rounds or more; the ways take turns in every round, with the same new weights.
 
-- refitd: from the first `publish` until the version is live, the cast included. `blocked`: the engine answers nothing;
-  `commit`: the time in which the weights change. They flip where that is under 1 ms; rows with more than 10 ms are of
-  an earlier adapter, which copied.
+- refitd: from the first `publish` until the version is live, the cast included. `wake`: the first call
+  (`start_weight_update`), which wakes an idle engine, and before and after which it goes on. `blocked`: the call that
+  waits for the version, in which the engine answers nothing. `empty call`: the one after it, which does nothing: what
+  vLLM takes for any. `commit`: the time in which the weights change, which is all that an engine that follows stands
+  still for. Rows without `wake` were run before it was told apart, and have it in `blocked`. They flip where
+  `commit` is under 1 ms; rows with more than 10 ms are of an earlier adapter, which copied.
+- gloo: the trainer gathers each tensor in bfloat16, its first rank sends it to the workers, and vLLM's loader takes it
+  as it comes (zeros before, equal afterwards). The engine answers nothing meanwhile.
 - disk: the trainer gathers, rank 0 writes safetensors, vLLM's `reload_weights` reads it.
 - pickled call: vLLM's loader on whole tensors that are sent with a call; gathering them is not counted.
 - equal: vLLM's `compute_weight_checksums` and a greedy answer after refitd are those after vLLM's own reload; over
   HTTP, first tokens are those of transformers with the same weights (three in four at least: both round to bfloat16).
   PP2 and data-parallel experts die in vLLM at their first generation on CPUs: only checksums are compared. MiniLM's
   embeddings are compared before a refit and after one to other weights and one back.
-- Cases may have been run at different times beside other work on the machine: compare within a row.
-- Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`), and wake up slowly when idle. Idle
-  engines are driven here, so `blocked` includes waking them (3.5 ms without, with an earlier adapter). Rows of PP2, of
-  DP2 that follows, of moe DP2 and of AsyncGRPOTrainer are of an earlier adapter, which called engines before a version
-  was staged, and of a trainer that published float32 (`cast="bfloat16"` now).
+- Cases may have been run at different times beside other work on the machine: compare within a row. `load`: the
+  machine's load of the last five minutes, where it was noted.
+- Workers of vLLM spin for a second after each call (`shm_broadcast`, `busy_loop_s`), which takes processors from
+  refitd's. Rows of PP2, of DP2 that follows, of moe DP2 and of AsyncGRPOTrainer are of an earlier adapter, which called
+  engines before a version was staged, and of a trainer that published float32 (`cast="bfloat16"` now).
 
 {table}
 

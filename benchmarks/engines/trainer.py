@@ -16,10 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import refitd
+from benchmarks.engines import native
 
 
 def main(rank: int, world_size: int, store: str, checkpoint: str, directory: str) -> None:
-    """Serve `step`, `publish`, `save` and `whole` until the input ends."""
+    """Serve `step`, `publish`, `save`, `join` and `broadcast` until the input ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -29,7 +30,8 @@ def main(rank: int, world_size: int, store: str, checkpoint: str, directory: str
     fully_shard(model, mesh=mesh)
     with refitd.connect(directory, name=f"trainer-{rank}") as client:
         source = client.register_source("policy", model, rank=rank, world_size=world_size, cast="bfloat16")
-        _answer({"next_version": source.next_version})
+        _answer({"next_version": source.next_version, "names": [name for name, _ in model.named_parameters()]})
+        joined = None
         for line in sys.stdin:
             command, *arguments = json.loads(line)
             started = time.perf_counter()
@@ -39,6 +41,10 @@ def main(rank: int, world_size: int, store: str, checkpoint: str, directory: str
                 source.publish(*arguments)
             elif command == "save":
                 _save(model, rank, Path(*arguments))
+            elif command == "join":
+                joined = native.group(arguments[0], 0, arguments[1]) if rank == 0 else None
+            elif command == "broadcast":
+                _broadcast(model, joined)
             _answer({"seconds": time.perf_counter() - started})
 
 
@@ -57,6 +63,14 @@ def _save(model: torch.nn.Module, rank: int, folder: Path) -> None:
     if rank == 0:
         save_file(whole, folder / "model.safetensors")
     dist.barrier()
+
+
+def _broadcast(model: torch.nn.Module, joined: Any) -> None:
+    """Gather each tensor in bfloat16 and have rank 0 send it to the engine's workers."""
+    for parameter in model.parameters():
+        whole = parameter.detach().to(torch.bfloat16).full_tensor()
+        if joined is not None:
+            native.broadcast(joined, whole)
 
 
 def _answer(value: dict[str, Any]) -> None:

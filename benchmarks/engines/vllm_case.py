@@ -13,8 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from benchmarks.engines import native
 
 RANKS = 2
 PROMPT = [{"prompt_token_ids": [1, 2, 3, 4, 5]}]
@@ -63,7 +66,9 @@ class Trainer:
             )
             for rank in range(RANKS)
         ]
-        self.next_version = max(answer["next_version"] for answer in self._answers())
+        answers = self._answers()
+        self.next_version = max(answer["next_version"] for answer in answers)
+        self.names: list[str] = answers[0]["names"]
 
     def __call__(self, *command: object) -> float:
         """Have every rank perform a command; return the seconds until the last one has."""
@@ -116,11 +121,6 @@ def daemon(directory: Path) -> Iterator[None]:
         process.terminate()
         process.wait(30)
         log.close()
-
-
-def load(tensors: list[tuple[str, Any]], model: Any) -> None:
-    """Run vLLM's own loader in a worker, on tensors that were sent with the call."""
-    model.load_weights(iter(tensors))
 
 
 def run(kind: str, tp: int, size: str, rounds: int, lifecycle: str) -> dict[str, Any]:
@@ -182,6 +182,12 @@ def _measured(
     if not follow:
         llm.init_weight_transfer_engine({"init_info": {}})
     bound = time.perf_counter() - started
+    if lifecycle == "driven":
+        store = str(work / "gloo")
+        with ThreadPoolExecutor(1) as beside:
+            joined = beside.submit(trainer, "join", store, 1 + tp)
+            llm.apply_model(functools.partial(native.join, store, 1 + tp))
+            joined.result()
     figures: dict[str, list[float]] = {}
     equal, answers = [], [answer()]
     first = trainer.next_version
@@ -190,10 +196,12 @@ def _measured(
         times = _refit(client, llm, trainer, version, follow)
         mine, told = llm.collective_rpc("compute_weight_checksums"), answer()
         times |= _disk(llm, trainer, saved)
-        theirs, native = llm.collective_rpc("compute_weight_checksums"), answer()
+        theirs, reloaded = llm.collective_rpc("compute_weight_checksums"), answer()
+        equal.append(mine == theirs and told == reloaded)
         if lifecycle == "driven":
             times |= _pickled(llm, saved)
-        equal.append(mine == theirs and told == native)
+            times |= _gloo(llm, trainer, saved)
+            equal.append(llm.collective_rpc("compute_weight_checksums") == mine)
         answers.append(told)
         if version > first:  # the first one plans, connects, and faults memory in
             for name, seconds in times.items():
@@ -219,37 +227,35 @@ def _refit(client: Any, llm: Any, trainer: Trainer, version: int, follow: bool) 
     published = trainer("publish", version)
     if follow:
         report = client.swap("policy", version, wait=60)
-        blocked = commit = max(member.paused_s for member in report.members)
+        commit = max(member.paused_s for member in report.members)
+        found = {"refitd_blocked_s": commit, "commit_s": commit}
     else:
-        blocked, commit = drive(client, llm, version)
-    return {
-        "refitd_s": time.perf_counter() - started,
-        "publish_s": published,
-        "refitd_blocked_s": blocked,
-        "commit_s": commit,
-    }
+        found = drive(client, llm, version)
+    return {"refitd_s": time.perf_counter() - started, "publish_s": published, **found}
 
 
-def drive(client: Any, llm: Any, version: int, model: str = "policy") -> tuple[float, float]:
-    """Have the engine take the version over as refitd's trainers do.
-
-    Returns:
-        The seconds in which it has answered nothing, and those of the commit itself.
-    """
+def drive(client: Any, llm: Any, version: int, model: str = "policy") -> dict[str, float]:
+    """Have the engine take the version over as refitd's trainers do; return the seconds of calls and commit."""
     from refitd.adapters.driving import swap_and_drive
 
-    blocked = 0.0
+    at = [0.0] * 4
 
     def take_over() -> None:
-        nonlocal blocked
-        begun = time.perf_counter()
-        llm.start_weight_update()
+        at[0] = time.perf_counter()
+        llm.start_weight_update()  # wakes idle workers; between it and the next call the engine goes on
+        at[1] = time.perf_counter()
         llm.update_weights({"update_info": {"version": version}})
-        blocked = time.perf_counter() - begun
-        llm.finish_weight_update()  # a call between two steps
+        at[2] = time.perf_counter()
+        llm.finish_weight_update()  # does nothing
+        at[3] = time.perf_counter()
 
     report = swap_and_drive(client, model, version, take_over, wait=60)
-    return blocked, max(member.paused_s for member in report.members)
+    return {
+        "wake_s": at[1] - at[0],
+        "refitd_blocked_s": at[2] - at[1],
+        "empty_call_s": at[3] - at[2],
+        "commit_s": max(member.paused_s for member in report.members),
+    }
 
 
 def _disk(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
@@ -267,8 +273,24 @@ def _pickled(llm: Any, saved: Path) -> dict[str, float]:
 
     tensors = list(load_file(saved / "model.safetensors").items())
     started = time.perf_counter()
-    llm.apply_model(functools.partial(load, tensors))
+    llm.apply_model(functools.partial(native.load, tensors))
     return {"pickled_s": time.perf_counter() - started}
+
+
+def _gloo(llm: Any, trainer: Trainer, saved: Path) -> dict[str, float]:
+    """Gather each tensor, send it over gloo from the trainer's first rank, and have vLLM's loader take it at once."""
+    from safetensors import safe_open
+
+    with safe_open(saved / "model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    described = [(name, shapes[name]) for name in trainer.names]
+    llm.collective_rpc("reset_weights")  # zeros: what is there afterwards has come over gloo
+    started = time.perf_counter()
+    with ThreadPoolExecutor(1) as beside:
+        sent = beside.submit(trainer, "broadcast")
+        llm.apply_model(functools.partial(native.receive, described))
+        sent.result()
+    return {"gloo_s": time.perf_counter() - started}
 
 
 if __name__ == "__main__":

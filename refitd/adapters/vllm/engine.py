@@ -95,6 +95,7 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         self._target: refitd.Target | None = None
         self._adapter: HeldAdapter | None = None
         self._is_checked = False
+        self._own: Offered = {}  # what the checkpoint has that this engine was started with
         self._torn = ""  # why the weights may be parts of two versions
         self._stopped = threading.Event()
         self._follower: threading.Thread | None = None
@@ -315,9 +316,12 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
         params = dict(self.model.named_parameters())
         # what no checkpoint holds (tables of experts, of rotations) is the engine's own, and its loader may read it
         held = {**{name: held for name, _, _, held in refitd.named_persistent_buffers(self.model)}, **params}
+        has_checkpoint = info.check and self.vllm_config.load_config.load_format != "dummy"
+        if has_checkpoint:
+            self._check_shapes(offered)
         trace = refitd.trace_loader(held, self._load, offered, owner_rank=rank)
         self._check(trace, params)
-        if info.check and not self._is_checked and self.vllm_config.load_config.load_format != "dummy":
+        if has_checkpoint and not self._is_checked:
             self._check_held(held)
             self._is_checked = True  # later the engine holds other versions than its checkpoint's
         if info.adopt and (why := adopt(client, {n: held[n] for n in trace.metadata}, info.timeout_s)):
@@ -369,12 +373,22 @@ class RefitdEngine(WeightTransferEngine[RefitdInitInfo, RefitdUpdateInfo]):
 
     def _check_held(self, held: dict[str, torch.Tensor]) -> None:
         """Check that the engine computes with what its loader copies: vLLM repacks some weights after loading."""
+        trace = refitd.trace_loader(held, self._load, self._own)
+        refitd.check_layout(trace, held, self._checkpoint())
+
+    def _check_shapes(self, offered: Offered) -> None:
+        """Refuse another revision: of a tensor that is too large, vLLM's loaders take the first rows in silence."""
+        self._own = self._own or {name: (tuple(weight.shape), weight.dtype) for name, weight in self._checkpoint()}
+        differ = [name for name, (shape, _) in offered.items() if self._own.get(name, (shape,))[0] != tuple(shape)]
+        if differ:
+            raise refitd.RefusedError(
+                f"{differ[0]}: the trainer offers {list(offered[differ[0]][0])}, the checkpoint that this engine was "
+                f"started with has {list(self._own[differ[0]][0])} ({len(differ)} tensors differ in shape): it is "
+                "another revision of the model; start the engine with a checkpoint of the trainer's"
+            )
+
+    def _checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the checkpoint that this engine was started with."""
         from vllm.model_executor.model_loader import get_model_loader
 
-        loader = get_model_loader(self.vllm_config.load_config)
-        shapes = {
-            name: (tuple(weight.shape), weight.dtype)
-            for name, weight in loader.get_all_weights(self.model_config, self.model)
-        }
-        trace = refitd.trace_loader(held, self._load, shapes)
-        refitd.check_layout(trace, held, loader.get_all_weights(self.model_config, self.model))
+        yield from get_model_loader(self.vllm_config.load_config).get_all_weights(self.model_config, self.model)

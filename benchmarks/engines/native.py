@@ -1,0 +1,51 @@
+"""What vLLM's workers run for its native ways: whole tensors, over gloo or with a call, go to its own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=60)
+
+_joined: dict[str, Any] = {}  # this worker's group, for the calls that follow
+
+Described = list[tuple[str, tuple[int, ...]]]
+
+
+def group(store: str, rank: int, size: int) -> Any:
+    """Return a gloo group of the trainer's first rank and all workers; it returns when all have joined."""
+    return dist.ProcessGroupGloo(dist.FileStore(store, size), rank, size, TIMEOUT)
+
+
+def join(store: str, size: int, model: Any) -> None:
+    """Join the trainer's group, in a worker; the trainer is rank 0."""
+    _joined["group"] = group(store, 1 + dist.get_rank(), size)
+
+
+def broadcast(made: Any, tensor: torch.Tensor) -> None:
+    """Send a tensor from rank 0 of a group to the others, or receive it there."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    made.broadcast([tensor], options).wait()
+
+
+def receive(described: Described, model: Any) -> None:
+    """Run vLLM's loader on bfloat16 tensors, each as it comes from the trainer."""
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in described:
+            tensor = torch.empty(shape, dtype=torch.bfloat16)
+            broadcast(_joined["group"], tensor)
+            yield name, tensor
+
+    with torch.no_grad():
+        model.load_weights(tensors())
+
+
+def load(tensors: list[tuple[str, torch.Tensor]], model: Any) -> None:
+    """Run vLLM's loader on tensors that were sent with the call."""
+    model.load_weights(iter(tensors))
