@@ -305,16 +305,21 @@ class CoordinatorShell:
         self._feed(act.FilesRead(None if keys is None else keys.allowed, waiter, speeds))
 
     def _feed(self, event: act.Event) -> None:
-        pending = [event]
-        while pending:
-            one = pending.pop(0)
-            instructions = self._state.handle(one, time.monotonic())
-            for instruction in instructions:
-                result = self._perform(instruction)
-                if result is not None:
-                    pending.append(result)
-            if self._monitor is not None:
-                self._monitor.watch(one, instructions, self._state)
+        pending, lines = [event], list[Log]()
+        try:
+            while pending:
+                one = pending.pop(0)
+                instructions = self._state.handle(one, time.monotonic())
+                for instruction in instructions:
+                    if isinstance(instruction, Log):
+                        lines.append(instruction)
+                    elif (result := self._perform(instruction)) is not None:
+                        pending.append(result)
+                if self._monitor is not None:
+                    self._monitor.watch(one, instructions, self._state)
+        finally:
+            for line in lines:  # last: a line takes as long as a message
+                self._write(line)
 
     def _journalling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._monitor is None else self._monitor.journalling()
@@ -366,12 +371,12 @@ class CoordinatorShell:
                     # the decision itself is on disk; this entry is written as soon as there is room
                     what = {"swap": record.swap} if isinstance(record, SwapRecord) else {"model": record.model}
                     self._log("journal-failed", **what, reason=str(exc))
-            case Log(event, fields):
-                noisy = event in _NOISY
-                subject = f"{event} {fields.get('node')} {fields.get('message')}"
-                if not noisy or self._noise.allows(subject, time.monotonic()):
-                    self._log.write(event, fields)
         return None
+
+    def _write(self, line: Log) -> None:
+        subject = f"{line.event} {line.fields.get('node')} {line.fields.get('message')}"
+        if line.event not in _NOISY or self._noise.allows(subject, time.monotonic()):
+            self._log.write(line.event, line.fields)
 
 
 def _unpacked(request: int, message: cluster.DescribeShard) -> tuple[int, cluster.NodeMessage, ShardRead]:

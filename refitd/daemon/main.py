@@ -367,8 +367,14 @@ class DaemonShell:
 
     def _feed(self, event: act.Event) -> None:
         instructions = self._state.handle(event, time.monotonic())
-        for instruction in instructions:
-            self._perform(instruction)
+        try:
+            for instruction in instructions:
+                if not isinstance(instruction, Log):
+                    self._perform(instruction)
+        finally:
+            for instruction in instructions:
+                if isinstance(instruction, Log):  # last: a line takes as long as a message
+                    self._write(instruction)
         if self._monitor is not None:
             self._monitor.watch(event, instructions, self._state)
 
@@ -428,11 +434,12 @@ class DaemonShell:
                 os.close(self._arena_fds.pop(arena))
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
-            case Log(event, fields):
-                # clients decide how many requests are refused, so this is throttled
-                subject = f"{event} {fields.get('session')} {fields.get('message')}"
-                if event != "refused" or self._noise.allows(subject, time.monotonic()):
-                    self._log.write(event, fields)
+
+    def _write(self, line: Log) -> None:
+        # clients decide how many requests are refused, so this is throttled
+        subject = f"{line.event} {line.fields.get('session')} {line.fields.get('message')}"
+        if line.event != "refused" or self._noise.allows(subject, time.monotonic()):
+            self._log.write(line.event, line.fields)
 
     def _told(self) -> None:
         """Wake the loop; callable from any thread."""
