@@ -153,6 +153,16 @@ def test_no_cable_is_measured_while_a_swap_runs() -> None:
     ]
 
 
+def test_a_swap_that_begins_ends_the_measurement_first() -> None:
+    h = Harness().ready()
+    h.join("n1", pid=11)
+    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    h.say("n0", local.MeasureCables(pairs=(Pair("n0", "n1"),)), request=3)
+    sent = h.say("n0", local.StartSwap("m"), request=4)
+    assert kinds(sent)[:3] == ["DropPlan", "DropPlan", "Failure"] and "LoadPlan" in kinds(sent)
+    assert "a swap of model 'm' has begun" in next(m.message for m in sent if isinstance(m, local.Failure))
+
+
 def test_a_daemon_has_all_lanes_measure_and_adds_them_up() -> None:
     out: list[object] = []
     said: list[cluster.NodeMessage] = []
