@@ -144,6 +144,7 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "drain": reports.DrainReport,
     "resume": reports.ResumeReport,
     "reload": reports.ReloadReport,
+    "doctor --links": reports.CableReport,
     "models": reports.ModelStatus,
 }
 SCHEMA = "refitctl.schema.json"
