@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 from msgspec.structs import replace
 
 from refitd.config import Config, TransportConfig
@@ -213,6 +214,7 @@ def test_doctor_measures_cables_and_writes_the_file(tmp_path: Path) -> None:
     (slow,) = [node for node in load_cluster(file).nodes if node.name == "b"]
     assert slow.send_gb_s == pytest.approx(0.001)
     said = run(Meter(), "doctor", "--links", "--json")
+    assert convert(said.object, CableReport).rates[0].target == "b", "as docs/refitctl.schema.json says"
     assert said.object["nodes"][1] == {"node": "b", "send": 1_000_000, "receive": 9_000_000}
     assert 'kind = "cluster"' in said.object["file"]
     assert 'kind = "cluster"' in run(Meter(), "doctor", "--links").stdout.splitlines()

@@ -16,7 +16,14 @@ from tests.support.programs import run
 from tests.support.site import ROOT, build
 
 SCHEMA = json.loads((ROOT / "docs/refitctl.schema.json").read_text())
-NOT_FAKED = ("evict", "forget", "drain", "resume", "reload")  # of which tests.support.cli has no client
+NOT_FAKED = (
+    "evict",
+    "forget",
+    "drain",
+    "resume",
+    "reload",
+    "doctor --links",
+)  # of which tests.support.cli has no client
 
 
 def test_references_are_what_the_code_says() -> None:
