@@ -14,6 +14,8 @@ import click
 
 from refitd.describe.roster import Roster
 from refitd.offline import Manifest, ModelSpec, Shards, load, load_model, place, rosters_of, world_size
+from refitd.offline.clusters import ClusterSpeeds, cables_of
+from refitd.plan.cables import EQUAL
 from refitd.plan.shared import GlobalPlan
 from refitd_cli.output import rank_ranges
 
@@ -66,8 +68,14 @@ def read_manifests(
     return load(source, model), tuple(load(target, model) for target in targets)
 
 
-def planned(source: str, targets: Sequence[str], model_file: str | None, collocated: bool) -> ManifestPlan:
-    """Plan a refit between manifests.
+def planned(
+    source: str,
+    targets: Sequence[str],
+    model_file: str | None,
+    collocated: bool,
+    cluster: ClusterSpeeds | None = None,
+) -> ManifestPlan:
+    """Plan a refit between manifests, for cables as a cluster has them; None: equally fast ones.
 
     Raises:
         ConfigError: a manifest cannot be used.
@@ -79,7 +87,8 @@ def planned(source: str, targets: Sequence[str], model_file: str | None, colloca
     with _spinner("describing and planning"):
         rosters = rosters_of(sender, receivers, collocated=collocated)
         started = time.perf_counter()
-        plan = plan_copies(rosters)
+        cables = EQUAL if cluster is None or not cluster.nodes else cables_of(cluster, (r.node for r in rosters))
+        plan = plan_copies(rosters, cables=cables)
         sides = _sides((sender, *receivers), collocated)
         return ManifestPlan(sides, sender, receivers, rosters, plan, time.perf_counter() - started)
 

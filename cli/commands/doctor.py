@@ -47,8 +47,8 @@ def doctor(
     """Check this machine and the daemon on it. Exit 1 if something keeps refitd from working.
 
     With --links, measure each node's cable in both directions: the daemons' workers send to each other over the copy
-    service that moves weights. Refused while a swap runs; swaps that begin meanwhile wait for a round. Exit 1 if a
-    cable could not be measured.
+    service that moves weights. Refused while a swap runs, and ended by one that begins. Exit 1 if a cable could not be
+    measured.
     """
     session: Session = ctx.obj
     if links:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROUTES = ("direct", "relayed", "delta", "relayed delta")
 EXPLAINED = {
     "direct": "what one node needs crosses to it once; this is what refitd does",
-    "relayed": "replicas that are cut alike pass it on, node to node; refitd cannot do this yet",
+    "relayed": "replicas that are cut alike pass it on, node to node",
     "delta": "only changed elements cross",
     "relayed delta": "both",
 }
@@ -68,7 +68,7 @@ def simulate(
     from refitd.simulate.predict import FanOut, Simulation
 
     cluster = load_cluster(cluster_file)
-    found = planned(source, targets, model_file, collocated)
+    found = planned(source, targets, model_file, collocated, cluster)
     simulation = Simulation(found.plan, found.rosters, cluster)
     predictions = [simulation.run(FanOut(r), changed=changed, top=top) for r in ROUTES if r in (routes or ROUTES)]
     if trace_file is not None:

@@ -299,7 +299,7 @@ class Operations:
     def measure_cables(self, pairs: Iterable[tuple[str, str]], *, duration: float = 2.0) -> CablesMeasured:
         """Measure how fast nodes send to each other, over the copy service that moves weights between them.
 
-        All pairs send at once. Swaps that begin meanwhile wait.
+        All pairs send at once. A swap that begins meanwhile ends it.
 
         Args:
             pairs: (node that sends, node that receives); each node is in one pair.
@@ -311,7 +311,7 @@ class Operations:
         Raises:
             ValueError: there is no pair, or the duration is out of bounds.
             RefusedError: a node is not connected or is in several pairs, or a swap or another measurement is running.
-            TransportError: the nodes' workers cannot reach each other, or do not answer.
+            TransportError: the nodes' workers cannot reach each other or do not answer, or a swap began.
         """
         asked = tuple(local.CablePair(text("node", source), text("node", target)) for source, target in pairs)
         duration = seconds("duration", duration)

@@ -34,10 +34,7 @@ class _Test:
 
 
 class CableTests:
-    """The test under way, if any. `answer(waiter, message)` is set by its owner.
-
-    Workers do one thing after the other: a swap that begins meanwhile waits for the test's seconds.
-    """
+    """The test under way, if any. `answer(waiter, message)` is set by its owner."""
 
     def __init__(
         self,
@@ -104,6 +101,11 @@ class CableTests:
             return False
         self._fail(self._running, reason)
         return True
+
+    def give_way(self, model: str) -> None:
+        """End the test, because a swap begins. Workers that send or receive are free when its seconds are over."""
+        if self._running is not None:
+            self._fail(self._running, f"a swap of model {model!r} has begun; measure again when it has ended")
 
     def node_lost(self, node: str, reason: str) -> None:
         """Fail the test in which a lost node takes part."""

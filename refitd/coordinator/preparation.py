@@ -48,6 +48,7 @@ class Preparation:
         """Prepare the swap of a model that has just begun."""
         running = state.running
         assert running is not None
+        self.cable_tests.give_way(state.fleet.name)
         if running.flips_back:
             self._planned_without(state, running, now)
         elif state.plan is not None and running.fleet is state.fleet:

@@ -56,12 +56,12 @@ class Ranks:
         return len(self.rosters)
 
 
-def staging_of(plan: SharedPlan, ranks: Ranks, *, relayed: bool) -> Staging:
+def staging_of(plan: SharedPlan, ranks: Ranks, *, relayed: bool, order: Ints | None = None) -> Staging:
     """Return the hops of staging.
 
     As in refitd.plan.onward, what several ranks of a node need of one source box crosses to the first of them, and the
     others copy it there. With `relayed`, nodes that need the same form chains: the first gets it from the sources, each
-    other one from the one before it.
+    other one from the one before it, in this order of nodes (None: by number).
     """
     job, row = ranges(plan.row_start[plan.job_rows], np.diff(plan.row_start)[plan.job_rows])
     most = max(ranks.index, default=-1) + 1
@@ -79,7 +79,9 @@ def staging_of(plan: SharedPlan, ranks: Ranks, *, relayed: bool) -> Staging:
     chain = 1
     if relayed:
         content = hashed([rows.tensor, rows.origin, rows.size, rows.element_size, rows.cast])[row]
-        sender, chain = _relays(content, src, dst, crosses, ranks)
+        sender, chain = _relays(
+            content, src, dst, crosses, ranks, np.arange(len(ranks.nodes)) if order is None else order
+        )
     else:
         sender = src
     moved, passed_on = near | crosses, sender != src
@@ -103,7 +105,7 @@ def _givers(box: Hashes, src: Ints, dst: Ints, far: Mask, ranks: Ranks) -> Ints:
     return giver
 
 
-def _relays(content: Hashes, src: Ints, dst: Ints, crosses: Mask, ranks: Ranks) -> tuple[Ints, int]:
+def _relays(content: Hashes, src: Ints, dst: Ints, crosses: Mask, ranks: Ranks, order: Ints) -> tuple[Ints, int]:
     """Return the source of each row when alike nodes form chains, and the nodes of the longest chain."""
     at = np.flatnonzero(crosses)
     if not len(at):
@@ -111,7 +113,7 @@ def _relays(content: Hashes, src: Ints, dst: Ints, crosses: Mask, ranks: Ranks) 
     node = ranks.node[dst[at]]
     needs = np.zeros(len(ranks.nodes), np.uint64)
     np.add.at(needs, node, mixed(content[at] ^ mixed(ranks.place[dst[at]])))
-    receiving = np.unique(node)
+    receiving = order[np.isin(order, node)]
     before = np.full(len(ranks.nodes), -1, np.int64)
     last: dict[int, int] = {}
     lengths: dict[int, int] = {}

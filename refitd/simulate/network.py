@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refitd.offline.clusters import GB, ClusterSpeeds
+from refitd.plan.columns import Ints
 from refitd.simulate.fluid import Floats, Flows
 from refitd.simulate.hops import Hops, Ranks
 
@@ -63,13 +64,26 @@ class Network:
         self._fill("packs", np.full(count, (cluster.digest_gb_s or np.inf) * GB))
         self._fill("unpacks", np.full(count, (cluster.digest_gb_s or np.inf) * GB))
 
-    def _speeds(self, which: str) -> Floats:
+    def slow_last(self) -> Ints:
+        """Return the nodes in the order of chains: slow receivers after fast ones, slow senders, which end them, last.
+
+        As in refitd.plan.relays, but that all chains end with the same nodes.
+        """
+        send, receive = (self._own(which) for which in ("send_gb_s", "receive_gb_s"))
+        order: Ints = np.lexsort((np.arange(len(send)), -receive, -np.minimum(send, receive.min())))
+        return order
+
+    def _own(self, which: str) -> Floats:
+        """Return each node's speed, one card's, in bytes per second."""
         speed = np.full(len(self._ranks.nodes), self._cluster.nic_gb_s * GB)
         for node in self._cluster.nodes:
             own = getattr(node, which)
             if own is not None:
                 speed[self._ranks.nodes.index(node.name)] = own * GB
-        each: Floats = speed[self._card_node]
+        return speed
+
+    def _speeds(self, which: str) -> Floats:
+        each: Floats = self._own(which)[self._card_node]
         return each
 
     def _fill(self, kind: str, values: Floats) -> None:

@@ -115,7 +115,8 @@ class Simulation:
         """
         staging = self._staging.get(route.is_relayed)
         if staging is None:
-            staging = staging_of(self._plan.shared, self._ranks, relayed=route.is_relayed)
+            order = self._network.slow_last()
+            staging = staging_of(self._plan.shared, self._ranks, relayed=route.is_relayed, order=order)
             self._staging[route.is_relayed] = staging
         coding = Coding()
         if route.is_delta:

@@ -133,9 +133,15 @@ def test_a_swap_and_a_measurement_do_not_harm_each_other(nodes: Callable[..., tu
     source = trainer.register_source("policy", tensors)
     target = engine.register_target("policy", live, replica="a")
     source.publish(1)
-    thread = threading.Thread(target=lambda: cluster[1].connect().measure_cables([("n1", "n0")], duration=2.0))
+
+    def measure() -> None:
+        with pytest.raises(TransportError, match="a swap of model 'policy' has begun"):
+            cluster[1].connect().measure_cables([("n1", "n0")], duration=8.0)
+
+    thread = threading.Thread(target=measure)
     thread.start()
-    time.sleep(0.5)
+    eventually(lambda: "event=cables" in cluster[0].log(), "the measurement has begun")
+    time.sleep(1.0)
     with Engine(target):
         assert trainer.swap("policy", 1, timeout=60).outcome == "committed"
     thread.join(60)

@@ -166,6 +166,7 @@ REPORTS: dict[str, type] = {
     "support-bundle": printed.BundleWritten,
     "dashboard": printed.DashboardServed,
     "demo": printed.DemoRan,
+    "doctor --links": reports.CableReport,
 }
 SCHEMA = "refitctl.schema.json"
 ERROR = {

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 from msgspec.structs import replace
 
 from refitd.config import Config, TransportConfig
@@ -153,6 +154,16 @@ def test_no_cable_is_measured_while_a_swap_runs() -> None:
     ]
 
 
+def test_a_swap_that_begins_ends_the_measurement_first() -> None:
+    h = Harness().ready()
+    h.join("n1", pid=11)
+    h.say("n0", cluster.ShardPublished(member="src", version=1))
+    h.say("n0", local.MeasureCables(pairs=(Pair("n0", "n1"),)), request=3)
+    sent = h.say("n0", local.StartSwap("m"), request=4)
+    assert kinds(sent)[:3] == ["DropPlan", "DropPlan", "Failure"] and "LoadPlan" in kinds(sent)
+    assert "a swap of model 'm' has begun" in next(m.message for m in sent if isinstance(m, local.Failure))
+
+
 def test_a_daemon_has_all_lanes_measure_and_adds_them_up() -> None:
     out: list[object] = []
     said: list[cluster.NodeMessage] = []
@@ -203,6 +214,7 @@ def test_doctor_measures_cables_and_writes_the_file(tmp_path: Path) -> None:
     (slow,) = [node for node in load_cluster(file).nodes if node.name == "b"]
     assert slow.send_gb_s == pytest.approx(0.001)
     said = run(Meter(), "doctor", "--links", "--json")
+    assert convert(said.object, CableReport).rates[0].target == "b", "as docs/refitctl.schema.json says"
     assert said.object["nodes"][1] == {"node": "b", "send": 1_000_000, "receive": 9_000_000}
     assert 'kind = "cluster"' in said.object["file"]
     assert 'kind = "cluster"' in run(Meter(), "doctor", "--links").stdout.splitlines()

@@ -87,6 +87,12 @@ def test_one_slow_node_is_named() -> None:
     assert {"node0 sends", "node1 receives"} <= {cable.name for cable in found.cables if cable.busy > 0.99}
 
 
+def test_who_sends_slowly_ends_the_chain() -> None:
+    cluster = replace(SLOW, nodes=(NodeSpeed("node1", send_gb_s=1e-4),))
+    found = run(FanOut.RELAYED, {"ranks_per_node": 1}, {"dp": 4, "ranks_per_node": 1}, cluster)
+    assert found.seconds == pytest.approx(W / 1e6, rel=1e-3)
+
+
 def test_uplinks_and_single_streams_limit() -> None:
     one = {"ranks_per_node": 1}
     uplinks = replace(SLOW, leaf_nodes=1, oversubscription=4.0)
