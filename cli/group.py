@@ -13,6 +13,7 @@ import click
 
 from refitd.errors import ConfigError, PlanError, RefitdError
 from refitd.logs import as_error
+from refitd.service import end
 from refitd.text import printable
 from refitd_cli import ends
 
@@ -67,6 +68,8 @@ class Commands(Listed):
             status = _interrupted(name)
         ends.quiet()
         if standalone_mode:
+            if ends.program():
+                end(status)
             sys.exit(status)
         return status
 

@@ -1,12 +1,28 @@
-"""What a process and its service manager tell each other: reloads, readiness, signs of life (man 3 sd_notify)."""
+"""What a process and its service manager tell each other (man 3 sd_notify): reloads, readiness, life; and its end."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import MutableMapping
+from typing import NoReturn
+
+
+def end(status: int) -> NoReturn:
+    """End this process, all of whose work is done.
+
+    Its output is flushed and its atexit functions are called. Modules are not taken apart: that takes longer than most
+    commands work, and with torch 0.4 s.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or None
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def may_reload() -> bool:

@@ -1,7 +1,6 @@
 """Entry point of `python -m refitd.worker`."""
 
-import sys
-
+from refitd.service import end
 from refitd.worker.main import main
 
-sys.exit(main())
+end(main())

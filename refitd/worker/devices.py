@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -157,7 +160,22 @@ class _PartsJob(PreparedJob):
 
 
 def torch_with_one_thread() -> None:
-    """Import torch for a worker, with one thread."""
-    torch = importlib.import_module("torch")
+    """Import torch for a worker, with one thread.
+
+    Left out until somebody imports it: how operators act on tensors without memory (the meta device). Torch loads that
+    with a third of its import, and no worker has such tensors.
+    """
+    unneeded = "torch._meta_registrations"
+    is_first = "torch" not in sys.modules
+    if is_first:
+        sys.modules[unneeded] = ModuleType(unneeded)
+        gc.disable()  # half a million objects are made, and all stay
+    try:
+        torch = importlib.import_module("torch")
+    finally:
+        if is_first:
+            del sys.modules[unneeded]
+            gc.enable()
+            gc.freeze()
     # on busy cores OpenMP's threads make small strided copies many times slower
     torch.set_num_threads(1)
