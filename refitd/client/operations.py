@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from refitd.describe.roster import Roster
 
 REQUEST_S = 30.0
+MEASURE_S = 60.0  # for workers to load what they need and to meet, at their first measurement
 # The coordinator answers within the requested timeout; the client gives up this much later.
 MARGIN_S = 1.0
 # A swap without a timeout ends at the coordinator's deadlines; this is longer than any sensible deadline.
@@ -320,7 +321,7 @@ class Operations:
                 f"{len(asked)} pairs of nodes for {duration:g} s; measure 1 to 1024 pairs for 0.1 to 10 seconds"
             )
         message = local.MeasureCables(pairs=asked, seconds=duration)
-        return self._connection.request(message, CablesMeasured, REQUEST_S + duration)
+        return self._connection.request(message, CablesMeasured, MEASURE_S + duration)
 
     def drain(
         self,

@@ -20,7 +20,7 @@ from refitd.protocol.reports import CableRate, CablesMeasured
 # Messages so short that a slow cable carries several a second. Each worker has four in flight with each other one.
 MESSAGE_BYTES = 256 << 10
 # Seconds for workers to join the epoch, and for their answers beyond those of the test.
-JOIN_S, MARGIN_S = 15.0, 5.0
+JOIN_S, MARGIN_S = 40.0, 5.0
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class CableTests:
         epoch = replace(
             epoch,
             staging_bytes=4 * MESSAGE_BYTES * (len(epoch.nodes) - 1),
-            timeout_s=min(JOIN_S, self._config.deadlines.plan_s),
+            timeout_s=min(JOIN_S, 0.9 * self._config.deadlines.plan_s),
         )
         test = f"cables.{epoch.id}"  # no plan's id: those begin with a digest
         deadline = now + epoch.timeout_s + asked.seconds + MARGIN_S

@@ -1,9 +1,10 @@
 """Choose which of several holders sends which pieces where their cables differ in speed.
 
 Each piece has one origin, whoever needs it: then it leaves the sources' nodes once, and nodes that need it pass it on
-(relays.py). The holders share the pieces of a bundle so that all of them send for equally long:
+(relays.py). Those who share a bundle share it evenly, because what one rank receives from several comes message by
+message from each in turn (copy_services/windows.py), at the pace of the slowest. Slow holders share if that helps:
 
-    n0 sends 4 GB/s, n1 1 GB/s, both hold 5 GB      n0 gives the first 4 GB to everybody, n1 the last
+    n0 sends 4 GB/s, n1 3 GB/s, n2 1 GB/s, all hold 6 GB      n0 and n1 give 3 GB each, in 1 s
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def origins_by_speed(
         demands, one = by_group[begin[number] : begin[number + 1]], int(first[number])
         low, high = int(bundle_start[bundle[one]]), int(bundle_start[bundle[one] + 1])
         who = candidates[int(turn[one])]
-        who = who[np.lexsort((who, -speed[who], load[who] / speed[who]))][:MOST_ORIGINS]
-        shares = np.cumsum(_poured(load[who], speed[who], float(nbytes[number])))
+        who = _sharing(who, load[who], speed[who], float(nbytes[number]))
+        shares = np.arange(1, len(who) + 1) * (float(nbytes[number]) / len(who))
         cut = low + np.searchsorted(middles[low:high], total[low] + shares[:-1], side="right")
         cut = np.concatenate([[low], cut, [high]])
         load[who] += total[cut[1:]] - total[cut[:-1]]
@@ -57,12 +58,12 @@ def origins_by_speed(
     return demand, lows, highs, holders
 
 
-def _poured(load: Floats, speed: Floats, amount: float) -> Floats:
-    """Return what each holder takes of an amount so that all who take any end together. Idle ones come first."""
-    ends = load / speed  # ascending
-    # for the first k to end when the next one does, they take this much
-    needed = ends * np.cumsum(speed) - np.cumsum(load)
-    k = int(np.searchsorted(needed, amount, side="right"))
-    end = (amount + load[:k].sum()) / speed[:k].sum()
-    taken: Floats = np.maximum(end * speed - load, 0.0)
-    return taken
+def _sharing(who: Ints, load: Floats, speed: Floats, amount: float) -> Ints:
+    """Return the holders that share an amount evenly so that the last of them ends first; rather few than many."""
+    best, chosen = np.inf, who[:1]
+    for count in range(1, min(MOST_ORIGINS, len(who)) + 1):
+        ends = (load + amount / count) / speed
+        order = np.lexsort((who, ends))[:count]
+        if ends[order[-1]] < best:
+            best, chosen = float(ends[order[-1]]), np.sort(who[order])
+    return chosen
