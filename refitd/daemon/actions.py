@@ -107,6 +107,14 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
+class TookOver:
+    """A member has committed a version, and everybody has been told; `exchanged`: it has exchanged its arenas."""
+
+    member: str
+    exchanged: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NotSent:
     """A message to a worker was not sent: no descriptor was available, or that worker is down."""
 
@@ -158,6 +166,7 @@ Event = (
     | WorkerDied
     | WorkerStarted
     | Problems
+    | TookOver
     | NotSent
     | Busy
     | ArenasMade
@@ -257,6 +266,13 @@ class RestartWorker:
     worker: int
 
 
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Handle this event next, when the messages before it are out."""
+
+    event: Event
+
+
 Instruction = (
     ToClient
     | ToCoordinator
@@ -268,5 +284,6 @@ Instruction = (
     | CloseArena
     | SwitchArenas
     | RestartWorker
+    | Follow
     | Log
 )

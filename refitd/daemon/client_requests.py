@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from refitd.buffers.permits import PAGE_ARENA, PAGE_BYTES
-from refitd.daemon.actions import Prepared, TimePull
+from refitd.daemon.actions import Follow, Prepared, TimePull, TookOver
 from refitd.daemon.members import Arena, LocalMember
 from refitd.daemon.parts import Parts
 from refitd.daemon.pending import ClientArena, PassedOn, WantedArenas
@@ -112,9 +112,7 @@ class ClientRequests:
             case local.CommitDone(swap, member, paused_s, exchanged):
                 found = self._own(session, member)
                 if parts.commits.committed(swap, found, paused_s, exchanged=exchanged):
-                    parts.proofs.committed(found)
-                    if exchanged and found.flips:
-                        parts.spares.exchanged(found)
+                    parts.out.append(Follow(TookOver(found.id, exchanged)))
             case local.Restored(member):
                 parts.registrations.restored(session, request, self._own(session, member))
             case local.Suspend(member):

@@ -434,6 +434,8 @@ class DaemonShell:
                 os.close(self._arena_fds.pop(arena))
             case act.RestartWorker(worker):
                 self._workers.restart(worker)
+            case act.Follow(event):
+                self._feed(event)
 
     def _write(self, line: Log) -> None:
         # clients decide how many requests are refused, so this is throttled

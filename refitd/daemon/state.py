@@ -20,6 +20,7 @@ from refitd.daemon.actions import (
     SessionClosed,
     SessionLeaves,
     SessionOpened,
+    TookOver,
     Unsent,
     WorkerDied,
     WorkerSaid,
@@ -83,6 +84,12 @@ class DaemonState(Parts):
                 self.digests.worker_gone(worker, died=False)
             case Problems(texts):
                 self.problems = texts
+            case TookOver(member, exchanged):
+                # an event of its own: what is to be digested takes long to list, and the swap's end waits for nobody
+                if (found := self.members.get(member)) is not None:
+                    self.proofs.committed(found)
+                    if exchanged and found.flips:
+                        self.spares.exchanged(found)
             case NotSent(worker, message, reason):
                 self.swaps.not_sent(worker, message, reason)
             case SessionOpened(session, pid, name, roles, uid):

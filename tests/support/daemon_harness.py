@@ -68,6 +68,8 @@ class Harness:
                         self.closed.append(arena)
                     case act.RestartWorker(worker):
                         self.restarted.append(worker)
+                    case act.Follow(event):
+                        pending.append(event)
 
     def ask(self, message: local.ClientRequest, session: int = 1) -> object:
         """Send a client's request; return the last answer to it, or None while there is none."""

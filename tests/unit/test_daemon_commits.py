@@ -124,3 +124,16 @@ def test_an_evicted_member_is_told_and_whatever_it_says_afterwards_is_refused() 
     assert isinstance(refused, local.Failure) and "register again" in refused.message
     assert not h.said(cluster.MemberCommitted)
     assert isinstance(h.ask(TARGET), local.TargetRegistered)
+
+
+def test_a_commit_is_reported_before_what_went_live_is_listed_for_its_digests() -> None:
+    h = Harness()
+    _, target = h.fleet()
+    h.done(h.stage())
+    h.feed(act.CoordinatorSaid(0, cluster.CommitStaged(swap="s", version=1)))
+    done = h.daemon.handle(act.ClientSaid(1, 0, local.CommitDone(swap="s", member=target, paused_s=0.0)), h.now)
+    assert [one.message.member for one in done if isinstance(one, act.ToCoordinator)] == [target]
+    (then,) = [one.event for one in done if isinstance(one, act.Follow)]
+    assert then == act.TookOver(target, exchanged=False)
+    h.feed(then, Tick())
+    assert any(isinstance(message, sidecar.TakeDigests) for _, message in h.to_worker)
