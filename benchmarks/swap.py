@@ -20,10 +20,12 @@ from benchmarks import machine, swap_report, swap_small
 from benchmarks.swap_crew import CHECKPOINT, PEERS, REFITD, Case, Crew, Watermark
 from benchmarks.swap_model import Layout, Tensor, experts, llama_like
 from benchmarks.swap_processes import BLOCK_BYTES, Memcpy, available_bytes, daemons
+from refitd.copy_services.registry import installed
+from refitd.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 SMALL, SMALL_SWAPS = "1 MB model", 500
-BETWEEN_NODES = "TP2 -> TP2, between two daemons, gloo"
+BETWEEN_NODES = "TP2 -> TP2, between two daemons, "  # and the service
 TP2, TP4 = Layout("tp", 2), Layout("tp", 4)
 
 
@@ -52,7 +54,10 @@ def cases(quick: bool = False) -> list[list[Case]]:
             Case("Experts, few large tensors, TP2 -> TP4", few, TP2, TP4, cheap, rounds),
         ],
         [Case(f"{names:,} tiny tensors, TP1 -> TP1", tiny, Layout("tp", 1), Layout("tp", 1), (REFITD,), rounds)],
-        [Case(BETWEEN_NODES, model, TP2, TP2, (REFITD, PEERS[0]), rounds, nodes=2)],
+        [
+            Case(BETWEEN_NODES + service, model, TP2, TP2, (REFITD, PEERS[0]), rounds, nodes=2, service=service)
+            for service in ("gloo", "nixl")
+        ],
         [Case("TP2 -> TP4, large", large, TP2, TP4, cheap, 2 if quick else 4)],
     ]
 
@@ -80,11 +85,10 @@ def run(json_output: bool, quick: bool = False, only: str = "*") -> dict[str, An
             continue
         measured = _measure(group)
         results["cases"] += measured
-        found = []
-        if len(group) == 2 and "rounds" in measured[0]:
+        between = [_between_nodes(case, m) for case, m in zip(group, measured, strict=True) if case.nodes == 2]
+        found = [ratio for ratio in between if ratio is not None]
+        if len(group) == 2 and not between and "rounds" in measured[0]:
             found.append((_ratio if group[1].verify else _verification)(*measured))
-        if group[0].nodes == 2 and "rounds" in measured[0]:
-            found.append(_between_nodes(measured[0]))
         ratios |= {ratio["name"]: ratio for ratio in found}
     results["ratios"] = list((ratios_kept | ratios).values())
     for case in results["cases"]:
@@ -115,32 +119,49 @@ def _kept() -> dict[str, Any]:
 
 
 def _measure(group: Sequence[Case]) -> list[dict[str, Any]]:
-    """Return the figures of each case, with its rounds."""
+    """Return the figures of each case, with its rounds, or why it was left out."""
     figures: list[dict[str, Any]] = [
         {"name": case.name, "bytes": case.nbytes, "tensors": len(case.model)} for case in group
     ]
-    needed = sum(case.needed_bytes for case in group) + 2 * BLOCK_BYTES
+    for case, found in zip(group, figures, strict=True):
+        if missing := _missing(case):
+            found["left_out"] = missing
+    turns = [(case, found) for case, found in zip(group, figures, strict=True) if "left_out" not in found]
+    needed = sum(case.needed_bytes for case, _ in turns) + 2 * BLOCK_BYTES
     available = available_bytes()
     if needed > available:
         reason = f"it takes {needed / 2**30:.0f} GiB, {available / 2**30:.0f} GiB are available"
-        return [{**found, "left_out": reason} for found in figures]
+        for _, found in turns:
+            found["left_out"] = reason
+        return figures
     used = Watermark()
     crews: list[Crew] = []
     try:
-        for case in group:
+        for case, _ in turns:
             _note(
                 f"{case.name}: starting {case.source.world + case.target.world} processes, {case.nbytes / 1e9:.1f} GB"
             )
-            crews.append(Crew(case, daemons(case.nodes, verify=case.verify)))
-        _rounds(crews, figures, used)
+            crews.append(Crew(case, daemons(case.nodes, verify=case.verify, service=case.service)))
+        _rounds(crews, [found for _, found in turns], used)
     finally:
         for crew in crews:
             crew.close()
-    for found, case in zip(figures, group, strict=True):
+    for case, found in turns:
         found["at"] = _now()
         found["ways"] = swap_report.summary(found["rounds"], case.nbytes)
         found["used_bytes"] = used.used_bytes
     return figures
+
+
+def _missing(case: Case) -> str:
+    """Return what the case's service lacks here, "" for nothing."""
+    if case.nodes == 1:
+        return ""
+    try:
+        installed().find(case.service)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
 
 
 def _rounds(crews: Sequence[Crew], figures: Sequence[dict[str, Any]], used: Watermark) -> None:
@@ -177,10 +198,12 @@ def _verification(checked: dict[str, Any], bare: dict[str, Any]) -> dict[str, An
     }
 
 
-def _between_nodes(found: dict[str, Any]) -> dict[str, Any]:
+def _between_nodes(case: Case, found: dict[str, Any]) -> dict[str, Any] | None:
     """Return how much longer verified staging between daemons takes than raw gloo, round by round."""
+    if "rounds" not in found:
+        return None
     return {
-        "name": "Verified staging between two daemons takes, against raw gloo for the same bytes",
+        "name": f"Verified staging between two daemons by {case.service} takes, against raw gloo for the same bytes",
         "ratio": statistics.median(took["stage"] / took["direct"] for took in found["rounds"]),
     }
 

@@ -36,6 +36,7 @@ class Case:
     rounds: int
     nodes: int = 1  # 2: sources on one, targets on the other
     verify: bool = True  # as in the configuration of the model
+    service: str = "gloo"  # between two nodes
 
     @property
     def nbytes(self) -> int:

@@ -73,9 +73,10 @@ def daemon(config: str = "", **options: Any) -> Daemon:
     return Daemon(config, workers=2, environment=environment, **options).start()
 
 
-def daemons(nodes: int, *, verify: bool = True) -> list[Daemon]:
-    """Start a daemon with a coordinator and, for two nodes, another that has joined it; `verify` as a case says."""
-    first = daemon(f"[models.bench]\nverify = {str(verify).lower()}\n")
+def daemons(nodes: int, *, verify: bool = True, service: str = "gloo") -> list[Daemon]:
+    """Start a daemon with a coordinator and, for two nodes, another that has joined it; the rest as a case says."""
+    transport = f'[transport]\nservice = "{service}"\n'
+    first = daemon(f"{transport}[models.bench]\nverify = {str(verify).lower()}\n")
     if nodes == 1:
         return [first]
     found = [first, daemon(name="n1", joins=first.endpoint)]

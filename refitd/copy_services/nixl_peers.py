@@ -412,6 +412,8 @@ def _load() -> Any:
         ConfigError: it is not installed, or its libraries cannot be loaded.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # else it prints every agent's start
+    # over TCP, by default 8 KiB: much of the time went into cutting reads into so many segments
+    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "64k")
     try:
         return importlib.import_module("nixl._api")
     except (ImportError, OSError, RuntimeError) as exc:

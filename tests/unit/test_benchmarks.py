@@ -235,7 +235,7 @@ def test_stacked_experts_hold_the_same_bytes_in_the_same_layouts():
 def test_swap_cases_are_the_ones_that_the_targets_are_set_for():
     groups = swap_benchmark.cases()
     found = {case.name: case for group in groups for case in group}
-    assert len(found) == sum(map(len, groups)) == 11
+    assert len(found) == sum(map(len, groups)) == 12
     tiny = found.pop("100,000 tiny tensors, TP1 -> TP1")
     assert (len(tiny.model), tiny.nbytes) == (100_000, 6_400_000)
     large = found.pop("TP2 -> TP4, large")
