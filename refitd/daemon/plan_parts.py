@@ -19,6 +19,8 @@ from refitd.protocol.codec import unpack
 
 # Parts of one node take some hundred KiB; what is given up is sent again.
 MAX_BYTES = 64 << 20
+# Limit on the rows of a table that is put together: a few bytes may use a large part often.
+MAX_ROWS = 1 << 21
 
 T = TypeVar("T", bound=PlanTable)
 P = TypeVar("P", bound=msgspec.Struct)
@@ -113,6 +115,9 @@ def _table(
         raise ValueError(f"uses of plan parts: part {uses.part.max()} of {len(parts)}")
     used = np.unique(uses.part)
     tables = [kind.from_wire(parts[part].table) for part in used.tolist()]
+    times = np.bincount(np.searchsorted(used, uses.part), minlength=len(used)).tolist()
+    if (rows := sum(n * len(part) for n, part in zip(times, tables, strict=True))) > MAX_ROWS:
+        raise ValueError(f"plan {message.plan} has {rows} rows for this node; the limit is {MAX_ROWS}")
     return assembled(kind, uses.with_parts(np.searchsorted(used, uses.part)), tables)
 
 

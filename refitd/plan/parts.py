@@ -14,17 +14,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from refitd.plan.columns import Hashes, Ints, hashed, mixed, numbered, ranges
+from refitd.plan.columns import Ints, hashed, mixed, numbered, ranges
 from refitd.plan.fills import FillTable
 from refitd.plan.shared import PLACE_BITS
 from refitd.plan.table import NAMED_BY, NAMES, CopyTable, CrossingTable, Int32, PlanTable
 
-# Limit on the rows of a table that is put together: a few bytes may use a large part often.
-MAX_ROWS = 1 << 21
 _PLACE = (1 << PLACE_BITS) - 1
-_SECOND = np.uint64(0xD6E8FEB86659FD93)
 
+Column = npt.NDArray[Any]
 T = TypeVar("T", bound=PlanTable)
 
 
@@ -107,7 +106,7 @@ def parted(table: T) -> Parted[T]:
         for position, found in zip(positions, np.split(at.reshape(-1), len(ranks)), strict=True):
             position[rows] = found
     plain = _without_ranks(table, dict(zip(columns, positions, strict=True)))
-    example, part = _alike(hashed(_columns(plain)), first, end)
+    example, part = _alike(_columns(plain), first, end)
     uses = Uses(
         part=part.astype(np.int32),
         count=np.array([len(each) for each in of_use], np.int32),
@@ -119,16 +118,20 @@ def parted(table: T) -> Parted[T]:
     return Parted(parts, uses, first)
 
 
-def _alike(content: Hashes, first: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return (an example of each part, the part of each use), for uses of rows first:end with these hashes."""
+def _alike(columns: Sequence[Column], first: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return (an example of each part, the part of each use), for uses of rows first:end of these columns."""
     if not len(first):
         return first, first
-    rows = mixed(content ^ mixed(np.arange(len(content)) - np.repeat(first, end - first)))
-    sums = np.add.reduceat(rows, first)
-    example, part = numbered(sums)
-    again = np.add.reduceat(mixed(rows ^ _SECOND), first)
-    if (again != again[example[part]]).any() or ((end - first) != (end - first)[example[part]]).any():
-        return np.arange(len(first)), np.arange(len(first))  # two contents of one hash: as if no two uses were alike
+    count = end - first
+    nth = np.arange(end[-1]) - np.repeat(first, count)
+    example, part = numbered(np.add.reduceat(mixed(hashed(columns) ^ mixed(nth)), first))
+    alike = example[part]
+    same = bool((count == count[alike]).all())
+    if same:
+        row = np.repeat(first[alike], count) + nth
+        same = all(np.array_equal(column, column[row]) for column in columns)
+    if not same:  # two contents of one hash: as if no two uses were alike
+        return np.arange(len(first)), np.arange(len(first))
     return example, part
 
 
@@ -136,15 +139,13 @@ def assembled(kind: type[T], uses: Uses, parts: Sequence[T]) -> T:
     """Return the rows of all uses, in their order.
 
     Raises:
-        ValueError: a use names no part, or too few ranks; or there would be more than MAX_ROWS rows.
+        ValueError: a use names no part, or too few ranks.
     """
     if not len(uses):
         return kind.from_wire(_no_rows(kind))
     if int(uses.part.max()) >= len(parts):
         raise ValueError(f"uses of plan parts: part {uses.part.max()} of {len(parts)}")
     lengths = np.array([len(part) for part in parts], np.int64)
-    if int(lengths[uses.part].sum()) > MAX_ROWS:
-        raise ValueError(f"a plan of {lengths[uses.part].sum()} rows on one node; the limit is {MAX_ROWS}")
     if len({part.size.shape[1] for part in parts}) > 1:
         raise ValueError("plan parts: their boxes have different numbers of dimensions")
     together = _joined(kind, parts)
@@ -177,7 +178,7 @@ def _without_ranks(table: T, positions: dict[str, Any]) -> T:
     return replace(table, **changes)
 
 
-def _columns(table: PlanTable) -> list[Any]:
+def _columns(table: PlanTable) -> list[Column]:
     return [value for f in fields(table) if isinstance(value := getattr(table, f.name), np.ndarray)]
 
 

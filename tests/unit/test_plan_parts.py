@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from msgspec import structs
 
 from refitd.coordinator.plan_parts import HeldParts, PackedEpoch, packed_tables
 from refitd.daemon import actions as act
-from refitd.daemon.plan_parts import KeptParts, Missing
+from refitd.daemon.plan_parts import MAX_ROWS, KeptParts, Missing
 from refitd.describe.roster import Roster
 from refitd.plan.build import plan_copies
-from refitd.plan.columns import Ints
-from refitd.plan.parts import MAX_ROWS, Uses, assembled, parted
+from refitd.plan.parts import parted
 from refitd.plan.table import CopyTable
 from refitd.protocol import cluster, local
 from refitd.protocol.base import Secret
@@ -193,16 +191,11 @@ def test_uses_that_make_no_table_are_refused(spoil: Callable[[dict[str, bytes]],
 
 
 def test_few_bytes_cannot_ask_for_many_rows() -> None:
-    table = plan_copies([Roster(0, metadata_of(SHARD, 0)), Roster(1, (), metadata_of(SHARD, 1))]).table
-    found = parted(table)
-    times = MAX_ROWS // len(table) + 1
-
-    def repeated(column: Ints) -> Ints:
-        return np.tile(column, times)
-
-    uses = Uses(*(repeated(getattr(found.uses, name)) for name in ("part", "count", "path", "hop", "ranks")))
-    with pytest.raises(ValueError, match="the limit is"):
-        assembled(CopyTable, uses, found.parts)
+    h = Daemon()
+    load = in_parts(h)
+    many = {name: column * (MAX_ROWS + 1) for name, column in load.uses["table"].items()}
+    answer = said(h, structs.replace(load, uses={"table": many}))
+    assert isinstance(answer, cluster.PlanRefused) and f"the limit is {MAX_ROWS}" in answer.reason
 
 
 def test_what_is_kept_is_bounded_and_what_was_used_last_is_kept() -> None:
