@@ -206,7 +206,7 @@ def measure(model: str, ranks: int, *, keeps_parts: bool = True) -> dict[str, An
         fleet.figures = Figures()
         change()
         fleet.wait()
-        caught_up = fleet.figures
+        caught_up, fleet.figures = fleet.figures, Figures()
         fleet.publish(version)
         version += 1
         fleet.figures = Figures()
