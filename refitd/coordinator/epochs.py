@@ -76,6 +76,6 @@ class Epochs:
     def drop(self, plan: LoadedPlan) -> None:
         """Tell every node to drop a plan. If it is used again, it is loaded again with a new epoch."""
         nodes = plan.loaded_on | set(plan.epoch.nodes if plan.epoch is not None else ())
-        plan.loaded_on, plan.epoch = set(), None
+        plan.loaded_on, plan.given_whole, plan.epoch = set(), set(), None
         for name in sorted(nodes & self._nodes.keys()):
             self._to_node(name, cluster.DropPlan(plan=plan.id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from refitd.coordinator.plan_parts import HeldParts
 from refitd.coordinator.records import LiveVersion
 from refitd.protocol.base import PROTOCOL_VERSION
 from refitd.protocol.cluster import AddShard
@@ -25,6 +26,7 @@ class Node:
     key: str = ""  # of its connection
     allowed: Allowed = ANYONE
     protocol: int = PROTOCOL_VERSION
+    held: HeldParts | None = None  # of plans; None for one that keeps none
 
 
 @dataclass(slots=True)

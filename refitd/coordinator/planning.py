@@ -95,8 +95,7 @@ class Planning:
         state = self._models.get(asked.model)
         if plan is not None and state is not None:
             self._kept.put(fleet.pools(), asked.speeds, plan)
-            plan.members = fleet.ranks()
-            plan.belongs_to(fleet.name)
+            plan.belongs_to(fleet.name, fleet.ranks())
             if fleet.ranks() == state.fleet.ranks() and not fleet.seeds and asked.speeds == self.speeds:
                 state.plan = plan
         error = str(event.error) if event.error else ""  # one reason per line

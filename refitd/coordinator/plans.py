@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,19 +13,22 @@ import xxhash
 
 from refitd.caches import BoundedCache
 from refitd.coordinator.membership import Model
+from refitd.coordinator.plan_parts import HeldParts, Packed, PackedEpoch, packed_tables
 from refitd.coordinator.rosters import Registered
 from refitd.describe.roster import Roster
 from refitd.offline.clusters import ClusterSpeeds
 from refitd.plan.build import plan_copies
 from refitd.plan.cables import EQUAL, Cables, loads_of
 from refitd.plan.columns import Ints, distinct
+from refitd.plan.cost import Traffic, traffic_of
 from refitd.plan.fills import FillTable
 from refitd.plan.onward import source_boxes, split
+from refitd.plan.parts import Parted, Uses, assembled, parted
 from refitd.plan.regions import Regions
 from refitd.plan.relays import Relays, relayed
 from refitd.plan.remembered import Remembered
 from refitd.plan.shared import GlobalPlan
-from refitd.plan.table import CopyTable, CrossingTable
+from refitd.plan.table import CopyTable, CrossingTable, PlanTable
 from refitd.protocol.cluster import EpochPlan, LoadPlan
 from refitd.protocol.reports import (
     CableTraffic,
@@ -40,34 +44,57 @@ from refitd.protocol.reports import (
 # services whose ranks may pass on what they receive (copy_services/windows.py)
 RELAYING_SERVICES = frozenset({"gloo", "nixl"})
 
+T = TypeVar("T", bound=PlanTable)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Routed:
-    """A plan's copies by where they run, and each node's part of them.
+    """A plan's copies and fills by where they run, in parts, and each node's share of them.
 
     Attributes:
         node_of: plan-wide rank -> node.
-        inner: rows within a node.
-        crossing: rows between nodes (refitd.plan.relays).
-        onward: rows that copy, within a node, what has crossed (refitd.plan.onward).
         relays: how relaying was decided.
         links: bytes that cross between nodes in one swap, by (source node, target node).
         cables: the speeds that decided.
+        inner: copies within a node, and which of their uses each node has; likewise
+        crossing: between nodes (refitd.plan.relays),
+        onward: within a node, of what has crossed (refitd.plan.onward),
+        fills: constants.
     """
 
     node_of: dict[int, str]
-    inner: CopyTable
-    crossing: CrossingTable
-    onward: CopyTable
     relays: Relays
     links: dict[tuple[str, str], int]
     cables: Cables
-    _rows: dict[str, tuple[Ints, Ints, Ints]]  # node -> its rows of each table
+    inner: Shared[CopyTable]
+    crossing: Shared[CrossingTable]
+    onward: Shared[CopyTable]
+    fills: Shared[FillTable]
 
-    def at(self, node: str) -> tuple[CopyTable, CrossingTable, CopyTable]:
-        """Return the rows that a node performs: within it, what it sends or receives, and onward."""
-        inner, crossing, onward = self._rows[node]
-        return self.inner.select(inner), self.crossing.select(crossing), self.onward.select(onward)
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shared(Generic[T]):
+    """A table in parts, as they travel, and the uses that make up each node's rows."""
+
+    kind: type[T]
+    parted: Parted[T]
+    packed: tuple[Packed, ...]
+    uses: dict[str, Ints]
+
+    @staticmethod
+    def of(table: T, nodes: Sequence[str], src: Ints, dst: Ints) -> Shared[T]:
+        """Share out a table; `src` and `dst` are the numbers of the nodes where each row begins and ends."""
+        found = parted(table)
+        uses = _by_node(len(nodes), src[found.first], dst[found.first])
+        return Shared(type(table), found, packed_tables(found.parts), dict(zip(nodes, uses, strict=True)))
+
+    def at(self, node: str) -> Uses:
+        """Return the uses that make up a node's rows."""
+        return self.parted.uses.select(self.uses[node])
+
+    def rows(self, node: str) -> T:
+        """Return a node's rows, put together."""
+        return assembled(self.kind, self.at(node), self.parted.parts).with_own_names()
 
 
 def routed(
@@ -93,13 +120,20 @@ def routed(
     crossing, relays = CrossingTable.of(direct), Relays()
     if may_relay:
         crossing, relays = relayed(direct, box[crosses][first], node_of, last=last, cables=cables)
-    rows = [_by_node(len(names), at[each.src_rank], at[each.dst_rank]) for each in (inner, crossing, onward)]
-    links: dict[tuple[str, str], int] = {}
-    for src, dst, moved, _ in _pairs(crossing):
-        link = node_of[src], node_of[dst]
-        links[link] = links.get(link, 0) + moved
-    parts = {name: (rows[0][i], rows[1][i], rows[2][i]) for i, name in enumerate(names)}
-    return Routed(node_of, inner, crossing, onward, relays, links, cables, parts)
+    src, dst, fills = at[crossing.src_rank], at[crossing.dst_rank], plan.fills
+    link, which = np.unique(src * len(names) + dst, return_inverse=True)
+    moved = np.bincount(which, weights=crossing.row_bytes, minlength=len(link)).astype(np.int64).tolist()
+    links = [(names[key // len(names)], names[key % len(names)]) for key in link.tolist()]
+    return Routed(
+        node_of,
+        relays,
+        dict(zip(links, moved, strict=True)),
+        cables,
+        Shared.of(inner, names, at[inner.src_rank], at[inner.dst_rank]),
+        Shared.of(crossing, names, src, dst),
+        Shared.of(onward, names, at[onward.src_rank], at[onward.dst_rank]),
+        Shared.of(fills, names, at[fills.rank], at[fills.rank]),
+    )
 
 
 def _by_node(nodes: int, src: Ints, dst: Ints) -> list[Ints]:
@@ -116,22 +150,32 @@ class LoadedPlan:
     """A validated plan, the ranks it is for, and the nodes that have it."""
 
     id: str  # digest of the rosters and of the model's name
-    table: CopyTable
-    fills: FillTable
+    traffic: Traffic
     unused_sources: tuple[str, ...]
     plan_s: float
     regions: Regions  # what several source ranks hold, to be compared
     routed: Routed
     senders: frozenset[int]  # the plan-wide ranks that are read
-    members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank
+    members: dict[str, int] = field(default_factory=dict)  # member id -> plan-wide rank; see `belongs_to`
     loaded_on: set[str] = field(default_factory=set)
     epoch: EpochPlan | None = None  # of its cross-node transfers; None until formed
     crossing_s: dict[str, float] = field(default_factory=dict)  # node -> time of its slowest worker in the last swap
-    pairs: tuple[tuple[int, int, int, int], ...] = ()  # (source rank, target rank, bytes, copies) of each pair
+    given_whole: set[str] = field(default_factory=set)  # nodes that lacked parts, and were sent all
+    _named: dict[int, str] = field(default_factory=dict)  # plan-wide rank -> member id
+    _here: dict[str, list[int]] = field(default_factory=dict)  # node -> the ranks of members there
+    _epoch: PackedEpoch | None = None  # `epoch`, as it travels
 
-    def belongs_to(self, model: str) -> None:
-        """Make the id specific to this model: models of equal layout have equal plans but other members."""
+    def belongs_to(self, model: str, members: dict[str, int]) -> None:
+        """Make it the plan of these members (id -> plan-wide rank). Its id becomes specific to the model.
+
+        Models of equal layout have equal plans but other members.
+        """
         self.id = f"{self.digest}.{xxhash.xxh3_64_hexdigest(model.encode())}"
+        self.members = members
+        self._named = {rank: member for member, rank in members.items()}
+        self._here = {}
+        for rank in members.values():
+            self._here.setdefault(self.routed.node_of[rank], []).append(rank)
 
     @property
     def digest(self) -> str:
@@ -142,29 +186,68 @@ class LoadedPlan:
         """Return the epoch that a node forms for its part of the plan; "" if it only copies between its own ranks."""
         return self.epoch.id if self.epoch is not None and node in self.epoch.nodes else ""
 
-    def message(self, model: str, fleet: Model, node: str) -> LoadPlan:
-        """Return the part of the plan that `node` executes: what its targets receive and its sources send."""
-        node_of = self.routed.node_of
-        here = [rank for rank in self.members.values() if node_of[rank] == node]
-        table, crossing, onward = self.routed.at(node)
-        fills = self.fills.select(np.isin(self.fills.rank, here))
-        involved = {*here, *distinct(crossing.src_rank).tolist(), *distinct(crossing.dst_rank).tolist()}
-        ranks = {rank: member for member, rank in self.members.items() if rank in involved}
-        epoch = self.epoch if self.epoch_of(node) else None
-        position = {name: i for i, name in enumerate(epoch.nodes)} if epoch is not None else {}
-        return LoadPlan(
+    def message(self, model: str, fleet: Model, node: str, held: HeldParts | None) -> LoadPlan:
+        """Return the part of the plan that `node` executes: what its targets receive and its sources send.
+
+        `held` are the parts that the node keeps; one that keeps none is sent its rows.
+        """
+        routed, packed = self.routed, self._epoch_with(node)
+        # a row between nodes has an end here
+        involved = {*self._here.get(node, ()), *distinct(routed.crossing.at(node).ranks).tolist()}
+        ranks = {rank: self._named[rank] for rank in sorted(involved) if rank in self._named}
+        load = LoadPlan(
             plan=self.id,
             model=model,
             ranks=tuple(ranks),
             members=tuple(ranks.values()),
-            table=table.with_own_names().to_wire(),
-            fills=fills.with_own_names().to_wire() if len(fills) else {},
-            crossing=crossing.with_own_names().to_wire() if epoch is not None else {},
-            onward=onward.with_own_names().to_wire() if epoch is not None and len(onward) else {},
-            crossing_nodes=tuple(position.get(node_of[rank], -1) for rank in ranks) if epoch is not None else (),
-            epoch=epoch,
+            table={},
             seeds=tuple(sorted(self.members[m.id] for m in fleet.seeds.values() if self.members.get(m.id) in involved)),
         )
+        if packed is not None:
+            nodes = tuple(packed.position.get(routed.node_of[rank], -1) for rank in ranks)
+            load = msgspec.structs.replace(load, epoch=packed.epoch, crossing_nodes=nodes)
+        tables: dict[str, Shared[Any]] = {"table": routed.inner, "fills": routed.fills}
+        if packed is not None:
+            tables |= {"crossing": routed.crossing, "onward": routed.onward}
+        return _whole(load, tables, node) if held is None else _in_parts(load, tables, node, packed, held)
+
+    def _epoch_with(self, node: str) -> PackedEpoch | None:
+        """Return the epoch if this node takes part."""
+        if self.epoch is None:
+            return None
+        if self._epoch is None or self._epoch.epoch is not self.epoch:
+            self._epoch = PackedEpoch.of(self.epoch)
+        return self._epoch if node in self._epoch.position else None
+
+
+def _whole(load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str) -> LoadPlan:
+    """Return the message with all rows, for a node that keeps no parts."""
+    found = {name: shared.rows(node) for name, shared in tables.items()}
+    needed = {name: rows.to_wire() for name, rows in found.items() if len(rows) or name in ("table", "crossing")}
+    return msgspec.structs.replace(load, **needed)
+
+
+def _in_parts(
+    load: LoadPlan, tables: Mapping[str, Shared[Any]], node: str, epoch: PackedEpoch | None, held: HeldParts
+) -> LoadPlan:
+    """Return the message with the parts that a node lacks."""
+    parts: list[Packed] = []
+    uses: dict[str, dict[str, bytes]] = {}
+    for name, shared in tables.items():
+        found = shared.at(node)
+        used = distinct(found.part)
+        if len(used):
+            uses[name] = found.with_parts(np.searchsorted(used, found.part) + len(parts)).to_wire()
+            parts += [shared.packed[part] for part in used.tolist()]
+    of_epoch = epoch.parts if epoch is not None else ()
+    return msgspec.structs.replace(
+        load,
+        epoch=epoch.bare if epoch is not None else None,
+        uses=uses,
+        parts=tuple(part.digest for part in parts),
+        epoch_parts=tuple(part.digest for part in of_epoch),
+        given=held.lacking([*parts, *of_epoch]),
+    )
 
 
 class PlanCache:
@@ -181,7 +264,7 @@ class PlanCache:
         plan = self._plans.get(self._key(pools, speeds))
         if plan is None:
             return None
-        return replace(plan, members={}, loaded_on=set(), plan_s=0.0, epoch=None, crossing_s={})
+        return replace(plan, members={}, loaded_on=set(), given_whole=set(), plan_s=0.0, epoch=None, crossing_s={})
 
     def put(self, pools: Sequence[Sequence[Registered]], speeds: ClusterSpeeds | None, plan: LoadedPlan) -> None:
         """Keep a plan; evict the least recently used one."""
@@ -212,24 +295,13 @@ def make_plan(
     found = routed(plan, node_of, may_relay=may_relay, last=last, cables=cables)
     return LoadedPlan(
         plan.digest,
-        plan.table,
-        plan.fills,
+        traffic_of(plan),
         plan.unused_sources,
         time.perf_counter() - started,
         plan.regions,
         found,
-        frozenset(distinct(plan.table.src_rank).tolist()),
-        pairs=_pairs(plan.table),
+        frozenset(distinct(plan.shared.job_src).tolist()),
     )
-
-
-def _pairs(table: CopyTable) -> tuple[tuple[int, int, int, int], ...]:
-    ranks = int(table.dst_rank.max(initial=0)) + 1
-    keys, which = np.unique(table.src_rank.astype(np.int64) * ranks + table.dst_rank, return_inverse=True)
-    nbytes = np.bincount(which, weights=table.row_bytes, minlength=len(keys)).astype(np.int64)
-    copies = np.bincount(which, minlength=len(keys))
-    rows = zip((keys // ranks).tolist(), (keys % ranks).tolist(), nbytes.tolist(), copies.tolist(), strict=True)
-    return tuple(rows)
 
 
 def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
@@ -246,15 +318,15 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
     report = PlanReport(
         model=fleet.name,
         digest=plan.digest,
-        bytes=plan.table.total_bytes,
+        bytes=plan.traffic.total_bytes,
         converted_bytes=fleet.converted_bytes(),
         staging_bytes=sum(m.added.staging_bytes for m in fleet.targets.values()),
         held_bytes=sum(m.added.held_bytes for m in fleet.targets.values()),
-        copies=len(plan.table),
+        copies=plan.traffic.total_copies,
         plan_s=plan.plan_s,
         pairs=tuple(
             PairTraffic(source=names[src], target=names[dst], bytes=nbytes, copies=copies)
-            for src, dst, nbytes, copies in plan.pairs
+            for src, dst, nbytes, copies in _pairs(plan.traffic)
         ),
         parameters=(),
         unused_sources=plan.unused_sources,
@@ -264,13 +336,13 @@ def plan_report(fleet: Model, plan: LoadedPlan) -> Callable[[], PlanReport]:
         cables=_cable_loads(plan.routed),
         speeds=plan.routed.cables.name,
     )
-    return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.table))
+    return lambda: msgspec.structs.replace(report, parameters=_parameters(plan.traffic))
 
 
 def _links(plan: LoadedPlan) -> tuple[LinkTraffic, ...]:
     node_of = plan.routed.node_of
     needed: dict[tuple[str, str], int] = {}
-    for src, dst, nbytes, _ in plan.pairs:
+    for src, dst, nbytes, _ in _pairs(plan.traffic):
         link = node_of[src], node_of[dst]
         needed[link] = needed.get(link, 0) + nbytes
     moved = plan.routed.links
@@ -308,9 +380,14 @@ def _kept(fleet: Model) -> tuple[KeptTraffic, ...]:
     return tuple(KeptTraffic(name=name, bytes=size) for name, size in sorted(nbytes.items(), key=lambda at: -at[1]))
 
 
-def _parameters(table: CopyTable) -> tuple[ParameterTraffic, ...]:
-    nbytes = np.bincount(table.tensor, weights=table.row_bytes, minlength=len(table.tensors)).astype(np.int64)
-    copies = np.bincount(table.tensor, minlength=len(table.tensors))
-    order = np.argsort(-nbytes, kind="stable")
-    rows = zip(order.tolist(), nbytes[order].tolist(), copies[order].tolist(), strict=True)
-    return tuple(ParameterTraffic(name=table.tensors[i], bytes=moved, copies=count) for i, moved, count in rows)
+def _pairs(traffic: Traffic) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (source rank, target rank, bytes, copies) of each pair, in order."""
+    order = np.lexsort((traffic.dst, traffic.src))
+    columns = (traffic.src, traffic.dst, traffic.bytes, traffic.copies)
+    return zip(*(column[order].tolist() for column in columns), strict=True)
+
+
+def _parameters(traffic: Traffic) -> tuple[ParameterTraffic, ...]:
+    order = np.argsort(-traffic.tensor_bytes, kind="stable")
+    rows = zip(order.tolist(), traffic.tensor_bytes[order].tolist(), traffic.tensor_copies[order].tolist(), strict=True)
+    return tuple(ParameterTraffic(name=traffic.tensors[i], bytes=moved, copies=count) for i, moved, count in rows)

@@ -36,7 +36,8 @@ class Preparation:
         to_node: Callable[[str, Message], None],
         log: Callable[..., None],
     ) -> None:
-        self._models, self._step, self._log = models, step, log
+        self._models, self._nodes = models, nodes
+        self._step, self._to_node, self._log = step, to_node, log
         transport = config.transport
         may_relay = transport.relays and transport.service in RELAYING_SERVICES
         self.planning = Planning(models, out, may_relay=may_relay)
@@ -60,11 +61,21 @@ class Preparation:
             if event is not None:
                 self.planned(event, now)
 
+    def load(self, state: ModelState, running: Running, node: str, now: float) -> None:
+        """Send a node its part of the running swap's plan, or go on if it has it."""
+        plan = running.plan
+        assert plan is not None
+        if node in plan.loaded_on:
+            self._step(state, decision.NodeLoaded(node), now)
+        elif (known := self._nodes.get(node)) is not None:
+            self._to_node(node, plan.message(state.fleet.name, running.fleet, node, known.held))
+
     def node_said(
         self,
         name: str,
         message: cluster.PlanLoaded
         | cluster.PlanRefused
+        | cluster.PartsMissing
         | cluster.EpochLost
         | cluster.EpochPut
         | cluster.RegionsDigested,
@@ -78,6 +89,8 @@ class Preparation:
                     self._step(state, decision.NodeLoaded(name), now)
             case cluster.PlanRefused(plan, epoch, where, reason) | cluster.EpochLost(plan, epoch, where, reason):
                 self._lost(plan, epoch, name, where, reason, now)
+            case cluster.PartsMissing(plan, epoch, missing):
+                self._lacks_parts(name, plan, epoch, missing, now)
             case cluster.EpochPut(epoch, lane, key, value):
                 self._epochs.relay(name, cluster.EpochValue(epoch=epoch, lane=lane, key=key, value=value))
             case cluster.RegionsDigested():
@@ -133,7 +146,7 @@ class Preparation:
         if links and plan.epoch is None:
             plan.epoch = self._epochs.new({node for link in links for node in link})
         state.running.plan = plan
-        nbytes = plan.table.total_bytes + fleet.converted_bytes()
+        nbytes = plan.traffic.total_bytes + fleet.converted_bytes()
         more = frozenset(plan.epoch.nodes if plan.epoch is not None else ())
         self._step(state, _ready(running, nbytes, more), now)
 
@@ -160,6 +173,22 @@ class Preparation:
         plan, state.plan = state.plan, None
         if plan is not None and (state.running is None or state.running.plan is not plan):
             self._epochs.drop(plan)
+
+    def _lacks_parts(self, node: str, plan: str, epoch: str, missing: int, now: float) -> None:
+        """Send a plan once more, with all of its parts: the node has lost some, or never got them."""
+        self._log("plan-parts-missing", plan=plan, node=node, missing=missing)
+        known = self._nodes.get(node)
+        if known is None or known.held is None:
+            return
+        known.held.forget()
+        for state, used in self._epochs.using(plan, epoch, node):
+            if node in used.given_whole:
+                reason = f"it lacks {missing} parts of the plan, which was sent with all of them"
+                self._lost(plan, epoch, node, f"node {node}", reason, now)
+                return
+            used.given_whole.add(node)
+            if state.running is not None:
+                self.load(state, state.running, node, now)
 
     def _lost(self, plan: str, epoch: str, node: str, where: str, reason: str, now: float) -> None:
         """Abort the swaps that use a plan or epoch which a node lost; the next swap loads it again."""

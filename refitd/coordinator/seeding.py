@@ -79,7 +79,7 @@ def without_unread(running: Running, plan: LoadedPlan) -> None:
     running.fleet = replace(fleet, seeds=read)
     running.sources = source_reports(running.fleet, running.version)
     running.members = {name: member for name, member in running.members.items() if name not in unread}
-    plan.members = {name: rank for name, rank in plan.members.items() if name not in unread}
+    plan.belongs_to(fleet.name, {name: rank for name, rank in plan.members.items() if name not in unread})
 
 
 def no_plan(fleet: Model) -> None:

@@ -28,6 +28,7 @@ from refitd.coordinator.drains import Drains
 from refitd.coordinator.live_versions import LiveVersions, NoPast, Past
 from refitd.coordinator.members import Member, Node
 from refitd.coordinator.models import MAX_HISTORY, Models, Recent, Waiter
+from refitd.coordinator.plan_parts import HeldParts
 from refitd.coordinator.records import Drained, SwapRecord
 from refitd.coordinator.recovery import Unfinished
 from refitd.coordinator.registrations import Registrations
@@ -247,7 +248,8 @@ class CoordinatorState:
         if old is not None and not (repeats and all(member.node != name for member in self._members.values())):
             said = f"its daemon has {'introduced itself' if same else 'started'} again"
             self._forget_node(name, said, now, event="node-again" if same else "node-lost")
-        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol)
+        held = HeldParts() if message.keeps_parts else None
+        self.nodes[name] = Node(identity, message.status, now, event.key, event.allowed, message.protocol, held)
         protocol = versions.shown(message.protocol)
         self._log("node", node=name, pid=message.status.pid, host=message.status.host, protocol=protocol)
         self._lives.greeted(now)

@@ -95,6 +95,7 @@ class Swaps:
             case (
                 cluster.PlanLoaded()
                 | cluster.PlanRefused()
+                | cluster.PartsMissing()
                 | cluster.EpochLost()
                 | cluster.EpochPut()
                 | cluster.RegionsDigested()
@@ -221,11 +222,7 @@ class Swaps:
             case decision.SendPlan() if running.flips_back:
                 pass
             case decision.SendPlan(node):
-                assert plan is not None
-                if node in plan.loaded_on:
-                    self.step(state, decision.NodeLoaded(node), now)
-                else:
-                    self._to_node(node, plan.message(s.model, running.fleet, node))
+                self.preparation.load(state, running, node, now)
             case decision.PauseOn(node, members):
                 self.controllers.pause(s.swap, s.version, members)
                 if asked := tuple(member for member in members if member not in self.controllers):

@@ -146,7 +146,8 @@ class CoordinatorOrders:
 
     def _hello(self) -> None:
         live = tuple(self._live.values())
-        self._beat(cluster.NodeHello(protocol=PROTOCOL_VERSION, status=self._parts.status(), live=live))
+        hello = cluster.NodeHello(protocol=PROTOCOL_VERSION, status=self._parts.status(), live=live, keeps_parts=True)
+        self._beat(hello)
 
     def _beat(self, message: cluster.NodeHello | cluster.NodeUpdate) -> None:
         """Send a heartbeat; its answer renews this node's permits."""

@@ -15,10 +15,11 @@ from refitd.daemon.actions import Instruction, ToCoordinator
 from refitd.daemon.epochs import LocalEpochs
 from refitd.daemon.jobs import JobTable
 from refitd.daemon.pending import Constants, WantedArenas
+from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
 from refitd.errors import ArenaError
 from refitd.events import Log
 from refitd.plan.fills import FillTable
-from refitd.plan.table import CopyTable, CrossingTable
+from refitd.plan.table import CopyTable
 from refitd.protocol import cluster
 from refitd.protocol.base import Message
 
@@ -128,6 +129,7 @@ class LocalPlans:
         self._out = out
         self._plans: dict[str, NodePlan] = {}
         self._loading: dict[str, _Loading] = {}  # plans that cannot be used yet
+        self._parts = KeptParts()
         self._unneeded: set[int] = set()  # arenas that were made after their plan was dropped
 
     def get(self, plan: str) -> NodePlan | None:
@@ -138,15 +140,19 @@ class LocalPlans:
         """Load a plan and keep it until it is dropped; form its epoch if it crosses nodes."""
         self._unneeded |= self.drop(message.plan)
         try:
-            table = CopyTable.from_wire(message.table)
-            fills = FillTable.from_wire(message.fills) if message.fills else None
-            outer = self._outer(message)
-            onward = CopyTable.from_wire(message.onward) if message.onward else None
+            found = self._parts.tables(message)
+            if isinstance(found, Missing):
+                self._log("plan-parts-missing", plan=message.plan, missing=found.count, reason=found.reason)
+                epoch = message.epoch.id if message.epoch is not None else ""
+                self._say(cluster.PartsMissing(plan=message.plan, epoch=epoch, missing=found.count))
+                return
+            outer = self._outer(message, found)
         except ValueError as exc:
             self._plan_refused(message, str(exc))
             return
         members = dict(zip(message.ranks, message.members, strict=True))
-        loading = _Loading(message.plan, members, table, fills, outer, onward, frozenset(message.seeds))
+        fills, seeds = found.fills, frozenset(message.seeds)
+        loading = _Loading(message.plan, members, found.table, fills, outer, found.onward, seeds)
         self._loading[message.plan] = loading
         if outer is not None:
             loading.missing.add("epoch")
@@ -195,14 +201,13 @@ class LocalPlans:
         )
         self._say(cluster.PlanLoaded(plan=plan, epoch=loading.epoch))
 
-    def _outer(self, message: cluster.LoadPlan) -> OuterTransfers | None:
-        epoch = message.epoch
+    def _outer(self, message: cluster.LoadPlan, found: NodeTables) -> OuterTransfers | None:
+        epoch, table = found.epoch, found.crossing
         if epoch is None:
             return None
         if self._node not in epoch.nodes or not 0 < epoch.lanes <= self._workers:
             raise ValueError(f"an epoch of nodes {epoch.nodes} with {epoch.lanes} lanes does not fit this node")
         node_of = dict(zip(message.ranks, message.crossing_nodes, strict=True))
-        table = CrossingTable.from_wire(message.crossing)
         used = {*np.unique(table.src_rank).tolist(), *np.unique(table.dst_rank).tolist()}
         if not all(0 <= node_of.get(rank, -1) < len(epoch.nodes) for rank in used):
             raise ValueError("a crossing row names a rank whose node is not in the epoch")

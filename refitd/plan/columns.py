@@ -28,8 +28,8 @@ class Columns:
     def __len__(self) -> int:
         return len(self.size)
 
-    def select(self, rows: npt.NDArray[Any]) -> Self:
-        """Return only the given rows (a boolean mask or indices)."""
+    def select(self, rows: npt.NDArray[Any] | slice) -> Self:
+        """Return only the given rows (a boolean mask, indices or a slice)."""
         picked = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in picked.items():
             if isinstance(value, np.ndarray):

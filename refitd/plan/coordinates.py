@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refitd.plan.coalesce import Rows
-from refitd.plan.columns import Columns, Ints, ranges
+from refitd.plan.columns import Columns, Ints, distinct, ranges
 from refitd.plan.layouts import Layouts, Side
 from refitd.plan.runs import share_a_place
 
@@ -85,8 +85,8 @@ class TileIndex:
         A tensor may have thousands of tiles (every other column is one of its own): only those are looked at that
         begin at or before the place, after the last whose predecessors all end before it.
         """
-        places = np.unique(np.concatenate([self.local_offset, self.local_end, start]))
-        keys = np.unique(np.concatenate([self.key, key]))
+        places = distinct(np.concatenate([self.local_offset, self.local_end, start]))
+        keys = distinct(np.concatenate([self.key, key]))
 
         def numbered(of: Ints, place: Ints) -> Ints:
             # numbers, because key and place do not fit into 64 bits together

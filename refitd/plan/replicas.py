@@ -26,7 +26,7 @@ import numpy.typing as npt
 from refitd.describe.layout import canonical_name
 from refitd.describe.metadata import ParameterMetadata
 from refitd.errors import PlanError
-from refitd.plan.columns import Ints, find, numbered, offsets_of, ranges
+from refitd.plan.columns import Ints, distinct, find, numbered, offsets_of, ranges
 from refitd.plan.origins import origins_by_speed
 
 Floats = npt.NDArray[np.float64]
@@ -170,7 +170,7 @@ def _uneven(turns: _Turns, load: Ints) -> bool:
 def _mean(turns: _Turns, load: Ints) -> float:
     """Return the mean load of all candidates in bytes."""
     _, at = ranges(turns.start, turns.count)
-    return float(load.sum()) / max(1, len(np.unique(turns.holders[at])))
+    return float(load.sum()) / max(1, len(distinct(turns.holders[at])))
 
 
 def _even_out(shares: Shares, turns: _Turns, sent: Ints, load: Ints, total: Ints) -> Shares:

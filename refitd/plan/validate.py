@@ -95,6 +95,8 @@ def shared_violations(plan: SharedPlan, layouts: Layouts) -> list[str]:
 
 def _renamed(names: Sequence[str], known: Sequence[str]) -> Ints:
     """Return each name's position in `known`, or -1."""
+    if names is known:
+        return np.arange(len(known))
     position = {name: i for i, name in enumerate(known)}
     return np.array([position.get(name, -1) for name in names], np.int64)
 
@@ -153,7 +155,7 @@ def _traced(
             true &= wanted.element_size[dst.tile] == rows.element_size
             true &= wanted.cast[dst.tile] == rows.cast
         complain(rows.select(whole & ~true), "would put other elements there than belong there")
-        done.append(dst.select(whole))
+        done.append(dst if whole.all() else dst.select(whole))
         part = ~lost & ~whole
         if not part.any():
             break

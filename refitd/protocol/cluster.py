@@ -70,11 +70,15 @@ class LiveClaim(Value, frozen=True):
 
 
 class NodeHello(Message, frozen=True):
-    """First message of a daemon, repeated after a coordinator restart. `live`: the last LiveIs of each model."""
+    """First message of a daemon, repeated after a coordinator restart. `live`: the last LiveIs of each model.
+
+    With `keeps_parts` it keeps parts of plans, so that a LoadPlan need only name those that it has.
+    """
 
     protocol: Small
     status: NodeStatus
     live: tuple[LiveClaim, ...] = ()
+    keeps_parts: bool = False
 
 
 class TargetMoved(Value, frozen=True):
@@ -219,6 +223,14 @@ class PlanRefused(Message, frozen=True):
     epoch: Label
     where: Text
     reason: Text
+
+
+class PartsMissing(Message, frozen=True):
+    """The node lacks parts that a LoadPlan names. Answered by the LoadPlan with all of its parts."""
+
+    plan: Name
+    epoch: Label
+    missing: Count
 
 
 class EpochPut(Message, frozen=True):
@@ -404,6 +416,19 @@ class EpochPlan(Value, frozen=True):
     key: Secret  # by which its workers know each other
 
 
+class PlanPart(Value, frozen=True):
+    """Rows that several plans may use: a table's wire form (refitd.plan.parts). It travels packed, by digest."""
+
+    table: dict[str, int | bytes | list[str]]
+
+
+class EpochPart(Value, frozen=True):
+    """Some of an epoch's nodes, in order, with their hosts. It travels packed, by digest."""
+
+    nodes: tuple[Name, ...]
+    hosts: tuple[Label, ...]
+
+
 class LoadPlan(Message, frozen=True):
     """The part of a plan that this node executes; `members[i]` has rank `ranks[i]`.
 
@@ -412,6 +437,11 @@ class LoadPlan(Message, frozen=True):
     what is copied between targets of this node once that has arrived. Each is empty if there is nothing. With
     `crossing`, `crossing_nodes[i]` is the position of rank `ranks[i]`'s node in the epoch, or -1 if that node takes no
     part. `seeds` are the ranks of targets that are read, not written.
+
+    To a node that keeps parts, tables travel in parts: `uses` says for each of the four, by name, which of `parts` it
+    is made of and for which ranks (refitd.plan.parts.Uses.to_wire()). `parts` are digests of PlanPart values,
+    `epoch_parts` of EpochPart values, together all of the epoch's nodes; `given` has those, packed, that the node is
+    not known to hold.
     """
 
     plan: Name
@@ -425,6 +455,10 @@ class LoadPlan(Message, frozen=True):
     crossing_nodes: tuple[Step, ...] = ()
     epoch: EpochPlan | None = None
     seeds: tuple[Count, ...] = ()
+    uses: dict[str, dict[str, bytes]] = msgspec.field(default_factory=dict)
+    parts: tuple[Name, ...] = ()
+    epoch_parts: tuple[Name, ...] = ()
+    given: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class EpochValue(Message, frozen=True):
@@ -584,6 +618,7 @@ NodeMessage = (
     | WantsRoom
     | PlanLoaded
     | PlanRefused
+    | PartsMissing
     | EpochPut
     | EpochLost
     | StageProgress

@@ -121,12 +121,17 @@ def _kind_of(body: msgspec.Raw) -> str:
 
 def digest_of(value: msgspec.Struct) -> str:
     """Return the content digest of a value: xxh3-128 of its encoding, the same on every machine."""
-    return xxhash.xxh3_128_hexdigest(msgpack.packb(msgspec.to_builtins(value)))
+    return xxhash.xxh3_128_hexdigest(_packed(value))
 
 
 def pack(value: msgspec.Struct) -> bytes:
-    """Return a large value compressed, for a bytes field of a message. zlib level 1: descriptions are repetitive."""
-    return zlib.compress(msgpack.packb(msgspec.to_builtins(value)), 1)
+    """Return a large value compressed, for a bytes field of a message. zlib level 1: what is large is repetitive."""
+    return zlib.compress(_packed(value), 1)
+
+
+def _packed(value: msgspec.Struct) -> bytes:
+    found: bytes = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)))
+    return found
 
 
 def unpack(data: bytes, kind: type[V], digest: str) -> V:

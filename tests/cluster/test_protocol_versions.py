@@ -101,7 +101,7 @@ def _swapped(client: refitd.Client) -> bool:
 def test_another_major_version_is_refused_at_both_doors_and_named(start_daemon: Callable[..., Daemon]) -> None:
     first = start_daemon()
     other = start_daemon(name="n1", joins=first.endpoint, environment=speaks(major=4))
-    with pytest.raises(refitd.ProtocolError, match=r"this client speaks protocol 3\.0, the daemon 4\.500: .*the same"):
+    with pytest.raises(refitd.ProtocolError, match=r"this client speaks protocol 3\.1, the daemon 4\.500: .*the same"):
         refitd.connect(other.directory)
     with first.connect() as client:
         assert [node.node for node in client.status().nodes] == ["n0"]

@@ -24,6 +24,7 @@ from refitd.coordinator.plans import make_plan
 from refitd.coordinator.rosters import Registered, ShardReader
 from refitd.errors import ConfigError, ProtocolError, RefitdError
 from refitd.offline import files
+from refitd.plan.build import plan_copies
 from refitd.plan.fills import FillTable
 from refitd.plan.table import CopyTable, CrossingTable
 from refitd.protocol import cluster, keys, local, sidecar
@@ -164,7 +165,7 @@ def _planned(rng: random.Random) -> bool:
 
 def _a_table() -> CopyTable:
     both = [Registered(rank, str(rank), "n0", rank == 0, digest_of(SHARD), SHARD) for rank in (0, 1)]
-    return make_plan(ShardReader().rosters([both[:1], both[1:]])).table
+    return plan_copies(ShardReader().rosters([both[:1], both[1:]])).table
 
 
 def _tables(rng: random.Random) -> bool:

@@ -129,11 +129,12 @@ class Harness:
         self.feed(act.FromNode(node.encode(), request, message))
         return [message for _, _, message in self.sent]
 
-    def join(self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = ()) -> Self:
+    def join(
+        self, node: str = "n0", pid: int = 10, workers: tuple[int, ...] = (), *, keeps_parts: bool = False
+    ) -> Self:
         status = NodeStatus(node=node, host="h", pid=pid, workers=workers, clients=0, arenas=0, arena_bytes=0)
-        assert isinstance(
-            self.say(node, cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status))[-1], cluster.NodeWelcome
-        )
+        hello = cluster.NodeHello(protocol=PROTOCOL_VERSION, status=status, keeps_parts=keeps_parts)
+        assert isinstance(self.say(node, hello)[-1], cluster.NodeWelcome)
         return self
 
     def add(self, member: str, node: str = "n0", **fields: object) -> list[object]:

@@ -1,0 +1,163 @@
+"""Plans in parts: what a node puts together is byte for byte what it would be sent whole, whoever came or went."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refitd.coordinator.membership import Model
+from refitd.coordinator.plan_parts import HeldParts
+from refitd.coordinator.plans import LoadedPlan, make_plan, routed
+from refitd.daemon.plan_parts import KeptParts, Missing, NodeTables
+from refitd.describe.metadata import ParameterMetadata
+from refitd.describe.roster import Roster
+from refitd.plan.build import plan_copies
+from refitd.plan.onward import source_boxes, split
+from refitd.plan.parts import assembled, parted
+from refitd.plan.relays import relayed
+from refitd.plan.table import CopyTable, CrossingTable
+from refitd.protocol.base import Secret
+from refitd.protocol.cluster import EpochPlan, LoadPlan
+
+SHAPES = {"a": (8, 12), "b": (24,), "c": (4, 8, 8)}
+FLEET = Model("m", auto_swap=False)
+
+Pool = tuple[int, int]  # (ranks, a dimension that they split)
+
+
+def held(rank: int, group: list[int], dim: int) -> tuple[ParameterMetadata, ...]:
+    found = []
+    for name, shape in SHAPES.items():
+        along = min(dim, len(shape) - 1) if len(group) > 1 else None
+        rows = tuple(n // len(group) if d == along else n for d, n in enumerate(shape))
+        found.append(
+            ParameterMetadata(
+                name,
+                rows,
+                "bfloat16",
+                2,
+                is_tp=along is not None,
+                partition_dim=along or 0,
+                owner_rank=rank,
+                tensor_parallel_group_ranks=group if along is not None else None,
+            )
+        )
+    return tuple(found)
+
+
+def rosters(pools: list[Pool], nodes: list[int]) -> list[Roster]:
+    """The first pool has the sources. Rank r is on node nodes[r]."""
+    found: list[Roster] = []
+    for number, (size, dim) in enumerate(pools):
+        group = list(range(len(found), len(found) + size))
+        for rank in group:
+            metas, node = held(rank, group, dim), f"n{nodes[rank % len(nodes)]}"
+            found.append(Roster(rank, source=metas, node=node) if not number else Roster(rank, (), metas, node))
+    return found
+
+
+POOLS = st.lists(st.tuples(st.sampled_from([1, 2, 2, 4]), st.sampled_from([0, 1])), min_size=2, max_size=6)
+NODES = st.lists(st.integers(0, 4), min_size=1, max_size=24)
+
+
+def same(found: CopyTable, want: CopyTable) -> bool:
+    """Whether two tables are the same bytes; the dimensions of one without rows do not matter."""
+    one, other = found.to_wire(), want.with_own_names().to_wire()
+    return one == other if len(want) else len(found) == 0
+
+
+@settings(max_examples=4, deadline=None)
+@given(POOLS, NODES)
+def test_rows_that_are_put_together_are_the_rows_that_were_taken_apart(pools: list[Pool], nodes: list[int]) -> None:
+    found = rosters(pools, nodes)
+    node_of = {roster.rank: roster.node for roster in found}
+    plan = plan_copies(found)
+    at = np.array([int(node_of[rank][1:]) for rank in range(len(node_of))])
+    crosses = at[plan.table.src_rank] != at[plan.table.dst_rank]
+    box = plan.shared.expanded(source_boxes(plan.shared.rows))
+    direct, first, onward = split(plan.table.select(crosses), box[crosses], node_of)
+    paths, _ = relayed(direct, box[crosses][first], node_of, least_bytes=0)
+    for table in (plan.table, CrossingTable.of(direct), paths, onward):
+        parts = parted(table)
+        assert same(assembled(type(table), parts.uses, parts.parts), table)
+        assert sum(map(len, parts.parts)) <= len(table)
+
+
+class Node:
+    """A node's daemon, as far as plans go, and what the coordinator takes it to hold."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.held, self.kept = HeldParts(), KeptParts(max_bytes)
+
+    def load(self, plan: LoadedPlan, name: str) -> tuple[NodeTables, LoadPlan]:
+        message = plan.message("m", FLEET, name, self.held)
+        found = self.kept.tables(message)
+        if isinstance(found, Missing):
+            self.held.forget()
+            message = plan.message("m", FLEET, name, self.held)
+            found = self.kept.tables(message)
+        assert isinstance(found, NodeTables)
+        return found, message
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.lists(st.tuples(POOLS, NODES), min_size=2, max_size=4), st.sampled_from([0, 3000, 1 << 20]), st.data())
+def test_a_node_has_the_same_plan_whatever_it_had_and_has_lost(
+    fleets: list[tuple[list[Pool], list[int]]], max_bytes: int, data: st.DataObject
+) -> None:
+    nodes: dict[str, Node] = {}
+    for number, (pools, places) in enumerate(fleets):
+        plan = plan_of(rosters(pools, places), number)
+        for name in sorted(set(plan.routed.node_of.values())):
+            node = nodes.setdefault(name, Node(max_bytes))
+            if data.draw(st.booleans()):
+                node.kept = KeptParts(max_bytes)  # as if its daemon had lost them, and the coordinator did not know
+            (found, message), whole = node.load(plan, name), KeptParts().tables(plan.message("m", FLEET, name, None))
+            assert isinstance(whole, NodeTables)
+            assert not message.table and found.epoch == whole.epoch
+            for field in fields(NodeTables):
+                one, other = getattr(found, field.name), getattr(whole, field.name)
+                if field.name != "epoch":
+                    assert (one is None) == (other is None)
+                    assert one is None or one.to_wire() == other.to_wire()
+
+
+def plan_of(found: list[Roster], number: int = 0) -> LoadedPlan:
+    plan = make_plan(found)
+    plan.belongs_to("m", {f"member {roster.rank}": roster.rank for roster in found})
+    if plan.routed.links:
+        nodes = tuple(sorted({node for link in plan.routed.links for node in link}))
+        key = Secret(bytes(32))
+        plan.epoch = EpochPlan(f"e{number}", "gloo", nodes, tuple(f"h {n}" for n in nodes), 1, 1, 1.0, key)
+    return plan
+
+
+def test_a_whole_message_has_the_rows_of_the_plan() -> None:
+    found = rosters([(2, 0), (2, 1), (4, 0)], [0, 0, 1, 1, 1, 2])
+    plan, whole = plan_of(found), plan_copies(found)
+    shares = routed(whole, plan.routed.node_of, may_relay=True)
+    for node in ("n0", "n1", "n2"):
+        inner = [i for i in range(len(whole.table)) if {plan.routed.node_of[int(whole.table.src_rank[i])]} == {node}]
+        inner = [i for i in inner if plan.routed.node_of[int(whole.table.dst_rank[i])] == node]
+        assert same(shares.inner.rows(node), whole.table.select(np.array(inner, np.int64)))
+
+
+def test_a_replica_that_joins_changes_little_of_what_is_sent() -> None:
+    pools = [(2, 0), *[(2, 1)] * 12]
+    before, after = (plan_of(rosters(some, [r // 2 for r in range(40)])) for some in (pools, [*pools, (2, 1)]))
+    nodes = {name: Node(1 << 20) for name in set(after.routed.node_of.values())}
+    first = {name: node.load(before, name)[1] for name, node in nodes.items() if name != "n13"}
+    again = {name: node.load(after, name)[1] for name, node in nodes.items()}
+    given = [sum(map(len, message.given.values())) for message in (*first.values(), *again.values())]
+    assert sum(given[:13]) > 4 * sum(given[13:])
+    unchanged = [name for name in first if not set(again[name].parts) - set(first[name].parts)]
+    assert len(unchanged) >= 12 and all(not set(again[name].given) & set(again[name].parts) for name in unchanged)
+
+
+def test_parts_name_no_rank() -> None:
+    parts = make_plan(rosters([(1, 0), (2, 0), (4, 1)], [0, 1, 1, 2, 2, 2, 2])).routed.crossing.packed
+    other = make_plan(rosters([(1, 0), (4, 1), (2, 0)], [0, 3, 3, 4])).routed
+    assert {part.digest for part in parts} & {part.digest for part in other.crossing.packed}
