@@ -34,6 +34,7 @@ OTHERS = {
     "lora-tp1-driven": ("lora_case", "1", "{size}", "driven"),
     "lora-tp2-follow": ("lora_case", "2", "{size}", "follow"),
     "async-grpo": ("trl_case",),
+    "bad-input": ("bad_input_case",),
 }
 
 COLUMNS = (

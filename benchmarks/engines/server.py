@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,13 +21,20 @@ class Server:
     """`vllm serve`, as a process."""
 
     def __init__(
-        self, folder: Path, work: Path, tp: int = 1, *, options: Sequence[str] = (), **settings: object
+        self,
+        folder: Path,
+        work: Path,
+        tp: int = 1,
+        *,
+        options: Sequence[str] = (),
+        log: str = "vllm.log",
+        **settings: object,
     ) -> None:
         """Start it; `options` are vLLM's, `settings` refitd's, as in docs/vllm.md."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._log_path = work / "vllm.log"
+        self._log_path = work / log
         self._log = self._log_path.open("w")
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
@@ -51,6 +59,18 @@ class Server:
                 return
             time.sleep(0.5)
         raise RuntimeError(f"{self.url} does not answer; it has said:\n{self._log_path.read_text()[-3000:]}")
+
+    def wait_for_log(self, text: str, seconds: float = 60.0) -> None:
+        """Return once its log has a line that a regular expression is found in.
+
+        Raises:
+            RuntimeError: it has none in time.
+        """
+        deadline = time.monotonic() + seconds
+        while not re.search(text, self._log_path.read_text()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {text!r} in its log:\n{self._log_path.read_text()[-3000:]}")
+            time.sleep(0.3)
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """Return a greedy answer, as token numbers."""
