@@ -30,7 +30,8 @@ def value_of(kind: Any, rng: random.Random, names: tuple[str, ...] = ("policy",)
             low, high = kind.ge if kind.ge is not None else -(1 << 30), kind.le if kind.le is not None else 1 << 30
             return rng.choice((low, high, min(high, max(low, rng.randrange(8))), rng.randint(low, high)))
         case inspect.FloatType():
-            return rng.choice((0.0, 0.001, rng.random(), 1e3))
+            least, most = kind.ge if kind.ge is not None else 0.0, kind.le if kind.le is not None else 1e3
+            return min(most, max(least, rng.choice((0.0, 0.001, rng.random(), 1e3))))
         case inspect.StrType():
             text = rng.choice((*names, "w", "x" * rng.randrange(1, 40), "float32"))
             return text[: kind.max_length] if rng.random() < 0.9 else (text * 600)[: kind.max_length or 100]
