@@ -46,7 +46,8 @@ def value_of(kind: Any, rng: random.Random, names: tuple[str, ...] = ("policy",)
         case inspect.EnumType():
             return rng.choice([member.value for member in kind.cls])
         case inspect.VarTupleType() | inspect.ListType():
-            return [value_of(kind.item_type, rng, names, depth + 1) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+            count = max(kind.min_length or 0, rng.choice((0, 1, 1, 2, 3)))
+            return [value_of(kind.item_type, rng, names, depth + 1) for _ in range(count)]
         case inspect.TupleType():
             return [value_of(item, rng, names, depth + 1) for item in kind.item_types]
         case inspect.DictType():
