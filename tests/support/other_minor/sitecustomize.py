@@ -35,18 +35,18 @@ codec.digest_of = lambda value: xxhash.xxh3_128_hexdigest(msgpack.packb(_plain(v
 from refitd.protocol import channel  # noqa: E402  # it takes `encode` from there
 
 
-def _notifying(end: type, *peer: str) -> None:
+def _notifying(end: type) -> None:
     """Let each message be followed by a notification of a kind that nobody here has."""
-    send = end.send
+    send_frame = end.send_frame
 
     def send_two(self: Any, *words: Any) -> bool:
-        sent: bool = send(self, *words)
-        self.send_frame(*words[: len(peer)], msgpack.packb([0, {"type": "OfANewerVersion", "member": "m"}]))
+        sent: bool = send_frame(self, *words)
+        send_frame(self, *words[:-1], msgpack.packb([0, {"type": "OfANewerVersion", "member": "m"}]))
         return sent
 
-    end.send = send_two
+    end.send_frame = send_two
 
 
 if _MINOR > 500:
-    _notifying(channel.Router, "identity")
+    _notifying(channel.Router)
     _notifying(channel.Dealer)
