@@ -58,6 +58,7 @@ class Settling:
             if self._members.get(member.id) is member and member.staged is not None:
                 self.settle(member, member.staged, now)
         self._undone.clear()
+        self._swaps.queue.settled(now)
         for state in list(self._models.values()):
             self._swaps.queue.next(state, now)
 

@@ -22,10 +22,13 @@ from refitd.coordinator.schedule import (
     no_turn,
     try_again,
 )
-from refitd.errors import DeadlineExceeded, RefusedError
+from refitd.errors import DeadlineExceeded, RefitdError, RefusedError
 from refitd.protocol import local
 from refitd.protocol.base import Message, clipped
 from refitd.states import SwapCause
+
+# joint swaps that wait for a coordinator that has just started
+MAX_WAITING = 64
 
 
 class SwapQueue:
@@ -50,6 +53,9 @@ class SwapQueue:
         self._new_swap_id = new_swap_id
         self._replaced, self._prepare, self._step, self._send, self._log = replaced, prepare, step, send, log
         self._joining: frozenset[str] = frozenset()  # models whose joint swap is about to begin
+        self._together: list[
+            tuple[local.StartSwaps, Waiter, float]
+        ] = []  # asked, for whom, until when; not settled yet
 
     def start(self, asked: local.StartSwap, waiter: Waiter, now: float) -> None:
         """Begin a requested swap, or queue it behind the running one."""
@@ -70,14 +76,20 @@ class SwapQueue:
             self._step(state, decision.AbortAsked(text, SwapCause.OVERTAKEN), now)
 
     def start_together(self, asked: local.StartSwaps, waiter: Waiter, now: float) -> None:
-        """Begin swaps of several models that are decided together.
+        """Begin swaps of several models that are decided together; they wait while daemons may report what is live.
 
         Raises:
             RefusedError: one of them cannot begin now; none has.
         """
-        states = together.named(self._models, asked)
         if not self._lives.is_settled(now):
-            raise RefusedError("the coordinator has just started and waits for daemons; try again in some seconds")
+            if len(self._together) >= MAX_WAITING:
+                raise RefusedError(
+                    f"the coordinator has just started, and {MAX_WAITING} requests for several models wait for it "
+                    "already; try again in some seconds"
+                )
+            self._together.append((asked, waiter, now + (asked.timeout_s or self._config.deadlines.queue_s)))
+            return
+        states = together.named(self._models, asked)
         dues = [
             asked_for(
                 state,
@@ -101,6 +113,17 @@ class SwapQueue:
             self._begin(state, due, now, party)
             if party.aborted:
                 self._step(state, decision.AbortAsked(party.aborted, SwapCause.TOGETHER), now)
+
+    def settled(self, now: float) -> None:
+        """Begin the joint swaps that were asked for before it was known what is live."""
+        waiting, self._together = self._together, []
+        for asked, waiter, until in waiting:
+            try:
+                if now >= until:
+                    raise DeadlineExceeded("daemons were waited for, after the start of the coordinator; try again")
+                self.start_together(asked, waiter, now)
+            except RefitdError as exc:
+                self._send(*waiter, local.Failure(code=exc.code, message=str(exc)))
 
     def next(self, state: ModelState, now: float) -> None:
         """Start the due swap: a requested one first, then a newer version, then a catch-up.

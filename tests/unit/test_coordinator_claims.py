@@ -186,3 +186,18 @@ def test_nothing_is_decided_with_a_lost_journal_before_permits_that_it_knew_of_h
     h.now = Config().deadlines.lease_s + 0.1
     h.state.nodes["n0"].last_heard = h.now
     assert "CommitStaged" in kinds(h.tick())
+
+
+def test_swaps_of_several_models_wait_for_a_coordinator_that_has_just_started() -> None:
+    h = Harness(Config(models={"m": ModelConfig(catch_up=False)}))
+    lost(h, version=2, sequence=9)
+    for model in ("m", "other"):
+        h.add(f"src-{model}", model=model, versions=(3,), run="x")
+        h.add(f"a-{model}", model=model, replica="a")
+    pairs = (local.ModelVersion("m", 3), local.ModelVersion("other", 3))
+    assert kinds(h.say("n0", local.StartSwaps(pairs), request=7)) == []
+    assert kinds(h.say("n0", local.StartSwaps((local.ModelVersion("nobody", 1), *pairs)), request=8)) == []
+    begun = settled(h)
+    assert {m.model for m in begun if isinstance(m, cluster.LoadPlan)} == {"m", "other"}
+    (refused,) = [m for m in begun if isinstance(m, local.Failure)]
+    assert "nobody" in refused.message

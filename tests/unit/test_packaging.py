@@ -236,6 +236,7 @@ def test_script_is_posix_sh(script):
         "scripts/check",
         "scripts/bench",
         "scripts/faults",
+        "scripts/fleets",
         "scripts/fuzz",
         "scripts/docs",
         ".ci/run",

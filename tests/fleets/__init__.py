@@ -1,0 +1,1 @@
+"""Random fleets that live through random operations; every byte is compared after each of them."""

@@ -1,0 +1,224 @@
+"""A random model: its sources in one layout, its replicas in others, and what each version holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import refitd
+from refitd import MXFP8Buffer, ParameterMetadata
+from refitd.testing import Engine
+
+Tensors = dict[str, torch.Tensor]
+KINDS = ("copy", "copy", "flip", "mxfp8", "in-place")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor is split: in `stride` blocks, each evenly along `dim`; None: not at all."""
+
+    dim: int | None
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Pipeline stages, of which stage i has every `stages`-th tensor from the i-th on, each of `tp` ranks."""
+
+    stages: int
+    tp: int
+    is_whole: bool = False  # each rank holds all of its stage
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.tp
+
+    def group(self, rank: int) -> list[int]:
+        """Return the ranks of this rank's stage."""
+        first = rank - rank % self.tp
+        return list(range(first, first + self.tp))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of a replica."""
+
+    replica: str
+    kind: str
+    layout: Layout
+    rank: int
+    dtype: torch.dtype
+    live: Mapping[str, Any]
+    target: refitd.Target
+
+
+@dataclass
+class Model:
+    """Random tensors, sources and replicas over the given clients.
+
+    Attributes:
+        whole: the trainer's weights, as they are now.
+        states: what each published version holds, before the sources' cast.
+        version: the newest one.
+    """
+
+    name: str
+    clients: Sequence[refitd.Client]
+    random: random.Random
+    whole: Tensors = field(init=False)
+    states: dict[int, Tensors] = field(init=False, default_factory=dict)
+    version: int = field(init=False, default=0)
+    ranks: list[Rank] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        choice = self.random.choice
+        self.generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+        self.dtype = choice((torch.bfloat16, torch.float32, torch.float32))
+        self.cuts: dict[str, Cut] = {}
+        self.whole = {}
+        for number in range(self.random.randint(2, 7)):
+            shape = self._shape()
+            dim = choice((None, *range(len(shape))))
+            stride = choice((1, 1, 1, 2, 3)) if dim is not None and shape[dim] % 72 == 0 else 1
+            self.cuts[f"t{number}.w"] = Cut(dim, stride)
+            self.whole[f"t{number}.w"] = torch.randn(shape, generator=self.generator).to(self.dtype)
+        casts = self.dtype is torch.float32 and self.random.random() < 0.4
+        self.offered = torch.bfloat16 if casts else self.dtype
+        ranks = choice((1, 2, 3, 4))
+        self.layout = choice((Layout(1, ranks), Layout(1, ranks), Layout(1, ranks, is_whole=True), Layout(ranks, 1)))
+        self.sources: list[tuple[refitd.Source, Tensors]] = []
+        for rank in range(ranks):
+            held = self.part(self.whole, self.layout, rank)
+            source = choice(self.clients).register_source(
+                self.name,
+                held,
+                rank=rank,
+                world_size=ranks,
+                metadata=self.described(held, self.layout, rank),
+                cast=self.offered if casts else None,
+            )
+            self.sources.append((source, held))
+        for number in range(self.random.randint(1, 3)):
+            self.add(f"replica{number}")
+
+    def _shape(self) -> tuple[int, ...]:
+        choice = self.random.choice
+        if self.random.random() < 0.3:
+            return 12 * choice((1, 8)), 96 * choice((1, 2, 4))  # what MXFP8 converts
+        return tuple(12 * choice((1, 2, 4, 6, 24)) for _ in range(choice((1, 2, 2, 3))))
+
+    def part(self, whole: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> Tensors:
+        """Return a rank's part of whole tensors."""
+        stage, place = divmod(rank, layout.tp)
+        names = [name for number, name in enumerate(whole) if number % layout.stages == stage]
+        if layout.is_whole:
+            return {name: whole[name].clone() for name in names}
+        return {name: _cut(whole[name], self.cuts[name], place, layout.tp) for name in names}
+
+    def described(self, held: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> list[ParameterMetadata]:
+        """Describe a rank's part."""
+        return [
+            ParameterMetadata(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                element_size=tensor.element_size(),
+                is_tp=self.cuts[name].dim is not None and layout.tp > 1 and not layout.is_whole,
+                partition_dim=self.cuts[name].dim or 0,
+                partition_stride=self.cuts[name].stride,
+                owner_rank=rank,
+                tensor_parallel_group_ranks=layout.group(rank),
+                resolved_name=name,
+            )
+            for name, tensor in held.items()
+        ]
+
+    def add(self, replica: str) -> None:
+        """Register a replica of a random kind and layout."""
+        choice = self.random.choice
+        kind = choice(KINDS)
+        if kind == "mxfp8" and self.offered is not torch.bfloat16:
+            kind = "copy"
+        narrows = kind != "mxfp8" and self.offered is torch.float32 and self.random.random() < 0.6
+        dtype = torch.bfloat16 if narrows else self.offered
+        tp, stages = (1, 1) if kind in ("mxfp8", "in-place") else (choice((1, 1, 2, 4)), choice((1, 1, 2)))
+        layout = Layout(stages, tp)
+        for rank in range(layout.world_size):
+            self.ranks.append(self._registered(replica, kind, layout, rank, dtype))
+
+    def _registered(self, replica: str, kind: str, layout: Layout, rank: int, dtype: torch.dtype) -> Rank:
+        client = self.random.choice(self.clients)
+        held = {name: torch.zeros_like(t, dtype=dtype) for name, t in self.part(self.whole, layout, rank).items()}
+        options: dict[str, Any] = {"metadata": self.described(held, layout, rank)}
+        live: Mapping[str, Any] = held
+        match kind:
+            case "flip" | "in-place":
+                live = client.allocate({name: (tuple(tensor.shape), dtype) for name, tensor in held.items()})
+                options |= {"mode": kind, "on_pause": (lambda version: None) if kind == "in-place" else None}
+            case "mxfp8":
+                live = {
+                    name: MXFP8Buffer.empty(tuple(t.shape)) if t.dim() == 2 and t.shape[1] % 32 == 0 else t
+                    for name, t in held.items()
+                }
+                options = {}
+        if dtype is not self.offered:
+            options["cast"] = self.offered
+        target = client.register_target(
+            self.name, live, replica=replica, rank=rank, world_size=layout.world_size, **options
+        )
+        return Rank(replica, kind, layout, rank, dtype, live, target)
+
+    def polls(self) -> Engine:
+        """Poll for all ranks, on a thread."""
+        return Engine(*(rank.target for rank in self.ranks))
+
+    def publish(self) -> int:
+        """Change nothing, 1 % or all of the elements, and publish; return the version."""
+        share = self.random.choice((0.0, 0.01, 0.01, 1.0))
+        for tensor in self.whole.values():
+            which = torch.rand(tensor.shape, generator=self.generator) < share
+            tensor[which] = torch.randn(int(which.sum()), generator=self.generator).to(tensor.dtype)
+        self.version += 1
+        for rank, (source, held) in enumerate(self.sources):
+            for name, tensor in self.part(self.whole, self.layout, rank).items():
+                held[name].copy_(tensor)
+            source.publish(self.version)
+        self.states[self.version] = {name: tensor.clone() for name, tensor in self.whole.items()}
+        return self.version
+
+    def check(self, version: int | None = None) -> None:
+        """Compare every rank with the version that it serves, which is `version` if that is given.
+
+        Raises:
+            AssertionError: a rank holds other bytes, ranks of a replica serve different versions, or one is fenced.
+        """
+        serving: dict[str, set[int | None]] = {}
+        for rank in self.ranks:
+            served = rank.target.version
+            serving.setdefault(rank.replica, set()).add(served)
+            assert not rank.target.fenced, f"{self.name} {rank.replica} {rank.rank}: {rank.target.fenced}"
+            for name, tensor in self.part(self.states[served], rank.layout, rank.rank).items() if served else ():
+                what = f"{self.name} version {served}: {name} of {rank.replica} rank {rank.rank}, {rank.kind}"
+                assert _holds(rank.live[name], tensor.to(self.offered)), what
+        assert all(len(versions) == 1 for versions in serving.values()), f"{self.name} is torn: {serving}"
+        if version is not None:
+            assert set().union(*serving.values()) == {version}, f"{self.name}: {serving}, expected {version}"
+
+
+def _cut(tensor: torch.Tensor, cut: Cut, place: int, ranks: int) -> torch.Tensor:
+    if cut.dim is None or ranks == 1:
+        return tensor.clone()
+    blocks = tensor.chunk(cut.stride, cut.dim)
+    return torch.cat([block.chunk(ranks, cut.dim)[place] for block in blocks], cut.dim).contiguous()
+
+
+def _holds(live: Any, wanted: torch.Tensor) -> bool:
+    if isinstance(live, MXFP8Buffer):
+        once = MXFP8Buffer.empty(tuple(wanted.shape))
+        once.quantize(wanted)
+        return torch.equal(once.data, live.data) and torch.equal(once.scale, live.scale)
+    return torch.equal(wanted.to(live.dtype).contiguous().view(torch.uint8), live.contiguous().view(torch.uint8))
