@@ -11,6 +11,9 @@ flip in the first poll that no rank has passed:
 *All ranks standing in a poll at once.* A new replica has no common origin, nor has a rank that returned alone; counts
 that lie far apart do not count the same steps. But no rank can end a step that another has not begun. So if all ranks
 stand in a poll, they stand before the same step: they flip there, and count from there.
+
+A rank in `wait` flips at once, which is before its next poll. If another rank has begun the step after that, only the
+second holds: they flip once all stand, or once it has left its `wait`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ class Reached:
 
     @property
     def earliest(self) -> int:
-        """The first poll in which the rank can flip."""
-        return self.step if self.stands else self.step + 1
+        """The first poll in which the rank can flip; one that waits has begun the step of its last one."""
+        return self.step if self.stands == "poll" else self.step + 1
 
 
 def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
@@ -46,9 +49,11 @@ def meeting(said: Mapping[str, Reached]) -> dict[str, int] | None:
     polls = {who: where.earliest for who, where in said.items()}
     steps = [where.step for where in said.values()]
     origins = {where.origin for where in said.values()}
-    is_counted = len(origins) == 1 and ("" not in origins or in_turn(said))
+    point = max(polls.values())
+    is_too_early = any(where.stands == "wait" and where.earliest < point for where in said.values())
+    is_counted = len(origins) == 1 and ("" not in origins or in_turn(said)) and not is_too_early
     if len(said) == 1 or (is_counted and (CALLERS_STEP in origins or max(steps) - min(steps) <= LOCKSTEP)):
-        return dict.fromkeys(said, max(polls.values()))
+        return dict.fromkeys(said, point)
     return polls if all(where.stands for where in said.values()) else None
 
 

@@ -12,6 +12,9 @@ from refitd.protocol import local
 # How long a rank waits in a poll to learn in which poll its replica commits.
 IN_STEP_S = 30.0
 
+# How long a rank in `wait` does not commit because others may be in a step that it has not begun: they may wait for it.
+EARLY_S = 3.0
+
 # How long `wait` sleeps before it reads the permit again.
 PERMIT_WAIT_S = 0.05
 
@@ -25,6 +28,7 @@ class CommitPoints:
     def __init__(self, state: CommitState, *, is_called_back: bool) -> None:
         self._state = state
         self._is_called_back = is_called_back
+        self._early = ("", 0.0)  # the swap that a `wait` has held back, and since when
 
     def polled(self, step: int | None, *, begin: bool) -> local.PrepareCommit | None:
         """Count a poll; return the commit due in it, or None."""
@@ -128,7 +132,16 @@ class CommitPoints:
         if prepare is None or state.taking is not None or self._is_called_back:
             return None  # with on_pause or on_commit, the thread of the callback commits
         is_known = state.steps.flip_at is not None or prepare.swap == state.ended
-        return prepare if not prepare.lockstep or is_known else None
+        return prepare if not prepare.lockstep or (is_known and not self._is_early(prepare)) else None
+
+    def _is_early(self, prepare: local.PrepareCommit) -> bool:
+        """Return whether this rank is to be held back: its next poll is before the one that it was told."""
+        if not self._state.steps.is_early():
+            return False
+        now = time.monotonic()
+        if self._early[0] != prepare.swap:
+            self._early = (prepare.swap, now)
+        return now < self._early[1] + EARLY_S
 
     def _is_told(self) -> bool:
         """Return whether this rank knows the poll to commit in, or has already reported that it waits for it."""

@@ -139,6 +139,8 @@ class CommitState:
         """Take in what the daemon says."""
         with self.lock:
             match message:
+                case local.PrepareCommit() if self.closed:
+                    pass  # it was on its way; the daemon learns from the end of the registration
                 case local.PrepareCommit(swap) if swap == self.taken:
                     # already committed, but the coordinator died before it knew
                     self.tell(local.CommitDone(swap, self.member, self.last_pause_s, self.exchanged))

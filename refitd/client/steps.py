@@ -53,7 +53,7 @@ class PollSteps:
         self._thread = threading.get_ident() if stands else self._thread
         # if flip_at is known, a new coordinator asks again, and other ranks may have committed: repeat the old answer
         step = self._step if self.flip_at is None else self.flip_at - 1
-        return StepReached(swap, member, step, self._origin, stands, self._thread)
+        return StepReached(swap, member, max(0, step), self._origin, stands, self._thread)
 
     def flip(self, step: int, origin: str) -> None:
         """Commit the version in poll `step`; with an `origin`, all ranks count from that poll on."""
@@ -67,8 +67,17 @@ class PollSteps:
         """Return whether the version is to be committed in this poll."""
         return self.flip_at is not None and self._step >= self.flip_at
 
+    def is_early(self) -> bool:
+        """Return whether others commit only after a step that this rank has not begun."""
+        return self.flip_at is not None and self._step + 1 < self.flip_at
+
     def flipped(self) -> None:
-        """Note that the version is committed: ranks that committed together count from here, even after a `wait`."""
+        """Note that the version is committed: ranks that committed together count from here, even after a `wait`.
+
+        The poll in which others committed is number 0: to one that committed in a `wait`, it is the next. One that was
+        early shares no origin with them.
+        """
         if self.flip_at is not None and self._origin != CALLERS_STEP:
-            self._step, self._origin = 0 if self._flip_origin else self._step, self._flip_origin
+            self._origin = "" if self.is_early() else self._flip_origin
+            self._step = (0 if self.is_due() else -1) if self._origin else self._step
         self.decided()

@@ -50,7 +50,7 @@ def test_ranks_with_counts_from_one_origin_flip_in_the_poll_that_none_has_passed
 def test_ranks_that_all_stand_flip_where_they_stand_whatever_they_have_counted() -> None:
     ranks = Ranks(2, 2)
     ranks.say(0, 7, "", "wait"), ranks.say(1, 900, "", "poll")
-    assert [(flip.member, flip.step) for flip in ranks.told] == [("r0", 7), ("r1", 900)]
+    assert [(flip.member, flip.step) for flip in ranks.told] == [("r0", 8), ("r1", 900)]
 
 
 def test_a_rank_that_has_left_its_wait_does_not_stand() -> None:

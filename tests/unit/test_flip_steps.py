@@ -43,7 +43,31 @@ def test_counts_from_two_origins_name_no_poll_however_near_they_are() -> None:
     assert meeting({"a": Reached(41, "before"), "b": Reached(41)}) is None
     assert meeting({"a": Reached(41), "b": Reached(41)}) is None
     assert meeting({"a": Reached(41, "before", "poll"), "b": Reached(3, "", "poll")}) == {"a": 41, "b": 3}
-    assert meeting({"a": Reached(41, "before", "poll"), "b": Reached(3, "", "wait")}) == {"a": 41, "b": 3}
+    assert meeting({"a": Reached(41, "before", "poll"), "b": Reached(3, "", "wait")}) == {"a": 41, "b": 4}
+
+
+def test_a_rank_that_waits_flips_before_its_next_step_and_only_if_nobody_has_begun_that() -> None:
+    waits = Reached(7, "before", "wait")
+    assert meeting({"a": waits, "b": Reached(6, "before")}) == {"a": 8, "b": 8}, "it has begun step 7"
+    assert meeting({"a": waits, "b": Reached(8, "before", "poll")}) == {"a": 8, "b": 8}
+    assert meeting({"a": waits, "b": Reached(8, "before")}) is None
+    assert meeting({"a": Reached(7, CALLERS_STEP, "wait"), "b": Reached(8, CALLERS_STEP)}) is None
+    assert meeting({"a": waits, "b": Reached(9, "before", "poll")}) == {"a": 8, "b": 9}, "all stand"
+
+
+def test_ranks_that_committed_in_a_wait_and_in_a_poll_count_alike_from_there() -> None:
+    waited, polled, early = PollSteps(), PollSteps(), PollSteps()
+    for steps in (waited, polled, early):
+        steps.count(None)
+        steps.flip(2, "s")
+    polled.count(None)
+    early.flip(3, "s")
+    assert early.is_early() and not waited.is_early() and polled.is_due()
+    for steps in (waited, polled, early):
+        steps.flipped()
+    waited.count(None)
+    assert waited.reached("t", "m") == polled.reached("t", "m")
+    assert early.reached("t", "m").origin == ""
 
 
 def test_ranks_that_one_thread_polls_are_not_held_for_each_other() -> None:
@@ -130,7 +154,7 @@ def test_a_rank_that_waits_is_not_let_through_and_not_held_for_ever() -> None:
         assert told == steps.due(ranks, now) == []
         now = steps.next_deadline() or 0.0
         told = steps.due(ranks, now)
-    assert polls(told) == {0: 0, 1: 4}
+    assert polls(told) == {0: 1, 1: 4}
 
 
 def test_ranks_of_a_replica_that_serves_nothing_flip_at_once_and_have_no_common_origin_from_that() -> None:
@@ -138,7 +162,7 @@ def test_ranks_of_a_replica_that_serves_nothing_flip_at_once_and_have_no_common_
     ranks[0].version = ranks[1].version = None
     for member, where in zip(ranks, (Reached(7), Reached(0, "", "wait")), strict=True):
         steps.reached("s", member, where, now=0.0)
-    assert steps.due(ranks, now=0.0) == [CommitAtStep("s", ranks[0], 8), CommitAtStep("s", ranks[1], 0)]
+    assert steps.due(ranks, now=0.0) == [CommitAtStep("s", ranks[0], 8), CommitAtStep("s", ranks[1], 1)]
 
 
 def test_nothing_is_kept_of_ranks_that_are_gone() -> None:

@@ -186,3 +186,11 @@ def test_an_agree_that_cannot_be_called_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize("none", [-1, np.int64(-1), torch.tensor([-1]), -1.0])
 def test_an_agree_may_agree_in_numbers_of_all_kinds(none: Any) -> None:
     assert Engine().target.poll(lambda pending: none) is None
+
+
+def test_a_decision_that_was_on_its_way_when_it_was_closed_is_not_answered() -> None:
+    engine = Engine()
+    heard = engine.target._notified
+    engine.target.release()
+    heard(local.PrepareCommit(swap="s1", member="m", version=1, by_worker=False, lockstep=True))
+    assert engine.daemon.said.empty() and engine.target.version is None
